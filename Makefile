@@ -1,0 +1,56 @@
+# Every target finds or makes the Python environment that it needs (tools/environment.py), builds what changed and runs.
+#   make demo | test | bench | lint | asan | upstream | format | build | venv | clean
+# PYTHON=python3    use this interpreter as it is if it has torch >= 2.11; else .venv is made from it
+# ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x"
+
+STARTER := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
+ENVIRONMENT = py=$$($(STARTER) tools/environment.py $(1)) &&
+BUILD = "$$py" setup.py --quiet build_ext --inplace --strict &&
+
+ASAN = build/asan
+C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp tests/c/*.c tests/c/*.h)
+
+.PHONY: help venv build demo test bench lint format asan upstream clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+venv:
+	@$(call ENVIRONMENT,build demo test lint) echo "flatparam: environment ready: $$py"
+
+build:
+	@$(call ENVIRONMENT,build) $(BUILD) true
+
+demo:
+	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m flatparam demo $(ARGS)
+
+test:
+	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest $(ARGS)
+
+bench:
+	@$(call ENVIRONMENT,build) $(BUILD) \
+	for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. "$$py" "$$file" $(ARGS) || exit; done
+
+lint:
+	@$(call ENVIRONMENT,build demo lint) $(BUILD) set -x; \
+	"$$py" -m ruff check . && "$$py" -m ruff format --check . && \
+	"$$(dirname "$$py")/clang-format" --dry-run -Werror $(C_FILES) && \
+	"$$py" -m mypy && "$$py" -m mypy.stubtest flatparam._C
+
+format:
+	@$(call ENVIRONMENT,lint) set -x; \
+	"$$py" -m ruff check --fix --quiet .; "$$py" -m ruff format . && "$$(dirname "$$py")/clang-format" -i $(C_FILES)
+
+asan:
+	@$(call ENVIRONMENT,build demo test) rm -rf $(ASAN)/flatparam && \
+	"$$py" setup.py --quiet build_py --build-lib $(ASAN) && \
+	"$$py" setup.py --quiet build_ext --sanitize --build-lib $(ASAN) && \
+	"$$py" tools/sanitized.py $(ASAN) $(ARGS)
+
+upstream:
+	@$(call ENVIRONMENT,build test upstream) $(BUILD) "$$py" tests/upstream/run.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info flatparam/_C.*.so flatparam/_build_info.py
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find flatparam tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

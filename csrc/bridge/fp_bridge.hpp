@@ -1,0 +1,133 @@
+// bridge/fp_bridge.hpp -- shared by the C++ files of the bridge: unpacking, the exception barrier, the geometry, and
+// everything that differs between torch versions.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "bridge/fp_torch.h"
+
+namespace fp {
+
+struct View {
+    int64_t offset = 0;
+    int64_t numel = 0;
+    bool contiguous = true;
+    std::vector<int64_t> shape, stride;
+};
+
+struct Geometry {
+    std::vector<View> views;
+    int64_t total = 0;
+};
+
+// The tensor behind a plain tensor object; throws TypeError for anything else (subclasses and wrappers included).
+inline const at::Tensor &
+unpack(PyObject *object)
+{
+    TORCH_CHECK_TYPE(fp_torch_is_plain(object), "expected a plain dense torch.Tensor or Parameter, got ",
+                     object == nullptr ? "NULL" : Py_TYPE(object)->tp_name);
+    return THPVariable_Unpack(object);
+}
+
+inline std::vector<at::Tensor>
+unpack_all(PyObject *const *objects, Py_ssize_t n)
+{
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(static_cast<size_t>(n));
+    for (Py_ssize_t i = 0; i < n; i++) {
+        tensors.push_back(unpack(objects[i]));
+    }
+    return tensors;
+}
+
+// The barrier: runs body; a C++ exception becomes a Python one and failure is returned.
+template <class Result, class Body>
+Result
+guarded(Result failure, Body &&body) noexcept
+{
+    try {
+        return std::forward<Body>(body)();
+    }
+    catch (const std::exception &) {
+        torch::translate_exception_to_python(std::current_exception());
+    }
+    catch (...) {
+        PyErr_SetString(PyExc_RuntimeError, "flatparam: unknown C++ exception");
+    }
+    return failure;
+}
+
+// Autograd nodes: held by c10::intrusive_ptr from torch 2.13 on, by std::shared_ptr with deleteNode before.
+template <class T, class... Args>
+auto
+make_node(Args &&...args)
+{
+    if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, torch::autograd::Node>) {
+        return c10::make_intrusive<T>(std::forward<Args>(args)...);
+    }
+    else {
+        return std::shared_ptr<T>(new T(std::forward<Args>(args)...), [](auto *node) { deleteNode(node); });
+    }
+}
+
+// The address of a storage's memory, nullptr if freed; never throws, whatever set_freed_reason asked for.
+template <class Storage>
+const void *
+address_of(Storage *storage)
+{
+    if constexpr (requires { storage->_mutable_data_ptr_no_checks(); }) {
+        return storage->_mutable_data_ptr_no_checks().get();
+    }
+    else {
+        return storage->data();
+    }
+}
+
+// Let every access to the data of storage throw reason, or (nullptr) let it be accessed again. Where this torch cannot
+// take the former back, nothing is done.
+template <class Storage>
+void
+set_freed_reason(Storage *storage, const char *reason)
+{
+    if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); }) {
+        if (reason != nullptr) {
+            storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
+        }
+        else {
+            storage->clear_data_ptr_access_error_msg_();
+        }
+    }
+}
+
+// A tensor over the storage of source, without autograd: what an as_strided kernel returns. No copy.
+at::Tensor alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset);
+
+// Throws ValueError unless the storage of tensor has memory for all of its elements.
+void check_memory(const at::Tensor &tensor);
+
+// One 1-D tensor with the pieces at their places and fill between them, made of torch operations only: differentiable,
+// for any device, layout or wrapper. Undefined pieces count as zeros.
+at::Tensor flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
+                          const at::TensorOptions &options, double fill);
+
+// The same in one pass over memory, for plain dense CPU tensors of one dtype.
+at::Tensor flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
+                            const at::TensorOptions &options, double fill);
+
+bool is_plain_tensor(const at::Tensor &tensor);
+
+} // namespace fp
+
+// The C name for a shared Geometry.
+struct fp_geometry {
+    std::shared_ptr<const fp::Geometry> shared;
+};

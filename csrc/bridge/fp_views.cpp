@@ -1,0 +1,253 @@
+// bridge/fp_views.cpp -- views of a flat tensor behind one autograd node, and the node's backward: packing.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "bridge/fp_bridge.hpp"
+
+extern "C" {
+#include "core/fp_pack.h"
+}
+
+namespace fp {
+
+namespace {
+
+// Whether tensor lies in memory as view says, so that its bytes can be copied in one run.
+bool
+same_layout(const at::Tensor &tensor, const View &view)
+{
+    if (view.contiguous) {
+        return tensor.is_contiguous();
+    }
+    for (int64_t d = 0; d < tensor.dim(); d++) {
+        if (tensor.size(d) != 1 && tensor.stride(d) != view.stride[static_cast<size_t>(d)]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The elements of piece in the order in which view stores them, as a 1-D tensor; differentiable.
+at::Tensor
+in_storage_order(const at::Tensor &piece, const View &view)
+{
+    const at::Tensor dense = piece.layout() == at::kStrided ? piece : piece.to_dense();
+    if (view.contiguous) {
+        return dense.reshape({-1});
+    }
+    std::vector<int64_t> order(view.shape.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+        return view.stride[static_cast<size_t>(a)] > view.stride[static_cast<size_t>(b)];
+    });
+    return dense.permute(order).reshape({-1});
+}
+
+struct ViewsBackward final : torch::autograd::Node {
+    std::shared_ptr<const Geometry> geometry;
+    at::TensorOptions options;
+
+    std::string name() const override
+    {
+        return "FlatParamViewsBackward";
+    }
+
+    torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override
+    {
+        if (!task_should_compute_output(0) ||
+            std::none_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
+            return {at::Tensor()};
+        }
+        for (size_t i = 0; i < grads.size(); i++) { // the engine has checked them, who calls the node directly has not
+            TORCH_CHECK_VALUE(!grads[i].defined() || grads[i].sizes() == c10::IntArrayRef(geometry->views[i].shape),
+                              name(), " expected gradient ", i, " to have shape ",
+                              c10::IntArrayRef(geometry->views[i].shape), ", got ", grads[i].sizes());
+        }
+        const bool packable = !at::GradMode::is_enabled() && options.device().is_cpu() && !fp_torch_modes_active() &&
+                              std::all_of(grads.begin(), grads.end(), [this](const at::Tensor &grad) {
+                                  return !grad.defined() || (is_plain_tensor(grad) &&
+                                                             grad.scalar_type() == options.dtype().toScalarType() &&
+                                                             grad.device() == options.device());
+                              });
+        return {packable ? flatten_in_place(*geometry, grads, options, 0.0)
+                         : flatten_by_ops(*geometry, grads, options, 0.0)};
+    }
+};
+
+// The bytes of one copied range of elements that keep a thread busy for longer than waking it costs.
+constexpr int64_t grain_bytes = 1 << 18;
+
+} // namespace
+
+at::Tensor
+alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset)
+{
+    at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(source.storage()),
+                                                               source.key_set(), source.dtype());
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, stride, offset);
+    return view;
+}
+
+at::Tensor
+flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces, const at::TensorOptions &options,
+               double fill)
+{
+    std::vector<at::Tensor> parts;
+    parts.reserve(2 * pieces.size() + 1);
+    int64_t end = 0;
+    const auto add = [&](int64_t numel, double value) {
+        if (numel > 0) {
+            parts.push_back(at::full({numel}, value, options));
+        }
+    };
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const View &view = geometry.views[i];
+        add(view.offset - end, fill);
+        if (pieces[i].defined()) {
+            parts.push_back(in_storage_order(pieces[i], view));
+        }
+        else {
+            add(view.numel, 0.0);
+        }
+        end = view.offset + view.numel;
+    }
+    add(geometry.total - end, fill);
+    return at::cat(parts);
+}
+
+at::Tensor
+flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces, const at::TensorOptions &options,
+                 double fill)
+{
+    const at::Tensor flat = at::empty({geometry.total}, options);
+    const at::Tensor fill_item = fill == 0.0 ? at::Tensor() : at::full({1}, fill, options);
+    const auto item_bytes = static_cast<int64_t>(flat.element_size());
+    std::vector<fp_segment> segments(pieces.size());
+    std::vector<size_t> strided;
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const View &view = geometry.views[i];
+        const bool direct = pieces[i].defined() && same_layout(pieces[i], view);
+        if (pieces[i].defined()) {
+            check_memory(pieces[i]);
+        }
+        if (pieces[i].defined() && !direct) {
+            strided.push_back(i);
+        }
+        segments[i] = {.data =
+                           direct ? const_cast<void *>(pieces[i].const_data_ptr()) : nullptr, // fp_pack only reads it
+                       .start = view.offset,
+                       .numel = view.numel};
+    }
+    at::parallel_for(0, geometry.total, std::max<int64_t>(1, grain_bytes / item_bytes),
+                     [&](int64_t begin, int64_t end) {
+                         const fp_status status =
+                             fp_pack_raw(segments.data(), segments.size(), item_bytes, flat.mutable_data_ptr(), begin,
+                                         end, fill_item.defined() ? fill_item.const_data_ptr() : nullptr);
+                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
+                     });
+    for (const size_t i : strided) {
+        const View &view = geometry.views[i];
+        alias(flat, view.shape, view.stride, view.offset).copy_(pieces[i]);
+    }
+    return flat;
+}
+
+} // namespace fp
+
+extern "C" int
+fp_torch_modes_active(void) noexcept
+{
+    using c10::DispatchKey;
+    static const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;
+    return c10::impl::dispatch_mode_enabled() || at::impl::torch_function_mode_enabled() ||
+           torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
+           !(c10::impl::tls_local_dispatch_key_set().included_ - usual).empty();
+}
+
+extern "C" int
+fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject **out)
+{
+    Py_ssize_t made = 0;
+    const int status = fp::guarded(-1, [&] {
+        const at::Tensor &flat = fp::unpack(flat_object);
+        const fp::Geometry &shape = *geometry->shared;
+        fp::check_memory(flat);
+        TORCH_CHECK_VALUE(flat.dim() == 1 && flat.numel() == shape.total && flat.stride(0) == 1,
+                          "expected the unsharded flat parameter of ", shape.total, " elements, got shape ",
+                          flat.sizes());
+        const at::Tensor base = flat.is_view() ? at::Tensor(flat._base()) : flat;
+        const bool tracked = flat.requires_grad();
+        auto node = fp::make_node<fp::ViewsBackward>();
+        if (tracked) {
+            node->geometry = geometry->shared;
+            node->options = flat.options();
+            node->add_next_edge(torch::autograd::impl::gradient_edge(flat));
+        }
+        for (const fp::View &view : shape.views) {
+            at::Tensor result = torch::autograd::make_variable_differentiable_view(
+                fp::alias(flat, view.shape, view.stride, flat.storage_offset() + view.offset),
+                torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt, /*shared_view_info=*/true,
+                torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
+            if (tracked) {
+                torch::autograd::impl::set_gradient_edge(result, {node, node->add_input_metadata(result)});
+            }
+            out[made] = THPVariable_Wrap(std::move(result));
+            if (out[made] == nullptr) {
+                return -1;
+            }
+            made++;
+        }
+        return 0;
+    });
+    if (status < 0) {
+        while (made > 0) {
+            Py_CLEAR(out[--made]);
+        }
+    }
+    return status;
+}
+
+extern "C" PyObject *
+fp_torch_flatten(PyObject *const *tensors, const fp_geometry *geometry, double fill)
+{
+    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
+        const fp::Geometry &shape = *geometry->shared;
+        at::NoGradGuard no_grad;
+        std::vector<at::Tensor> pieces = fp::unpack_all(tensors, static_cast<Py_ssize_t>(shape.views.size()));
+        for (size_t i = 0; i < pieces.size(); i++) {
+            TORCH_CHECK_VALUE(pieces[i].sizes() == c10::IntArrayRef(shape.views[i].shape) &&
+                                  pieces[i].scalar_type() == pieces[0].scalar_type() &&
+                                  pieces[i].device() == pieces[0].device(),
+                              "expected tensor ", i, " to have shape ", c10::IntArrayRef(shape.views[i].shape),
+                              " and dtype ", pieces[0].scalar_type(), " on ", pieces[0].device(), ", got ",
+                              pieces[i].sizes(), ", ", pieces[i].scalar_type(), " on ", pieces[i].device());
+        }
+        const at::TensorOptions options = pieces[0].options();
+        at::Tensor flat;
+        if (!options.device().is_cpu()) {
+            flat = fp::flatten_by_ops(shape, pieces, options, fill);
+        }
+        else {
+            struct ReleaseGil {
+                PyThreadState *state = PyEval_SaveThread();
+                ~ReleaseGil()
+                {
+                    PyEval_RestoreThread(state);
+                }
+            } released;
+            flat = fp::flatten_in_place(shape, pieces, options, fill);
+        }
+        return THPVariable_Wrap(std::move(flat));
+    });
+}

@@ -1,0 +1,162 @@
+/* core/fp_layout.c -- offsets, paddings and totals of a flat parameter. */
+#include "core/fp_layout.h"
+
+#include <string.h>
+
+#include "core/fp_alloc.h"
+
+/* Elements to add to numel for a multiple of unit (>= 1). */
+static int64_t
+padding_to(int64_t numel, int64_t unit)
+{
+    return (unit - numel % unit) % unit;
+}
+
+/* Append an item at the layout's end; an empty padding is left out, as torch does. */
+static void
+add_item(fp_layout *layout, int64_t numel, unsigned char is_pad)
+{
+    if (numel == 0 && is_pad) {
+        return;
+    }
+    layout->item_numels[layout->num_items] = numel;
+    layout->is_pad[layout->num_items] = is_pad;
+    layout->num_items++;
+    layout->numel += numel;
+}
+
+/* Allocate the arrays for n parameters, as one block that layout->starts points to. At most one padding goes before
+ * each parameter and one after the last. */
+static fp_status
+allocate(fp_layout *layout, size_t n)
+{
+    if (n > (SIZE_MAX / sizeof(int64_t) - 4) / 5) {
+        return FP_EOVERFLOW;
+    }
+    const size_t most_items = 2 * n + 1;
+    const size_t words = 2 * n + most_items + most_items / sizeof(int64_t) + 1;
+    layout->starts = fp_calloc(words, sizeof(int64_t));
+    if (layout->starts == NULL) {
+        return FP_ENOMEM;
+    }
+    layout->numels = layout->starts + n;
+    layout->item_numels = layout->numels + n;
+    layout->is_pad = (unsigned char *)(layout->item_numels + most_items);
+    return FP_OK;
+}
+
+/* Check the arguments, and that even with the most padding no size in bytes can overflow. */
+static fp_status
+check_sizes(const int64_t *numels, size_t n, int64_t alignment, int64_t world_size, int64_t item_bytes)
+{
+    if (numels == NULL || n < 1 || alignment < 0 || world_size < 1 || item_bytes < 1) {
+        return FP_EINVAL;
+    }
+    int64_t sum = 0, room = INT64_MAX / item_bytes;
+    for (size_t i = 0; i < n; i++) {
+        if (numels[i] < 0) {
+            return FP_EINVAL;
+        }
+        if (numels[i] > room || alignment > room - numels[i]) {
+            return FP_EOVERFLOW;
+        }
+        room -= numels[i] + alignment;
+        sum |= numels[i];
+    }
+    if (sum == 0) {
+        return FP_EINVAL;
+    }
+    return world_size > room ? FP_EOVERFLOW : FP_OK;
+}
+
+fp_status
+fp_layout_init(fp_layout *layout, const int64_t *numels, size_t n, int64_t alignment, int64_t world_size,
+               int64_t item_bytes)
+{
+    fp_layout made = {.world_size = world_size, .item_bytes = item_bytes, .alignment = alignment, .num_params = n};
+    fp_status status = check_sizes(numels, n, alignment, world_size, item_bytes);
+    if (status == FP_OK) {
+        status = allocate(&made, n);
+    }
+    if (status != FP_OK) {
+        return status;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (alignment > 0) {
+            add_item(&made, padding_to(made.numel, alignment), 1);
+        }
+        made.starts[i] = made.numel;
+        made.numels[i] = numels[i];
+        made.numel_params += numels[i];
+        add_item(&made, numels[i], 0);
+    }
+    if (alignment > 0) {
+        add_item(&made, padding_to(made.numel, world_size), 1);
+    }
+    made.shard_numel = 1 + (made.numel - 1) / world_size;
+    made.padded_numel = made.shard_numel * world_size;
+    *layout = made;
+    return FP_OK;
+}
+
+void
+fp_layout_clear(fp_layout *layout)
+{
+    fp_free(layout->starts);
+    memset(layout, 0, sizeof *layout);
+}
+
+/* The first parameter whose end is past position (by_end), or that starts at or after it. */
+static size_t
+search(const fp_layout *layout, int64_t position, int by_end)
+{
+    size_t low = 0, high = layout->num_params;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        const int64_t start = layout->starts[middle];
+        const int is_past = by_end ? start + layout->numels[middle] > position : start >= position;
+        if (is_past) {
+            high = middle;
+        }
+        else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+void
+fp_layout_params_in(const fp_layout *layout, int64_t begin, int64_t end, size_t *first, size_t *last)
+{
+    const size_t from = search(layout, begin, 1);
+    const size_t to = begin < end ? search(layout, end, 0) : from;
+    *first = from;
+    *last = to > from ? to : from;
+}
+
+fp_param_part
+fp_layout_part(const fp_layout *layout, size_t i, int64_t begin, int64_t end)
+{
+    const int64_t start = layout->starts[i], stop = start + layout->numels[i];
+    fp_param_part part = {0};
+    if (begin >= end || stop <= begin || start >= end) {
+        return part;
+    }
+    part.in_range = 1;
+    part.offset = start > begin ? start - begin : 0;
+    part.start = start > begin ? 0 : begin - start;
+    part.end_element = (stop < end ? stop : end) - 1 - start;
+    part.numel = part.end_element - part.start + 1;
+    return part;
+}
+
+fp_status
+fp_layout_shard_range(const fp_layout *layout, int64_t rank, int64_t *begin, int64_t *end)
+{
+    if (rank < 0 || rank >= layout->world_size) {
+        return FP_EINVAL;
+    }
+    *begin = rank * layout->shard_numel;
+    *end = *begin + layout->shard_numel;
+    return FP_OK;
+}

@@ -1,0 +1,283 @@
+/* core/fp_pack.c -- walk the segments of a flat buffer, or the part of them in a range, in one pass over memory. */
+#include "core/fp_pack.h"
+
+#include <string.h>
+
+#include "core/fp_cast.h"
+#include "core/fp_float.h"
+
+/* The segment's end, which a valid list has made sure fits. */
+static int64_t
+end_of(const fp_segment *segment)
+{
+    return segment->start + segment->numel;
+}
+
+/* The first segment that ends after position, or that is not valid: binary search, O(log n). */
+static size_t
+first_after(const fp_segment *segments, size_t n, int64_t position)
+{
+    size_t low = 0, high = n;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        const int64_t start = segments[middle].start, numel = segments[middle].numel;
+        if (start < 0 || numel < 0 || start > position || numel > position - start) {
+            high = middle;
+        }
+        else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+/* Check segments[first..] as far as they begin before end; *last gets the index after the last of those. */
+static fp_status
+check_between(const fp_segment *segments, size_t n, size_t first, int64_t end, size_t *last)
+{
+    int64_t previous_end = 0;
+    size_t i = first;
+    for (; i < n; i++) {
+        const fp_segment *segment = &segments[i];
+        if (segment->start < previous_end || segment->numel < 0 || segment->start > INT64_MAX - segment->numel) {
+            return FP_EINVAL;
+        }
+        if (segment->start >= end) {
+            break;
+        }
+        previous_end = end_of(segment);
+    }
+    *last = i;
+    return FP_OK;
+}
+
+fp_status
+fp_segments_check(const fp_segment *segments, size_t n, int64_t flat_numel)
+{
+    size_t last;
+    if ((segments == NULL && n > 0) || flat_numel < 0) {
+        return FP_EINVAL;
+    }
+    const fp_status status = check_between(segments, n, 0, INT64_MAX, &last);
+    if (status != FP_OK || last < n) {
+        return FP_EINVAL;
+    }
+    return n == 0 || end_of(&segments[n - 1]) <= flat_numel ? FP_OK : FP_EINVAL;
+}
+
+/* What fp_pack, fp_unpack and the raw ones check: fills *first and *last, the segments that meet [begin, end). */
+static fp_status
+find_segments(const fp_segment *segments, size_t n, const void *flat, int64_t begin, int64_t end, size_t *first,
+              size_t *last)
+{
+    if ((segments == NULL && n > 0) || begin < 0 || begin > end || (flat == NULL && begin < end)) {
+        return FP_EINVAL;
+    }
+    *first = first_after(segments, n, begin);
+    return check_between(segments, n, *first, end, last);
+}
+
+/* Write n copies of the item; all bytes zero when item is NULL. */
+static void
+fill_items(char *to, size_t n, const void *item, size_t item_bytes)
+{
+    size_t any_bit = 0;
+    for (size_t i = 0; item != NULL && i < item_bytes; i++) {
+        any_bit |= ((const unsigned char *)item)[i];
+    }
+    if (n == 0) {
+        return;
+    }
+    if (any_bit == 0) {
+        memset(to, 0, n * item_bytes);
+        return;
+    }
+    memcpy(to, item, item_bytes);
+    for (size_t done = 1; done < n;) { /* doubling: each copy is of what was written before */
+        const size_t more = done <= n - done ? done : n - done;
+        memcpy(to + done * item_bytes, to, more * item_bytes);
+        done += more;
+    }
+}
+
+/* How a walk moves the elements of one piece. Bytes when kernel is NULL. */
+typedef struct {
+    fp_cast_kernel kernel;
+    double scale;
+    size_t segment_bytes; /* of one element */
+    size_t flat_bytes;
+    const void *fill_item; /* what a gap gets; NULL: zero bytes */
+    int leave_gaps;        /* gaps and NULL segments are not written */
+} mover;
+
+static void
+move(const mover *how, const void *from, void *to, size_t n)
+{
+    if (how->kernel != NULL) {
+        how->kernel(from, to, n, how->scale);
+    }
+    else if (from != to) {
+        memcpy(to, from, n * how->segment_bytes);
+    }
+}
+
+/* Write [begin, end) of flat from the segments [first, last), which are valid and all meet the range or are empty. */
+static void
+walk_pack(const mover *how, const fp_segment *segments, size_t first, size_t last, char *flat, int64_t begin,
+          int64_t end)
+{
+    int64_t position = begin;
+    for (size_t i = first; i < last; i++) {
+        const fp_segment *segment = &segments[i];
+        const int64_t from = segment->start > position ? segment->start : position;
+        const int64_t to = end_of(segment) < end ? end_of(segment) : end;
+        if (from >= to) {
+            continue;
+        }
+        if (!how->leave_gaps) {
+            fill_items(flat + (size_t)position * how->flat_bytes, (size_t)(from - position), how->fill_item,
+                       how->flat_bytes);
+        }
+        if (segment->data != NULL) {
+            move(how, (const char *)segment->data + (size_t)(from - segment->start) * how->segment_bytes,
+                 flat + (size_t)from * how->flat_bytes, (size_t)(to - from));
+        }
+        else if (!how->leave_gaps) {
+            memset(flat + (size_t)from * how->flat_bytes, 0, (size_t)(to - from) * how->flat_bytes);
+        }
+        position = to;
+    }
+    if (!how->leave_gaps) {
+        fill_items(flat + (size_t)position * how->flat_bytes, (size_t)(end - position), how->fill_item,
+                   how->flat_bytes);
+    }
+}
+
+/* The other way, from flat into the segments. */
+static void
+walk_unpack(const mover *how, const fp_segment *segments, size_t first, size_t last, const char *flat, int64_t begin,
+            int64_t end)
+{
+    for (size_t i = first; i < last; i++) {
+        const fp_segment *segment = &segments[i];
+        const int64_t from = segment->start > begin ? segment->start : begin;
+        const int64_t to = end_of(segment) < end ? end_of(segment) : end;
+        if (from < to && segment->data != NULL) {
+            move(how, flat + (size_t)from * how->flat_bytes,
+                 (char *)segment->data + (size_t)(from - segment->start) * how->segment_bytes, (size_t)(to - from));
+        }
+    }
+}
+
+/* The kernel for a cast with opts; NULL where copying bytes does. The dtypes are valid. */
+static fp_cast_kernel
+kernel_for(fp_dtype from, fp_dtype to, const fp_pack_opts *opts)
+{
+    const int op = (opts->has_scale ? FP_OP_SCALE : 0) | (opts->accumulate ? FP_OP_ADD : 0);
+    return from == to && op == 0 ? NULL : (*fp_cast_current())[from][to][op];
+}
+
+/* 1 when elements [0, end) of these sizes have byte offsets that fit. */
+static int
+fits(int64_t end, size_t item_bytes)
+{
+    return item_bytes > 0 && (uint64_t)end <= (uint64_t)PTRDIFF_MAX / item_bytes;
+}
+
+fp_status
+fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, void *flat, fp_dtype flat_dtype, int64_t begin,
+        int64_t end, const fp_pack_opts *opts)
+{
+    const fp_pack_opts plain = {0};
+    const size_t segment_bytes = fp_dtype_bytes(segment_dtype), flat_bytes = fp_dtype_bytes(flat_dtype);
+    char fill_item[sizeof(double)] = {0};
+    size_t first, last;
+
+    const fp_status status = find_segments(segments, n, flat, begin, end, &first, &last);
+    if (status != FP_OK || !fits(end, segment_bytes) || !fits(end, flat_bytes)) {
+        return FP_EINVAL;
+    }
+    if (begin == end) {
+        return FP_OK;
+    }
+    opts = opts == NULL ? &plain : opts;
+    fp_store_f64(fill_item, 0, flat_dtype, opts->fill);
+    const mover how = {
+        .kernel = kernel_for(segment_dtype, flat_dtype, opts),
+        .scale = opts->scale,
+        .segment_bytes = segment_bytes,
+        .flat_bytes = flat_bytes,
+        .fill_item = fill_item,
+        .leave_gaps = opts->accumulate,
+    };
+    walk_pack(&how, segments, first, last, flat, begin, end);
+    return FP_OK;
+}
+
+fp_status
+fp_unpack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, const void *flat, fp_dtype flat_dtype,
+          int64_t begin, int64_t end, const fp_pack_opts *opts)
+{
+    const fp_pack_opts plain = {0};
+    const size_t segment_bytes = fp_dtype_bytes(segment_dtype), flat_bytes = fp_dtype_bytes(flat_dtype);
+    size_t first, last;
+
+    const fp_status status = find_segments(segments, n, flat, begin, end, &first, &last);
+    if (status != FP_OK || !fits(end, segment_bytes) || !fits(end, flat_bytes)) {
+        return FP_EINVAL;
+    }
+    if (begin == end) {
+        return FP_OK;
+    }
+    opts = opts == NULL ? &plain : opts;
+    const mover how = {
+        .kernel = kernel_for(flat_dtype, segment_dtype, opts),
+        .scale = opts->scale,
+        .segment_bytes = segment_bytes,
+        .flat_bytes = flat_bytes,
+    };
+    walk_unpack(&how, segments, first, last, flat, begin, end);
+    return FP_OK;
+}
+
+/* The mover of the raw functions, and their checks. */
+static fp_status
+prepare_raw(const fp_segment *segments, size_t n, int64_t item_bytes, const void *flat, int64_t begin, int64_t end,
+            mover *how, size_t *first, size_t *last)
+{
+    const fp_status status = find_segments(segments, n, flat, begin, end, first, last);
+    if (status != FP_OK || item_bytes < 1) {
+        return FP_EINVAL;
+    }
+    if (!fits(end, (size_t)item_bytes)) {
+        return FP_EOVERFLOW;
+    }
+    *how = (mover){.segment_bytes = (size_t)item_bytes, .flat_bytes = (size_t)item_bytes};
+    return FP_OK;
+}
+
+fp_status
+fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat, int64_t begin, int64_t end,
+            const void *fill_item)
+{
+    mover how;
+    size_t first, last;
+    const fp_status status = prepare_raw(segments, n, item_bytes, flat, begin, end, &how, &first, &last);
+    if (status == FP_OK && begin < end) {
+        how.fill_item = fill_item;
+        walk_pack(&how, segments, first, last, flat, begin, end);
+    }
+    return status;
+}
+
+fp_status
+fp_unpack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, const void *flat, int64_t begin, int64_t end)
+{
+    mover how;
+    size_t first, last;
+    const fp_status status = prepare_raw(segments, n, item_bytes, flat, begin, end, &how, &first, &last);
+    if (status == FP_OK && begin < end) {
+        walk_unpack(&how, segments, first, last, flat, begin, end);
+    }
+    return status;
+}

@@ -1,0 +1,306 @@
+/* python/fp_attributes.c -- see fp_attributes.h. */
+#include "python/fp_attributes.h"
+
+#include "core/fp_alloc.h"
+
+/* What is nn.Module's own, found when the extension is imported; libtorch_python keeps such globals too. */
+static struct {
+    PyObject *module_class;    /* torch.nn.Module */
+    PyObject *parameter_class; /* torch.nn.Parameter */
+    PyObject *tensor_class;    /* torch.Tensor */
+    PyObject *hooks;           /* the dict of global parameter registration hooks */
+    PyObject *parameters;      /* "_parameters" */
+    PyObject *methods[5];      /* nn.Module's own, by method_names; None for one that somebody had replaced by then */
+} nn;
+
+static const char *const method_names[] = {"__getattribute__", "__getattr__", "__setattr__", "__delattr__",
+                                           "register_parameter"};
+enum { METHODS = sizeof method_names / sizeof method_names[0] };
+
+/* A new reference to nn.Module's method, None if it is not torch's own. */
+static PyObject *
+own_method(PyObject *base, const char *name)
+{
+    PyObject *method = PyObject_GetAttrString(base, name);
+    if (method == NULL || !PyFunction_Check(method)) {
+        return method; /* object's __getattribute__ */
+    }
+    PyObject *where = PyFunction_GetModule(method); /* borrowed: the name of the module that defines it */
+    if (where != NULL && PyUnicode_Check(where) &&
+        PyUnicode_CompareWithASCIIString(where, "torch.nn.modules.module") == 0) {
+        return method;
+    }
+    Py_DECREF(method);
+    return Py_NewRef(Py_None);
+}
+
+int
+fp_attributes_exec(void)
+{
+    if (nn.module_class != NULL) {
+        return 0;
+    }
+    PyObject *nn_module = PyImport_ImportModule("torch.nn.modules.module");
+    if (nn_module == NULL) {
+        return -1;
+    }
+    PyObject *base = PyObject_GetAttrString(nn_module, "Module");
+    Py_XSETREF(nn.parameter_class, PyObject_GetAttrString(nn_module, "Parameter"));
+    Py_XSETREF(nn.tensor_class, PyObject_GetAttrString(nn_module, "Tensor"));
+    Py_XSETREF(nn.hooks, PyObject_GetAttrString(nn_module, "_global_parameter_registration_hooks"));
+    Py_XSETREF(nn.parameters, PyUnicode_InternFromString("_parameters"));
+    int found = base != NULL && nn.parameter_class != NULL && nn.tensor_class != NULL && nn.hooks != NULL &&
+                nn.parameters != NULL;
+    for (int m = 0; found && m < METHODS; m++) {
+        Py_XSETREF(nn.methods[m], own_method(base, method_names[m]));
+        found = nn.methods[m] != NULL;
+    }
+    if (found) {
+        nn.module_class = Py_NewRef(base);
+    }
+    Py_XDECREF(base);
+    Py_DECREF(nn_module);
+    return found ? 0 : -1;
+}
+
+int
+fp_attributes_init(fp_attributes *attributes, Py_ssize_t n)
+{
+    attributes->items = fp_calloc((size_t)n, sizeof *attributes->items);
+    if (attributes->items == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    attributes->n = n;
+    return 0;
+}
+
+int
+fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module, PyObject *name)
+{
+    if (!PyObject_TypeCheck(module, (PyTypeObject *)nn.module_class)) {
+        PyErr_Format(PyExc_TypeError, "expected a torch.nn.Module, got %.200s", Py_TYPE(module)->tp_name);
+        return -1;
+    }
+    if (!PyUnicode_CheckExact(name)) {
+        PyErr_Format(PyExc_TypeError, "expected a parameter's name, got %.200s", Py_TYPE(name)->tp_name);
+        return -1;
+    }
+    PyObject *interned = Py_NewRef(name);
+    PyUnicode_InternInPlace(&interned);
+    Py_XSETREF(attributes->items[i].module, Py_NewRef(module));
+    Py_XSETREF(attributes->items[i].name, interned);
+    return 0;
+}
+
+/* Ask the class itself: 1 if nn.Module's rules hold for this name, 0 if it overrides any, -1 on failure. */
+static int
+ask_class(PyTypeObject *type, PyObject *name)
+{
+    for (int m = 0; m < METHODS; m++) {
+        PyObject *method = PyObject_GetAttrString((PyObject *)type, method_names[m]);
+        if (method == NULL) {
+            return -1;
+        }
+        const int own = method == nn.methods[m];
+        Py_DECREF(method);
+        if (!own) {
+            return 0;
+        }
+    }
+    PyObject *class_attribute = PyObject_GetAttr((PyObject *)type, name); /* a property of this name, say */
+    if (class_attribute != NULL) {
+        Py_DECREF(class_attribute);
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 1;
+}
+
+static int
+is_direct(fp_attribute *item)
+{
+    PyTypeObject *type = Py_TYPE(item->module);
+    if (PyDict_GET_SIZE(nn.hooks) != 0) {
+        return 0;
+    }
+    if (type == item->type && item->version != 0 && item->version == type->tp_version_tag) {
+        return item->direct;
+    }
+    const int direct = ask_class(type, item->name);
+    if (direct >= 0) { /* looking the names up has given the class a version tag, if it can have one */
+        item->type = type;
+        item->version = type->tp_version_tag;
+        item->direct = direct;
+    }
+    return direct;
+}
+
+static int
+remove_key(PyObject *dict, PyObject *key)
+{
+    const int found = PyDict_Contains(dict, key);
+    return found > 0 ? PyDict_DelItem(dict, key) : found;
+}
+
+/* The module's __dict__ and _parameters, new references. 1 if both are plain dicts, 0 if not, -1 on failure. */
+static int
+get_dicts(PyObject *module, PyObject **dict, PyObject **parameters)
+{
+    *parameters = NULL;
+    *dict = PyObject_GenericGetDict(module, NULL);
+    if (*dict == NULL) {
+        return -1;
+    }
+    *parameters = Py_XNewRef(PyDict_GetItemWithError(*dict, nn.parameters));
+    if (*parameters != NULL && PyDict_CheckExact(*parameters)) {
+        return 1;
+    }
+    Py_CLEAR(*dict);
+    Py_CLEAR(*parameters);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whether the name is known as a parameter or plain attribute: else it may be a buffer's or a module's by now. */
+static int
+is_in_dicts(PyObject *dict, PyObject *parameters, PyObject *name)
+{
+    const int found = PyDict_Contains(parameters, name);
+    return found != 0 ? found : PyDict_Contains(dict, name);
+}
+
+static int
+put_in_dicts(PyObject *dict, PyObject *parameters, PyObject *name, PyObject *value, fp_place place)
+{
+    const int in_dict = !place.is_parameter || place.unsafe;
+    const int in_parameters = place.is_parameter || place.listed;
+    if ((in_parameters ? PyDict_SetItem(parameters, name, value) : remove_key(parameters, name)) < 0) {
+        return -1;
+    }
+    return in_dict ? PyDict_SetItem(dict, name, value) : remove_key(dict, name);
+}
+
+/* delattr if there is one, then setattr: what torch does for a class of any kind. */
+static int
+put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place)
+{
+    PyObject *old = PyObject_GetAttr(module, name);
+    if (old == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    const int had = old != NULL;
+    Py_XDECREF(old);
+    if ((had && PyObject_DelAttr(module, name) < 0) || PyObject_SetAttr(module, name, value) < 0) {
+        return -1;
+    }
+    if (place.is_parameter || !place.listed) {
+        return 0;
+    }
+    PyObject *parameters = PyObject_GetAttr(module, nn.parameters);
+    const int status = parameters == NULL ? -1 : PyObject_SetItem(parameters, name, value);
+    Py_XDECREF(parameters);
+    return status;
+}
+
+int
+fp_attributes_put(fp_attributes *attributes, Py_ssize_t i, PyObject *value, fp_place place)
+{
+    fp_attribute *item = &attributes->items[i];
+    PyObject *dict = NULL, *parameters = NULL; /* owned */
+    int direct = place.unsafe ? 1 : is_direct(item);
+    if (direct > 0) {
+        direct = get_dicts(item->module, &dict, &parameters);
+    }
+    if (direct > 0 && !place.unsafe) {
+        direct = is_in_dicts(dict, parameters, item->name);
+    }
+    int status = -1;
+    if (direct > 0) {
+        status = put_in_dicts(dict, parameters, item->name, value, place);
+    }
+    else if (direct == 0) {
+        status = put_by_setattr(item->module, item->name, value, place);
+    }
+    Py_XDECREF(dict);
+    Py_XDECREF(parameters);
+    return status;
+}
+
+int
+fp_attributes_get(fp_attributes *attributes, Py_ssize_t i, PyObject **value)
+{
+    fp_attribute *item = &attributes->items[i];
+    PyObject *dict = NULL, *parameters = NULL; /* owned */
+    int direct = is_direct(item);
+    *value = NULL;
+    if (direct > 0) {
+        direct = get_dicts(item->module, &dict, &parameters);
+    }
+    if (direct < 0) {
+        return -1;
+    }
+    if (direct) {
+        *value = Py_XNewRef(PyDict_GetItemWithError(dict, item->name));
+        if (*value == NULL && !PyErr_Occurred()) {
+            *value = Py_XNewRef(PyDict_GetItemWithError(parameters, item->name));
+        }
+        Py_DECREF(dict);
+        Py_DECREF(parameters);
+    }
+    if (*value == NULL && !PyErr_Occurred()) {
+        *value = PyObject_GetAttr(item->module, item->name); /* a class's own rules, or a buffer by now */
+    }
+    if (*value == NULL && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+int
+fp_attributes_check(PyObject *value, int is_parameter)
+{
+    if (PyObject_TypeCheck(value, (PyTypeObject *)(is_parameter ? nn.parameter_class : nn.tensor_class))) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "expected a torch.%s, got %.200s", is_parameter ? "nn.Parameter" : "Tensor",
+                 Py_TYPE(value)->tp_name);
+    return -1;
+}
+
+PyObject *
+fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i)
+{
+    return attributes->items[i].name;
+}
+
+int
+fp_attributes_traverse(fp_attributes *attributes, visitproc visit, void *arg)
+{
+    for (Py_ssize_t i = 0; i < attributes->n; i++) {
+        Py_VISIT(attributes->items[i].module);
+        Py_VISIT(attributes->items[i].name);
+    }
+    return 0;
+}
+
+void
+fp_attributes_clear(fp_attributes *attributes)
+{
+    for (Py_ssize_t i = 0; i < attributes->n; i++) {
+        Py_CLEAR(attributes->items[i].module);
+        Py_CLEAR(attributes->items[i].name);
+    }
+}
+
+void
+fp_attributes_free(fp_attributes *attributes)
+{
+    fp_free(attributes->items);
+}

@@ -1,0 +1,53 @@
+/* python/fp_attributes.h -- parameters as attributes of their modules: reading and replacing them, many at a time.
+ *
+ * Where nn.Module's own rules decide, the module's dictionaries are written directly; where a class overrides them, or a
+ * hook on parameter registration is set, it goes through delattr and setattr as torch does. Which of the two holds is
+ * found again whenever the class changes (its version tag tells). The result is the same, the order of _parameters too,
+ * as long as each name has gone through delattr and setattr once before (FlatParamHandle's constructor does that). */
+#ifndef FP_ATTRIBUTES_H
+#define FP_ATTRIBUTES_H
+
+#include "python/fp_module.h"
+
+typedef struct {
+    PyObject *module;     /* owned */
+    PyObject *name;       /* owned, interned */
+    PyTypeObject *type;   /* borrowed, only compared: the class that direct was found for */
+    unsigned int version; /* its version tag then; 0: none */
+    int direct;           /* 1: nn.Module's own rules hold for this name */
+} fp_attribute;
+
+typedef struct {
+    fp_attribute *items;
+    Py_ssize_t n;
+} fp_attributes;
+
+typedef struct {
+    int is_parameter; /* 1: register as a parameter; 0: a plain attribute */
+    int listed;       /* plain attributes only: stand in _parameters too, as torch does in forward */
+    int unsafe;       /* write the dictionaries whatever the class overrides, as FSDP_USE_UNSAFE_SETATTR=1 asks */
+} fp_place;
+
+/* Find torch.nn.Module and its methods; called when the extension is imported. -1 with torch's exception. */
+int fp_attributes_exec(void);
+
+/* TypeError unless value may stand in a parameter's place: an nn.Parameter (is_parameter), else a Tensor. */
+int fp_attributes_check(PyObject *value, int is_parameter);
+
+/* Room for n attributes, all empty. -1 with MemoryError. */
+int fp_attributes_init(fp_attributes *attributes, Py_ssize_t n);
+/* Name item i. TypeError unless module is an nn.Module and name a str. */
+int fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module, PyObject *name);
+/* Make value, which was checked, item i's attribute. On failure the module has the old value, or what delattr and setattr of
+ * its own class left. */
+int fp_attributes_put(fp_attributes *attributes, Py_ssize_t i, PyObject *value, fp_place place);
+/* *value = a new reference to item i's attribute, or NULL if the module has none. */
+int fp_attributes_get(fp_attributes *attributes, Py_ssize_t i, PyObject **value);
+/* The name of item i, borrowed. */
+PyObject *fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i);
+
+int fp_attributes_traverse(fp_attributes *attributes, visitproc visit, void *arg);
+void fp_attributes_clear(fp_attributes *attributes); /* drops the references, keeps the room */
+void fp_attributes_free(fp_attributes *attributes);  /* gives back the room; after fp_attributes_clear */
+
+#endif

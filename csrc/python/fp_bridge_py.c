@@ -1,0 +1,90 @@
+/* python/fp_bridge_py.c -- wrappers of what the bridge does without a unit: tensors and their storages. */
+#include "bridge/fp_torch.h"
+#include "python/fp_module.h"
+
+static PyObject *
+is_plain(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int plain = !fp_torch_modes_active();
+    for (Py_ssize_t i = 0; plain && i < nargs; i++) {
+        plain = fp_torch_is_plain(args[i]);
+    }
+    return PyBool_FromLong(plain);
+}
+
+static PyObject *
+resize_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *reason = NULL;
+    int64_t numel;
+    if (fp_check_nargs_between("resize_storage", nargs, 2, 3) < 0 || fp_as_int64(args[1], &numel) < 0) {
+        return NULL;
+    }
+    if (nargs == 3 && args[2] != Py_None) {
+        reason = PyUnicode_AsUTF8(args[2]); /* lives as long as the argument */
+        if (reason == NULL) {
+            return NULL;
+        }
+    }
+    if (fp_torch_resize_storage(args[0], numel, reason) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+storage_numel(PyObject *module, PyObject *tensor)
+{
+    const int64_t numel = fp_torch_storage_numel(tensor);
+    return numel < 0 ? NULL : PyLong_FromLongLong(numel);
+}
+
+static PyObject *
+same_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("same_storage", nargs, 2) < 0) {
+        return NULL;
+    }
+    const int same = fp_torch_same_storage(args[0], args[1]);
+    return same < 0 ? NULL : PyBool_FromLong(same);
+}
+
+static PyObject *
+clear_grads(PyObject *module, PyObject *params)
+{
+    PyObject *items = PySequence_Tuple(params); /* a copy of ours, which nobody can shrink */
+    const int status = items == NULL ? -1 : fp_torch_clear_grads(&PyTuple_GET_ITEM(items, 0), PyTuple_GET_SIZE(items));
+    Py_XDECREF(items);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+grad_summary(PyObject *module, PyObject *params)
+{
+    int all_none = 0, any_requires_grad = 0;
+    PyObject *items = PySequence_Tuple(params);
+    const int status = items == NULL ? -1
+                                     : fp_torch_grad_summary(&PyTuple_GET_ITEM(items, 0), PyTuple_GET_SIZE(items),
+                                                             &all_none, &any_requires_grad);
+    Py_XDECREF(items);
+    return status < 0 ? NULL : Py_BuildValue("(NN)", PyBool_FromLong(all_none), PyBool_FromLong(any_requires_grad));
+}
+
+PyMethodDef fp_bridge_methods[] = {
+    {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
+     "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
+     "mode is on."},
+    {"resize_storage", (PyCFunction)(void (*)(void))resize_storage, METH_FASTCALL,
+     "resize_storage($module, tensor, numel, reason=None, /)\n--\n\nGive the storage of tensor room for numel elements "
+     "of its "
+     "dtype; 0 frees it. Contents are not kept. "
+     "reason: what a RuntimeError says when freed data is accessed."},
+    {"storage_numel", storage_numel, METH_O,
+     "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has room for."},
+    {"same_storage", (PyCFunction)(void (*)(void))same_storage, METH_FASTCALL,
+     "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
+    {"clear_grads", clear_grads, METH_O, "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None."},
+    {"grad_summary", grad_summary, METH_O,
+     "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one)"},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,630 @@
+/* python/fp_unit.c -- the heap type flatparam._C.Unit: where the original parameters of one unit live (module, name) and
+ * lie (offset, shape, stride), and the loops over them. One call a unit; the tensors come from the caller each time, so
+ * that a list or tensor that was replaced is honoured. */
+#include "python/fp_unit.h"
+
+#include "bridge/fp_torch.h"
+#include "core/fp_alloc.h"
+#include "python/fp_attributes.h"
+
+/* The 1-D piece that the shard has of each parameter. Counted, since setting data can run Python code (a weak reference's
+ * callback) that makes the unit read another tuple meanwhile. */
+typedef struct {
+    Py_ssize_t users; /* the unit and the calls that are at work with it; changed with the GIL held */
+    int64_t *starts;  /* n: first element in the shard; the same block as numels */
+    int64_t *numels;  /* n: elements in the shard; -1: none here */
+} fp_pieces;
+
+typedef struct {
+    PyObject_HEAD
+    fp_attributes attributes; /* n parameters, then n_shared further names of them */
+    Py_ssize_t n;
+    Py_ssize_t n_shared;
+    Py_ssize_t *primary; /* n_shared: which parameter each shared name stands for */
+    fp_geometry *geometry;
+    PyObject *shard_infos; /* the tuple that pieces was read from, or NULL */
+    fp_pieces *pieces;     /* or NULL */
+} fp_unit;
+
+/* A tuple of expected tensors from a sequence of the caller's: a copy of ours, which no callback can shrink. */
+static PyObject *
+as_tensors(PyObject *sequence, Py_ssize_t expected, const char *what)
+{
+    PyObject *items = PySequence_Tuple(sequence);
+    if (items != NULL && PyTuple_GET_SIZE(items) != expected) {
+        PyErr_Format(PyExc_ValueError, "expected %zd %s, got %zd", expected, what, PyTuple_GET_SIZE(items));
+        Py_CLEAR(items);
+    }
+    return items;
+}
+
+static PyObject **
+items_of(PyObject *tuple)
+{
+    return &PyTuple_GET_ITEM(tuple, 0);
+}
+
+static void
+release_pieces(fp_pieces *pieces)
+{
+    if (pieces != NULL && --pieces->users == 0) {
+        fp_free(pieces->starts);
+        fp_free(pieces);
+    }
+}
+
+/* Read one entry's in_shard, offset_in_shard and numel_in_shard. */
+static int
+read_piece(PyObject *info, int64_t *start, int64_t *numel)
+{
+    PyObject *fields = PySequence_Tuple(info);
+    int status = -1;
+    if (fields == NULL) {
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(fields) < 3) {
+        PyErr_SetString(PyExc_ValueError, "a shard info has fewer than 3 fields");
+        goto done;
+    }
+    const int in_shard = PyObject_IsTrue(PyTuple_GET_ITEM(fields, 0));
+    if (in_shard == 0) {
+        *numel = -1;
+        status = 0;
+    }
+    else if (in_shard > 0 && fp_as_int64(PyTuple_GET_ITEM(fields, 1), start) == 0 &&
+             fp_as_int64(PyTuple_GET_ITEM(fields, 2), numel) == 0) {
+        status = *start < 0 || *numel < 0 ? -1 : 0;
+        if (status < 0) {
+            PyErr_SetString(PyExc_ValueError, "a shard info has a negative offset or size");
+        }
+    }
+done:
+    Py_DECREF(fields);
+    return status;
+}
+
+/* The pieces that a tuple of shard infos describes, to be given back with release_pieces(); read anew only if the tuple is
+ * not the one that was read last. NULL with an exception set. */
+static fp_pieces *
+pieces_of(fp_unit *unit, PyObject *infos)
+{
+    if (infos == unit->shard_infos && unit->pieces != NULL) {
+        unit->pieces->users++;
+        return unit->pieces;
+    }
+    if (!PyTuple_Check(infos) || PyTuple_GET_SIZE(infos) != unit->n) {
+        PyErr_Format(PyExc_TypeError, "expected a tuple of %zd shard infos, got %.200s", unit->n,
+                     Py_TYPE(infos)->tp_name);
+        return NULL;
+    }
+    fp_pieces *pieces = fp_calloc(1, sizeof *pieces);
+    int64_t *block = fp_calloc((size_t)unit->n, 2 * sizeof *block);
+    if (pieces == NULL || block == NULL) {
+        fp_free(pieces);
+        fp_free(block);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *pieces = (fp_pieces){.users = 1, .starts = block, .numels = block + unit->n};
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        if (read_piece(PyTuple_GET_ITEM(infos, i), &pieces->starts[i], &pieces->numels[i]) < 0) {
+            release_pieces(pieces);
+            return NULL;
+        }
+    }
+    fp_pieces *old = unit->pieces;
+    pieces->users++; /* one for the unit */
+    unit->pieces = pieces;
+    Py_XSETREF(unit->shard_infos, Py_NewRef(infos));
+    release_pieces(old);
+    return pieces;
+}
+
+/* ---- construction ---- */
+
+/* One view from (module, name, shape, stride or None, offset); the arrays are the caller's to free, also on failure. */
+static int
+read_view(PyObject *entry, fp_view *view)
+{
+    int64_t *shape = NULL, *stride = NULL;
+    Py_ssize_t ndim = 0, stride_ndim = 0;
+    const int has_stride = PyTuple_GET_ITEM(entry, 3) != Py_None;
+    if (fp_as_int64_array(PyTuple_GET_ITEM(entry, 2), &shape, &ndim) < 0) {
+        return -1;
+    }
+    view->shape = shape;
+    view->ndim = ndim;
+    if (has_stride && fp_as_int64_array(PyTuple_GET_ITEM(entry, 3), &stride, &stride_ndim) < 0) {
+        return -1;
+    }
+    view->stride = stride;
+    if (has_stride && stride_ndim != ndim) {
+        PyErr_Format(PyExc_ValueError, "%U has %zd sizes and %zd strides", PyTuple_GET_ITEM(entry, 1), ndim,
+                     stride_ndim);
+        return -1;
+    }
+    return fp_as_int64(PyTuple_GET_ITEM(entry, 4), &view->offset);
+}
+
+static int
+check_entry(PyObject *entry, Py_ssize_t size, const char *expected)
+{
+    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != size) {
+        PyErr_Format(PyExc_TypeError, "expected tuples %s, got %.200s", expected, Py_TYPE(entry)->tp_name);
+        return -1;
+    }
+    if (!PyUnicode_Check(PyTuple_GET_ITEM(entry, 1))) { /* no repr in the message: that of a freed tensor would crash */
+        PyErr_Format(PyExc_TypeError, "expected tuples %s, got a name that is %.200s", expected,
+                     Py_TYPE(PyTuple_GET_ITEM(entry, 1))->tp_name);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"parameters", "shared", "numel", NULL};
+    PyObject *parameters = NULL, *shared = NULL, *numel_object, *parameters_arg, *shared_arg; /* the first two owned */
+    fp_unit *unit = NULL;
+    fp_view *views = NULL;
+    int64_t numel;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:Unit", keywords, &parameters_arg, &shared_arg, &numel_object) ||
+        fp_as_int64(numel_object, &numel) < 0) {
+        return NULL;
+    }
+    parameters = PySequence_Tuple(parameters_arg);
+    shared = parameters == NULL ? NULL : PySequence_Tuple(shared_arg);
+    unit = shared == NULL ? NULL : (fp_unit *)type->tp_alloc(type, 0);
+    if (unit == NULL) {
+        goto fail;
+    }
+    PyObject_GC_UnTrack(unit); /* nobody finds it before it is complete */
+    unit->n = PyTuple_GET_SIZE(parameters);
+    unit->n_shared = PyTuple_GET_SIZE(shared);
+    views = fp_calloc((size_t)unit->n, sizeof *views);
+    unit->primary = fp_calloc((size_t)unit->n_shared, sizeof *unit->primary);
+    if (views == NULL || unit->primary == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    if (fp_attributes_init(&unit->attributes, unit->n + unit->n_shared) < 0) {
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        PyObject *entry = PyTuple_GET_ITEM(parameters, i);
+        if (check_entry(entry, 5, "(module, name, shape, stride or None, offset)") < 0 ||
+            fp_attributes_set(&unit->attributes, i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)) < 0 ||
+            read_view(entry, &views[i]) < 0) {
+            goto fail;
+        }
+    }
+    for (Py_ssize_t i = 0; i < unit->n_shared; i++) {
+        PyObject *entry = PyTuple_GET_ITEM(shared, i);
+        int64_t primary;
+        if (check_entry(entry, 3, "(module, name, index of the parameter)") < 0 ||
+            fp_attributes_set(&unit->attributes, unit->n + i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)) <
+                0 ||
+            fp_as_int64(PyTuple_GET_ITEM(entry, 2), &primary) < 0) {
+            goto fail;
+        }
+        if (primary < 0 || primary >= unit->n) {
+            PyErr_Format(PyExc_ValueError, "%U shares parameter %lld, expected 0 to %zd", PyTuple_GET_ITEM(entry, 1),
+                         (long long)primary, unit->n - 1);
+            goto fail;
+        }
+        unit->primary[i] = (Py_ssize_t)primary;
+    }
+    unit->geometry = fp_torch_geometry_new(views, unit->n, numel);
+    if (unit->geometry == NULL) {
+        goto fail;
+    }
+    PyObject_GC_Track(unit);
+    goto done;
+fail:
+    Py_CLEAR(unit);
+done:
+    for (Py_ssize_t i = 0; views != NULL && i < PyTuple_GET_SIZE(parameters); i++) {
+        fp_free((void *)views[i].shape);
+        fp_free((void *)views[i].stride);
+    }
+    fp_free(views);
+    Py_XDECREF(parameters);
+    Py_XDECREF(shared);
+    return (PyObject *)unit;
+}
+
+static int
+unit_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    fp_unit *unit = (fp_unit *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(unit->shard_infos);
+    return fp_attributes_traverse(&unit->attributes, visit, arg);
+}
+
+static int
+unit_clear(PyObject *self)
+{
+    fp_unit *unit = (fp_unit *)self;
+    Py_CLEAR(unit->shard_infos);
+    fp_attributes_clear(&unit->attributes);
+    return 0;
+}
+
+static void
+unit_dealloc(PyObject *self)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    (void)unit_clear(self);
+    fp_attributes_free(&unit->attributes);
+    fp_torch_geometry_free(unit->geometry);
+    fp_free(unit->primary);
+    release_pieces(unit->pieces);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* ---- views and attributes ---- */
+
+static PyObject *
+unit_views(PyObject *self, PyObject *flat)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *list = NULL;
+    PyObject **views =
+        fp_calloc((size_t)unit->n, sizeof(PyObject *)); /* not yet the list: a collection could show it */
+    if (views == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (fp_torch_make_views(flat, unit->geometry, views) == 0) {
+        list = PyList_New(unit->n);
+        for (Py_ssize_t i = 0; i < unit->n; i++) {
+            if (list != NULL) {
+                PyList_SET_ITEM(list, i, views[i]); /* steals it */
+            }
+            else {
+                Py_DECREF(views[i]);
+            }
+        }
+    }
+    fp_free(views);
+    return list;
+}
+
+static PyObject *
+unit_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    double fill;
+    if (fp_check_nargs("flatten", nargs, 2) < 0 || fp_as_double(args[1], &fill) < 0) {
+        return NULL;
+    }
+    PyObject *tensors = as_tensors(args[0], unit->n, "tensors");
+    PyObject *flat = tensors == NULL ? NULL : fp_torch_flatten(items_of(tensors), unit->geometry, fill);
+    Py_XDECREF(tensors);
+    return flat;
+}
+
+/* Register values[i] for the parameters and shared_values[k] (NULL: the parameter's value) for their further names. */
+static int
+register_all(fp_unit *unit, PyObject *const *values, PyObject *const *shared_values, fp_place place)
+{
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        if (fp_attributes_check(values[i], place.is_parameter) < 0) {
+            return -1;
+        }
+    }
+    for (Py_ssize_t k = 0; shared_values != NULL && k < unit->n_shared; k++) {
+        if (fp_attributes_check(shared_values[k], place.is_parameter) < 0) {
+            return -1;
+        }
+    }
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        if (fp_attributes_put(&unit->attributes, i, values[i], place) < 0) {
+            return -1;
+        }
+    }
+    for (Py_ssize_t k = 0; k < unit->n_shared; k++) {
+        PyObject *value = shared_values == NULL ? values[unit->primary[k]] : shared_values[k];
+        if (fp_attributes_put(&unit->attributes, unit->n + k, value, place) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *
+unit_register_tensors(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    int listed, unsafe;
+    if (fp_check_nargs("register_tensors", nargs, 3) < 0 || fp_as_bool(args[1], &listed) < 0 ||
+        fp_as_bool(args[2], &unsafe) < 0) {
+        return NULL;
+    }
+    PyObject *tensors = as_tensors(args[0], unit->n, "tensors");
+    if (tensors == NULL) {
+        return NULL;
+    }
+    const fp_place place = {.is_parameter = 0, .listed = listed, .unsafe = unsafe};
+    const int status = register_all(unit, items_of(tensors), NULL, place);
+    Py_DECREF(tensors);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+unit_register_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *params = NULL, *shared = NULL; /* owned */
+    int unsafe;
+    if (fp_check_nargs("register_parameters", nargs, 3) < 0 || fp_as_bool(args[2], &unsafe) < 0) {
+        return NULL;
+    }
+    const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
+    params = as_tensors(args[0], unit->n, "parameters");
+    shared = params == NULL ? NULL : as_tensors(args[1], unit->n_shared, "shared parameters");
+    const int status = shared == NULL ? -1 : register_all(unit, items_of(params), items_of(shared), place);
+    Py_XDECREF(params);
+    Py_XDECREF(shared);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- data ---- */
+
+/* Point the further names of each parameter at the parameter's data. */
+static int
+point_shared(fp_unit *unit, PyObject *const *params, PyObject *const *shared)
+{
+    for (Py_ssize_t k = 0; k < unit->n_shared; k++) {
+        PyObject *source = params[unit->primary[k]];
+        if (shared[k] != source && fp_torch_point_like(&shared[k], &source, 1) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *
+unit_point(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *params = NULL, *shared = NULL; /* owned */
+    int status = -1;
+    if (fp_check_nargs_between("point", nargs, 2, 3) < 0) {
+        return NULL;
+    }
+    params = as_tensors(args[0], unit->n, "tensors");
+    shared = params == NULL || nargs < 3 ? NULL : as_tensors(args[2], unit->n_shared, "shared parameters");
+    if (params != NULL && (shared != NULL || nargs < 3)) {
+        status = fp_torch_point(items_of(params), unit->geometry, args[1]);
+        if (status == 0 && shared != NULL) {
+            status = point_shared(unit, items_of(params), items_of(shared));
+        }
+    }
+    Py_XDECREF(params);
+    Py_XDECREF(shared);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+unit_point_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *params = NULL, *shared = NULL; /* owned */
+    int status = -1;
+    if (fp_check_nargs("point_pieces", nargs, 4) < 0) {
+        return NULL;
+    }
+    params = as_tensors(args[0], unit->n, "parameters");
+    shared = params == NULL ? NULL : as_tensors(args[1], unit->n_shared, "shared parameters");
+    fp_pieces *pieces = shared == NULL ? NULL : pieces_of(unit, args[3]);
+    if (pieces != NULL) {
+        status = fp_torch_point_pieces(items_of(params), unit->n, args[2], pieces->starts, pieces->numels);
+        if (status == 0) {
+            status = point_shared(unit, items_of(params), items_of(shared));
+        }
+    }
+    release_pieces(pieces);
+    Py_XDECREF(params);
+    Py_XDECREF(shared);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- writeback ---- */
+
+/* Of the parameters in the shard whose module still has them: which were replaced (marked by 1 in replaced), and which
+ * plain ones are to be looked at (selected). */
+static int
+find_registered(fp_unit *unit, const fp_pieces *pieces, PyObject *const *params, char *replaced, char *selected)
+{
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        if (pieces->numels[i] < 0) {
+            continue;
+        }
+        PyObject *value;
+        if (fp_attributes_get(&unit->attributes, i, &value) < 0) {
+            return -1;
+        }
+        if (value == NULL) {
+            continue; /* deregistered, as in a checkpoint */
+        }
+        const int plain = value == params[i] && fp_torch_is_plain(value);
+        selected[i] = (char)plain;
+        replaced[i] = (char)!plain;
+        Py_DECREF(value);
+    }
+    return 0;
+}
+
+static PyObject *
+unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *params = NULL, *found = NULL; /* owned */
+    char *replaced = NULL, *selected = NULL;
+    unsigned char *flags = NULL;
+    if (fp_check_nargs("scan", nargs, 4) < 0) {
+        return NULL;
+    }
+    params = as_tensors(args[0], unit->n, "parameters");
+    fp_pieces *pieces = params == NULL ? NULL : pieces_of(unit, args[3]);
+    if (pieces == NULL) {
+        Py_XDECREF(params);
+        return NULL;
+    }
+    replaced = fp_calloc((size_t)unit->n, 1);
+    selected = fp_calloc((size_t)unit->n, 1);
+    flags = fp_calloc((size_t)unit->n, 1);
+    if (replaced == NULL || selected == NULL || flags == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    if (find_registered(unit, pieces, items_of(params), replaced, selected) < 0 ||
+        fp_torch_scan(items_of(params), unit->n, args[1], args[2] == Py_None ? NULL : args[2], selected, flags) < 0) {
+        goto fail;
+    }
+    found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < unit->n; i++) {
+        if (replaced[i] || flags[i]) {
+            PyObject *index = PyLong_FromSsize_t(i);
+            if (index == NULL || PyList_Append(found, index) < 0) {
+                Py_CLEAR(found);
+            }
+            Py_XDECREF(index);
+        }
+    }
+fail:
+    fp_free(replaced);
+    fp_free(selected);
+    fp_free(flags);
+    release_pieces(pieces);
+    Py_DECREF(params);
+    return found;
+}
+
+/* ---- gradients ---- */
+
+static PyObject *
+unit_set_grads(PyObject *self, PyObject *grad)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject **params = fp_calloc((size_t)unit->n, sizeof(PyObject *)); /* what the modules have now, owned */
+    int status = 0;
+    if (params == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < unit->n; i++) {
+        status = fp_attributes_get(&unit->attributes, i, &params[i]);
+        if (status == 0 && params[i] == NULL) {
+            PyErr_Format(PyExc_AttributeError, "%U is missing from its module",
+                         fp_attributes_name(&unit->attributes, i));
+            status = -1;
+        }
+    }
+    if (status == 0) {
+        status = fp_torch_set_grads(params, unit->geometry, grad);
+    }
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        Py_XDECREF(params[i]);
+    }
+    fp_free(params);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+unit_set_grad_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *params = NULL, *mask = NULL; /* owned */
+    char *none = NULL;
+    fp_pieces *pieces = NULL;
+    int by_data, status = -1;
+    if (fp_check_nargs("set_grad_pieces", nargs, 5) < 0 || fp_as_bool(args[3], &by_data) < 0) {
+        return NULL;
+    }
+    params = as_tensors(args[0], unit->n, "parameters");
+    mask = params == NULL ? NULL : as_tensors(args[2], unit->n, "mask entries");
+    none = mask == NULL ? NULL : fp_calloc((size_t)unit->n, 1);
+    if (mask != NULL && none == NULL) {
+        PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; none != NULL && i < unit->n; i++) {
+        const int is_none = PyObject_IsTrue(PyTuple_GET_ITEM(mask, i));
+        if (is_none < 0) {
+            goto fail;
+        }
+        none[i] = (char)is_none;
+    }
+    pieces = none == NULL ? NULL : pieces_of(unit, args[4]);
+    if (pieces != NULL) {
+        status = fp_torch_set_grad_pieces(items_of(params), unit->geometry, args[1], pieces->starts, pieces->numels,
+                                          none, by_data);
+    }
+fail:
+    release_pieces(pieces);
+    fp_free(none);
+    Py_XDECREF(params);
+    Py_XDECREF(mask);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- the type ---- */
+
+static PyMethodDef unit_methods[] = {
+    {"views", unit_views, METH_O,
+     "views($self, flat, /)\n--\n\nViews of the unsharded flat, one a parameter; one autograd node tracks them all."},
+    {"flatten", (PyCFunction)(void (*)(void))unit_flatten, METH_FASTCALL,
+     "flatten($self, tensors, fill, /)\n--\n\nA new 1-D tensor with the tensors at their places and fill between "
+     "them."},
+    {"register_tensors", (PyCFunction)(void (*)(void))unit_register_tensors, METH_FASTCALL,
+     "register_tensors($self, tensors, listed, unsafe, /)\n--\n\nMake them the modules' plain attributes; listed: in "
+     "_parameters too."},
+    {"register_parameters", (PyCFunction)(void (*)(void))unit_register_parameters, METH_FASTCALL,
+     "register_parameters($self, params, shared, unsafe, /)\n--\n\nMake them the modules' registered parameters."},
+    {"point", (PyCFunction)(void (*)(void))unit_point, METH_FASTCALL,
+     "point($self, tensors, flat, shared=(), /)\n--\n\nSet each tensor's data to its place in the unsharded flat."},
+    {"point_pieces", (PyCFunction)(void (*)(void))unit_point_pieces, METH_FASTCALL,
+     "point_pieces($self, params, shared, shard, infos, /)\n--\n\nSet each parameter's data to its 1-D piece of the "
+     "shard; an empty tensor if it has none."},
+    {"scan", (PyCFunction)(void (*)(void))unit_scan, METH_FASTCALL,
+     "scan($self, params, owner, grad, infos, /)\n--\n\nIndices of the parameters in the shard that were replaced, or "
+     "whose storages are not owner's and grad's."},
+    {"set_grads", unit_set_grads, METH_O,
+     "set_grads($self, grad, /)\n--\n\nSet the .grad of what each module has now to its view of the unsharded grad."},
+    {"set_grad_pieces", (PyCFunction)(void (*)(void))unit_set_grad_pieces, METH_FASTCALL,
+     "set_grad_pieces($self, params, grad, none_mask, by_data, infos, /)\n--\n\nSet each parameter's .grad to its 1-D "
+     "piece of the sharded grad."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot unit_slots[] = {
+    {Py_tp_doc,
+     "Unit(parameters, shared, numel)\n--\n\n"
+     "The original parameters of one flat parameter, and the loops over them.\n\n"
+     "parameters: (module, name, shape, stride or None if contiguous, offset) each, in the order of their offsets;\n"
+     "shared: (module, name, index of the parameter) for each further name; numel: of the unsharded flat."},
+    {Py_tp_new, unit_new},
+    {Py_tp_dealloc, unit_dealloc},
+    {Py_tp_traverse, unit_traverse},
+    {Py_tp_clear, unit_clear},
+    {Py_tp_methods, unit_methods},
+    {0, NULL},
+};
+
+static PyType_Spec unit_spec = {
+    .name = "flatparam._C.Unit",
+    .basicsize = sizeof(fp_unit),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = unit_slots,
+};
+
+PyObject *
+fp_unit_type_new(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &unit_spec, NULL);
+}

@@ -1,0 +1,35 @@
+"""``python -m flatparam COMMAND``: each command is a module with ``main(arguments) -> exit status``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "demo": ("flatparam.demo.cli", "train a small GPT unsharded, on torch FSDP1 and on flatparam, and compare"),
+    "run": ("flatparam.run", "run a script as python does, with flatparam under torch's FullyShardedDataParallel"),
+}
+
+
+def usage() -> str:
+    """One line for each command."""
+    lines = [f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: python -m flatparam COMMAND [options]   (COMMAND --help for its options)", *lines])
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that ``arguments`` begin with; returns the exit status."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    if not arguments or arguments[0] not in COMMANDS:
+        got = repr(arguments[0]) if arguments else "nothing"
+        print(f"flatparam: expected a command ({', '.join(COMMANDS)}), got {got}; try --help", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[arguments[0]]
+    status: int = importlib.import_module(module).main(arguments[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

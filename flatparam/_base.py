@@ -1,0 +1,157 @@
+"""What every part of FlatParamHandle builds on: its attributes, what follows from them, and its checks and messages."""
+
+import os
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed._functional_collectives import is_torchdynamo_compiling
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy, HandleTrainingState, _storage_size_allocated
+
+from ._interruption import Interruptible
+
+
+def environment_is_on(name: str) -> bool:
+    return os.environ.get(name, "") == "1"
+
+
+class HandleBase(Interruptible):
+    """Attributes as torch's handle has them (state that users may write is read anew each time, never cached)."""
+
+    flat_param: Any  # a FlatParameter, with the attributes that its docstring lists
+    device: torch.device
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    _debug_level: dist.DebugLevel
+    _fsdp_extension: Any
+    _fully_sharded_module: nn.Module
+    _fwd_bwd_param_dtype: torch.dtype
+    _keep_low_precision_grads: bool
+    _offload_params: bool
+    _orig_param_dtype: torch.dtype
+    _reduce_dtype: torch.dtype
+    _setattr_param: Callable[[nn.Module, str, nn.Parameter], None]
+    _setattr_tensor: Callable[[nn.Module, str, Tensor], None]
+    _sharding_strategy: HandleShardingStrategy
+    _unit: Any  # a _C.Unit, the loops in C; None where each tensor needs torch's own operations
+    _unsharded_flat_param_for_skipped_views: Any  # a Tensor while forward's views are left in place, else None
+    _use_full_prec_in_eval: bool
+    _use_orig_params: bool
+
+    _own_methods: ClassVar[dict[str, Any]] = {}  # by name, as defined here; filled when the class is complete
+
+    # What follows from them
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        return self._sharding_strategy != HandleShardingStrategy.NO_SHARD
+
+    @property
+    def _uses_param_mixed_precision(self) -> bool:
+        return self._fwd_bwd_param_dtype != self._orig_param_dtype
+
+    @property
+    def _uses_reduce_mixed_precision(self) -> bool:
+        return self._reduce_dtype != self._orig_param_dtype
+
+    @property
+    def _force_full_precision(self) -> bool:
+        return (self._uses_param_mixed_precision or self._uses_reduce_mixed_precision) and (
+            self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+            or (self._use_full_prec_in_eval and not self._fully_sharded_module.training)
+        )
+
+    @property
+    def _skipped_use_sharded_views(self) -> bool:
+        """Whether the modules still have forward's unsharded views although ``flat_param`` is sharded."""
+        return self._unsharded_flat_param_for_skipped_views is not None
+
+    def is_sharded(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has the size of the sharded flat parameter; False before ``shard()`` and for NO_SHARD."""
+        sharded_size = getattr(self.flat_param, "_sharded_size", None)
+        return sharded_size is not None and self.uses_sharded_strategy and tensor.size() == sharded_size
+
+    def _is_replaced(self, *names: str) -> bool:
+        """Whether a user replaced one of these methods, on the class or on this handle."""
+        return any(getattr(getattr(self, name), "__func__", None) is not self._own_methods[name] for name in names)
+
+    # Messages and checks
+
+    def _names(self, most: int = 3) -> str:
+        """The unit for a message: its module and its first parameters' names."""
+        fqns = self.flat_param._fqns
+        more = f", ... ({len(fqns)} in all)" if len(fqns) > most else ""
+        return f"the flat parameter of {type(self._fully_sharded_module).__name__} ({', '.join(fqns[:most])}{more})"
+
+    @property
+    def _freed_reason(self) -> str | None:
+        """What a user is told who reads or writes a parameter of this unit while it is freed.
+
+        None where a user's own method allocates: torch's way to resize a storage reads it first.
+        """
+        if self._is_replaced("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard"):
+            return None
+        return self._freed_message
+
+    @cached_property
+    def _freed_message(self) -> str:
+        return (
+            f"the memory of {self._names(20)} is freed: it is sharded outside of its module's forward and backward. "
+            "Read or change full parameters inside FullyShardedDataParallel.summon_full_params(model), or run them "
+            "through the wrapped module"
+        )
+
+    def _about(self, message: str, index: int | None = None) -> str:
+        """``message`` with the parameter, or the unit, that it is about."""
+        return f"{message} [{self._names() if index is None else self.flat_param._fqns[index]}]"
+
+    def _check_sharded_strategy(self) -> None:
+        if not self.uses_sharded_strategy:
+            raise AssertionError(self._about("Expects sharded strategy, not NO_SHARD"))
+
+    def _check_on_compute_device(self, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            raise AssertionError(
+                self._about(f"Expects tensor to be on the compute device {self.device}, was on {tensor.device}")
+            )
+
+    def _check_on_cpu(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise AssertionError(self._about(f"Expects tensor to be on CPU but got {tensor.device}"))
+
+    @staticmethod
+    def _check_storage_freed(tensor: Tensor) -> None:
+        if not is_torchdynamo_compiling() and _storage_size_allocated(tensor):
+            raise AssertionError("Expects storage to be freed but got storage with size > 0")
+
+    @staticmethod
+    def _check_storage_allocated(tensor: Tensor) -> None:
+        if not _storage_size_allocated(tensor):
+            raise AssertionError("Expects storage to be allocated but it is freed")
+
+    def _check_low_precision_shard(self) -> None:
+        if not self._uses_param_mixed_precision:
+            raise AssertionError(self._about("Not using low precision for parameters"))
+        shard = getattr(self.flat_param, "_mp_shard", None)
+        if shard is None:
+            raise AssertionError(self._about("Expects `_mp_shard` to exist"))
+        if shard.device != self.device:
+            raise AssertionError(
+                self._about(f"Expects the low precision shard to be on {self.device} but got {shard.device}")
+            )
+
+    def _check_size(self, tensor: Tensor, what: str, size: torch.Size) -> None:
+        if tensor is None or tensor.size() != size:
+            came = "`None`" if tensor is None else f"size {tensor.size()}"
+            raise AssertionError(self._about(f"Expects tensor to be {what} with size {size} but got {came}"))
+
+    def _check_unsharded(self, tensor: Tensor) -> None:
+        self._check_size(tensor, "unsharded", self.flat_param._unpadded_unsharded_size)
+
+    def _check_sharded(self, tensor: Tensor) -> None:
+        self._check_size(tensor, "sharded", self.flat_param._sharded_size)

@@ -1,0 +1,330 @@
+"""The flat gradient from backward to the optimizer, and its views as the gradients of the original parameters."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._flat_param import HandleTrainingState
+
+from . import _C
+from ._collectives import all_gather_single
+from ._views import Views
+
+
+class Gradients(Views):
+    """The part of FlatParamHandle that keeps ``flat_param.grad`` and what belongs to it."""
+
+    # Offloading: the gradient of earlier backwards, and the version of `_cpu_grad` that holds it. torch keeps only the
+    # last one when gradients are accumulated outside of no_sync()
+    _offloaded_grad: tuple[Tensor, int] | None = None
+
+    # Unsharding, outside of a step
+
+    @torch.no_grad()
+    def unshard_grad(self) -> None:
+        """All-gather the sharded gradient into ``flat_param.grad``; it stays None if it is None on all ranks.
+
+        Communicates: an all-reduce of one int32 and an all-gather. ``_saved_grad_shard`` keeps the shard for
+        ``reshard_grad()``. Source: torch 2.13 ``FlatParamHandle.unshard_grad``.
+        """
+        if not self.uses_sharded_strategy:
+            self._use_unsharded_grad_views()
+            return
+        flat_param, sharded = self.flat_param, self.flat_param.grad
+        try:
+            self._gather_grad()
+        except BaseException:
+            if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
+                gathered = flat_param.grad is not sharded
+                if gathered:
+                    flat_param.grad = None
+                vars(flat_param).pop("_saved_grad_shard", None)
+                self._leave_summon()
+                if gathered:
+                    flat_param.grad = sharded
+                    self._use_sharded_grad_views()  # with_grads needs use_orig_params
+            raise
+
+    def _gather_grad(self) -> None:
+        flat_param = self.flat_param
+        self._check_unsharded(flat_param)
+        none_here = flat_param.grad is None
+        ranks_without = torch.full((1,), int(none_here), dtype=torch.int32, device=self.device)
+        dist.all_reduce(ranks_without, group=self.process_group)
+        if ranks_without.item() == self.world_size:
+            flat_param._saved_grad_shard = None
+            self._use_unsharded_grad_views()
+            return
+        if none_here:
+            if self._debug_level == dist.DebugLevel.INFO:
+                warnings.warn(
+                    f"[Rank {self.rank}] Only some but not all ranks have a `None` gradient of {self._names()}; "
+                    "zeros stand in for it",
+                    stacklevel=2,
+                )
+            shard = torch.zeros(flat_param._sharded_size, device=self.device)
+        else:
+            self._check_sharded(flat_param.grad)
+            shard = flat_param.grad
+        flat_param._saved_grad_shard = None if none_here else shard
+        padded = torch.empty(flat_param._padded_unsharded_size, device=self.device, dtype=shard.dtype)
+        all_gather_single(padded, shard, self.process_group)
+        size = flat_param._unpadded_unsharded_size
+        flat_param.grad = padded[: size.numel()].view(size)
+        self._use_unsharded_grad_views()
+
+    def reshard_grad(self) -> None:
+        """Go back to the sharded gradient that ``unshard_grad()`` saved."""
+        if self._use_orig_params:
+            self._use_sharded_grad_views()
+        if self.uses_sharded_strategy:
+            self.flat_param.grad = self.flat_param._saved_grad_shard
+            del self.flat_param._saved_grad_shard
+
+    # In a step
+
+    def prepare_gradient_for_backward(self) -> None:
+        """Put the sharded gradient of earlier backwards aside, so that this one computes an unsharded gradient.
+
+        It goes to ``_saved_grad_shard`` (``_cpu_grad`` has it already when offloading). An unsharded gradient that
+        ``no_sync()`` left is kept in ``flat_param.grad``, to accumulate.
+        Source: torch 2.13 ``FlatParamHandle.prepare_gradient_for_backward``.
+        """
+        if self._training_state not in (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.IDLE):
+            raise AssertionError(
+                self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state}")
+            )
+        if self._later_accumulators:
+            self._hook_this_backward()
+        flat_param = self.flat_param
+        grad = flat_param.grad
+        if grad is None:
+            self._offloaded_grad = None
+            return
+        if grad.size() == flat_param._unpadded_unsharded_size and grad.device == flat_param.device:
+            return
+        self._check_on_compute_device(flat_param)
+        if grad.device != self.device and not self._offload_params:
+            raise AssertionError(
+                self._about(f"expects the sharded gradient to be on {self.device} but got {grad.device}")
+            )
+        if grad.size() == flat_param._local_shard.size():  # the last backward reduced its gradient
+            if grad.device == self.device and not self._offload_params:
+                flat_param._saved_grad_shard = shard = grad.data
+            elif hasattr(flat_param, "_cpu_grad"):
+                shard = flat_param._cpu_grad
+            else:
+                raise AssertionError(self._about("`_cpu_grad` should be defined if the gradient is on CPU"))
+            full_precision = flat_param._local_shard.dtype
+            if self._keep_low_precision_grads and shard.dtype != full_precision:
+                shard.data = shard.to(full_precision)  # accumulation is in full precision
+            if self._offload_params:
+                self._offloaded_grad = (shard.clone(), shard._version)  # this backward overwrites it
+        elif grad.size() != flat_param._padded_unsharded_size:
+            raise AssertionError(
+                self._about(
+                    "expects `.grad` to be the unsharded gradient of `no_sync()` with size "
+                    f"{flat_param._padded_unsharded_size} but got size {grad.size()}"
+                )
+            )
+        flat_param.grad = None
+
+    def prepare_gradient_for_optim(self) -> None:
+        """Show the reduced gradient as ``flat_param.grad``, for the optimizer.
+
+        Source: torch 2.13 ``FlatParamHandle.prepare_gradient_for_optim``.
+        """
+        flat_param = self.flat_param
+        if hasattr(flat_param, "_cpu_grad"):  # NO_SHARD too
+            self._check_sharded(flat_param)
+            self._check_on_cpu(flat_param)
+            if self._offloaded_grad is not None:
+                earlier, version = self._offloaded_grad
+                if flat_param._cpu_grad is not None and flat_param._cpu_grad._version != version:
+                    flat_param._cpu_grad += earlier
+                self._offloaded_grad = None
+            flat_param.grad = flat_param._cpu_grad
+            self._cast_grad_for_optim()
+        elif hasattr(flat_param, "_saved_grad_shard"):
+            self._check_sharded(flat_param)
+            self._check_on_compute_device(flat_param)
+            if flat_param._saved_grad_shard is not None:
+                self._check_on_compute_device(flat_param._saved_grad_shard)
+            if flat_param._post_backward_called:  # else no gradient came in this backward
+                flat_param.grad = flat_param._saved_grad_shard
+                if flat_param.grad is not None:
+                    self._cast_grad_for_optim()
+        elif self.uses_sharded_strategy and flat_param._post_backward_called:
+            raise AssertionError(
+                self._about("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
+            )
+        if hasattr(flat_param, "_saved_grad_shard"):
+            del flat_param._saved_grad_shard  # its existence means: there is something to accumulate onto
+
+    def _cast_grad_for_optim(self) -> None:
+        """With ``keep_low_precision_grads``, give the gradient the parameters' low precision."""
+        flat_param = self.flat_param
+        if self._force_full_precision or not self._keep_low_precision_grads:
+            return
+        if flat_param.grad is None:
+            raise AssertionError(self._about("unexpected None gradient"))
+        if flat_param.grad.dtype != self._fwd_bwd_param_dtype:
+            flat_param.grad.data = flat_param.grad.to(self._fwd_bwd_param_dtype)
+            if self._use_orig_params:
+                self._use_sharded_grad_views()
+
+    @property
+    def sharded_grad(self) -> Tensor | None:
+        """The sharded gradient, wherever it is: ``_cpu_grad``, else ``_saved_grad_shard``, else ``grad``.
+
+        Between backwards it is ``grad`` when offloading too: after ``zero_grad()`` the last step's gradient, which
+        ``_cpu_grad`` still holds, must not come back (torch brings it back).
+        """
+        flat_param = self.flat_param
+        idle = self._training_state in (HandleTrainingState.FORWARD, HandleTrainingState.IDLE)
+        if hasattr(flat_param, "_cpu_grad"):
+            shown = flat_param.grad
+            if idle and (shown is None or shown.size() == flat_param._sharded_size):
+                return shown
+            return flat_param._cpu_grad
+        if hasattr(flat_param, "_saved_grad_shard"):
+            return flat_param._saved_grad_shard
+        if flat_param.grad is not None and self.uses_sharded_strategy and not idle:
+            raise AssertionError(
+                self._about(
+                    "sharded strategies should use `_cpu_grad` or `_saved_grad_shard` unless in IDLE or FORWARD, "
+                    f"not in {self._training_state}"
+                )
+            )
+        return flat_param.grad
+
+    # Views
+
+    def _use_unsharded_grad_views(self) -> None:
+        """Make each original parameter's gradient its view of the unsharded ``flat_param.grad``; None if that is None.
+
+        Source: torch 2.13 ``FlatParamHandle._use_unsharded_grad_views``.
+        """
+        flat_param = self.flat_param
+        grad = flat_param.grad
+        if grad is None:
+            self._clear_grads()
+            return
+        self._check_unsharded(grad)
+        if self._loops_in_c(grad) and not grad.requires_grad:
+            try:
+                self._unit.set_grads(grad)
+            except (AttributeError, TypeError):  # a parameter is missing or no plain tensor: say which, or take it
+                self._use_unsharded_grad_views_by_ops(grad)
+        else:
+            self._use_unsharded_grad_views_by_ops(grad)
+        for info in flat_param._shared_param_infos:
+            param = getattr(info.module, info.param_name, None)
+            if param is None:
+                raise AssertionError(self._about(f"{info.module_name}.{info.param_name} is missing from its module"))
+            _set_grad(param, getattr(info.prim_module, info.prim_param_name).grad)
+
+    def _use_unsharded_grad_views_by_ops(self, grad: Tensor) -> None:
+        views = zip(self._get_unflat_views(grad), self.flat_param._param_infos, self.flat_param._fqns, strict=True)
+        for view, info, fqn in views:
+            if not hasattr(info.module, info.param_name):
+                raise AssertionError(f"{fqn} is missing from its module")
+            _set_grad(getattr(info.module, info.param_name), view)
+
+    @torch.no_grad()
+    def _use_sharded_grad_views(self) -> None:
+        """Make each original parameter's gradient its 1-D piece of the sharded gradient.
+
+        None where the parameter has no piece here, is frozen, or got none (``_is_grad_none_mask``).
+        Source: torch 2.13 ``FlatParamHandle._use_sharded_grad_views``.
+        """
+        flat_param = self.flat_param
+        self._check_sharded(flat_param)
+        grad = self.sharded_grad
+        if grad is None:
+            self._clear_grads()
+            return
+        self._check_sharded(grad)
+        params, mask, infos = flat_param._params, flat_param._is_grad_none_mask, flat_param._shard_param_infos
+        if self._unit is not None and _C.is_plain(grad, *params):
+            self._unit.set_grad_pieces(params, grad, mask, self._keep_low_precision_grads, infos)
+        else:
+            self._use_sharded_grad_views_by_ops(grad)
+        for param, info in zip(flat_param._shared_params, flat_param._shared_param_infos, strict=True):
+            primary = getattr(info.prim_module, info.prim_param_name, None)
+            param.grad = primary.grad if primary is not None and param.requires_grad else None
+
+    def _use_sharded_grad_views_by_ops(self, grad: Tensor) -> None:
+        flat_param = self.flat_param
+        for param, piece, is_none, shape, stride in zip(
+            flat_param._params,
+            flat_param._shard_param_infos,
+            flat_param._is_grad_none_mask,
+            flat_param._shapes,
+            flat_param._strides,
+            strict=True,
+        ):
+            if not piece.in_shard or is_none or not param.requires_grad:
+                param.grad = None
+                continue
+            view = grad[piece.offset_in_shard : piece.offset_in_shard + piece.numel_in_shard]
+            if param.dim() != 1 and param.shape == shape:  # NO_SHARD: in storage order, as the parameter is
+                view = view.as_strided(shape, stride)
+            _set_grad(param, view, by_data=self._keep_low_precision_grads)
+
+    def _clear_grads(self) -> None:
+        params = (*self.flat_param._params, *self.flat_param._shared_params)
+        if _C.is_plain(*params):
+            _C.clear_grads(params)
+            return
+        for param in params:
+            param.grad = None
+
+    # Bookkeeping
+
+    def _reset_flat_param_grad_info_if_needed(self) -> None:
+        """Drop ``flat_param.grad`` if no original parameter has a gradient; require one if any original one does.
+
+        Source: torch 2.13 ``FlatParamHandle._reset_flat_param_grad_info_if_needed``, for ``zero_grad()`` and freezing.
+        """
+        if not self._use_orig_params:
+            return
+        flat_param = self.flat_param
+        if _C.is_plain(*flat_param._params):
+            all_none, requires_grad = _C.grad_summary(flat_param._params)
+        else:
+            all_none = all(param.grad is None for param in flat_param._params)
+            requires_grad = any(param.requires_grad for param in flat_param._params)
+        if all_none:
+            flat_param.grad = None
+            self._offloaded_grad = None
+            if hasattr(flat_param, "_saved_grad_shard"):  # left by no_sync(), or an interrupted backward
+                del flat_param._saved_grad_shard
+        if flat_param.requires_grad != requires_grad:
+            flat_param.requires_grad = requires_grad
+
+    def _reset_is_grad_none(self) -> None:
+        """Note that every original parameter that requires a gradient has got one (zeros, perhaps) in this backward.
+
+        Source: torch 2.13 ``FlatParamHandle._reset_is_grad_none``.
+        """
+        if not self._use_orig_params:
+            return
+        if self._training_state != HandleTrainingState.BACKWARD_POST:
+            raise AssertionError(self._about(f"expects to be in BACKWARD_POST, not {self._training_state}"))
+        mask = self.flat_param._is_grad_none_mask
+        if any(mask):
+            mask[:] = [
+                none and not param.requires_grad for none, param in zip(mask, self.flat_param._params, strict=True)
+            ]
+
+
+def _set_grad(param: Tensor, grad: Tensor, by_data: bool = False) -> None:
+    """``param.grad = grad``; where torch refuses other shapes, dtypes or devices, through ``.grad.data``."""
+    if not by_data and (param.shape, param.dtype, param.device) == (grad.shape, grad.dtype, grad.device):
+        param.grad = grad
+        return
+    if param.grad is None:
+        param.grad = torch.empty_like(param)
+    param.grad.data = grad

@@ -1,0 +1,141 @@
+"""Getting rid of what an exception in the middle of a step left behind, when the next step begins.
+
+torch's runtime sets the handle's state before each part of a step and sets it back at the end of the part. An
+exception (in the model's forward, a hook, a collective; KeyboardInterrupt) skips the end, and torch's next forward then
+takes what was left for its own: it computes with weights of earlier steps, or loses gradients. The former also happens
+without an exception, if an optimizer steps between a forward and its backward, or after a forward that has none.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp._flat_param import HandleTrainingState
+
+from . import _optimizer_steps
+from ._storage import free, is_allocated, same_storage
+
+_task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
+_FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often
+_AT_REST = (_IDLE, HandleTrainingState.SUMMON_FULL_PARAMS)
+_IN_BACKWARD = (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_POST)
+
+_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
+_MOST_FORWARDS = 64  # remembered until a backward comes
+
+
+class Interruptible:
+    """The state that the runtime sets, and the way back from one that it was left in."""
+
+    _state = _IDLE
+    _post_forward_index: int | None
+    _later_accumulators: tuple[Any, ...] = ()
+    _is_of_backward = False  # whether `_state` was set while autograd ran
+    _steps_seen = 0  # by optimizers, when the last forward began
+
+    @property
+    def _training_state(self) -> HandleTrainingState:
+        """The state that was set last; IDLE if that was in a backward that has ended, by an exception then."""
+        if self._is_of_backward and _task_of_autograd() == -1:
+            return _IDLE
+        return self._state
+
+    @_training_state.setter
+    def _training_state(self: Any, state: HandleTrainingState) -> None:
+        in_backward = _task_of_autograd() != -1
+        # A forward begins, of torch's runtime (else the user sets the state as suits him), not one that activation
+        # checkpointing runs again
+        if state is _FORWARD and not in_backward and self._handle_index is not None:
+            interrupted = self._state not in _AT_REST or (self._prefetched and self._is_of_backward)
+            if interrupted or (self._steps_seen != _optimizer_steps.taken and self._is_gathered()):
+                self._recover()
+            self._steps_seen = _optimizer_steps.taken
+        self._is_of_backward = in_backward
+        self._state = state
+
+    def _is_gathered(self: Any) -> bool:
+        if not self.uses_sharded_strategy:
+            return False
+        tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
+        return any(tensor is not None and is_allocated(tensor) for tensor in tensors)
+
+    def _recover(self: Any) -> None:
+        """Shard the flat parameter, whatever of it is unsharded, and point modules and parameters to it.
+
+        What the user has put in place of parameters meanwhile is kept. Gradients of earlier backwards are too, if they
+        are still those of the original parameters; else only an interrupted backward can have left some, which go.
+        """
+        flat_param = self.flat_param
+        if not hasattr(flat_param, "_local_shard"):
+            return  # never used yet
+        flat_param.data = flat_param._local_shard
+        self._write_back_replaced()
+        if self._state in _IN_BACKWARD:
+            flat_param._post_backward_called = False
+            if hasattr(flat_param, "_saved_grad_shard"):
+                if self._use_orig_params:
+                    flat_param.grad = flat_param._saved_grad_shard
+                del flat_param._saved_grad_shard
+        self._state = _FORWARD  # stays so if this is interrupted too
+        self._is_of_backward = False
+        with torch.no_grad():
+            self._use_sharded_flat_param()
+        for name in (*_GATHERED, "_mp_shard"):
+            tensor = getattr(flat_param, name, None)
+            if tensor is not None:
+                free(tensor, self._freed_reason)
+        if self._use_orig_params:
+            flat_param._tensors[:] = [None] * len(flat_param._tensors)
+        self._prefetched = self._needs_pre_backward_unshard = self._ran_pre_backward_hook = False
+        self._post_forward_index = None
+        self._state = _IDLE
+
+    def _write_back_replaced(self: Any) -> None:
+        """Copy into the shard what the user has put in place of original parameters; views made by us are no such."""
+        flat_param = self.flat_param
+        if not self._use_orig_params or self._skip_writeback_check:
+            return
+        for i, (info, piece) in enumerate(zip(flat_param._param_infos, flat_param._shard_param_infos, strict=True)):
+            current = getattr(info.module, info.param_name, None)
+            if not isinstance(current, nn.Parameter) or not piece.in_shard:
+                continue
+            moved = self._state is not HandleTrainingState.SUMMON_FULL_PARAMS and not same_storage(current, flat_param)
+            if current is not flat_param._params[i] or moved:
+                self._writeback_one(i, flat_param)
+
+    # The runtime's post-backward hook
+
+    def _note_accumulator(self: Any) -> None:
+        """Remember the node that will accumulate this forward's gradient, unless the runtime puts its hook on it.
+
+        In mixed precision each forward has a node of its own, and the runtime puts its hook on the first one's, which
+        runs last if all of the forwards are in one backward.
+        """
+        flat_param = self.flat_param
+        if hasattr(flat_param, "_post_backward_hook_state") and flat_param.requires_grad and torch.is_grad_enabled():
+            node = flat_param.expand_as(flat_param).grad_fn.next_functions[0][0]
+            self._later_accumulators = (*self._later_accumulators[-_MOST_FORWARDS:], node)
+
+    def _hook_this_backward(self: Any) -> None:
+        """Move the runtime's hook to the first forward that this backward is of.
+
+        torch leaves it at a forward that no backward followed: no gradient is reduced any more.
+        """
+        later, self._later_accumulators = self._later_accumulators, ()
+        state: Any = getattr(self.flat_param, "_post_backward_hook_state", ())
+        if len(state) != 2 or _task_of_autograd() == -1:
+            return
+        accumulator, hook_handle = state
+        node = next(filter(torch._C._will_engine_execute_node, (accumulator, *later)), accumulator)
+        if node is not accumulator:
+            hook = hook_handle.hooks_dict_ref()[hook_handle.id]
+            hook_handle.remove()
+            self.flat_param._post_backward_hook_state = (node, node.register_hook(hook))
+
+    def _leave_summon(self: Any) -> None:
+        """Where ``summon_full_params`` raises, go back to IDLE: the runtime would take it for unsharded for good."""
+        if self._state is HandleTrainingState.SUMMON_FULL_PARAMS:
+            try:
+                self._recover()
+            finally:
+                self._state = _IDLE

@@ -1,0 +1,37 @@
+"""How often optimizers of sharded parameters have stepped in this process: what was gathered before is out of date.
+
+Ranks that run the same program count the same, so that what depends on it is the same on all of them. Versions of
+tensors would not do: a rank that holds nothing of a unit sees none of them change.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+taken = 0
+# Whether an optimizer has parameters of units, and of how many parameter groups that is said
+_known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, int]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def watch() -> None:
+    """Count from now on."""
+    register_optimizer_step_post_hook(_count)
+
+
+def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global taken
+    if _has_units(optimizer):
+        taken += 1
+
+
+def _has_units(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    known, count = _known.get(optimizer, (False, -1))
+    if not known and count != len(groups):
+        known = any(_is_fsdp_flattened(param) for group in groups for param in group["params"])
+        _known[optimizer] = (known, len(groups))
+    return known

@@ -1,0 +1,216 @@
+"""Pickled forms of what cannot be pickled as it is: process groups, device handles, and the tensors of a unit.
+
+They are in force only while a unit is copied or pickled: ``Pickling`` puts them into ``copyreg`` and takes them out.
+"""
+
+import copyreg
+import functools
+import importlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle, _override_module_mixed_precision
+from torch.distributed.fsdp._flat_param import FakeProcessGroup, FlatParameter
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Pickling:
+    """The time in which some units are pickled: until ``end()``, or until nothing refers to this object any more.
+
+    Args: ``tensors``: pairs of a tensor and a function that gives what it is pickled as.
+
+    A pickler does not say when it is done, but it refers to all that it has pickled until then: let what it is given
+    refer to this object (``PickledState``).
+    """
+
+    def __init__(self, tensors: Iterable[tuple[Tensor, Callable[[], Reduced]]] = ()) -> None:
+        self.forms = {id(tensor): (tensor, form) for tensor, form in tensors}  # the tensor is kept with its id
+        me = weakref.ref(self)
+        _begin(me, {type(tensor) for tensor, _ in self.forms.values()})
+        self.end = weakref.finalize(self, _end, me)
+        self.end.atexit = False
+
+
+class PickledState(dict):
+    """A state that keeps its ``Pickling`` in force; in a pickle it is a plain dict."""
+
+    pickling: Pickling | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
+
+
+_in_force: list[weakref.ref[Pickling]] = []
+_lock = threading.RLock()  # a Pickling may end, in a garbage collection, while another begins
+_before: dict[type, Any] = {}
+
+
+def _begin(pickling: weakref.ref[Pickling], tensor_types: set[type]) -> None:
+    with _lock:
+        _in_force.append(pickling)
+        for kind, reduce in (_REDUCE | dict.fromkeys(tensor_types, _reduce_tensor)).items():
+            if kind not in _before:
+                _before[kind] = copyreg.dispatch_table.get(kind)
+                copyreg.dispatch_table[kind] = reduce
+
+
+def _end(pickling: weakref.ref[Pickling]) -> None:
+    with _lock:
+        _in_force.remove(pickling)
+        while _before and not _in_force:
+            kind, reduce = _before.popitem()
+            del copyreg.dispatch_table[kind]
+            if reduce is not None:
+                copyreg.dispatch_table[kind] = reduce
+
+
+# Tensors
+
+
+def _reduce_tensor(tensor: Tensor) -> Any:
+    for reference in reversed(tuple(_in_force)):  # the latest has what holds now
+        pickling = reference()
+        if pickling is not None and id(tensor) in pickling.forms:
+            return pickling.forms[id(tensor)][1]()
+    own = _before.get(type(tensor))
+    return tensor.__reduce_ex__(4) if own is None else own(tensor)
+
+
+def as_parameter(param: nn.Parameter) -> Reduced:
+    """The form of an original parameter: without its data, which is a piece of the shard."""
+    return new_parameter, (param.dtype, param.requires_grad, torch._utils._get_obj_state(param))
+
+
+def new_parameter(dtype: torch.dtype, requires_grad: bool, state: Any = None) -> nn.Parameter:
+    param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
+    return torch._utils._set_obj_state(param, state) if state else param
+
+
+def as_view() -> Reduced:
+    """The form of what stands in an original parameter's place: nothing, it is made anew."""
+    return torch.empty, (0,)
+
+
+def as_flat_parameter(shard: Tensor, requires_grad: bool) -> Reduced:
+    """The form of a flat parameter: the shard alone; its handle has the rest."""
+    if shard.untyped_storage().nbytes() != shard.numel() * shard.element_size():
+        shard = shard.clone()  # the storage would be pickled whole
+    return new_flat_parameter, (shard, requires_grad)
+
+
+def new_flat_parameter(shard: Tensor, requires_grad: bool) -> Any:
+    return FlatParameter(shard, requires_grad=requires_grad)
+
+
+# Process groups
+
+
+def _reduce_group(group: dist.ProcessGroup) -> Reduced:
+    name, ranks = group.group_name, dist.get_process_group_ranks(group)
+    return find_group, (name, ranks, dist.get_backend(group), dist.get_rank(), dist.get_world_size())
+
+
+def find_group(name: str, ranks: list[int], backend: str, rank: int, world_size: int) -> dist.ProcessGroup:
+    """The group of ``ranks``; of several that of this backend, and of those that of this name.
+
+    Raises: RuntimeError where there is none, or this process is another rank or in a world of another size.
+    """
+    theirs = f"rank {rank} of {world_size}"
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"this was pickled on {theirs}, and there is no process group here: call "
+            "torch.distributed.init_process_group() before loading it"
+        )
+    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise RuntimeError(
+            f"this was pickled on {theirs} and has that rank's shards, but this is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}: load on every rank what it pickled itself; use state dicts to change ranks"
+        )
+    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_process_group_ranks(group) == ranks]
+    if not groups:
+        raise RuntimeError(
+            f"this was pickled with the process group '{name}' of ranks {ranks}, and there is no group of these ranks "
+            f"here: call torch.distributed.new_group({ranks}) before loading it"
+        )
+    return max(groups, key=lambda group: (dist.get_backend(group) == backend, group.group_name == name))
+
+
+def _reduce_fake_group(group: FakeProcessGroup) -> Reduced:
+    return _new_fake_group, (group.rank(), group.size())
+
+
+def _new_fake_group(rank: int, world_size: int) -> FakeProcessGroup:
+    return FakeProcessGroup._create_internal(rank=rank, world_size=world_size)
+
+
+# Devices
+
+
+def _reduce_device_handle(handle: _FSDPDeviceHandle) -> Reduced:
+    return _FSDPDeviceHandle.from_device, (vars(handle)["_FSDPDeviceHandle__device"],)
+
+
+def _reduce_module(module: ModuleType) -> Reduced:
+    """A Python module by name: the device handle of CUDA is torch.cuda itself."""
+    return importlib.import_module, (module.__name__,)
+
+
+def _reduce_dtensor_extensions(extensions: DTensorExtensions) -> Reduced:
+    return type(extensions), (extensions.device_handle,)
+
+
+# Hooks
+
+
+class CastHook:
+    """One of the two hooks with which torch keeps a BatchNorm in fp32 under mixed precision.
+
+    Does what torch's does, which is a local function and cannot be pickled.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._hook = _cast_hooks()[name]
+
+    def __call__(self, *args: Any) -> Any:
+        return self._hook(*args)
+
+    def __reduce__(self) -> Reduced:
+        return CastHook, (self._name,)
+
+
+@functools.cache
+def _cast_hooks() -> dict[str, Callable[..., Any]]:
+    module = nn.Module()
+    _override_module_mixed_precision(module, [nn.Module])
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return {hook.__qualname__: hook for hook in hooks}
+
+
+def make_hooks_picklable(module: nn.Module) -> None:
+    """Replace torch's local functions among the hooks of ``module`` by ``CastHook`` s."""
+    if hasattr(module, "_wrap_overrides"):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                if getattr(hook, "__qualname__", None) in _cast_hooks():
+                    hooks[key] = CastHook(hook.__qualname__)
+
+
+_REDUCE: dict[type, Callable[[Any], Any]] = {
+    Tensor: _reduce_tensor,
+    nn.Parameter: _reduce_tensor,
+    dist.ProcessGroup: _reduce_group,
+    FakeProcessGroup: _reduce_fake_group,
+    _FSDPDeviceHandle: _reduce_device_handle,
+    ModuleType: _reduce_module,
+    DTensorExtensions: _reduce_dtensor_extensions,
+}

@@ -1,0 +1,46 @@
+"""Storages of flat tensors: allocating and freeing in place, so that views made before stay valid objects."""
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._flat_param import _same_storage, _same_storage_size
+from torch.distributed.utils import _alloc_storage, _free_storage
+
+from . import _C
+
+
+def allocate(tensor: Tensor, size: torch.Size) -> None:
+    """Give ``tensor``'s freed storage room for ``size`` elements; nothing if it has that already."""
+    if _C.is_plain(tensor) and _C.storage_numel(tensor) == 0:
+        _C.resize_storage(tensor, size.numel())
+    else:
+        _alloc_storage(tensor, size)
+
+
+def free(tensor: Tensor, reason: str | None = None) -> None:
+    """Free ``tensor``'s storage.
+
+    ``reason`` is what a RuntimeError says when the freed data is read or written.
+    """
+    if _C.is_plain(tensor) and tensor.storage_offset() == 0:
+        _C.resize_storage(tensor, 0, reason)
+    else:
+        _free_storage(tensor)
+
+
+def is_allocated(tensor: Tensor) -> bool:
+    """Whether ``tensor``'s storage has exactly the room that it needs."""
+    if _C.is_plain(tensor):
+        return _C.storage_numel(tensor) == tensor.numel()
+    return _same_storage_size(tensor, tensor.numel())
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A copy of a CPU ``tensor``, in pinned memory where the host has an accelerator."""
+    return tensor.pin_memory() if torch.accelerator.is_available() else tensor.clone()
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether both use the same memory; two freed storages count as the same, as for torch's ``_same_storage``."""
+    if _C.is_plain(a, b):
+        return _C.same_storage(a, b)
+    return _same_storage(a, b)

@@ -1,0 +1,263 @@
+"""Switching the original parameters between views of the unsharded and pieces of the sharded flat parameter.
+
+The loops run in C (``_C.Unit``), one call a unit. They take plain tensors and nn.Module's own attribute rules; where a
+tensor has a subclass, an extension or a mode is active, or a step that they would bypass was replaced, the same is done
+parameter by parameter with torch's operations (``*_by_ops``).
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._flat_param import (
+    _ext_post_unflatten_transform,
+    _safe_setattr_tensor_or_param,
+    _unsafe_setattr_param,
+    _unsafe_setattr_tensor,
+)
+
+from . import _C
+from ._base import HandleBase, environment_is_on
+
+
+class Views(HandleBase):
+    """The part of FlatParamHandle that says what each module's parameter attributes are at any time."""
+
+    _own_way_to_unflatten: Callable[..., Iterable[Tensor]] | None = (
+        None  # a user's; a bound method kept would be a cycle
+    )
+
+    def _init_setattr_fns(self) -> None:
+        unsafe = environment_is_on("FSDP_USE_UNSAFE_SETATTR")
+        self._setattr_tensor = _unsafe_setattr_tensor if unsafe else _safe_setattr_tensor_or_param
+        self._setattr_param = _unsafe_setattr_param if unsafe else _safe_setattr_tensor_or_param
+
+    def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
+        self._aligns_addresses = align_addresses
+
+    @property
+    def _get_unflat_views(self) -> Callable[..., Iterable[Tensor]]:
+        """How this handle unflattens; users may set another way."""
+        if self._own_way_to_unflatten is not None:
+            return self._own_way_to_unflatten
+        return self._get_unflat_views_aligned if self._aligns_addresses else self._get_unflat_views_unaligned
+
+    @_get_unflat_views.setter
+    def _get_unflat_views(self, way: Callable[..., Iterable[Tensor]]) -> None:
+        self._own_way_to_unflatten = way
+
+    def _loops_in_c(self, *tensors: Tensor) -> bool:
+        """Whether the C loops do exactly what the replaceable steps would, for these tensors."""
+        return (
+            self._unit is not None
+            and self._own_way_to_unflatten is None
+            and not self._is_replaced("_get_unflat_views_aligned", "_get_unflat_views_unaligned")
+            and (self._setattr_tensor, self._setattr_param) in _SETATTR_IN_C
+            and _C.is_plain(*tensors)
+        )
+
+    @property
+    def _unsafe(self) -> bool:
+        return self._setattr_tensor is _unsafe_setattr_tensor
+
+    # Unflattening
+
+    def _get_unflat_views_unaligned(self, tensor: Tensor | None = None) -> Iterator[Tensor]:
+        """Views of ``tensor`` (the flat parameter if None), one an original parameter, in its shape and strides.
+
+        Shapes: ``tensor`` is ``[unpadded unsharded numel]``: the flat parameter, its gradient or optimizer state.
+        Source: torch 2.13 ``FlatParamHandle._get_unflat_views_unaligned``.
+        """
+        return iter(self._unflatten(self.flat_param if tensor is None else tensor))
+
+    def _get_unflat_views_aligned(self, tensor: Tensor | None = None) -> list[Tensor]:
+        """The same as a list; padding between the parameters is left out."""
+        return self._unflatten(self.flat_param if tensor is None else tensor)
+
+    def _unflatten(self, tensor: Tensor) -> list[Tensor]:
+        if self._unit is not None and torch.is_grad_enabled() and _C.is_plain(tensor):
+            return self._unit.views(tensor)
+        flat_param = self.flat_param
+        pieces = (
+            piece
+            for piece, padding in zip(
+                torch.split(tensor, flat_param._numels_with_padding), flat_param._is_padding_mask, strict=True
+            )
+            if not padding
+        )
+        return [
+            _ext_post_unflatten_transform(
+                piece.view(shape) if contiguous else piece.as_strided(shape, stride),
+                extension,
+                self._fsdp_extension,
+            )
+            for piece, shape, stride, contiguous, extension in zip(
+                pieces,
+                flat_param._shapes,
+                flat_param._strides,
+                flat_param._contiguities,
+                flat_param._param_extensions,
+                strict=True,
+            )
+        ]
+
+    # Unsharded
+
+    @torch.enable_grad()
+    def _use_unsharded_views(self, as_params: bool) -> None:
+        """Make each original parameter a view of the unsharded flat parameter.
+
+        ``as_params``: as ``nn.Parameter`` s; else as tensors that autograd tracks back to the flat parameter, as
+        forward and backward need them. Gradient mode is on whatever the caller's: a prefetch may run in another
+        module's ``no_grad`` forward, and its views must have a history (torch PR 116792).
+        Source: torch 2.13 ``FlatParamHandle._use_unsharded_views``.
+        """
+        flat_param = self.flat_param
+        self._check_unsharded(flat_param)
+        if not self._loops_in_c(flat_param):
+            self._use_unsharded_views_by_ops(as_params)
+        elif as_params:
+            self._use_unsharded_params()
+        else:
+            self._use_unsharded_tensors()
+
+    def _use_unsharded_params(self) -> None:
+        flat_param, unit = self.flat_param, self._unit
+        if self._use_orig_params:
+            params, shared = flat_param._params, flat_param._shared_params
+            if not _C.is_plain(*params, *shared):
+                self._use_unsharded_views_by_ops(as_params=True)
+                return
+            unit.register_parameters(params, shared, self._unsafe)
+            unit.point(params, flat_param, shared)
+        else:
+            params = [nn.Parameter(view, requires_grad=flat_param.requires_grad) for view in unit.views(flat_param)]
+            primary = {
+                (id(info.module), info.param_name): p for info, p in zip(flat_param._param_infos, params, strict=False)
+            }
+            shared = [primary[id(info.prim_module), info.prim_param_name] for info in flat_param._shared_param_infos]
+            unit.register_parameters(params, shared, self._unsafe)
+
+    def _use_unsharded_tensors(self) -> None:
+        flat_param, unit, state = self.flat_param, self._unit, self._training_state
+        listed = self._use_orig_params and state == HandleTrainingState.FORWARD
+        if self._use_orig_params and state == HandleTrainingState.BACKWARD_PRE:
+            # The forward's tensors: autograd's graph, and so the post-backward hook, hangs on them
+            tensors = flat_param._tensors
+            if any(tensor is None for tensor in tensors):
+                raise AssertionError(self._about("no forward has made the views that backward needs"))
+            unit.point(tensors, flat_param)
+        else:
+            tensors = unit.views(flat_param)
+            if listed:
+                flat_param._tensors[:] = tensors
+        unit.register_tensors(tensors, listed, self._unsafe)
+
+    def _use_unsharded_views_by_ops(self, as_params: bool) -> None:
+        flat_param = self.flat_param
+        orig, state = self._use_orig_params, self._training_state
+        from torch.distributed.tensor import DTensor
+
+        def put(module: nn.Module, name: str, value: Any) -> None:
+            if as_params:
+                self._setattr_param(module, name, value)
+                return
+            self._setattr_tensor(module, name, value)
+            if orig and state == HandleTrainingState.FORWARD:
+                module._parameters[name] = value
+
+        for i, (view, info) in enumerate(zip(self._get_unflat_views(), flat_param._param_infos, strict=True)):
+            value = view
+            if as_params and (not orig or type(view) is DTensor):  # a DTensor cannot become a parameter's data
+                value = nn.Parameter(view, requires_grad=flat_param.requires_grad)
+            elif as_params:
+                value = flat_param._params[i]
+            elif orig and state == HandleTrainingState.FORWARD:
+                flat_param._tensors[i] = view
+            elif orig and state == HandleTrainingState.BACKWARD_PRE:
+                value = flat_param._tensors[i]
+                value.data = view
+            put(info.module, info.param_name, value)
+            if as_params and orig and type(view) is not DTensor:
+                value.data = view
+        for i, info in enumerate(flat_param._shared_param_infos):
+            value = getattr(info.prim_module, info.prim_param_name)
+            if as_params and not isinstance(value, nn.Parameter):
+                raise AssertionError(
+                    self._about(
+                        f"{info.module_name}.{info.param_name} should share the nn.Parameter "
+                        f"{info.prim_module_name}.{info.prim_param_name}, which is a {type(value).__name__}"
+                    )
+                )
+            if as_params and orig:
+                shared, value = value, flat_param._shared_params[i]
+                value.data = shared
+            put(info.module, info.param_name, value)
+
+    @contextmanager
+    def unflatten_as_params(self) -> Generator[None, None, None]:
+        """In the context the modules have their original parameters; after it, tensors again.
+
+        The flat parameter must be unsharded. Source: torch 2.13 ``FlatParamHandle.unflatten_as_params``.
+        """
+        self._use_unsharded_views(as_params=True)
+        try:
+            yield
+        finally:
+            self._use_unsharded_views(as_params=False)
+
+    # Sharded
+
+    @torch.no_grad()
+    def _use_sharded_views(self) -> None:
+        """Make each original parameter its 1-D piece of the shard; an empty tensor if it has none here.
+
+        The Parameter objects are kept, so that an optimizer may hold them. With NO_SHARD they get their full shape.
+        Source: torch 2.13 ``FlatParamHandle._use_sharded_views``.
+        """
+        self._unsharded_flat_param_for_skipped_views = None
+        if not self.uses_sharded_strategy:
+            self._use_unsharded_views(as_params=True)
+            return
+        flat_param = self.flat_param
+        self._check_sharded(flat_param)
+        params, shared = flat_param._params, flat_param._shared_params
+        if self._loops_in_c(flat_param, *params, *shared):
+            self._unit.register_parameters(params, shared, self._unsafe)
+            self._unit.point_pieces(params, shared, flat_param, flat_param._shard_param_infos)
+        else:
+            self._use_sharded_views_by_ops()
+        if self._training_state == HandleTrainingState.BACKWARD_POST:
+            flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go
+
+    def _use_sharded_views_by_ops(self) -> None:
+        flat_param = self.flat_param
+        empty = torch.empty(0, dtype=flat_param.dtype, device=flat_param.device)
+        for param, piece, info in zip(
+            flat_param._params, flat_param._shard_param_infos, flat_param._param_infos, strict=True
+        ):
+            self._setattr_param(info.module, info.param_name, param)
+            if piece.in_shard:
+                param.data = flat_param[piece.offset_in_shard : piece.offset_in_shard + piece.numel_in_shard]
+            else:
+                param.data = empty
+        for param, info in zip(flat_param._shared_params, flat_param._shared_param_infos, strict=True):
+            self._setattr_param(info.module, info.param_name, param)
+            param.data = getattr(info.prim_module, info.prim_param_name)
+
+    def _deregister_orig_params(self) -> None:
+        """Take the original parameters off their modules, for as long as the flat one is registered in their place."""
+        flat_param = self.flat_param
+        for info in (*flat_param._param_infos, *flat_param._shared_param_infos):
+            if hasattr(info.module, info.param_name):
+                delattr(info.module, info.param_name)
+
+
+_SETATTR_IN_C = (
+    (_safe_setattr_tensor_or_param, _safe_setattr_tensor_or_param),
+    (_unsafe_setattr_tensor, _unsafe_setattr_param),
+)

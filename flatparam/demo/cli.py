@@ -1,0 +1,119 @@
+"""``python -m flatparam demo``: options, the run, what is printed and written, the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from flatparam.demo.config import PARTIAL, PRECISIONS, STRATEGIES, BadSetting, Config
+from flatparam.demo.processes import DemoFailed, Stopped, Team, stop_on_signals
+
+DEFAULTS = Config()
+FILES = ("checkpoint.pt", "demo.png", "report.txt")
+QUICK = Config(
+    steps=12, width=32, depth=2, context=32, batch=4, block=3, validate_every=6, host_rounds=2, host_repeats=5
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"flatparam demo: {message}; try --help\n")
+
+
+def parser(defaults: Config) -> Parser:
+    """The options; what is not given is as in ``defaults``."""
+    made = Parser(
+        prog="python -m flatparam demo",
+        description="Train a byte-level GPT on the language reference that CPython carries, three ways on the same "
+        "batches: one unsharded process, torch FSDP1, torch FSDP1 on flatparam. Compare losses, parameters, time and "
+        "memory. Exit status: 0 when every check holds, 1 when one fails, 2 for a bad option.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--quick", action="store_true", help="other defaults: a tiny model and few steps, half a minute")
+    add("--ranks", type=int, metavar="N", help="processes of each sharded run")
+    add("--steps", type=int, metavar="N", help="training steps")
+    add("--width", type=int, metavar="N", help="width of the model, a multiple of 32")
+    add("--depth", type=int, metavar="N", help="blocks of the model, one FSDP unit each")
+    add("--context", type=int, metavar="N", help="bytes that the model sees")
+    add("--batch", type=int, metavar="N", help="rows of a batch, for each rank")
+    add("--strategy", choices=STRATEGIES, help="what FSDP shards, and when")
+    add("--precision", choices=PRECISIONS, help="of forward, backward and gradients; the weights are kept in fp32")
+    add("--orig-params", action=argparse.BooleanOptionalAction, help="FSDP's use_orig_params")
+    add("--clip", type=float, metavar="NORM", help="clip gradients; equality to unsharded training is then inexact")
+    add("--lr", dest="learning_rate", type=float, metavar="RATE", help="peak learning rate")
+    add("--seed", type=int, metavar="N", help="of weights, batches and sample")
+    add("--threads", type=int, metavar="N", help="torch threads, the same in every process")
+    add("--out", type=Path, metavar="FOLDER", help="where " + ", ".join(FILES) + " go")
+    names = {field.name for field in dataclasses.fields(Config)}
+    given = {action.dest for action in made._actions} & names
+    made.set_defaults(**{name: getattr(defaults, name) for name in given})
+    return made
+
+
+def parse(arguments: list[str]) -> Config:
+    """The settings that ``arguments`` ask for. Raises: BadSetting; SystemExit for what argparse refuses."""
+    base = QUICK if "--quick" in arguments else DEFAULTS
+    options = vars(parser(base).parse_args(arguments))
+    options.pop("quick")
+    return dataclasses.replace(base, **options)
+
+
+def demo(config: Config) -> int:
+    """Run the demo and print its report; returns 0 when every check holds."""
+    from flatparam.demo import plot
+    from flatparam.demo.experiment import run_experiment
+    from flatparam.demo.report import checks, report
+
+    start = time.monotonic()
+    checkpoint, picture, text_file = (config.out / name for name in FILES)
+    scratch = Path(tempfile.mkdtemp(prefix="flatparam-demo-"))
+    try:
+        with Team(config, scratch) as team:
+            results = run_experiment(config, team, scratch, checkpoint)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        for path in (checkpoint, picture):
+            path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
+    found = checks(config, results)
+    text = report(config, results, found)
+    plot.draw(config, results, picture)
+    text_file.write_text(text + "\n")
+    print(f"\n{text}\n\nwrote {checkpoint}, {picture}, {text_file}; {time.monotonic() - start:.0f} s in all")
+    return 0 if all(check.holds for check in found) else 1
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns the exit status."""
+    try:
+        config = parse(arguments)
+        config.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=config.out).close()  # may we write there? better asked now than at the end
+    except (BadSetting, OSError) as error:
+        return fail(str(error), 2)
+    try:
+        stop_on_signals()
+        return demo(config)
+    except ModuleNotFoundError as error:
+        return fail(f"the demo needs {error.name}: pip install 'flatparam[demo]'", 1)
+    except DemoFailed as error:
+        if error.details:
+            print(error.details, file=sys.stderr)
+        return fail(f"{error}; all processes ended", 1)
+    except Stopped as stopped:
+        return fail(f"stopped by {stopped}; all processes ended", 128 + stopped.signum)
+
+
+def fail(message: str, status: int) -> int:
+    """Print the one line that says why; returns ``status``."""
+    print(f"flatparam demo: {message}", file=sys.stderr)
+    return status

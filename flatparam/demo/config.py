@@ -1,0 +1,96 @@
+"""The settings of a demo run, and the learning rate that follows from them. No torch: the parent needs only this."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+HEAD_WIDTH = 32
+MAX_CONTEXT = 4096  # the validation text has room for some such rows
+STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
+PRECISIONS = ("fp32", "bf16")
+PARTIAL = ".partial"  # the end of the name of a file that is being written
+UNIFORM_LOSS = math.log(256)  # nats a byte of a model that knows nothing
+
+
+class BadSetting(ValueError):
+    """A setting out of range; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What every process of a run has to know.
+
+    Args: ``batch`` sequences a rank and step, so a step sees ``ranks * batch * context`` bytes; ``threads`` for torch,
+    the same in every process; ``block`` steps of one run before the next has its turn; ``validate_every`` steps, over
+    ``validation_batches`` batches a rank; ``extra_steps`` trained after the checkpoint, to compare a reloaded model;
+    ``target`` is the validation loss to reach in ``target_steps`` steps (None: it has to fall, no more).
+    Raises: BadSetting when one is out of range.
+    """
+
+    ranks: int = 2
+    steps: int = 450
+    width: int = 128
+    depth: int = 6
+    context: int = 64
+    batch: int = 8
+    strategy: str = "full-shard"
+    precision: str = "fp32"
+    orig_params: bool = True
+    clip: float | None = None
+    learning_rate: float = 2e-3
+    seed: int = 0
+    threads: int = 1
+    block: int = 10
+    validate_every: int = 50
+    validation_batches: int = 8
+    extra_steps: int = 5
+    host_rounds: int = 4
+    host_repeats: int = 25
+    target: float | None = 2.4
+    target_steps: int = 450
+    out: Path = Path("demo-out")
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "steps", "depth", "context", "batch", "threads"):
+            if getattr(self, name) < 1:
+                raise BadSetting(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.context > MAX_CONTEXT:
+            raise BadSetting(f"--context must be at most {MAX_CONTEXT}, got {self.context}")
+        if self.width < HEAD_WIDTH or self.width % HEAD_WIDTH:
+            raise BadSetting(f"--width must be a multiple of {HEAD_WIDTH} (one head), got {self.width}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise BadSetting(f"--lr must be a positive number, got {self.learning_rate}")
+        if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
+            raise BadSetting(f"--clip must be a positive number, got {self.clip}")
+        if not 0 <= self.seed < 2**32:
+            raise BadSetting(f"--seed must be from 0 to 2**32 - 1, got {self.seed}")
+        if self.strategy.startswith("hybrid") and self.ranks % 2:
+            raise BadSetting(f"--strategy {self.strategy} shards over pairs of ranks: --ranks must be even")
+
+    @property
+    def heads(self) -> int:
+        """Attention heads in a block."""
+        return self.width // HEAD_WIDTH
+
+    @property
+    def exact(self) -> bool:
+        """Whether sharded training must equal unsharded training bit for bit.
+
+        A sum of two is order-free, that of more is not; and a clipping norm is summed in another order.
+        """
+        return self.ranks <= 2 and self.clip is None
+
+    @property
+    def loss_to_reach(self) -> float | None:
+        """The validation loss that a run of this length has to reach, if any."""
+        return self.target if self.steps >= self.target_steps else None
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the peak, then flat."""
+        warm_up = max(1, self.steps // 10)
+        if step < warm_up:
+            return self.learning_rate * (step + 1) / warm_up
+        done = min(1.0, (step - warm_up) / max(1, self.steps - warm_up))
+        return self.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))

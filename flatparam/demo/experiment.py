@@ -1,0 +1,140 @@
+"""The order of events: train three ways in turns, save, compare, reload and go on, time the host, write a sample."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from flatparam.demo.config import Config
+from flatparam.demo.messages import FLATPARAM, RUNS, TORCH, UNSHARDED, Block, Difference, Facts, Memory
+from flatparam.demo.processes import Team
+
+PROMPT = b"The "
+SAMPLE_BYTES = 400
+HOST_RUNS = (TORCH, FLATPARAM)
+
+
+@dataclass
+class Run:
+    """What one way of training gave.
+
+    ``losses``: one row a step, one column a share of the batch (each rank has one share, the unsharded process all).
+    ``block_seconds``: the median step of each block; ``validation``: (steps done, loss).
+    """
+
+    losses: list[list[float]] = field(default_factory=list)
+    extra_losses: list[list[float]] = field(default_factory=list)
+    block_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    host: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def mean_losses(self) -> list[float]:
+        """The loss curve: one number a step."""
+        return [statistics.fmean(row) for row in self.losses]
+
+
+@dataclass
+class Results:
+    """Everything that the report is made of."""
+
+    facts: list[Facts]
+    runs: dict[str, Run]
+    checkpoint: Path
+    to_torch: Difference
+    to_unsharded: Difference
+    resumed_step: int
+    resumed_losses: list[list[float]]
+    sample: str
+
+
+def run_experiment(config: Config, team: Team, scratch: Path, checkpoint: Path) -> Results:
+    """Run the whole demo on ``team``, with bars where stderr is a terminal.
+
+    Raises: DemoFailed when a process does.
+    """
+    say(f"starting {1 + 2 * config.ranks} processes, to train {', '.join(RUNS)} in turns")
+    facts = team.start()
+    runs = {name: Run() for name in RUNS}
+    _train(config, team, runs)
+    for name, run in runs.items():
+        run.memory = team.ask(name, "memory")
+
+    say("saving, comparing, and going on from the checkpoint with a plain model")
+    files = {name: scratch / f"{name}.pt" for name in RUNS}
+    files[FLATPARAM] = checkpoint
+    for name, path in files.items():
+        team.ask(name, "save", path, config.steps)
+    [to_torch] = team.ask(UNSHARDED, "compare", files[FLATPARAM], files[TORCH])
+    [to_unsharded] = team.ask(UNSHARDED, "compare", files[FLATPARAM], files[UNSHARDED])
+
+    [resumed_step] = team.ask(UNSHARDED, "resume", files[FLATPARAM])
+    [sample] = team.ask(UNSHARDED, "sample", PROMPT, SAMPLE_BYTES)
+    resumed_losses = _merged(team.ask(UNSHARDED, "train", resumed_step, config.extra_steps)).losses
+    runs[FLATPARAM].extra_losses = _merged(team.ask(FLATPARAM, "train", config.steps, config.extra_steps)).losses
+    say("timing the host")
+    for turn in range(config.host_rounds):
+        for name in HOST_RUNS if turn % 2 else HOST_RUNS[::-1]:
+            runs[name].host += team.ask(name, "host_cost")[0]
+    return Results(
+        facts=facts,
+        runs=runs,
+        checkpoint=checkpoint,
+        to_torch=to_torch,
+        to_unsharded=to_unsharded,
+        resumed_step=resumed_step,
+        resumed_losses=resumed_losses,
+        sample=sample,
+    )
+
+
+def say(text: str) -> None:
+    """Print a line, above the bars where there are bars, at once also where stdout is a pipe."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
+def _train(config: Config, team: Team, runs: dict[str, Run]) -> None:
+    """Blocks of steps in turns, first in one order, then in the other; the runs that wait block in a read."""
+    bars = {
+        name: tqdm(total=config.steps, desc=f"{name:<12}", unit="step", position=i, leave=False, disable=None)
+        for i, name in enumerate(RUNS)
+    }
+    try:
+        _validate(team, runs, 0)
+        for turn, first in enumerate(range(0, config.steps, config.block)):
+            count = min(config.block, config.steps - first)
+            for name in RUNS if turn % 2 else RUNS[::-1]:
+                block = _merged(team.ask(name, "train", first, count))
+                runs[name].losses += block.losses
+                runs[name].step_seconds += block.seconds
+                runs[name].block_seconds.append(statistics.median(block.seconds))
+                bars[name].set_postfix_str(f"loss {statistics.fmean(block.losses[-1]):.3f}", refresh=False)
+                bars[name].update(count)
+            done = first + count
+            if done // config.validate_every > first // config.validate_every or done == config.steps:
+                _validate(team, runs, done)
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+def _validate(team: Team, runs: dict[str, Run], done: int) -> None:
+    for name, run in runs.items():
+        shares = [loss for losses in team.ask(name, "validate") for loss in losses]
+        run.validation.append((done, statistics.fmean(shares)))
+    losses = "   ".join(f"{name} {run.validation[-1][1]:.4f}" for name, run in runs.items())
+    say(f"step {done:>4}: validation loss   {losses}")
+
+
+def _merged(blocks: list[Block]) -> Block:
+    """The blocks of all ranks of a run as one: shares side by side, the time of the slowest rank."""
+    losses = [[loss for row in rows for loss in row] for rows in zip(*(block.losses for block in blocks), strict=True)]
+    seconds = [max(times) for times in zip(*(block.seconds for block in blocks), strict=True)]
+    return Block(losses, seconds)

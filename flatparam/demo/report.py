@@ -1,0 +1,146 @@
+"""What came out, as checks that hold or do not and as plain tables."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from flatparam.demo.config import UNIFORM_LOSS, Config
+from flatparam.demo.experiment import Results, Run
+from flatparam.demo.messages import FLATPARAM, TORCH, UNSHARDED
+
+CLOSE = 0.05  # nats, where sums in another order keep sharded from equalling unsharded training bit for bit
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement and whether it held."""
+
+    holds: bool
+    text: str
+
+
+def largest_difference(a: list[list[float]], b: list[list[float]]) -> float:
+    """The largest absolute difference of two loss curves; infinite where one is not finite or they differ in length."""
+    if [len(row) for row in a] != [len(row) for row in b]:
+        return math.inf
+    pairs = [(x, y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)]
+    return max((abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in pairs), default=math.inf)
+
+
+def checks(config: Config, results: Results) -> list[Check]:
+    """Everything that the demo claims."""
+    runs = results.runs
+    ours = runs[FLATPARAM]
+    to_torch = largest_difference(ours.losses, runs[TORCH].losses)
+    to_unsharded = largest_difference(ours.losses, runs[UNSHARDED].losses)
+    resumed = largest_difference(ours.extra_losses, results.resumed_losses)
+    first, last = ours.validation[0][1], ours.validation[-1][1]
+    limit = 0.0 if config.exact else CLOSE
+    must = "must be 0" if config.exact else f"losses at most {CLOSE}: sums in another order"
+    threads = {fact.threads for fact in results.facts}
+    found = [
+        Check(len(threads) == 1, f"threads in every process: {', '.join(map(str, sorted(threads)))}"),
+        Check(
+            to_torch == results.to_torch.weights == results.to_torch.optimizer == 0,
+            f"flatparam to torch FSDP1, max |difference|: losses {to_torch:g}, final parameters "
+            f"{results.to_torch.weights:g}, optimizer state {results.to_torch.optimizer:g} (must be 0)",
+        ),
+        Check(
+            to_unsharded <= limit and (not config.exact or results.to_unsharded.weights == 0),
+            f"flatparam to unsharded, max |difference|: losses {to_unsharded:g}, final parameters "
+            f"{results.to_unsharded.weights:g} ({must})",
+        ),
+        Check(
+            resumed <= limit and results.resumed_step == config.steps,
+            f"{results.checkpoint} in a plain model, {len(results.resumed_losses)} more steps: max |difference| of "
+            f"losses {resumed:g} ({must})",
+        ),
+        Check(
+            last < first,
+            f"validation loss falls: {first:.3f} to {last:.3f} nats a byte (uniform: {UNIFORM_LOSS:.2f})",
+        ),
+    ]
+    if config.loss_to_reach is not None:
+        found.append(Check(last < config.loss_to_reach, f"validation loss is below {config.loss_to_reach} nats a byte"))
+    return found
+
+
+def printable(text: str) -> str:
+    """``text`` with a dot for each character that could disturb a terminal."""
+    return "".join(char if char.isprintable() else "·" for char in text)
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows of cells in aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("   ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def runs_table(results: Results) -> str:
+    """One row a run: losses, step time and host cost."""
+    rows = [["run", "train loss", "validation", "step (ms)", "host: pass (ms)", "over bare (ms)", "x bare"]]
+    for name, run in results.runs.items():
+        host = ["-", "-", "-"] if name == UNSHARDED else host_cells(run)
+        step = f"{1e3 * statistics.median(run.step_seconds):.1f}"
+        rows.append([name, f"{run.mean_losses[-1]:.4f}", f"{run.validation[-1][1]:.4f}", step, *host])
+    return table(rows)
+
+
+def host_cells(run: Run) -> list[str]:
+    """A wrapped pass, what it takes over the bare module's, and their ratio: medians of passes taken in turn."""
+    over = statistics.median(wrapped - bare for bare, wrapped in run.host)
+    ratio = statistics.median(wrapped / bare for bare, wrapped in run.host)
+    return [f"{1e3 * statistics.median(w for _, w in run.host):.2f}", f"{1e3 * over:.2f}", f"{ratio:.2f}"]
+
+
+def memory_table(results: Results) -> str:
+    """One row a process: bytes of tensors, peak of resident memory."""
+    rows = [["bytes in each process", "parameters", "gradients", "optimizer state", "peak RSS over imports"]]
+    for name, run in results.runs.items():
+        for rank, memory in enumerate(run.memory):
+            numbers = (memory.parameters, memory.gradients, memory.optimizer, memory.peak)
+            label = name if name == UNSHARDED else f"{name} rank {rank}"
+            rows.append([label, *(f"{number:,}" for number in numbers)])
+    return table(rows)
+
+
+def block_ratio(runs: dict[str, Run]) -> str:
+    """Step time of flatparam over torch FSDP1 in pairs of blocks, without the first pair (warm-up)."""
+    pairs = list(zip(runs[FLATPARAM].block_seconds, runs[TORCH].block_seconds, strict=True))
+    ratios = [ours / theirs for ours, theirs in pairs[1:] or pairs]
+    low, middle, high = statistics.quantiles(ratios * 2, n=4)  # twice: quantiles() refuses a single one
+    return f"{middle:.3f} (median of {len(ratios)} pairs of blocks; middle half {low:.3f} to {high:.3f})"
+
+
+def report(config: Config, results: Results, found: list[Check]) -> str:
+    """The text at the end of a demo."""
+    runs = results.runs
+    weights = results.facts[0].weights
+    over = {name: statistics.median(w - b for b, w in runs[name].host) for name in (TORCH, FLATPARAM)}
+    return "\n".join(
+        [
+            f"GPT of {weights:,} parameters ({config.depth} blocks of width {config.width}); {config.steps} steps of "
+            f"{config.ranks} x {config.batch} x {config.context} bytes; seed {config.seed}",
+            f"gloo ranks: {config.ranks}; {config.strategy}, {config.precision}, clipping {config.clip or 'off'}; "
+            f"threads in every process: {config.threads}; torch {results.facts[0].torch}",
+            "",
+            runs_table(results),
+            f"step: median, blocks of {config.block} steps in turns; flatparam / torch FSDP1 = {block_ratio(runs)}",
+            "host: forward and backward of 8 bytes over a fake process group, the bare module in turn; "
+            f"cost over bare, flatparam / torch FSDP1 = {over[FLATPARAM] / over[TORCH]:.2f}",
+            "",
+            memory_table(results),
+            "",
+            *(f"[{'ok' if check.holds else 'FAILED'}] {check.text}" for check in found),
+            "",
+            "sample of the reloaded model:",
+            *(f"  | {printable(line)}" for line in results.sample.split("\n")),
+        ]
+    )

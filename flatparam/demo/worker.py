@@ -1,0 +1,147 @@
+"""One process of the demo: it does what the parent asks over a socket, and waits in a read in between.
+
+``python -m flatparam.demo.worker SOCKET PARENT``, started by ``processes``. It ends when the parent does: the kernel
+kills it, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import flatparam
+from flatparam.demo import checkpoint
+from flatparam.demo.config import Config
+from flatparam.demo.data import Corpus, load_text
+from flatparam.demo.hostcost import HostCost
+from flatparam.demo.memory import PeakMemory, optimizer_bytes, tensor_bytes
+from flatparam.demo.messages import FLATPARAM, UNSHARDED, Block, Difference, Facts, Memory, Role
+from flatparam.demo.model import GPT, generate
+from flatparam.demo.train import Sharded, Trainer, Unsharded
+
+PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """The commands that the parent may give are the public methods; each is given to all processes of a run at once."""
+
+    def __init__(self, config: Config, role: Role) -> None:
+        torch.set_num_threads(config.threads)
+        if role.run == FLATPARAM:
+            flatparam.install()
+        if role.run != UNSHARDED:
+            store = dist.FileStore(str(role.scratch / f"{role.run}.store"), config.ranks)
+            limit = timedelta(minutes=10)
+            dist.init_process_group("gloo", store=store, rank=role.rank, world_size=config.ranks, timeout=limit)
+        self._config = config
+        self._role = role
+        self._corpus = Corpus(config, load_text())
+        self._host_cost: HostCost | None = None
+        self._peak = PeakMemory()
+        self._trainer: Trainer
+        if role.run == UNSHARDED:
+            self._trainer = Unsharded(config, self._corpus)
+        else:
+            self._trainer = Sharded(config, self._corpus, role.rank)
+
+    def facts(self) -> Facts:
+        """What the report says of this process."""
+        weights = sum(parameter.numel() for parameter in self._trainer.model.parameters())
+        return Facts(torch=torch.__version__, threads=torch.get_num_threads(), weights=weights)
+
+    def train(self, first: int, count: int) -> Block:
+        """Train on steps ``first`` to ``first + count - 1``."""
+        losses, seconds = [], []
+        for step in range(first, first + count):
+            start = time.perf_counter()
+            losses.append(self._trainer.step(step))
+            seconds.append(time.perf_counter() - start)
+        return Block(losses, seconds)
+
+    def validate(self) -> list[float]:
+        """The validation loss of each share."""
+        return self._trainer.validate()
+
+    def memory(self) -> Memory:
+        """The bytes held after the last step."""
+        parameters = list(self._trainer.model.parameters())
+        return Memory(
+            parameters=tensor_bytes(parameters),
+            gradients=tensor_bytes(parameter.grad for parameter in parameters),
+            optimizer=optimizer_bytes(self._trainer.optimizer),
+            peak=self._peak.above_start(),
+        )
+
+    def save(self, path: Path, step: int) -> None:
+        """Write a checkpoint that a plain model can load: all ranks gather, rank 0 writes."""
+        state = checkpoint.gather(self._trainer.model, self._trainer.optimizer)
+        if self._role.rank == 0:
+            checkpoint.write_atomically({"step": step, **state}, path)
+
+    def resume(self, path: Path) -> int:
+        """Go on from a checkpoint with a new plain model; returns its step."""
+        state = checkpoint.load(path)
+        self._trainer = Unsharded(self._config, self._corpus)
+        checkpoint.restore(state, self._trainer.model, self._trainer.optimizer)
+        step: int = state["step"]
+        return step
+
+    def compare(self, path: Path, other: Path) -> Difference:
+        """The largest differences between two checkpoints."""
+        a, b = checkpoint.load(path), checkpoint.load(other)
+        return Difference(
+            weights=checkpoint.difference(a["model"], b["model"]),
+            optimizer=checkpoint.difference(a["optimizer"]["state"], b["optimizer"]["state"]),
+        )
+
+    def sample(self, prompt: bytes, length: int) -> str:
+        """Text from the plain model."""
+        model = self._trainer.model
+        if not isinstance(model, GPT):
+            raise TypeError(f"expected the unsharded run to be asked for text, got {self._role.run}")
+        return generate(model, prompt, length, self._config.seed)
+
+    def host_cost(self) -> list[tuple[float, float]]:
+        """Seconds of (bare, wrapped) passes on rank 0; the other ranks only take part in the wrapping."""
+        if self._host_cost is None:
+            self._host_cost = HostCost(self._config)
+        return self._host_cost.measure() if self._role.rank == 0 else []
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when ``parent``, which started it, ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def serve(connection: Connection) -> None:
+    """Answer (result, None) to each command until one is None; an exception is answered (reason, traceback)."""
+    try:
+        config, role = connection.recv()
+        worker = Worker(config, role)
+        connection.send((worker.facts(), None))
+        while (command := connection.recv()) is not None:
+            name, arguments = command
+            connection.send((getattr(worker, name)(*arguments), None))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        connection.send((reason, traceback.format_exc()))
+        time.sleep(60)  # until the parent kills it: to end now would make other ranks fail too, and hide this reason
+
+
+if __name__ == "__main__":
+    end_with(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    serve(Connection(int(sys.argv[1])))
+    os._exit(0)  # the groups need no farewell, and nothing is left to save

@@ -1,0 +1,169 @@
+"""Where parameters and shards lie in one flat parameter: sizes and ranges, no tensors.
+
+All sizes are in elements unless a name ends in ``bytes``; ranges are half-open unless torch's metadata is meant.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from . import _C
+
+
+class Shard(NamedTuple):
+    """A rank's shard: elements ``[start, start + numel)`` of the flat parameter, then ``padding`` more."""
+
+    start: int
+    numel: int
+    padding: int
+
+
+class ParamShard(NamedTuple):
+    """What a rank's shard holds of one parameter; equal to the tuple that torch calls ``_ShardParamInfo``.
+
+    ``offset_in_shard`` counts in the shard; ``intra_param_start_idx`` and ``intra_param_end_idx`` (inclusive) count in
+    the parameter. All but ``in_shard`` are None when the shard holds nothing of the parameter.
+    """
+
+    in_shard: bool
+    offset_in_shard: int | None
+    numel_in_shard: int | None
+    intra_param_start_idx: int | None
+    intra_param_end_idx: int | None
+
+
+class RankPiece(NamedTuple):
+    """The part of a range that one rank holds: ``numel`` elements from ``start`` (in the flat parameter) on."""
+
+    rank: int
+    start: int
+    numel: int
+    offset_in_shard: int
+
+
+class Box(NamedTuple):
+    """A box of an N-D parameter: ``offsets[d] <= index[d] < offsets[d] + sizes[d]`` in each dimension ``d``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+ABSENT = ParamShard(False, None, None, None, None)
+
+
+class FlatLayout:
+    """Where each parameter lies in a flat parameter, and each rank's shard of it.
+
+    Args: ``numels``: elements of each parameter in order, each >= 0 and one at least >= 1 (a 0-dim parameter has 1);
+    ``world_size`` >= 1; ``itemsize``: bytes of an element, with which no size may pass 64 bits; ``alignment``:
+    parameters start at multiples of so many elements, and the total is a multiple of the world size; 0: neither. torch
+    aligns to ``16 // itemsize`` with ``use_orig_params=True``, and to 0 without.
+    Shapes: the unsharded flat parameter is ``[numel]``, every rank's shard ``[shard_numel]``, what an all-gather fills
+    ``[padded_numel]``.
+    Raises: ShardError when a size, the world size, a rank or a range is out of range; TypeError for what is no int.
+    Source: ``FlatParamHandle._init_flat_param_and_metadata``, ``_get_shard_metadata`` and ``_get_unpadded_shard``
+    (torch 2.13), of which the attributes with torch's names are equal. Queries about one rank or range cost
+    O(log parameters + what they return).
+    """
+
+    def __init__(self, numels: Iterable[int], world_size: int, *, itemsize: int = 1, alignment: int = 0):
+        self._layout = _C.Layout(numels, world_size, itemsize, alignment)
+        self._num_params = len(self._layout.numels)
+
+    @classmethod
+    def of_shapes(
+        cls, shapes: Iterable[Sequence[int]], world_size: int, *, itemsize: int = 1, alignment: int = 0
+    ) -> "FlatLayout":
+        """Lay out parameters of these shapes; the shape ``()`` has one element, as ``(1,)`` has."""
+        numels = [math.prod(shape) for shape in shapes]
+        return cls(numels, world_size, itemsize=itemsize, alignment=alignment)
+
+    def __repr__(self) -> str:
+        layout = self._layout
+        return (
+            f"FlatLayout({self._num_params} parameters, numel={layout.numel}, world_size={layout.world_size}, "
+            f"shard_numel={layout.shard_numel}, itemsize={layout.itemsize}, alignment={layout.alignment})"
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the flat parameter."""
+        return self._layout.world_size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unsharded flat parameter: parameters, alignment and world-size padding."""
+        return self._layout.numel
+
+    @property
+    def padding(self) -> int:
+        """How many elements of ``numel`` are padding."""
+        return self._layout.numel - self._layout.numel_params
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard, padded."""
+        return self._layout.shard_numel
+
+    @property
+    def padded_numel(self) -> int:
+        """``shard_numel * world_size``."""
+        return self._layout.padded_numel
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of every rank's shard."""
+        return self._layout.shard_numel * self._layout.itemsize
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First element of each parameter."""
+        return self._layout.starts
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each parameter, as given."""
+        return self._layout.numels
+
+    @property
+    def numels_with_padding(self) -> tuple[int, ...]:
+        """Elements of each parameter and each padding between and after them, in order."""
+        return self._layout.numels_with_padding
+
+    @property
+    def is_padding_mask(self) -> tuple[bool, ...]:
+        """Which entries of ``numels_with_padding`` are paddings."""
+        return self._layout.is_padding_mask
+
+    def shard(self, rank: int) -> Shard:
+        """Return the shard of ``rank``."""
+        return Shard(*_C.shard_of_rank(self.numel, self.world_size, rank))
+
+    def param_shards(self, rank: int) -> tuple[ParamShard, ...]:
+        """Return what ``rank`` holds of each parameter: torch's ``_shard_param_infos``."""
+        begin, end = self._layout.shard_range(rank)
+        first, last = self._layout.params_in(begin, end)
+        held = tuple(ParamShard(True, *part) for part in self._layout.parts(begin, end))
+        return (ABSENT,) * first + held + (ABSENT,) * (self._num_params - last)
+
+    def params_in(self, begin: int, end: int) -> range:
+        """Return the indices of the parameters with elements in ``[begin, end)`` of the flat parameter."""
+        return range(*self._layout.params_in(begin, end))
+
+    def ranks_of(self, begin: int, end: int) -> list[RankPiece]:
+        """Return which ranks hold elements ``[begin, end)`` of the flat parameter, in order."""
+        return [RankPiece(*piece) for piece in _C.ranks_of_range(self.numel, self.world_size, begin, end)]
+
+    def ranks_of_param(self, index: int) -> list[RankPiece]:
+        """Return which ranks hold elements of a parameter, in order."""
+        begin = self.offsets[index]
+        return self.ranks_of(begin, begin + self.numels[index])
+
+
+def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Return elements ``[begin, end)`` of a parameter, in row-major order, as disjoint boxes that tile them exactly.
+
+    They are the fewest for ranges that cross up to three dimensions, and almost always beyond; in order of their first
+    element, at most ``2 * len(shape) - 1``. Raises ShardError unless ``0 <= begin <= end <= prod(shape)``.
+    """
+    return [Box(*box) for box in _C.boxes_of_range(shape, begin, end)]

@@ -1,0 +1,164 @@
+"""``python -m flatparam run [-m] SCRIPT args``: what ``python [-m] SCRIPT args`` does, with flatparam installed.
+
+The script is ``__main__`` in every respect: sys.argv, sys.path[0], pickling, exit status, signals, tracebacks without
+frames of ours, processes that it forks or spawns. Not reached are other Python commands that it starts.
+"""
+
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from multiprocessing import spawn
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from .install import install
+
+USAGE = """usage: python -m flatparam run SCRIPT [ARGUMENT ...]
+       python -m flatparam run -m MODULE [ARGUMENT ...]
+
+Do what `python SCRIPT ...` or `python -m MODULE ...` does, with flatparam's handle under torch's
+FullyShardedDataParallel. With torchrun: torchrun [OPTION ...] -m flatparam run SCRIPT [ARGUMENT ...]"""
+
+CHILD = "flatparam._spawned"  # what spawned children run in place of the script
+BY_NAME, BY_PATH = "init_main_from_name", "init_main_from_path"  # how multiprocessing tells them the script
+
+
+def main(arguments: list[str]) -> int:
+    """Run the script or module that ``arguments`` begin with, the rest as its own; returns the exit status."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    as_module = arguments[:1] == ["-m"]
+    command = arguments[1:] if as_module else arguments
+    if not command or (command[0].startswith("-") and not as_module):
+        expected, got = "a module" if as_module else "-m or a script", repr(command[0]) if command else "nothing"
+        print(f"flatparam run: expected {expected}, got {got}\n{USAGE}", file=sys.stderr)
+        return 2
+    try:
+        install()
+    except RuntimeError as refusal:
+        print(f"flatparam run: {refusal}", file=sys.stderr)
+        return 1
+    install_in_spawned_children()
+    return run_module(command) if as_module else run_script(command)
+
+
+def run_module(command: list[str]) -> int:
+    """Be ``python -m MODULE args``. Python's own way to run one is called, which ends the process if there is none."""
+    sys.argv = ["-m", *command[1:]]
+    new_main()
+    as_main(vars(runpy)["_run_module_as_main"], command[0])
+    return 0
+
+
+def run_script(command: list[str]) -> int:
+    """Be ``python SCRIPT args``, where a script may also be a folder or an archive with a ``__main__.py``."""
+    path = command[0]
+    sys.argv = command
+    if pkgutil.get_importer(path) is not None:
+        set_first_path(os.path.abspath(path), always=True)
+        new_main()
+        as_main(vars(runpy)["_run_module_as_main"], "__main__", False)
+        return 0
+    full_path = os.path.abspath(path)
+    try:
+        with io.open_code(full_path) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"flatparam run: can't open file {full_path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        return 2
+    set_first_path(os.path.dirname(os.path.realpath(path)), always=False)
+    module = new_main()
+    module.__file__ = full_path
+    module.__loader__ = SourceFileLoader("__main__", full_path)
+    vars(module).update(__cached__=None)
+    as_main(exec, as_main(compile, source, full_path, "exec", 0, True), vars(module))
+    return 0
+
+
+def new_main() -> ModuleType:
+    """Put a new module in the place of ``__main__``, with what Python gives it before a script is known."""
+    module = ModuleType("__main__")
+    vars(module).update(__builtins__=sys.modules["builtins"])
+    if sys.version_info < (3, 14):
+        vars(module).update(__annotations__={})
+    sys.modules["__main__"] = module
+    return module
+
+
+def set_first_path(folder: str, always: bool) -> None:
+    """Let ``folder`` be sys.path[0] in place of the working directory, which ``python -m flatparam`` put there.
+
+    With ``-P`` there is no such entry, and Python adds only a folder or archive that is run (``always``). flatparam
+    stays importable, for children, also where it was found in the working directory.
+    """
+    safe_path = getattr(sys.flags, "safe_path", False)
+    if not safe_path:
+        sys.path[0] = folder
+    elif always:
+        sys.path.insert(0, folder)
+    home = str(Path(__file__).resolve().parent.parent)
+    if home not in map(os.path.realpath, sys.path):
+        sys.path.append(home)
+
+
+def as_main(call: Callable[..., Any], *args: Any) -> Any:
+    """Return ``call(*args)``; an exception from it ends the process as it would without the frames up to here."""
+    try:
+        return call(*args)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if error.__traceback__ is not None:
+            show_from(error.__traceback__.tb_next)
+        raise
+
+
+def show_from(traceback: TracebackType | None) -> None:
+    """Have the exception that ends the process be shown with this traceback, by whatever sys.excepthook is now."""
+    excepthook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        excepthook(kind, error.with_traceback(traceback), traceback)
+
+    sys.excepthook = show
+
+
+def install_in_spawned_children() -> None:
+    """Have processes that multiprocessing spawns install flatparam, before they import the script.
+
+    multiprocessing tells such a process what script to import as ``__mp_main__``. It is told ``CHILD`` instead, and the
+    script in two more elements of sys.argv, which ``CHILD`` takes away.
+    """
+    original = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = original(name)
+        how = BY_NAME if BY_NAME in data else BY_PATH
+        data["sys_argv"] = [*data["sys_argv"], how, data.pop(how, "")]
+        data[BY_NAME] = CHILD
+        return data
+
+    spawn.get_preparation_data = get_preparation_data
+
+
+def become_child(namespace: dict[str, Any]) -> None:
+    """In a spawned process: install flatparam, import the script, and let ``namespace`` hold what it defines.
+
+    Like multiprocessing itself, this does not import a ``__main__.py``, which would run the whole program again.
+    """
+    script, how = sys.argv.pop(), sys.argv.pop()
+    install()
+    install_in_spawned_children()
+    defined: dict[str, Any] = {}
+    if how == BY_PATH and script:
+        defined = runpy.run_path(script, run_name="__mp_main__")
+    elif script.rpartition(".")[2] != "__main__":
+        defined = runpy.run_module(script, run_name="__mp_main__", alter_sys=True)
+    namespace.clear()
+    namespace.update(defined)

@@ -1,0 +1,263 @@
+"""Compile flatparam._C: C11 and C++20 sources side by side, each with its own flags, only what changed, in parallel.
+
+torch's BuildExtension compiles C as C++ and gives one set of flags to all sources, so this file has a build_ext of its
+own. Its options beside the usual ones:
+    --strict     warnings are errors (what `make build` uses; an installation never does)
+    --sanitize   AddressSanitizer and UndefinedBehaviorSanitizer (what `make asan` uses)
+Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS. Objects are kept under build_temp, a folder for each set of options.
+"""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import setuptools
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError, PlatformError
+
+CHECKS = runpy.run_path("flatparam/_build_check.py")
+
+# The commands that need torch; pip runs dist_info before it downloads what flatparam depends on. Not sdist, egg_info.
+WHEEL = {"bdist_wheel", "dist_info", "editable_wheel"}
+NEEDS_TORCH = {"build", "build_ext", "develop", "install", *WHEEL}
+
+C_FLAGS = ["-std=c11", "-O3"]
+CXX_FLAGS = ["-std=c++20", "-O2", "-fvisibility-inlines-hidden"]
+# Behind CFLAGS: results equal torch's bit for bit, so no fused multiply-add and no relaxed arithmetic.
+FLAGS = ["-fPIC", "-pthread", "-g1", "-fvisibility=hidden", "-DNDEBUG", "-Icsrc", "-ffp-contract=off", "-fno-fast-math"]
+STRICT = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wconversion", "-Wshadow", "-Werror"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+ABI_FLAG = "-D_GLIBCXX_USE_CXX11_ABI={}"
+TORCH_LIBRARIES = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+BUILD_INFO = '''"""Written by setup.py: what the extension was built against."""
+
+TORCH_VERSION = "{}"
+'''
+
+
+def sources() -> list[str]:
+    """Return the files to compile, the slowest (C++) first."""
+    folders = ("bridge/*.cpp", "python/*.c", "core/*.c")
+    return [str(path) for pattern in folders for path in sorted(Path("csrc").glob(pattern))]
+
+
+def torch_folder() -> Path | None:
+    """Return where torch is installed without importing it (that takes seconds), or None."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
+
+
+def torch_version() -> str | None:
+    """Return the installed torch's version without importing it, or None."""
+    folder = torch_folder()
+    return None if folder is None else str(runpy.run_path(str(folder / "version.py"))["__version__"])
+
+
+def torch_settings(cache: Path) -> dict:
+    """Return how to compile against torch: version, include and library folders, C++ ABI. Kept in the file ``cache``.
+
+    torch is imported, in a process of its own, only when the file is missing or tells of another torch.
+    """
+    key = [torch_version(), str(torch_folder())]
+    if cache.is_file():
+        settings = json.loads(cache.read_text())
+        if settings["key"] == key:
+            return settings
+    code = (
+        "import json, torch, torch.utils.cpp_extension as c; print(json.dumps({'include': c.include_paths(), "
+        "'library': c.library_paths(), 'abi': int(torch.compiled_with_cxx11_abi())}))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    settings = {"key": key, **json.loads(printed.splitlines()[-1])}
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.write_text(json.dumps(settings))
+    return settings
+
+
+def find_compiler(variable: str, names: list[str]) -> list[str]:
+    """Return the command of the compiler that the environment names, else of the first one installed."""
+    command = shlex.split(os.environ.get(variable, ""))
+    for candidate in [command] if command else [[name] for name in names]:
+        if shutil.which(candidate[0]) is not None:
+            return candidate
+    tried = command[0] if command else ", ".join(names)
+    raise PlatformError(f"flatparam needs a C11 and a C++20 compiler; not found: {tried} (set {variable} to yours)")
+
+
+def compiler_version(command: list[str]) -> str:
+    """Return the line in which a compiler tells its name and version."""
+    return subprocess.check_output([*command, "--version"], text=True).partition("\n")[0]
+
+
+class Step:
+    """One command that makes one file, and whether it has to run.
+
+    It has to when the file is missing, was made by another command or another version of the tools (``versions``), or
+    is not newer than every file it was made from: ``inputs``, and the headers that the compiler listed (-MMD).
+    """
+
+    def __init__(self, command: list[str], inputs: list[str], output: Path, versions: str) -> None:
+        self.command, self.inputs, self.output = command, inputs, output
+        self.fingerprint = "\n".join([versions, shlex.join(command)])
+        self.record = output.with_name(output.name + ".cmd")
+        self.depfile = output.with_suffix(".d")
+
+    def is_due(self) -> bool:
+        if not self.output.is_file() or not self.record.is_file() or self.record.read_text() != self.fingerprint:
+            return True
+        made = self.output.stat().st_mtime_ns
+        files = [Path(name) for name in [*self.inputs, *self.headers()]]
+        return any(not file.is_file() or file.stat().st_mtime_ns >= made for file in files)
+
+    def headers(self) -> list[str]:
+        if not self.depfile.is_file():
+            return []
+        rule = self.depfile.read_text().replace("\\\n", " ").partition(": ")[2]
+        return [name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", rule.strip())]
+
+    def run(self) -> str | None:
+        """Run the command; return None, or what it printed when it failed."""
+        self.record.unlink(missing_ok=True)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.output.touch()
+        started = self.output.stat().st_mtime_ns  # an input saved while the command runs is newer than the output
+        done = subprocess.run(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            return f"{shlex.join(self.command)}\n{done.stdout}"
+        os.utime(self.output, ns=(started, started))
+        self.record.write_text(self.fingerprint)
+        return None
+
+
+class BuildExtension(build_ext):
+    """The command build_ext: compile what changed, link, put the module and _build_info.py where they belong."""
+
+    user_options = [
+        *build_ext.user_options,
+        ("strict", None, "treat warnings as errors"),
+        ("sanitize", None, "build with AddressSanitizer and UndefinedBehaviorSanitizer"),
+    ]
+    boolean_options = [*build_ext.boolean_options, "strict", "sanitize"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.strict = False
+        self.sanitize = False
+
+    def run(self) -> None:
+        self.set_up()
+        compiled = [self.compile_step(source) for source in sources()]
+        self.run_all([step for step in compiled if step.is_due()])
+        module = self.folder / Path(self.get_ext_filename("_C")).name
+        link = self.link_step([str(step.output) for step in compiled], module)
+        if link.is_due():
+            print(f"link {module}", flush=True)
+            error = link.run()
+            if error is not None:
+                raise LinkError(error)
+        self.put(module, Path(self.get_ext_fullpath("flatparam._C")))
+
+    def set_up(self) -> None:
+        """Find the compilers, Python's headers and torch; choose the folder of this build's objects."""
+        self.cc = find_compiler("CC", ["gcc", "cc", "clang"])
+        self.cxx = find_compiler("CXX", ["g++", "c++", "clang++"])
+        self.python_include = list(dict.fromkeys([sysconfig.get_path("include"), sysconfig.get_path("platinclude")]))
+        if not any((Path(folder) / "Python.h").is_file() for folder in self.python_include):
+            raise PlatformError(f"no Python.h in {self.python_include[0]}: install Python's headers (python3-dev)")
+        self.torch = torch_settings(Path(self.build_temp) / "torch.json")
+        version = self.torch["key"][0]
+        kind = "sanitize" if self.sanitize else "strict" if self.strict else "release"
+        self.folder = Path(self.build_temp) / f"{kind}-torch{version}"
+        self.versions = "\n".join(
+            [f"Python {sys.version}", f"torch {version}", *map(compiler_version, (self.cc, self.cxx))]
+        )
+
+    def compile_step(self, source: str) -> Step:
+        output = self.folder / Path(source).with_suffix(".o")
+        if source.endswith(".cpp"):
+            flags = [
+                *CXX_FLAGS,
+                *shlex.split(os.environ.get("CXXFLAGS", "")),
+                *FLAGS,
+                ABI_FLAG.format(self.torch["abi"]),
+            ]
+            command, system = [*self.cxx, *flags], [*self.python_include, *self.torch["include"]]
+        else:
+            flags = [*C_FLAGS, *shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
+            command, system = [*self.cc, *flags], [] if "/core/" in source else self.python_include
+        command += STRICT if self.strict or self.sanitize else []
+        command += SANITIZE if self.sanitize else []
+        command += [word for folder in system for word in ("-isystem", folder)]
+        command += ["-MMD", "-MF", str(output.with_suffix(".d")), "-c", source, "-o", str(output)]
+        return Step(command, [source], output, self.versions)
+
+    def link_step(self, objects: list[str], module: Path) -> Step:
+        command = [*self.cxx, "-shared", "-pthread", *objects, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        command += SANITIZE if self.sanitize else []
+        if any("/bridge/" in name for name in objects):
+            # No run path: torch is always imported first, and its libraries are then found by their names.
+            command += [f"-L{folder}" for folder in self.torch["library"]] + ["-Wl,--as-needed", *TORCH_LIBRARIES]
+        return Step([*command, "-o", str(module)], objects, module, self.versions)
+
+    def run_all(self, steps: list[Step]) -> None:
+        """Compile in parallel, one printed line a file; show what every failing command printed."""
+
+        def announce_and_run(step: Step) -> str | None:
+            print(f"compile {step.inputs[0]}\n", end="", flush=True)  # one write a line: the threads share the output
+            return step.run()
+
+        with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as pool:
+            errors = [error for error in pool.map(announce_and_run, steps) if error is not None]
+        if errors:
+            print("\n".join(errors), file=sys.stderr, flush=True)
+            raise CompileError(f"{len(errors)} of {len(steps)} files did not compile (see above)")
+
+    def put(self, module: Path, target: Path) -> None:
+        """Copy the module to its package, and say there which torch it is for; touch nothing that is right already."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made, there = module.stat(), target.stat() if target.is_file() else None
+        if there is None or (there.st_size, there.st_mtime_ns) != (made.st_size, made.st_mtime_ns):
+            temporary = target.with_name(target.name + ".new")
+            shutil.copy2(module, temporary)
+            os.replace(temporary, target)  # a process that has the old one loaded keeps it
+        info = target.with_name("_build_info.py")
+        text = BUILD_INFO.format(self.torch["key"][0])
+        if not info.is_file() or info.read_text() != text:
+            info.write_text(text)
+
+
+def problem(commands: set[str]) -> str | None:
+    """Say in one line why these commands of setup.py cannot run here, or return None."""
+    if not commands & NEEDS_TORCH:
+        return None
+    found = CHECKS["platform_problem"](*CHECKS["this_platform"]()) or CHECKS["torch_problem"](torch_version())
+    makes_wheels = CHECKS["release"](setuptools.__version__) >= (70, 1) or find_spec("wheel") is not None
+    if found is None and commands & WHEEL and not makes_wheels:
+        return (
+            f"flatparam needs setuptools >= 70.1 to be installed, found {setuptools.__version__}: "
+            "pip install --upgrade setuptools, then: pip install --no-build-isolation ."
+        )
+    return found
+
+
+PROBLEM = problem(set(sys.argv[1:]))
+if PROBLEM is not None:
+    raise SystemExit(PROBLEM)
+
+setup(
+    license="BSD-3-Clause",  # here and not in pyproject.toml, where setuptools before 77 does not take an expression
+    ext_modules=[Extension("flatparam._C", sources=sources())],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -1,0 +1,244 @@
+"""Run a function in several real processes joined by gloo, and bring back what each of them returned.
+
+The processes are forked from a fork server: a clean interpreter which has torch imported but has started no thread, so
+that a launch costs a tenth of a second and never inherits what the test runner did before. They meet through a
+FileStore in a temporary folder and talk over the loopback device: no port is chosen by us. Every process computes with
+one thread, because BLAS adds in another order with more.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pathlib
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from multiprocessing import connection
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._flat_param",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.testing._internal.distributed.fake_pg",
+    "flatparam",  # where it is found from the working folder; else each rank imports it
+)
+GRACE = 3.0  # seconds that the other ranks get to tell their own error, once one rank has failed
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(list(PRELOADED))
+_note_to = None  # in a rank: the connection to the test process
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not end in time; the message holds its traceback and what it printed."""
+
+
+def note(text):
+    """Tell the test process what this rank is doing now: the failure message of a hang or a crash shows it."""
+    if _note_to is not None:
+        _note_to.send_bytes(pickle.dumps(("note", str(text))))
+
+
+def run_ranks(fn, world_size, *args, timeout=120.0):
+    """Call ``fn(*args)`` on every rank of a new gloo world; return the list of the ranks' results.
+
+    Args: ``fn`` and ``args`` can be pickled (a function of a module, not a lambda), and so can the results.
+        ``timeout`` in seconds holds for all ranks together.
+    Raises: RankFailure when a rank raises, dies or is not done in time. No process is left in any case.
+    """
+    with tempfile.TemporaryDirectory(prefix="flatparam-ranks-") as folder:
+        ranks = [_Rank(fn, rank, world_size, folder, args, timeout) for rank in range(world_size)]
+        try:
+            _wait_for(ranks, time.monotonic() + timeout)
+            failed = [rank for rank in ranks if not rank.succeeded]
+            if failed:
+                raise RankFailure("\n".join(rank.report() for rank in failed))
+            return [pickle.loads(rank.result) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+class _Rank:
+    """One process, as the test process sees it."""
+
+    def __init__(self, fn, rank, world_size, folder, args, timeout):
+        self.rank = rank
+        self.output = pathlib.Path(folder, f"rank{rank}.out")
+        self.last_note = "nothing yet"
+        self.result = None
+        self.error = None
+        self.reading, writing = _context.Pipe(duplex=False)
+        self.process = _context.Process(
+            target=_rank_main, args=(writing, fn, rank, world_size, folder, args, timeout), daemon=True
+        )
+        self.process.start()
+        writing.close()
+
+    @property
+    def succeeded(self):
+        return self.result is not None
+
+    @property
+    def done(self):
+        return self.reading.closed
+
+    def read(self):
+        """Take one message, or learn that the process has closed its end."""
+        try:
+            kind, content = pickle.loads(self.reading.recv_bytes())
+        except EOFError:
+            self.reading.close()
+            return
+        if kind == "note":
+            self.last_note = content
+        elif kind == "ok":
+            self.result = content
+        else:
+            self.error = content
+
+    def report(self):
+        code = self.process.exitcode
+        if code is None:
+            how = "did not end in time"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        printed = self.output.read_text(errors="replace")[-6000:] if self.output.exists() else ""
+        return f"rank {self.rank} {how}; it was doing: {self.last_note}\n{self.error or ''}\n{printed}"
+
+    def end(self):
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.process.close()
+        if not self.reading.closed:
+            self.reading.close()
+
+
+def _wait_for(ranks, deadline):
+    """Read messages until every rank is done, or one has failed and the grace is over, or the deadline has passed."""
+    while True:
+        waiting = [rank for rank in ranks if not rank.done]
+        left = deadline - time.monotonic()
+        if not waiting or left <= 0:
+            break
+        ready = connection.wait([rank.reading for rank in waiting], timeout=left)
+        for rank in waiting:
+            if rank.reading in ready:
+                rank.read()
+        if any(rank.error is not None or (rank.done and not rank.succeeded) for rank in ranks):
+            deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in ranks:
+        rank.process.join(timeout=GRACE if rank.done else 0)
+
+
+def _rank_main(writing, fn, rank, world_size, folder, args, timeout):
+    global _note_to
+    _die_with_the_parent()
+    output = os.open(os.path.join(folder, f"rank{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(file=output)
+    faulthandler.dump_traceback_later(max(timeout - 2.0, 0.5), file=output)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, also where there is a GPU
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    _note_to = writing
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(os.path.join(folder, "store"), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        result = pickle.dumps(fn(*args))
+        dist.barrier()
+        dist.destroy_process_group()
+        writing.send_bytes(pickle.dumps(("ok", result)))
+    except BaseException:
+        writing.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        raise SystemExit(1) from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        writing.close()
+
+
+def _die_with_the_parent():
+    """Have the kernel kill this process when the fork server ends, so that none outlives a killed test runner."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+HANDLES = ("torch", "flatparam")
+
+
+@contextlib.contextmanager
+def handle_of(kind):
+    """Have modules wrapped inside use torch's own handle (``"torch"``) or ours (``"flatparam"``)."""
+    import flatparam
+
+    if kind not in HANDLES:
+        raise ValueError(f"expected one of {HANDLES}, got {kind!r}")
+    if flatparam.is_installed():
+        raise AssertionError("flatparam is installed already: the comparison would be with itself")
+    if kind == "flatparam":
+        flatparam.install()
+    try:
+        yield
+    finally:
+        if kind == "flatparam":
+            flatparam.uninstall()
+
+
+def check_handles(model, kind):
+    """Fail unless every handle in ``model`` is of ``kind``: a comparison of torch with itself proves nothing."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    import flatparam
+
+    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+    assert handles, "expected at least one unit with parameters"
+    for handle in handles:
+        assert isinstance(handle, flatparam.FlatParamHandle) == (kind == "flatparam"), (kind, type(handle))
+
+
+def both_handles(fn, *args):
+    """Call ``fn(kind, *args)`` under torch's handle, then under ours, with the same seed; return both results."""
+    results = []
+    for kind in HANDLES:
+        torch.manual_seed(1234)
+        note(f"{fn.__name__} with the handle of {kind}")
+        with handle_of(kind):
+            results.append(fn(kind, *args))
+        dist.barrier()
+    return tuple(results)
+
+
+def run_both(fn, world_size, *args, timeout=120.0):
+    """Return, for each rank, what ``fn(kind, *args)`` gave under torch's handle and under ours."""
+    return run_ranks(both_handles, world_size, fn, *args, timeout=timeout)
+
+
+@contextlib.contextmanager
+def fake_world(world_size=1, rank=0):
+    """Make this process rank ``rank`` of a world that does not exist; yields its group. Nothing is communicated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,311 @@
+"""What is compiled, with which flags, and when again. Most tests build a small tree of their own with our setup.py."""
+
+import itertools
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE, PYTHON, BRIDGE = "csrc/core/one.c", "csrc/python/module.c", "csrc/bridge/tensors.cpp"
+SMALL_TREE = {
+    "csrc/core/one.h": "int fp_one(void);\n",
+    "csrc/core/two.h": "#define FP_TWO 2\n",
+    "csrc/core/one.c": '#include "core/one.h"\nint fp_one(void) { return 1; }\n',
+    "csrc/core/two.c": '#include "core/two.h"\nint fp_two(void);\nint fp_two(void) { return FP_TWO; }\n',
+    "csrc/bridge/tensors.h": "int fp_three(void);\n",
+    "csrc/bridge/tensors.cpp": 'extern "C" {\n#include "bridge/tensors.h"\n}\n#include "core/two.h"\n'
+    "int fp_three(void) { return FP_TWO + 1; }\n",
+    "csrc/python/module.c": '#include <Python.h>\n#include "core/one.h"\n#include "bridge/tensors.h"\n'
+    'static struct PyModuleDef fp_module = {PyModuleDef_HEAD_INIT, .m_name = "_C"};\n'
+    "PyMODINIT_FUNC PyInit__C(void) {\n    PyObject *module = PyModule_Create(&fp_module);\n"
+    '    PyModule_AddIntConstant(module, "FOUR", fp_one() + fp_three());\n    return module;\n}\n',
+    "flatparam/__init__.py": "from flatparam import _build_check\n_build_check.check()\n",
+}
+
+pytestmark = pytest.mark.multiprocess
+
+
+def run(*command, cwd, env=None):
+    """Run a command to its end; return (exit code, standard output and error together)."""
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.returncode, done.stdout
+
+
+def build(tree, *options, **env):
+    """Run build_ext in place; return the set of files that were compiled."""
+    code, output = run(sys.executable, "setup.py", "build_ext", "--inplace", *options, cwd=tree, env=env)
+    assert code == 0, output
+    return compiled_in(output)
+
+
+def compiled_in(output):
+    compiled = re.findall(r"^compile (\S+)$", output, re.MULTILINE)
+    assert len(set(compiled)) == len(compiled)
+    return set(compiled)
+
+
+def later(path):
+    """Save a file again, at a time that no file system takes for that of the last build."""
+    time.sleep(0.02)
+    path.touch()
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def small(tmp_path):
+    for name, text in SMALL_TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name in ("setup.py", "pyproject.toml", "README.md", "flatparam/_build_check.py"):
+        shutil.copy2(ROOT / name, tmp_path / name)
+    for cache in ROOT.glob("build/*/torch.json"):  # what setup.py asked torch itself, which takes seconds
+        (tmp_path / cache.relative_to(ROOT)).parent.mkdir(parents=True)
+        shutil.copy2(cache, tmp_path / cache.relative_to(ROOT))
+    return tmp_path
+
+
+@pytest.fixture
+def logged(tmp_path_factory):
+    """Compilers that write down their arguments: returns (environment that names them, function that reads them)."""
+    folder = tmp_path_factory.mktemp("compilers")
+    log = folder / "log"
+    for name in ("gcc", "g++"):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\necho {name} "$@" >>{log}\nexec {shutil.which(name)} "$@"\n')
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+
+    def commands():
+        """Return the arguments of every compilation since the last call, by source file."""
+        lines = [line.split() for line in log.read_text().splitlines()]
+        log.write_text("")
+        return {line[line.index("-c") + 1]: line for line in lines if "-c" in line}
+
+    return {"CC": str(folder / "gcc"), "CXX": str(folder / "g++")}, commands
+
+
+def included_by(header, sources):
+    """Return which of the sources include a header, directly or not: our own reading, not the compiler's."""
+
+    def names(path):
+        found = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+        return {name for name in found if (ROOT / "csrc" / name).is_file()}
+
+    def reaches(path, seen):
+        for name in names(path) - seen:
+            seen.add(name)
+            reaches(ROOT / "csrc" / name, seen)
+        return seen
+
+    return {source for source in sources if header in reaches(ROOT / source, set())}
+
+
+def copy_of_the_project(target):
+    """Copy what a build needs, compiled objects included, with the files' times; compile what is not up to date."""
+    for name in ("csrc", "flatparam", "build"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("asan", "sanitize-*", "*.pyc"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "CONTRIBUTING.md"):
+        if (ROOT / name).is_file():
+            shutil.copy2(ROOT / name, target / name)
+    for name in ("tests", "tools", "benchmarks"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build(target, "--strict")
+    return target
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return copy_of_the_project(tmp_path_factory.mktemp("build") / "project")
+
+
+def test_the_project_compiles_only_what_changed(project):
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.c*") if path.suffix in (".c", ".cpp")}
+    assert build(project, "--strict") == set()
+    later(project / "csrc/python/fp_module.c")
+    assert build(project, "--strict") == {"csrc/python/fp_module.c"}
+    later(project / "csrc/python/fp_module.h")
+    expected = included_by("python/fp_module.h", sources)
+    assert 1 < len(expected) < len(sources)
+    assert build(project, "--strict") == expected
+    assert build(project, "--strict") == set()
+
+
+def test_a_header_of_one_language_compiles_its_readers_in_all(small):
+    assert build(small) == {CORE, "csrc/core/two.c", PYTHON, BRIDGE}
+    assert build(small) == set()
+    later(small / "csrc/core/two.h")
+    assert build(small) == {"csrc/core/two.c", BRIDGE}
+    later(small / "csrc/core/one.c")
+    assert build(small) == {CORE}
+
+
+def test_the_module_has_what_was_compiled_last(small):
+    def four():
+        code = "import torch, flatparam._C as c; print(c.FOUR)"
+        return run(sys.executable, "-c", code, cwd=small)[1].strip()
+
+    build(small)
+    assert four() == "4"
+    replace(small / CORE, "return 1", "return 10")
+    assert build(small) == {CORE}
+    assert four() == "13"
+    build(small, "--strict")  # other objects, put in the same place
+    replace(small / CORE, "return 10", "return 1")
+    build(small)
+    assert four() == "4"
+
+
+def test_a_file_saved_while_it_is_compiled_is_compiled_again(small, tmp_path_factory):
+    compiler = tmp_path_factory.mktemp("compiler") / "gcc"
+    compiler.write_text(
+        f'#!/bin/sh\n{shutil.which("gcc")} "$@" && case "$*" in *core/one.c*) touch csrc/core/one.c; esac\n'
+    )
+    compiler.chmod(0o755)
+    build(small, CC=str(compiler))
+    assert build(small, CC=str(compiler)) == {CORE}
+
+
+def test_other_flags_and_another_compiler_compile_again(small, logged):
+    everything, every_c = {CORE, "csrc/core/two.c", PYTHON, BRIDGE}, {CORE, "csrc/core/two.c", PYTHON}
+    assert build(small) == everything
+    assert build(small, CFLAGS="-O1") == every_c
+    assert build(small, CFLAGS="-O1") == set()
+    assert build(small, CC=logged[0]["CC"]) == every_c
+    assert build(small, "--strict") == everything
+    assert build(small, "--strict") == set()
+
+
+def test_each_language_has_its_own_flags(small, logged):
+    env, commands = logged
+    build(small, "--strict", CFLAGS="-ffast-math", **env)
+    strict = commands()
+    assert set(strict) == {CORE, "csrc/core/two.c", PYTHON, BRIDGE}
+    warnings = {"-Wall", "-Wextra", "-Wno-unused-parameter", "-Wconversion", "-Wshadow", "-Werror"}
+    for source, command in strict.items():
+        language, compiler = ("c11", "gcc") if source.endswith(".c") else ("c++20", "g++")
+        assert command[0] == compiler
+        assert [word for word in command if word.startswith("-std=")] == [f"-std={language}"]
+        assert warnings < set(command)
+        assert not [word for word in command if word.startswith(("-march", "-mtune"))]
+        assert command.count(source) == 1  # one file a command
+        included = [Path(folder) for word, folder in itertools.pairwise(command) if word == "-isystem"]
+        assert any((folder / "Python.h").is_file() for folder in included) == ("/core/" not in source)
+        assert any((folder / "ATen/ATen.h").is_file() for folder in included) == (source == BRIDGE)
+        assert [word for word in command if word.startswith("-I")] == ["-Icsrc"]
+        # what makes the arithmetic exact comes last, so that CFLAGS cannot take it back
+        assert max(i for i, word in enumerate(command) if "fast-math" in word) == command.index("-fno-fast-math")
+        assert "-ffp-contract=off" in command
+    build(small, **env)
+    assert not any(set(command) & warnings for command in commands().values())
+
+
+@pytest.mark.parametrize("source", [CORE, PYTHON, BRIDGE])
+def test_a_warning_is_an_error_in_development_only(small, source):
+    with (small / source).open("a") as file:
+        file.write("int fp_narrow(long);\nint fp_narrow(long wide) { return wide; }\n")
+    code, output = run(sys.executable, "setup.py", "build_ext", "--inplace", "--strict", cwd=small)
+    assert code != 0
+    assert "-Werror=conversion" in output
+    assert "error: 1 of 4 files did not compile" in output.splitlines()[-1]
+    assert source in build(small)
+
+
+def test_a_file_that_failed_is_compiled_again_alone(small):
+    replace(small / CORE, "return 1;", "return one;")
+    code, output = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=small)
+    assert code != 0
+    assert "csrc/core/one.c:2" in output
+    replace(small / CORE, "return one;", "return 1;")
+    assert build(small) == {CORE}
+
+
+def test_a_removed_source_leaves_the_module(small):
+    build(small)
+    replace(small / PYTHON, "fp_one() + fp_three()", "4")
+    (small / CORE).unlink()
+    assert build(small) == {PYTHON}
+    symbols = subprocess.check_output(["nm", *map(str, (small / "flatparam").glob("_C.*.so"))], text=True)
+    assert "fp_two" in symbols
+    assert "fp_one" not in symbols
+
+
+def test_torch_is_linked_for_the_bridge_only(small):
+    def needed():
+        [module] = (small / "flatparam").glob("_C.*.so")
+        headers = subprocess.check_output(["objdump", "-p", str(module)], text=True)
+        return set(re.findall(r"NEEDED +(\S+)", headers)), "RUNPATH" in headers or "RPATH" in headers
+
+    replace(small / BRIDGE, 'extern "C"', '#include <ATen/core/Tensor.h>\n\nextern "C"')
+    replace(small / BRIDGE, "return", "at::Tensor tensor;\n    tensor.detach();\n    return")
+    build(small)
+    libraries, has_path = needed()
+    assert {"libc10.so", "libtorch_cpu.so"} <= libraries
+    assert not has_path  # found by name, since torch is imported first: the module can be moved with its Python
+
+    shutil.rmtree(small / "csrc/bridge")
+    replace(small / PYTHON, '#include "bridge/tensors.h"\n', "")
+    replace(small / PYTHON, "fp_three()", "3")
+    assert build(small) == {PYTHON}
+    assert not [name for name in needed()[0] if "torch" in name or "c10" in name]
+
+
+def test_the_sanitizer_build_is_apart(small):
+    build(small)
+    [module] = (small / "flatparam").glob("_C.*.so")
+    before = module.read_bytes()
+    code, output = run(sys.executable, "setup.py", "build_ext", "--sanitize", "--build-lib", "build/asan", cwd=small)
+    assert code == 0, output
+    assert module.read_bytes() == before
+    assert b"__asan_init" not in before
+    assert b"__asan_init" in (small / "build/asan/flatparam" / module.name).read_bytes()
+    assert build(small) == set()
+
+
+def test_a_missing_compiler_is_named_in_one_line(small):
+    code, output = run(sys.executable, "setup.py", "-q", "build_ext", cwd=small, env={"CC": "no-such-compiler"})
+    assert code != 0
+    assert output.splitlines() == [
+        "error: flatparam needs a C11 and a C++20 compiler; not found: no-such-compiler (set CC to yours)"
+    ]
+
+
+def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
+    code, output = run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path), cwd=project)
+    assert code == 0, output
+    [archive] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+        tar.extractall(tmp_path)
+    wanted = {str(path.relative_to(project)) for path in (project / "csrc").rglob("*") if path.is_file()}
+    wanted |= {str(path.relative_to(project)) for path in (project / "tests").rglob("*") if path.is_file()}
+    wanted |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "flatparam/_C.pyi", "flatparam/py.typed"}
+    assert wanted <= names
+    assert not [name for name in names if name.endswith((".so", ".o", "_build_info.py"))]
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    shutil.copytree(project / "build", unpacked / "build")  # a missing header would make its readers compile, and fail
+    assert build(unpacked, "--strict") == set()
+    assert list((unpacked / "flatparam").glob("_C.*.so"))
+
+
+def test_an_installation_has_the_types_and_every_module(project, tmp_path):
+    code, output = run(sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path), cwd=project)
+    assert code == 0, output
+    there = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "flatparam").rglob("*.py")}
+    assert wanted | {"flatparam/py.typed", "flatparam/_C.pyi"} <= there

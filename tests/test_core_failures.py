@@ -1,0 +1,193 @@
+"""Each allocation of the core's wrappers fails once: a MemoryError, nothing left over, nothing half changed.
+
+Two switches: the core's own (alloc_fail_at), and hooks in the interpreter's allocators (tests/c/nomem.c).
+"""
+
+import ctypes
+import operator
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from flatparam import _C, ShardError
+
+SOURCE = Path(__file__).parent / "c" / "nomem.c"
+MOST_ALLOCATIONS = 2000
+
+NUMELS = [3, 300, 70000]
+PIECES = [bytes(range(16)), bytes(range(100, 116))]
+RESULTS = [bytearray(16), bytearray(16)]
+FLAT = bytearray(64)
+
+
+LAYOUT = _C.Layout(NUMELS, 4, 4, 4)
+SEGMENTS = [(PIECES[0], 0, 4), (None, 5, 2), (PIECES[1], 8, 4)]
+INTO = [(RESULTS[0], 0, 4), (RESULTS[1], 8, 4)]
+
+# What is called: (a function in C, its arguments). In Python code a failed allocation can end in a SystemError of the
+# interpreter's own, which loses the exception when it cannot make a traceback.
+CALLS = {
+    "Layout": (_C.Layout, NUMELS, 4, 4, 4),
+    "shard_range": (LAYOUT.shard_range, 3),
+    "params_in": (LAYOUT.params_in, 300, 70000),
+    "parts": (LAYOUT.parts, 2, 70000),
+    **{name: (operator.attrgetter(name), LAYOUT) for name in ("starts", "numels", "numels_with_padding")},
+    "is_padding_mask": (operator.attrgetter("is_padding_mask"), LAYOUT),
+    "padded_numel": (operator.attrgetter("padded_numel"), LAYOUT),
+    "shard_of_rank": (_C.shard_of_rank, 10**12, 7, 3),
+    "ranks_of_range": (_C.ranks_of_range, 10**12, 7, 10**10, 10**12),
+    "boxes_of_range": (_C.boxes_of_range, (2000, 3000, 700), 1001, 3 * 10**9),
+    "next_state": (_C.next_state, "IDLE", "begin_forward"),
+    "pack": (_C.pack, SEGMENTS, "float32", FLAT, "float32", 0, 16),
+    "pack scaled": (_C.pack, tuple(SEGMENTS), "float32", FLAT, "float32", 0, 16, 0.5, False, 42.0),
+    "unpack": (_C.unpack, INTO, "float32", FLAT, "float32", 0, 16, 0.5),
+    "pack_raw": (_C.pack_raw, [(PIECES[0], 0, 5), (PIECES[1], 8, 5)], 3, FLAT, 0, 16, b"abc"),
+    "unpack_raw": (_C.unpack_raw, [(RESULTS[0], 0, 5), (RESULTS[1], 8, 5)], 3, FLAT, 0, 16),
+    "simd_levels": (_C.simd_levels,),
+    "simd_level": (_C.simd_level, _C.simd_level()),
+    # and what is refused
+    "Layout of a negative size": (_C.Layout, [1000, -(10**12)], 4, 4, 4),
+    "Layout of no number": (_C.Layout, [1000, "3"], 4, 4, 4),
+    "shard_range of no rank": (LAYOUT.shard_range, 4),
+    "parts of no range": (LAYOUT.parts, 5, 4),
+    "shard_of_rank of no rank": (_C.shard_of_rank, 10**12, 7, 7),
+    "ranks_of_range of no range": (_C.ranks_of_range, 10**12, 7, 5, 4),
+    "ranks_of_range over too many": (_C.ranks_of_range, 10**12, 10**12, 0, 10**12),
+    "boxes_of_range of no range": (_C.boxes_of_range, (1000, 3), 0, 3001),
+    "boxes_of_range of too many dimensions": (_C.boxes_of_range, (1,) * 65, 0, 1),
+    "next_state of an illegal move": (_C.next_state, "FORWARD", "begin_summon"),
+    "next_state of no state": (_C.next_state, "FORWARDS", "begin_summon"),
+    "pack of too much": (_C.pack, [(PIECES[0], 0, 4), (PIECES[1], 4, 5)], "float32", FLAT, "float32", 0, 16),
+    "pack out of order": (_C.pack, [(PIECES[0], 4, 4), (PIECES[1], 0, 4)], "float32", FLAT, "float32", 0, 16),
+    "pack into too little": (_C.pack, SEGMENTS, "float32", FLAT, "float32", 0, 17),
+    "pack into what overlaps": (_C.pack, [(FLAT, 1, 4)], "float32", FLAT, "float32", 0, 16),
+    "pack into what is read-only": (_C.pack, SEGMENTS, "float32", PIECES[1], "float32", 0, 4),
+    "pack of no segment": (_C.pack, [(PIECES[0], 0, 4), 5], "float32", FLAT, "float32", 0, 16),
+    "pack of no number": (_C.pack, [(PIECES[0], 0, 4), (PIECES[0], 4, "4")], "float32", FLAT, "float32", 0, 16),
+    "pack_raw of another fill": (_C.pack_raw, [(PIECES[0], 0, 5)], 3, FLAT, 0, 16, b"abcd"),
+    "unpack_raw out of order": (_C.unpack_raw, [(RESULTS[0], 0, 5), (RESULTS[1], 3, 5)], 3, FLAT, 0, 16),
+    "simd_level of no level": (_C.simd_level, "sse9"),
+}
+
+
+@pytest.fixture(scope="module")
+def nomem(tmp_path_factory):
+    """Compile and load the library that makes the interpreter's allocations fail."""
+    library = tmp_path_factory.mktemp("nomem") / "nomem.so"
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or "cc"]
+    include = sysconfig.get_path("include")
+    command = [*compiler, "-shared", "-fPIC", "-O1", "-isystem", include, str(SOURCE), "-o", str(library)]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run(command, check=True, env=environment)
+    nomem_call = ctypes.PyDLL(str(library)).nomem_call
+    nomem_call.restype = ctypes.py_object
+    nomem_call.argtypes = [ctypes.py_object, ctypes.py_object, ctypes.c_long, ctypes.c_void_p]
+
+    def call_with_failure(function, arguments, k):
+        has_failed = ctypes.c_int()
+        result = outcome(nomem_call, function, arguments, k, ctypes.addressof(has_failed))
+        return result, bool(has_failed.value)
+
+    return call_with_failure
+
+
+def call_with_core_failure(function, arguments, k):
+    """Call while the k-th allocation of the core fails; return the result or error, and whether it came to that."""
+    _C.alloc_fail_at(k)
+    result = outcome(function, *arguments)
+    _C.alloc_fail_at(0)
+    return result, isinstance(result, MemoryError)
+
+
+def outcome(function, *arguments):
+    """Return what a call gives, or its error."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+
+
+def as_value(result):
+    """Return a result so that it can be compared: an error by its type and words, a layout by what it tells."""
+    if isinstance(result, Exception):
+        return type(result), str(result)
+    if isinstance(result, _C.Layout):
+        return result.starts, result.numels_with_padding, result.is_padding_mask, result.padded_numel
+    return result
+
+
+def buffers():
+    return [bytes(buffer) for buffer in (FLAT, *RESULTS)]
+
+
+def set_buffers():
+    for buffer in (FLAT, *RESULTS):
+        buffer[:] = b"\x3e" * len(buffer)
+
+
+def check_every_failure(call, call_with_failure):
+    """Make the first, the second, ... allocation of a call fail, until it needs no more; return how many there were."""
+    function, *arguments = call
+    set_buffers()
+    before = buffers()
+    expected = as_value(outcome(function, *arguments))
+    expected_buffers, live = buffers(), _C.alloc_live()
+    for k in range(1, MOST_ALLOCATIONS):
+        set_buffers()
+        found, has_failed = call_with_failure(function, tuple(arguments), k)
+        if isinstance(found, MemoryError):
+            assert has_failed
+            assert buffers() == before
+        else:
+            assert as_value(found) == expected, k
+            assert buffers() == expected_buffers
+        del found
+        assert _C.alloc_live() == live
+        if not has_failed:
+            return k - 1
+    raise AssertionError(f"more than {MOST_ALLOCATIONS} allocations")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_allocation_of_the_interpreter_fails_once(name, nomem):
+    check_every_failure(CALLS[name], nomem)  # of small tuples the interpreter keeps some: there may be no allocation
+
+
+def test_the_failures_do_come(nomem):
+    assert check_every_failure(CALLS["Layout"], nomem) >= 1
+    assert check_every_failure(CALLS["boxes_of_range"], nomem) >= 4
+    assert check_every_failure(CALLS["Layout of a negative size"], nomem) >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "allocations"), [("Layout", 2), ("boxes_of_range", 3), ("pack", 2), ("unpack_raw", 2)]
+)
+def test_each_allocation_of_the_core_fails_once(name, allocations):
+    assert check_every_failure(CALLS[name], call_with_core_failure) == allocations
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_leaks(name):
+    """Neither a block of memory, nor a reference to an argument, over many calls, good ones and refused ones."""
+    arguments = [NUMELS, *PIECES, *RESULTS, FLAT, None, True, False, ShardError]
+
+    def used():
+        return [sys.getrefcount(argument) for argument in arguments], _C.alloc_live(), sys.getallocatedblocks()
+
+    for _ in range(20):
+        outcome(*CALLS[name])
+    references, live, blocks = used()
+    for _ in range(500):
+        outcome(*CALLS[name])
+    references_after, live_after, blocks_after = used()
+    assert live_after == live
+    assert abs(blocks_after - blocks) < 100
+    assert all(abs(after - before) < 100 for before, after in zip(references, references_after, strict=True))
+    FLAT.append(0)  # not exported any more: a bytearray refuses to grow while it is
+    del FLAT[64:]

@@ -1,0 +1,303 @@
+"""The parts of the demo by themselves: text, model, a step, memory, checkpoints, checks, options."""
+
+import dataclasses
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatparam.demo import checkpoint, cli, config, data, experiment, memory, messages, model, report, train
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = [sys.executable, "-m", "flatparam", "demo"]
+TINY = dataclasses.replace(cli.QUICK, context=16)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*DEMO, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+# -- the parts
+
+
+def test_training_and_validation_text_do_not_overlap():
+    text = data.load_text()
+    assert 300_000 < len(text) < 1_000_000
+    corpus = data.Corpus(TINY, text)
+    row = TINY.context + 1
+    assert len(corpus.training) + len(corpus.validation) + 2 * (row - 1) == len(text)  # all windows but those astride
+    assert (
+        bytes(corpus.training[0].tolist() + corpus.training[-1].tolist())
+        == text[:row] + text[: -(len(text) // 10)][-row:]
+    )
+    assert bytes(corpus.validation[0].tolist()) == text[-(len(text) // 10) :][:row]
+    assert bytes(corpus.validation[-1].tolist()) == text[-row:]
+
+
+def test_batches_follow_from_seed_step_and_rank():
+    corpus, again = (data.Corpus(TINY, data.load_text()) for _ in range(2))
+    other_seed = data.Corpus(dataclasses.replace(TINY, seed=1), data.load_text())
+    batch = corpus.training_batch(3, 1)
+    assert batch.shape == (TINY.batch, TINY.context + 1)
+    assert torch.equal(batch, again.training_batch(3, 1))
+    for different in (corpus.training_batch(4, 1), corpus.training_batch(3, 0), other_seed.training_batch(3, 1)):
+        assert not torch.equal(batch, different)
+
+
+def test_validation_rows_are_spread_over_the_whole_part_and_shared_out():
+    text = bytes(torch.randint(256, (20_000,), generator=torch.Generator().manual_seed(0)).tolist())
+    corpus = data.Corpus(TINY, text)
+    shares = [corpus.validation_batches(rank) for rank in range(TINY.ranks)]
+    assert [len(share) for share in shares] == [TINY.validation_batches] * TINY.ranks
+    starts = [text.index(bytes(row.tolist())) for share in shares for rows in share for row in rows]
+    assert len(set(starts)) == TINY.ranks * TINY.validation_batches * TINY.batch
+    assert min(starts) == 18_000
+    assert max(starts) == 20_000 - (TINY.context + 1)
+
+
+def test_a_text_too_short_for_the_context_is_refused():
+    with pytest.raises(ValueError, match="expected at least 17 bytes of validation text, got 10"):
+        data.Corpus(TINY, b"x" * 100)
+
+
+def test_the_default_model_is_as_large_as_promised():
+    weights = sum(parameter.numel() for parameter in model.GPT(cli.DEFAULTS).parameters())
+    assert 1_000_000 < weights < 3_000_000
+
+
+def test_a_byte_changes_no_logits_before_it():
+    gpt = model.GPT(TINY)
+    tokens = torch.arange(TINY.context)[None]
+    changed = tokens.clone()
+    changed[0, 9] = 200
+    before, after = gpt(tokens), gpt(changed)
+    assert torch.equal(before[0, :9], after[0, :9])
+    assert not torch.equal(before[0, 9], after[0, 9])
+
+
+def test_an_untrained_model_knows_nothing():
+    rows = data.Corpus(TINY, data.load_text()).training_batch(0, 0)
+    assert model.loss_of(model.GPT(TINY), rows).item() == pytest.approx(config.UNIFORM_LOSS, abs=0.1)
+
+
+def test_generated_text_goes_on_from_the_prompt_and_follows_from_the_seed():
+    gpt = model.GPT(TINY)
+    texts = [model.generate(gpt, b"The ", 40, seed) for seed in (0, 0, 1)]
+    assert texts[0].startswith("The ")
+    assert len(texts[0]) > 4
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_learning_rate_warms_up_then_falls_to_a_tenth():
+    settings = dataclasses.replace(TINY, steps=100, learning_rate=1.0)
+    rates = [settings.learning_rate_at(step) for step in range(120)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:101]))
+    assert rates[55] == pytest.approx(0.55)  # half way down
+    assert rates[100:] == pytest.approx([0.1] * 20)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_unsharded_run_averages_the_gradients_of_the_shares(ranks, precision, tolerance):
+    settings = dataclasses.replace(TINY, ranks=ranks, precision=precision)
+    trainer = train.Unsharded(settings, data.Corpus(settings, data.load_text()))
+    oracle = model.GPT(settings)
+    rows = torch.cat([trainer.corpus.training_batch(0, share) for share in range(ranks)])
+    loss = model.loss_of(oracle, rows)
+    loss.backward()
+    losses = trainer.step(0)
+    assert len(losses) == ranks
+    assert sum(losses) / ranks == pytest.approx(loss.item(), rel=max(tolerance, 1e-5))
+    for parameter, expected in zip(trainer.model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_clipping_bounds_the_norm_of_the_gradient():
+    settings = dataclasses.replace(TINY, clip=1e-3)
+    trainer = train.Unsharded(settings, data.Corpus(settings, data.load_text()))
+    trainer.step(0)
+    norms = torch.stack([parameter.grad.norm() for parameter in trainer.model.parameters()])
+    assert norms.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_bytes_count_each_storage_once_and_whole():
+    flat = torch.zeros(100)
+    assert memory.tensor_bytes([flat[:10], flat[20:30], None, torch.zeros(3, dtype=torch.bfloat16)]) == 400 + 6
+
+
+def test_peak_memory_counts_what_was_allocated_since():
+    peak = memory.PeakMemory()
+    kept = bytearray(64 << 20)
+    kept[:: 1 << 12] = b"x" * len(kept[:: 1 << 12])  # touch each page
+    del kept
+    assert 60 << 20 < peak.above_start() < 200 << 20
+
+
+# -- checkpoints
+
+
+def test_a_write_that_fails_keeps_the_old_checkpoint(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.write_atomically({"step": 1}, path)
+    with pytest.raises((AttributeError, TypeError)):
+        checkpoint.write_atomically({"step": 2, "model": lambda: None}, path)
+    assert checkpoint.load(path) == {"step": 1}
+
+
+def test_states_that_differ_are_told_apart():
+    a = {"w": {"x": torch.zeros(3), "y": torch.ones(2)}}
+    assert checkpoint.difference(a, {"w": {"x": torch.zeros(3), "y": torch.ones(2)}}) == 0.0
+    assert checkpoint.difference(a, {"w": {"x": torch.tensor([0, 0, -0.25]), "y": torch.ones(2)}}) == 0.25
+    assert checkpoint.difference(a, {"w": {"x": torch.full((3,), math.nan), "y": torch.ones(2)}}) == math.inf
+    with pytest.raises(ValueError, match=r"got \['y'\] in one only"):
+        checkpoint.difference(a, {"w": {"x": torch.zeros(3)}})
+
+
+# -- the report
+
+
+def results(**changes: object) -> experiment.Results:
+    """What a faultless run of three steps would give, with ``changes``."""
+    runs = {
+        name: experiment.Run(
+            losses=[[5.0, 5.5], [4.0, 4.5], [3.0, 3.5]],
+            extra_losses=[[2.0, 2.5]],
+            block_seconds=[0.1],
+            step_seconds=[0.1, 0.1, 0.1],
+            validation=[(0, 5.5), (3, 2.0)],
+            memory=[messages.Memory(4, 4, 8, 1 << 20)],
+            host=[] if name == messages.UNSHARDED else [(0.001, 0.002)],
+        )
+        for name in messages.RUNS
+    }
+    made = experiment.Results(
+        facts=[messages.Facts(torch="2", threads=1, weights=1)] * 5,
+        runs=runs,
+        checkpoint=Path("checkpoint.pt"),
+        to_torch=messages.Difference(0.0, 0.0),
+        to_unsharded=messages.Difference(0.0, 0.0),
+        resumed_step=3,
+        resumed_losses=[[2.0, 2.5]],
+        sample="text",
+    )
+    return dataclasses.replace(made, **changes)
+
+
+THREE_STEPS = config.Config(steps=3, target_steps=3)
+
+
+def test_a_faultless_run_passes_every_check():
+    assert [check.text for check in report.checks(THREE_STEPS, results()) if not check.holds] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "failing"),
+    [
+        ({"to_torch": messages.Difference(1e-9, 0.0)}, "to torch FSDP1"),
+        ({"to_torch": messages.Difference(0.0, 1e-9)}, "to torch FSDP1"),
+        ({"to_unsharded": messages.Difference(1e-9, 0.0)}, "to unsharded"),
+        ({"resumed_losses": [[2.0, 2.6]]}, "in a plain model"),
+        ({"resumed_losses": []}, "in a plain model"),
+        ({"resumed_step": 2}, "in a plain model"),
+        ({"facts": [messages.Facts("2", 1, 1), messages.Facts("2", 2, 1)]}, "threads"),
+    ],
+)
+def test_a_fault_fails_its_check_and_no_other(change, failing):
+    failed = [check.text for check in report.checks(THREE_STEPS, results(**change)) if not check.holds]
+    assert len(failed) == 1
+    assert failing in failed[0]
+
+
+@pytest.mark.parametrize("loss", [3.500001, math.nan])
+def test_one_different_loss_of_flatparam_fails_both_comparisons(loss):
+    found = results()
+    found.runs[messages.FLATPARAM].losses[2] = [3.0, loss]
+    failed = [check.text for check in report.checks(THREE_STEPS, found) if not check.holds]
+    assert [text.split(",")[0] for text in failed] == ["flatparam to torch FSDP1", "flatparam to unsharded"]
+
+
+def test_a_loss_that_does_not_fall_fails():
+    found = results()
+    found.runs[messages.FLATPARAM].validation = [(0, 5.5), (3, 5.6)]
+    failed = [check.text for check in report.checks(THREE_STEPS, found) if not check.holds]
+    assert [text.split(" nats")[0] for text in failed] == [
+        "validation loss falls: 5.500 to 5.600",
+        "validation loss is below 2.4",
+    ]
+
+
+def test_tables_are_aligned():
+    assert (
+        report.table([["a", "long head", "b"], ["first", "1", "22"]])
+        == "a       long head    b\nfirst           1   22"
+    )
+
+
+def test_a_sample_cannot_disturb_the_terminal():
+    text = report.report(THREE_STEPS, results(sample="a\x1b[2Jb\n\tc"), [])
+    assert text.endswith("  | a·[2Jb\n  | ·c")
+
+
+# -- the command line
+
+
+def test_help_names_every_option():
+    done = run("--help")
+    assert done.returncode == 0
+    options = "ranks steps width depth context batch strategy precision orig-params clip lr seed threads out quick"
+    for option in options.split():
+        assert f"--{option}" in done.stdout
+    assert "full-shard" in done.stdout
+    assert "450" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--ranks 0", "--ranks must be at least 1, got 0"),
+        ("--steps -5", "--steps must be at least 1, got -5"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
+        ("--width 100", "--width must be a multiple of 32 (one head), got 100"),
+        ("--context 100000", "--context must be at most 4096, got 100000"),
+        ("--lr nan", "--lr must be a positive number, got nan"),
+        ("--clip 0", "--clip must be a positive number, got 0.0"),
+        ("--seed -1", "--seed must be from 0 to 2**32 - 1, got -1"),
+        ("--threads 0", "--threads must be at least 1, got 0"),
+        ("--strategy zero", "argument --strategy: invalid choice: 'zero'"),
+        ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
+        ("--strategy hybrid-shard --ranks 3", "--ranks must be even"),
+        ("--out /dev/null/x", "Not a directory"),
+        ("--colour red", "unrecognized arguments: --colour red"),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_line(arguments, says, capsys):
+    try:
+        status = cli.main(arguments.split())
+    except SystemExit as stopped:
+        status = stopped.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("flatparam demo: ")
+    assert says in captured.err
+
+
+@pytest.mark.parametrize(("arguments", "says"), [([], "got nothing"), (["dmeo"], "got 'dmeo'")])
+def test_an_unknown_command_is_refused_in_one_line(arguments, says):
+    done = subprocess.run([*DEMO[:3], *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert says in done.stderr
+    assert "demo" in done.stderr
+
+
+def test_quick_changes_defaults_but_not_what_is_given():
+    settings = cli.parse(["--quick", "--steps", "7", "--out", "x"])
+    assert settings == dataclasses.replace(cli.QUICK, steps=7, out=Path("x"))
+    assert cli.parse([]) == cli.DEFAULTS

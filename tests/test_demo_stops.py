@@ -1,0 +1,153 @@
+"""The demo ended by force: no process stays, no checkpoint breaks, one line says why."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatparam.demo import checkpoint, cli, messages, processes
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = [sys.executable, "-m", "flatparam", "demo"]
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def stat_fields(pid):
+    """The fields of /proc/PID/stat from the third (state) on; None when the process is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields
+
+
+def children_of(parent):
+    """The processes that ``parent`` started and that live, in the order of their start."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    alive = [(fields, pid) for pid in pids if (fields := stat_fields(pid)) is not None]
+    return [pid for _, pid in sorted((int(fields[19]), pid) for fields, pid in alive if int(fields[1]) == parent)]
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A demo in the middle of an endless training: (its process, its children, its out folder)."""
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    out.mkdir()
+    scratch.mkdir()
+    (out / "checkpoint.pt").write_bytes(b"of an earlier run")
+    process = subprocess.Popen(
+        [*DEMO, "--quick", "--steps", "1000000", "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children = []
+    try:
+        for line in process.stdout:
+            if line.startswith("step    6"):
+                break
+        children = children_of(process.pid)
+        assert len(children) == 5, process.stderr.read()
+        yield process, children, out
+    finally:
+        for pid in (process.pid, *children):
+            if stat_fields(pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def ends_within_ten_seconds(process, children):
+    wait_until(lambda: all(stat_fields(pid) is None for pid in (process.pid, *children)), 10)
+
+
+def leaves_nothing_broken(out):
+    assert [path.name for path in out.iterdir()] == ["checkpoint.pt"]
+    assert (out / "checkpoint.pt").read_bytes() == b"of an earlier run"
+
+
+@pytest.mark.parametrize(("which", "name"), [(0, "unsharded"), (2, "torch FSDP1 rank 1"), (3, "flatparam rank 0")])
+def test_a_killed_process_ends_all(endless, which, name):
+    process, children, out = endless
+    os.kill(children[which], signal.SIGKILL)
+    ends_within_ten_seconds(process, children)
+    assert process.stderr.read() == f"flatparam demo: {name} was killed by SIGKILL; all processes ended\n"
+    assert list(out.with_name("scratch").iterdir()) == []
+    assert process.wait() == 1
+    leaves_nothing_broken(out)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_parent_ends_all(endless, signum):
+    process, children, out = endless
+    process.send_signal(signum)
+    process.send_signal(signum)  # an impatient user
+    ends_within_ten_seconds(process, children)
+    assert process.stderr.read() == f"flatparam demo: stopped by {signum.name}; all processes ended\n"
+    assert list(out.with_name("scratch").iterdir()) == []
+    assert process.wait() == 128 + signum
+    leaves_nothing_broken(out)
+
+
+def test_a_killed_parent_takes_its_children_along(endless):
+    process, children, out = endless
+    process.kill()
+    ends_within_ten_seconds(process, children)
+    leaves_nothing_broken(out)
+
+
+def test_processes_that_wait_do_not_spin_and_one_that_hangs_is_named(tmp_path, monkeypatch):
+    def cpu_ticks(pid):
+        return sum(map(int, stat_fields(pid)[11:13]))  # user and system time
+
+    with processes.Team(cli.QUICK, tmp_path) as team:
+        team.start()
+        team.ask(messages.FLATPARAM, "train", 0, 2)
+        pids = children_of(os.getpid())
+        assert len(pids) == 5
+        before = [cpu_ticks(pid) for pid in pids]
+        time.sleep(1.0)
+        assert all(
+            cpu_ticks(pid) - ticks <= 0.1 * os.sysconf("SC_CLK_TCK") for pid, ticks in zip(pids, before, strict=True)
+        )
+
+        monkeypatch.setattr(processes, "ANSWER_SECONDS", 2.0)
+        os.kill(pids[4], signal.SIGSTOP)
+        with pytest.raises(processes.DemoFailed, match=r"no answer for 2 s from flatparam rank 0, flatparam rank 1"):
+            team.ask(messages.FLATPARAM, "train", 2, 1)
+    assert children_of(os.getpid()) == []
+
+
+WRITE_FOR_EVER = """
+import sys, pathlib, torch
+from flatparam.demo import checkpoint
+for step in range(10**9):
+    weights = torch.full((1_000_000,), float(step))
+    checkpoint.write_atomically({"step": step, "model": {"w": weights}}, pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    for delay in (0.0, 0.013, 0.037):
+        path.unlink(missing_ok=True)
+        with subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(path)], cwd=ROOT) as writer:
+            wait_until(path.exists, 60)
+            time.sleep(delay)
+            writer.kill()
+        state = checkpoint.load(path)
+        assert torch.equal(state["model"]["w"], torch.full((1_000_000,), float(state["step"])))

@@ -1,0 +1,408 @@
+"""_C.Unit: attributes switched as nn.Module would, every failure exit, and nothing half done or leaked by a failure."""
+
+import gc
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+from flatparam import _C
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.bias = nn.Parameter(torch.arange(2.0))
+        self.tied = self.weight
+
+
+class Watched(Net):
+    """Counts what goes through its own __setattr__."""
+
+    seen = ()
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name in ("weight", "bias", "tied"):
+            type(self).seen += (name,)
+
+
+SHARD = ((True, 0, 4, 2, 5), (False, None, None, None, None))
+
+
+def make(net):
+    """A unit of net's weight, at 0, and bias, at 8 (two elements of padding), and a flat tensor for it."""
+    unit = _C.Unit(
+        [(net, "weight", (2, 3), None, 0), (net, "bias", (2,), None, 8)],
+        [(net, "tied", 0)],
+        10,
+    )
+    flat = nn.Parameter(unit.flatten([net.weight, net.bias], 42.0))
+    return unit, flat
+
+
+def calls(net, unit, flat):
+    """Every method with good arguments, in an order that ends where it began."""
+    params, shared = [net._parameters["weight"], net._parameters["bias"]], [net._parameters["tied"]]
+    views = unit.views(flat)
+    return {
+        "views": lambda: unit.views(flat),
+        "flatten": lambda: unit.flatten(params, 42.0),
+        "register_tensors": lambda: unit.register_tensors(views, True, False),
+        "register_parameters": lambda: unit.register_parameters(params, shared, False),
+        "point": lambda: unit.point(params, flat, shared),
+        "point_pieces": lambda: unit.point_pieces(params, shared, flat[:4].detach(), tuple(map(tuple, SHARD))),
+        "scan": lambda: unit.scan(params, flat, None, tuple(map(tuple, SHARD))),
+        "set_grads": lambda: unit.set_grads(torch.zeros(10)),
+        "point again": lambda: unit.point(params, flat, shared),
+        "set_grad_pieces": lambda: unit.set_grad_pieces(
+            params, torch.zeros(10), [False, True], False, ((True, 0, 6, 0, 5), SHARD[1])
+        ),
+    }
+
+
+def state(net):
+    """What a user sees of net: attributes, order, values, gradients."""
+    return {
+        name: (id(p), p.data_ptr(), tuple(p.shape), p.stride(), id(p.grad) if p.is_leaf else None)
+        for name, p in net._parameters.items()
+    }, {name: id(value) for name, value in vars(net).items() if isinstance(value, torch.Tensor)}
+
+
+def test_flatten_puts_values_in_place_and_fill_between():
+    net = Net()
+    _, flat = make(net)
+    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 42.0, 42.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("cls", [Net, Watched])
+def test_attributes_are_switched_as_setattr_does(cls):
+    """The oracle is delattr and setattr on a second module."""
+    net, oracle = cls(), cls()
+    net.other, oracle.other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    unit, flat = make(net)
+    params = dict(net._parameters)
+    views = unit.views(flat)
+
+    def put(module, name, value, listed):
+        delattr(module, name)
+        setattr(module, name, value)
+        if listed:
+            module._parameters[name] = value
+
+    def same_names():
+        assert list(net._parameters) == list(oracle._parameters)
+        assert {k for k in vars(net) if k[0] != "_"} == {k for k in vars(oracle) if k[0] != "_"}
+
+    for first in (True, False):  # the first round settles the order, as the handle's constructor does
+        for listed in (True, False):
+            for name, view in zip(("weight", "bias", "tied"), (*views, views[0]), strict=True):
+                put(oracle, name, view, listed)
+                if first:
+                    put(net, name, view, listed)
+            unit.register_tensors(views, listed, False)
+            same_names()
+            assert net.weight is views[0]
+            assert net.tied is views[0]
+            assert net.bias is views[1]
+        for name in ("weight", "bias", "tied"):
+            put(oracle, name, params[name], False)
+        unit.register_parameters([params["weight"], params["bias"]], [params["tied"]], False)
+        same_names()
+        assert net.weight is params["weight"]
+        assert net.tied is params["tied"]
+    if cls is Watched:
+        assert len(cls.seen) >= 2 * 3 * 3
+
+
+def test_registration_hooks_see_the_parameters():
+    net = Net()
+    unit, _ = make(net)
+    params = dict(net._parameters)
+    names = []
+    hook = nn.modules.module.register_module_parameter_registration_hook(lambda module, name, p: names.append(name))
+    try:
+        unit.register_parameters([params["weight"], params["bias"]], [params["tied"]], False)
+    finally:
+        hook.remove()
+    assert names == ["weight", "bias", "tied"]
+
+
+def test_a_class_that_changes_later_is_noticed():
+    class Changing(Net):
+        pass
+
+    net = Changing()
+    unit, flat = make(net)
+    params = dict(net._parameters)
+    unit.register_tensors(unit.views(flat), False, False)
+    seen = []
+
+    def setattr_(self, name, value):
+        seen.append(name)
+        Net.__setattr__(self, name, value)
+
+    Changing.__setattr__ = setattr_
+    unit.register_parameters([params["weight"], params["bias"]], [params["tied"]], False)
+    assert seen == ["weight", "bias", "tied"]
+
+
+def test_unsafe_registration_writes_the_dictionaries_of_any_class():
+    net = Watched()
+    unit, flat = make(net)
+    params, before = dict(net._parameters), len(Watched.seen)
+    unit.register_tensors(unit.views(flat), False, True)
+    unit.register_parameters([params["weight"], params["bias"]], [params["tied"]], True)
+    assert len(Watched.seen) == before
+    assert net.__dict__["weight"] is net._parameters["weight"] is params["weight"]
+
+
+def test_pieces_point_into_the_shard_and_the_rest_is_empty():
+    net = Net()
+    unit, flat = make(net)
+    shard = flat.detach()[2:6].clone()
+    unit.point_pieces([net.weight, net.bias], [net.tied], shard, SHARD)
+    assert net.weight.tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert net.weight.data_ptr() == shard.data_ptr()
+    assert net.bias.shape == (0,)
+    assert unit.scan([net.weight, net.bias], shard, None, SHARD) == []
+
+
+def test_scan_finds_what_moved():
+    net = Net()
+    unit, flat = make(net)
+    everywhere = ((True, 0, 6, 0, 5), (True, 8, 2, 0, 1))
+    params = [net.weight, net.bias]
+    unit.point(params, flat, [net.tied])
+    assert unit.scan(params, flat, None, everywhere) == []
+    net.bias.data = net.bias.data.clone()
+    assert unit.scan(params, flat, None, everywhere) == [1]
+    net.weight = nn.Parameter(net.weight.detach())
+    assert unit.scan(params, flat, None, everywhere) == [0, 1]
+    del net.weight
+    assert unit.scan(params, flat, None, everywhere) == [1]
+    assert unit.scan(params, flat, None, (SHARD[1], SHARD[1])) == []
+    net.bias.grad = torch.zeros(2)
+    unit.point(params, flat)
+    assert unit.scan(params, flat, None, everywhere) == [1]
+    assert unit.scan(params, flat, net.bias.grad, everywhere) == []
+
+
+BAD_UNITS = [
+    (TypeError, lambda net: ([(net, "weight", (2, 3), None)], [], 10)),
+    (TypeError, lambda net: ([(net, 3, (2, 3), None, 0)], [], 10)),
+    (TypeError, lambda net: ([(object(), "weight", (2, 3), None, 0)], [], 10)),
+    (TypeError, lambda net: ([(net, "weight", 6, None, 0)], [], 10)),
+    (TypeError, lambda net: ([(net, "weight", ("2", 3), None, 0)], [], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, 3), (1,), 0)], [], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, 3), (4, 1), 0)], [], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, -3), None, 0)], [], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, 3), None, -1)], [], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, 3), None, 5)], [], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2**32, 2**32), None, 0)], [], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, 3), None, 0), (net, "bias", (2,), None, 5)], [], 10)),
+    (OverflowError, lambda net: ([(net, "weight", (2, 3), None, 0)], [], 2**64)),
+    (TypeError, lambda net: ([(net, "weight", (2, 3), None, 0)], [(net, "tied")], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, 3), None, 0)], [(net, "tied", 1)], 10)),
+    (ValueError, lambda net: ([(net, "weight", (2, 3), None, 0)], [(net, "tied", -1)], 10)),
+    (TypeError, lambda net: (5, [], 10)),
+    (TypeError, lambda net: ([], 5, 10)),
+    (TypeError, lambda net: ([], [], "10")),
+]
+
+
+@pytest.mark.parametrize(("error", "arguments"), BAD_UNITS)
+def test_a_bad_unit_is_refused_and_keeps_nothing(error, arguments):
+    net = Net()
+    gc.collect()
+    references, blocks = sys.getrefcount(net), _C.alloc_live()
+    for _ in range(10):
+        with pytest.raises(error):
+            _C.Unit(*arguments(net))
+    assert (sys.getrefcount(net), _C.alloc_live()) == (references, blocks)
+
+
+def test_lists_of_the_wrong_length_or_kind_are_refused():
+    net = Net()
+    unit, flat = make(net)
+    params, before = [net.weight, net.bias], state(net)
+    for bad in ([], params[:1], [*params, params[0]], None, 3):
+        for call in (
+            lambda bad=bad: unit.flatten(bad, 0.0),
+            lambda bad=bad: unit.register_tensors(bad, True, False),
+            lambda bad=bad: unit.register_parameters(bad, [net.tied], False),
+            lambda bad=bad: unit.point(bad, flat),
+            lambda bad=bad: unit.point_pieces(bad, [net.tied], flat[:4], SHARD),
+            lambda bad=bad: unit.scan(bad, flat, None, SHARD),
+            lambda bad=bad: unit.set_grad_pieces(bad, flat, [False, False], False, SHARD),
+            lambda bad=bad: unit.set_grad_pieces(params, flat.detach(), bad, False, SHARD),
+            lambda bad=bad: unit.scan(params, flat, None, bad),
+        ):
+            with pytest.raises((TypeError, ValueError)):
+                call()
+    for bad in (torch.zeros(9), torch.zeros(10, 1), torch.zeros(20)[::2], torch.zeros(10, device="meta"), None, "flat"):
+        for call in (unit.views, unit.set_grads, lambda bad: unit.point(params, bad)):
+            with pytest.raises((TypeError, ValueError)):
+                call(bad)
+    for bad in ((True, -1, 2), (True, 0, -2), (True, 2**63, 1), (True,), 5, (True, None, None)):
+        with pytest.raises((TypeError, ValueError, OverflowError)):
+            unit.scan(params, flat, None, (bad, SHARD[1]))
+    with pytest.raises(ValueError, match="outside"):
+        unit.point_pieces(params, [net.tied], flat[:4].detach(), ((True, 1, 4, 0, 3), SHARD[1]))
+    assert state(net) == before
+
+
+def test_nothing_moves_when_one_tensor_cannot():
+    """All targets are looked at before the first is changed."""
+    net = Net()
+    unit, flat = make(net)
+    before = state(net)
+    for call in (
+        lambda: unit.point([net.weight, torch.zeros(2, device="meta")], flat),
+        lambda: unit.point_pieces([net.weight, None], [net.tied], flat[:4].detach(), SHARD),
+        lambda: unit.set_grad_pieces([net.weight, 3], torch.zeros(10), [False, False], False, SHARD),
+    ):
+        with pytest.raises(TypeError, match="plain"):
+            call()
+    assert state(net) == before
+
+
+def test_core_allocation_failures_leave_everything_as_it_was():
+    net = Net()
+    unit, flat = make(net)
+    unit.point([net.weight, net.bias], flat, [net.tied])
+    failures = 0
+    for name, call in calls(net, unit, flat).items():  # one after another: the last ones undo the first ones
+        for k in range(1, 100):
+            before, blocks = state(net), _C.alloc_live()
+            _C.alloc_fail_at(k)
+            try:
+                call()
+                break
+            except MemoryError:
+                failures += 1
+                assert state(net) == before, name
+                assert _C.alloc_live() == blocks, name
+            finally:
+                _C.alloc_fail_at(0)
+        else:
+            pytest.fail(f"{name} never succeeded")
+    for k in range(1, 100):
+        blocks = _C.alloc_live()
+        _C.alloc_fail_at(k)
+        try:
+            make(net)
+            break
+        except MemoryError:
+            failures += 1
+            assert _C.alloc_live() == blocks
+        finally:
+            _C.alloc_fail_at(0)
+    assert failures >= 10
+
+
+def test_python_allocation_failures_are_reported_and_leak_nothing():
+    """Each allocation of the interpreter's that these calls make fails once."""
+    testcapi = pytest.importorskip("_testcapi")  # some distributions leave it out
+    net = Net()
+    unit, flat = make(net)
+    params, shared, views = [net.weight, net.bias], [net.tied], unit.views(flat)
+    unit.point(params, flat, shared)
+    everywhere = ((True, 0, 6, 0, 5), (True, 8, 2, 0, 1))
+    failures = 0
+    for call in (
+        lambda: unit.register_tensors(views, True, False),
+        lambda: unit.register_parameters(params, shared, False),
+        lambda: unit.scan(params, flat, None, everywhere),
+        lambda: unit.point_pieces(params, shared, flat.detach(), tuple(list(everywhere))),
+        lambda: unit.register_tensors(views, False, False),
+        lambda: unit.register_parameters(params, shared, False),
+    ):
+        for k in range(1, 100):
+            gc.collect()
+            references = sys.getrefcount(net)
+            testcapi.set_nomemory(k, k + 1)
+            try:
+                call()
+                failed = False
+            except MemoryError:
+                failed = True
+            finally:
+                testcapi.remove_mem_hooks()
+            assert sys.getrefcount(net) == references
+            failures += failed
+            if not failed:
+                break
+        else:
+            pytest.fail("a call never succeeded")
+    assert failures > 10
+    assert net.weight is params[0]
+    assert net.bias is params[1]
+    assert net.tied is shared[0]
+
+
+def test_good_and_bad_calls_leak_no_reference():
+    net = Net()
+    unit, flat = make(net)
+    unit.point([net.weight, net.bias], flat, [net.tied])
+
+    def round_trip():
+        for call in calls(net, unit, flat).values():
+            call()
+        for call in (
+            lambda: unit.views(torch.zeros(3)),
+            lambda: unit.scan([net.weight, net.bias], flat, None, ((1,), (2,))),
+            lambda: unit.point([net.weight, 5], flat),
+            lambda: unit.register_tensors([net.weight, net.bias], 3, False),
+            lambda: unit.set_grads("grad"),
+        ):
+            with pytest.raises((TypeError, ValueError)):
+                call()
+
+    def counts():
+        gc.collect()
+        tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+        objects = (net, unit, flat, net.weight, net.bias, None)
+        return tensors, [sys.getrefcount(o) for o in objects[:-1]], _C.alloc_live()
+
+    for _ in range(5):
+        round_trip()
+    before = counts()
+    for _ in range(50):
+        round_trip()
+    assert counts() == before
+
+
+def test_a_unit_in_a_cycle_is_collected():
+    net = Net()
+    unit, _ = make(net)
+    net.unit = unit
+    blocks = _C.alloc_live()
+    del net, unit
+    gc.collect()
+    assert _C.alloc_live() < blocks
+
+
+def test_storage_is_resized_in_place_and_views_live_again():
+    tensor = torch.arange(8.0)
+    view = tensor[2:4]
+    _C.resize_storage(tensor, 0)
+    assert tensor.untyped_storage().size() == 0
+    assert _C.storage_numel(view) == 0
+    _C.resize_storage(tensor, 8)
+    tensor.copy_(torch.arange(8.0))
+    assert view.tolist() == [2.0, 3.0]
+    assert _C.same_storage(view, tensor)
+
+
+def test_a_storage_that_borrows_its_memory_is_left_alone():
+    memory = bytearray(16)
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="cannot be resized"):
+        _C.resize_storage(tensor, 0)
+    assert tensor.tolist() == [0.0] * 4
+    for numel in (-1, 2**62):
+        with pytest.raises(ValueError, match="cannot have"):
+            _C.resize_storage(torch.zeros(4), numel)

@@ -1,0 +1,72 @@
+"""Run pytest on the sanitizer build of the package: errors end the run, leaks of memory that csrc allocated fail it.
+
+Usage: python tools/sanitized.py FOLDER [argument of pytest...]    FOLDER: where the package's sanitizer build is
+
+The sanitizers' run-time library and libstdc++ are loaded before all else, and Python takes every object from malloc:
+its own allocator would hide small overruns. Python and torch keep some memory for ever, so of the leaks that are
+reported when the process ends only those count whose stack of calls has a line of csrc. Standard library only.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+CSRC = re.compile(r"^ +#\d+ \S+ in .* csrc/", re.MULTILINE)
+
+# Processes that the tests start run as they would anywhere: compilers leak, and our own build of them is the plain one.
+RUN_PYTEST = """
+import os, sys, pytest
+del os.environ["LD_PRELOAD"], os.environ["PYTHONMALLOC"]
+status = int(pytest.main(sys.argv[2:]))
+open(sys.argv[1], "w").write(str(status))
+sys.exit(status)
+"""
+
+
+def libraries(compiler: str) -> str:
+    """Return the libraries to load first, as LD_PRELOAD takes them; they must be those of the compiler that built."""
+    names = ("libasan.so", "libstdc++.so")
+    paths = [subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip() for name in names]
+    missing = [name for name, path in zip(names, paths, strict=True) if not os.path.isabs(path)]
+    if missing:
+        raise SystemExit(f"the sanitizer run needs GCC's {' and '.join(missing)}, which {compiler} does not have")
+    return " ".join(paths)
+
+
+def problems(report: str) -> list[str]:
+    """Return the parts of a sanitizer's report that are ours to answer for."""
+    parts = re.split(r"\n(?=(?:Direct|Indirect) leak of )", report)
+    errors = [parts[0]] if "ERROR: AddressSanitizer" in parts[0] else []
+    return errors + [part for part in parts[1:] if CSRC.search(part)]
+
+
+def main(folder: Path, arguments: list[str]) -> int:
+    """Run pytest; return its exit status, or 1 if it passed and a sanitizer has something to report."""
+    status = folder / "status"
+    for old in [status, *folder.glob("report.*")]:
+        old.unlink(missing_ok=True)
+    env = {
+        **os.environ,
+        "LD_PRELOAD": libraries(os.environ.get("CC", "gcc")),
+        "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": f"detect_leaks=1:log_path={folder.resolve() / 'report'}",
+        "UBSAN_OPTIONS": "print_stacktrace=1",  # UBSan writes to standard error, which pytest must not keep to itself
+        "FLATPARAM_TEST_CFLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
+    }
+    pytest = ["--capture=sys", "-o", f"pythonpath={folder}", "-m", "not multiprocess", *arguments]
+    done = subprocess.run([sys.executable, "-c", RUN_PYTEST, str(status), *pytest], env=env)
+    found = [part for path in sorted(folder.glob("report.*")) for part in problems(path.read_text(errors="replace"))]
+    if found:
+        print("\n".join(found), file=sys.stderr)
+        print(f"sanitizers: {len(found)} problem(s) in csrc, see above", file=sys.stderr)
+        return 1
+    if not status.is_file():
+        print(f"sanitizers: pytest did not come to its end (exit status {done.returncode})", file=sys.stderr)
+        return 1
+    return int(status.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
