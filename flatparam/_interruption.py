@@ -59,6 +59,7 @@ class Interruptible:
         tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
         return any(tensor is not None and is_allocated(tensor) for tensor in tensors)
 
+    @torch.no_grad()
     def _recover(self: Any) -> None:
         """Shard the flat parameter, whatever of it is unsharded, and point modules and parameters to it.
 
@@ -78,8 +79,7 @@ class Interruptible:
                 del flat_param._saved_grad_shard
         self._state = _FORWARD  # stays so if this is interrupted too
         self._is_of_backward = False
-        with torch.no_grad():
-            self._use_sharded_flat_param()
+        self._use_sharded_flat_param()
         for name in (*_GATHERED, "_mp_shard"):
             tensor = getattr(flat_param, name, None)
             if tensor is not None:

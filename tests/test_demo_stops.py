@@ -114,10 +114,11 @@ def test_processes_that_wait_do_not_spin_and_one_that_hangs_is_named(tmp_path, m
     def cpu_ticks(pid):
         return sum(map(int, stat_fields(pid)[11:13]))  # user and system time
 
+    of_other_tests = children_of(os.getpid())
     with processes.Team(cli.QUICK, tmp_path) as team:
         team.start()
         team.ask(messages.FLATPARAM, "train", 0, 2)
-        pids = children_of(os.getpid())
+        pids = [pid for pid in children_of(os.getpid()) if pid not in of_other_tests]
         assert len(pids) == 5
         before = [cpu_ticks(pid) for pid in pids]
         time.sleep(1.0)
@@ -129,7 +130,7 @@ def test_processes_that_wait_do_not_spin_and_one_that_hangs_is_named(tmp_path, m
         os.kill(pids[4], signal.SIGSTOP)
         with pytest.raises(processes.DemoFailed, match=r"no answer for 2 s from flatparam rank 0, flatparam rank 1"):
             team.ask(messages.FLATPARAM, "train", 2, 1)
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= set(of_other_tests)
 
 
 WRITE_FOR_EVER = """

@@ -5,6 +5,7 @@ Oracle: torch's handle, changed in the same way."""
 
 import functools
 import inspect
+import re
 from collections import Counter
 
 import pytest
@@ -227,7 +228,6 @@ CHANGES = [
     ("unshard", then_scale_unsharded, ANY, (FULL, FULL_BF16)),
     ("post_unshard", then_scale_unsharded, ANY, (FULL, FULL_BF16)),
     ("_use_unsharded_flat_param", then_scale_unsharded, ANY, (FULL, FULL_BF16)),
-    ("reshard", never_free, ANY, (FULL, FULL_BF16)),
     ("_free_unsharded_flat_param", do_nothing, ANY, (FULL, GRAD_OP)),
     ("_writeback_orig_params", do_nothing, ANY, (FULL, NONE)),
     ("_use_unsharded_views", scale_views, ANY, (FULL, NONE)),
@@ -278,3 +278,24 @@ def test_what_a_replacement_does_counts(name, change, where, mode):
     if name not in QUESTIONS:
         assert len(calls) == 2 * in_torch
     assert first_difference(expected, unchanged(mode)) is not None  # the change can be seen
+
+
+@pytest.mark.parametrize("mode", [FULL, FULL_BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("where", ANY)
+def test_weights_that_a_replacement_never_frees_are_gathered_after_a_step(where, mode):
+    """torch's handle goes on with the weights of the first step, silently."""
+
+    def results(events):
+        return [event for event in events if re.search("output|evaluation|saved|norm|gradient of the input", event[0])]
+
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return never_free(*args)
+
+    fresh = results(unchanged(mode))
+    assert fresh
+    assert results(train("flatparam", mode, {"reshard": counted}, where)) == fresh
+    assert calls
+    assert results(train("torch", mode, {"reshard": counted}, where)) != fresh
