@@ -1,7 +1,10 @@
 """Collectives by the names that the installed torch has, looked up at each call: users count and replace them."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._flat_param import FakeProcessGroup
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
@@ -16,3 +19,32 @@ def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -
 def all_gather_chunks(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     """The same through ``torch.distributed.all_gather`` of the equal chunks of ``output``, which every backend has."""
     dist.all_gather(list(output.chunk(dist.get_world_size(group))), shard, group=group)
+
+
+class FakeGroup:
+    """torch's FakeProcessGroup, which communicates nothing, with the collectives that it lacks in torch 2.13.
+
+    torch's own runtime fails there with FSDP_USE_FAKE_REDUCE: ``dist.reduce_scatter_single`` asks the group for it.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._group: Any = FakeProcessGroup._create_internal(rank=rank, world_size=world_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FakeGroup, (self._group.rank(), self._group.size())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, _OLD_NAMES.get(name, name))
+
+
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+
+
+def fake_group(rank: int, world_size: int) -> Any:
+    """A group in which ``rank`` is alone: its collectives return at once."""
+    if all(hasattr(FakeProcessGroup, name) for name in _OLD_NAMES):
+        return FakeProcessGroup._create_internal(rank=rank, world_size=world_size)
+    return FakeGroup(rank, world_size)

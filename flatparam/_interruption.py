@@ -17,7 +17,8 @@ from ._storage import free, is_allocated, same_storage
 
 _task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 _FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often
-_AT_REST = (_IDLE, HandleTrainingState.SUMMON_FULL_PARAMS)
+_SUMMONED = HandleTrainingState.SUMMON_FULL_PARAMS
+_AT_REST = (_IDLE, _SUMMONED)
 _IN_BACKWARD = (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_POST)
 
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
@@ -47,17 +48,26 @@ class Interruptible:
         # checkpointing runs again
         if state is _FORWARD and not in_backward and self._handle_index is not None:
             interrupted = self._state not in _AT_REST or (self._prefetched and self._is_of_backward)
-            if interrupted or (self._steps_seen != _optimizer_steps.taken and self._is_gathered()):
+            if interrupted or self._is_out_of_date():
                 self._recover()
             self._steps_seen = _optimizer_steps.taken
+        elif state is _SUMMONED and self._handle_index is not None and self._is_out_of_date():
+            self._free_gathered()  # else it would be shown, and saved
         self._is_of_backward = in_backward
         self._state = state
 
-    def _is_gathered(self: Any) -> bool:
-        if not self.uses_sharded_strategy:
+    def _is_out_of_date(self: Any) -> bool:
+        """Whether an optimizer has stepped since the last forward began, and something is still gathered."""
+        if self._steps_seen == _optimizer_steps.taken or not self.uses_sharded_strategy:
             return False
         tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
         return any(tensor is not None and is_allocated(tensor) for tensor in tensors)
+
+    def _free_gathered(self: Any, *others: str) -> None:
+        for name in (*_GATHERED, *others):
+            tensor = getattr(self.flat_param, name, None)
+            if tensor is not None:
+                free(tensor, self._freed_reason)
 
     @torch.no_grad()
     def _recover(self: Any) -> None:
@@ -80,10 +90,7 @@ class Interruptible:
         self._state = _FORWARD  # stays so if this is interrupted too
         self._is_of_backward = False
         self._use_sharded_flat_param()
-        for name in (*_GATHERED, "_mp_shard"):
-            tensor = getattr(flat_param, name, None)
-            if tensor is not None:
-                free(tensor, self._freed_reason)
+        self._free_gathered("_mp_shard")
         if self._use_orig_params:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
         self._prefetched = self._needs_pre_backward_unshard = self._ran_pre_backward_hook = False
@@ -99,7 +106,7 @@ class Interruptible:
             current = getattr(info.module, info.param_name, None)
             if not isinstance(current, nn.Parameter) or not piece.in_shard:
                 continue
-            moved = self._state is not HandleTrainingState.SUMMON_FULL_PARAMS and not same_storage(current, flat_param)
+            moved = self._state is not _SUMMONED and not same_storage(current, flat_param)
             if current is not flat_param._params[i] or moved:
                 self._writeback_one(i, flat_param)
 
@@ -134,7 +141,7 @@ class Interruptible:
 
     def _leave_summon(self: Any) -> None:
         """Where ``summon_full_params`` raises, go back to IDLE: the runtime would take it for unsharded for good."""
-        if self._state is HandleTrainingState.SUMMON_FULL_PARAMS:
+        if self._state is _SUMMONED:
             try:
                 self._recover()
             finally:

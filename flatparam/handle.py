@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle, _no_dispatch_record_stream
 from torch.distributed.fsdp._flat_param import (
     NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
-    FakeProcessGroup,
     FlatParamShardMetadata,
     FSDPExtensions,
     HandleShardingStrategy,
@@ -30,7 +29,7 @@ from torch.distributed.fsdp._flat_param import (
 
 from . import _C, _optimizer_steps, copying
 from ._base import environment_is_on
-from ._collectives import all_gather_chunks, all_gather_single
+from ._collectives import all_gather_chunks, all_gather_single, fake_group
 from ._flatten import Flattening, in_storage_order
 from ._gradients import Gradients
 from ._storage import allocate, free, is_allocated, pinned, same_storage
@@ -94,7 +93,7 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
                 f"{self.world_size}"
             )
         if self._use_fake_all_gather or self._use_fake_reduce:
-            self._fake_process_group = FakeProcessGroup._create_internal(rank=self.rank, world_size=self.world_size)
+            self._fake_process_group = fake_group(self.rank, self.world_size)
         self._sharding_strategy = sharding_strategy
         self._offload_params = offload_params
         self._use_orig_params = use_orig_params

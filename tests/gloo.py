@@ -49,15 +49,16 @@ def note(text):
         _note_to.send_bytes(pickle.dumps(("note", str(text))))
 
 
-def run_ranks(fn, world_size, *args, timeout=120.0):
+def run_ranks(fn, world_size, *args, timeout=120.0, environment=None):
     """Call ``fn(*args)`` on every rank of a new gloo world; return the list of the ranks' results.
 
     Args: ``fn`` and ``args`` can be pickled (a function of a module, not a lambda), and so can the results.
-        ``timeout`` in seconds holds for all ranks together.
+        ``timeout`` in seconds holds for all ranks together. ``environment`` has variables to set on every rank before
+        the process group is made; torch itself is imported already, but its TORCH_DISTRIBUTED_DEBUG is read anew.
     Raises: RankFailure when a rank raises, dies or is not done in time. No process is left in any case.
     """
     with tempfile.TemporaryDirectory(prefix="flatparam-ranks-") as folder:
-        ranks = [_Rank(fn, rank, world_size, folder, args, timeout) for rank in range(world_size)]
+        ranks = [_Rank(fn, rank, world_size, folder, args, timeout, environment) for rank in range(world_size)]
         try:
             _wait_for(ranks, time.monotonic() + timeout)
             failed = [rank for rank in ranks if not rank.succeeded]
@@ -72,7 +73,7 @@ def run_ranks(fn, world_size, *args, timeout=120.0):
 class _Rank:
     """One process, as the test process sees it."""
 
-    def __init__(self, fn, rank, world_size, folder, args, timeout):
+    def __init__(self, fn, rank, world_size, folder, args, timeout, environment):
         self.rank = rank
         self.output = pathlib.Path(folder, f"rank{rank}.out")
         self.last_note = "nothing yet"
@@ -80,7 +81,7 @@ class _Rank:
         self.error = None
         self.reading, writing = _context.Pipe(duplex=False)
         self.process = _context.Process(
-            target=_rank_main, args=(writing, fn, rank, world_size, folder, args, timeout), daemon=True
+            target=_rank_main, args=(writing, fn, rank, world_size, folder, args, timeout, environment), daemon=True
         )
         self.process.start()
         writing.close()
@@ -144,7 +145,7 @@ def _wait_for(ranks, deadline):
         rank.process.join(timeout=GRACE if rank.done else 0)
 
 
-def _rank_main(writing, fn, rank, world_size, folder, args, timeout):
+def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment):
     global _note_to
     _die_with_the_parent()
     output = os.open(os.path.join(folder, f"rank{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -154,6 +155,8 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout):
     faulthandler.dump_traceback_later(max(timeout - 2.0, 0.5), file=output)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, also where there is a GPU
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(environment or {})
+    dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     _note_to = writing
     try:
@@ -227,9 +230,9 @@ def both_handles(fn, *args):
     return tuple(results)
 
 
-def run_both(fn, world_size, *args, timeout=120.0):
+def run_both(fn, world_size, *args, timeout=120.0, environment=None):
     """Return, for each rank, what ``fn(kind, *args)`` gave under torch's handle and under ours."""
-    return run_ranks(both_handles, world_size, fn, *args, timeout=timeout)
+    return run_ranks(both_handles, world_size, fn, *args, timeout=timeout, environment=environment)
 
 
 @contextlib.contextmanager

@@ -197,7 +197,9 @@ def _collective(name, args, kwargs):
         if tensors:
             sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
             dtypes.update(str(tensor.dtype) for tensor in tensors)
-    return kind, tuple(sizes), tuple(sorted(dtypes)), tuple(dist.get_process_group_ranks(group))
+    is_real = group in dist.distributed_c10d._world.pg_group_ranks
+    members = tuple(dist.get_process_group_ranks(group)) if is_real else type(group).__name__
+    return kind, tuple(sizes), tuple(sorted(dtypes)), members
 
 
 def _equal_chunks_of_one_buffer(tensors):

@@ -97,6 +97,51 @@ def test_weights_are_gathered_anew_after_a_step(setting, evaluates):
     assert run_ranks(_step_after_a_forward_that_has_no_backward, 2, setting, evaluates) == [True, True]
 
 
+def _full_weights_after_a_step(setting, evaluates):
+    """Step after a forward that no backward follows: what summon_full_params and state_dict show then."""
+    results = []
+    for kind, interrupted in (("torch", False), ("flatparam", True)):
+        with handle_of(kind):
+            model, optimizer = start(setting)
+            if interrupted:
+                with torch.no_grad() if evaluates else contextlib.nullcontext():
+                    loss(model, 2)
+            optimizer.step()
+            shown = weights(model)
+            saved = [value.clone() for value in model.state_dict().values()]
+            results.append(shown + saved + go_on(model, optimizer))
+    return equal(*results)
+
+
+@pytest.mark.parametrize("evaluates", [True, False], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("setting", SHARDED, ids=str)
+def test_full_weights_are_gathered_anew_after_a_step(setting, evaluates):
+    """torch shows and saves those of before the step: of the root, and with SHARD_GRAD_OP of all units."""
+    setting = Setting(setting.strategy, setting.orig, setting.bf16, accumulated="sync")
+    assert run_ranks(_full_weights_after_a_step, 2, setting, evaluates) == [True, True]
+
+
+def _backward_after_a_step_and_a_summon(setting):
+    """Step and summon between a forward and its backward: torch's gradients where it gathers again for backward."""
+    results = []
+    for kind in ("torch", "flatparam"):
+        with handle_of(kind):
+            model, optimizer = start(setting)
+            value = loss(model, 2)
+            optimizer.step()
+            weights(model)
+            value.backward()
+            gradient = model.one._handle.flat_param.grad.clone()
+            results.append([gradient, *go_on(model, optimizer)])
+    return equal(*results)
+
+
+@pytest.mark.parametrize("setting", [BASIC[0], BASIC[1]], ids=str)
+def test_a_backward_after_a_step_and_a_summon(setting):
+    setting = Setting(setting.strategy, setting.orig, setting.bf16, accumulated="sync", root=False)
+    assert run_ranks(_backward_after_a_step_and_a_summon, 2, setting) == [True, True]
+
+
 def _collectives_of_passes(kind, setting):
     """Count the all-gathers of each of several forwards."""
     counts = []

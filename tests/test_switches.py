@@ -1,0 +1,106 @@
+"""The switches that FSDP reads from the environment do what they do with torch's handle, in processes of their own."""
+
+import functools
+
+import pytest
+from dropin_behaviours import Setting
+from gloo import RankFailure, fake_world, handle_of, run_both
+from recording import first_difference
+from switch_behaviours import SETTINGS, SWITCHES, evaluations, observe, train_on_rank_0
+from torch import nn
+
+pytestmark = pytest.mark.multiprocess
+
+WARNED_OF = {"FSDP_SKIP_WRITEBACK_CHECK", "FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE"}
+SAME = {  # where a switch has nothing to do
+    ("FSDP_SKIP_WRITEBACK_CHECK", "FULL_SHARD", False),
+    ("FSDP_SKIP_WRITEBACK_CHECK", "SHARD_GRAD_OP", False),
+    ("FSDP_SKIP_WRITEBACK_CHECK", "NO_SHARD", False),
+    ("FSDP_USE_FAKE_ALL_GATHER", "NO_SHARD", True),
+    ("FSDP_USE_FAKE_ALL_GATHER", "NO_SHARD", False),
+    ("FSDP_USE_FAKE_REDUCE", "NO_SHARD", True),
+    ("FSDP_USE_FAKE_REDUCE", "NO_SHARD", False),
+}
+
+
+@functools.cache
+def outcome(switch, value):
+    """Both handles' events and warnings of one launch of two ranks, or why there is nothing."""
+    try:
+        return run_both(observe, 2, switch, environment={switch: value})
+    except RankFailure as failure:
+        return failure
+
+
+def results(switch, value="1"):
+    if isinstance(outcome(switch, value), RankFailure):
+        raise outcome(switch, value)
+    return outcome(switch, value)
+
+
+def name_of(switch, strategy, orig):
+    return f"{SWITCHES[switch].__name__}-{strategy.lower()}-{'orig' if orig else 'flat'}"
+
+
+@pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_does_what_it_does_with_torchs_handle(switch, strategy, orig):
+    name = name_of(switch, strategy, orig)
+    for rank, ((expected, _), (got, _)) in enumerate(results(switch)):
+        for whose, events in (("torch", expected[name]), ("ours", got[name])):
+            raised = [values[0] for label, values in events if label == "raised"]
+            assert not raised, f"rank {rank}, {whose}: {raised[0]}"
+        difference = first_difference(expected[name], got[name])
+        assert difference is None, f"rank {rank}: {difference}"
+        off = results(switch, "0")[rank][1][0][name]
+        assert (off == got[name]) == ((switch, strategy, orig) in SAME)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_is_warned_of_once(switch):
+    for torchs, ours in results(switch):
+        for _, logged in (torchs, ours):
+            assert [level for level, _ in logged] == ["WARNING"] * (switch in WARNED_OF)
+            assert all(f"{switch}=1" in message for _, message in logged)
+    for torchs, ours in results(switch, "0"):
+        assert torchs[1] == ours[1] == []
+
+
+@pytest.mark.parametrize(("strategy", "orig"), SETTINGS[:4], ids=lambda value: str(value).lower())
+def test_nobody_is_waited_for_without_collectives(strategy, orig):
+    both = {"FSDP_USE_FAKE_ALL_GATHER": "1", "FSDP_USE_FAKE_REDUCE": "1"}
+    (torchs, ours), others = run_both(train_on_rank_0, 2, strategy, orig, environment=both, timeout=30.0)
+    assert ours == torchs
+    assert others == (None, None)
+
+
+@pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
+def test_evaluations_in_full_precision_have_the_weights_of_the_last_step(strategy, orig):
+    """With torch those of sharded units that stay gathered after forward, as the root does, are of the first one."""
+    switch = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}
+    for torchs, ours in run_both(evaluations, 2, strategy, orig, environment=switch, timeout=30.0):
+        assert ours == [(True, True)] * 3
+        assert torchs == [(True, True)] + [(strategy == "NO_SHARD",) * 2] * 2
+
+
+@pytest.mark.parametrize("value", ["", "0", "true", "2", "11", "1"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_only_1_switches_on(switch, value, monkeypatch):
+    """And it is read when a module is wrapped, not when torch or flatparam is imported."""
+    seen = []
+    for kind in ("torch", "flatparam"):
+        with fake_world(2, 0), handle_of(kind):
+            before = Setting(kind, "FULL_SHARD", True).wrap(nn.Linear(5, 3), blocks=None)._handle
+            monkeypatch.setenv(switch, value)
+            after = Setting(kind, "FULL_SHARD", True).wrap(nn.Linear(5, 3), blocks=None)._handle
+            monkeypatch.delenv(switch)
+            seen.append([flags(before), flags(after)])
+    assert seen[0] == seen[1]
+    assert (seen[0][0] != seen[0][1]) == (value == "1")
+
+
+def flags(handle):
+    names = ("_skip_writeback_check", "_use_full_prec_in_eval", "_use_fake_all_gather", "_use_fake_reduce")
+    values = [getattr(handle, name) for name in names]
+    ways = (handle._setattr_tensor, handle._setattr_param)
+    return [*values, hasattr(handle, "_fake_process_group"), *[way.__name__ for way in ways]]
