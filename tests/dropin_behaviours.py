@@ -7,6 +7,7 @@ under both handles.
 import contextlib
 import dataclasses
 import traceback
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from dropin_models import Block, Images, Mlp
 from gloo import check_handles, note
 from recording import Recorder
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _init_utils
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -290,15 +291,31 @@ def meta_modules_are_initialized(recorder, setting):
 
 
 def states_are_synchronized(recorder, setting):
-    """torch refuses it on a CPU; without it each rank keeps its own buffers, and the shards are what they were."""
+    """torch refuses it on a CPU; past that check all ranks get what rank 0 has, also where they have meta modules."""
+
+    def build():
+        inner = Mlp()
+        inner.register_buffer("offset", torch.randn(3))
+        return inner
+
     torch.manual_seed(dist.get_rank())
-    inner = Mlp()
-    inner.register_buffer("offset", torch.randn(3))
-    assert not attempt(recorder, "refused", lambda: setting.wrap(inner, sync_module_states=True))
-    model = setting.wrap(Mlp())
-    with FullyShardedDataParallel.summon_full_params(model):
-        recorder.parameters("summoned", model)
-    train(recorder, model)
+    assert not attempt(recorder, "refused", lambda: setting.wrap(build(), sync_module_states=True))
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        partly_meta = build()
+    with mock.patch.object(_init_utils, "_check_module_states_for_sync_module_states"):
+        for inner in (build(), partly_meta):
+            model = setting.wrap(
+                inner,
+                sync_module_states=True,
+                param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
+            )
+            with FullyShardedDataParallel.summon_full_params(model):
+                recorder.parameters("summoned", model)
+                for tensor in (*model.parameters(), *model.buffers()):
+                    expected = tensor.detach().clone()
+                    dist.broadcast(expected, 0)
+                    assert torch.equal(tensor, expected)
+            train(recorder, model)
 
 
 # Writeback
