@@ -1,16 +1,16 @@
 # Every target finds or makes the Python environment that it needs (tools/environment.py), builds what changed and runs.
-#   make demo | test | bench | lint | asan | upstream | format | build | venv | clean
+#   make demo | test | bench | lint | asan | instructions | upstream | format | build | venv | clean
 # PYTHON=python3    use this interpreter as it is if it has torch >= 2.11; else .venv is made from it
-# ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x"
+# ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x", make bench ARGS=--quick
 
 STARTER := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 ENVIRONMENT = py=$$($(STARTER) tools/environment.py $(1)) &&
 BUILD = "$$py" setup.py --quiet build_ext --inplace --strict &&
 
 ASAN = build/asan
-C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp tests/c/*.c tests/c/*.h)
+C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp tests/c/*.c tests/c/*.h benchmarks/*.c)
 
-.PHONY: help venv build demo test bench lint format asan upstream clean
+.PHONY: help venv build demo test bench instructions lint format asan upstream clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -28,8 +28,10 @@ test:
 	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest $(ARGS)
 
 bench:
-	@$(call ENVIRONMENT,build) $(BUILD) \
-	for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. "$$py" "$$file" $(ARGS) || exit; done
+	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m benchmarks $(ARGS)
+
+instructions:
+	@$(call ENVIRONMENT,build) "$$py" -m benchmarks.bench_instructions --check $(ARGS)
 
 lint:
 	@$(call ENVIRONMENT,build demo lint) $(BUILD) set -x; \

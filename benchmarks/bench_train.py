@@ -1,0 +1,131 @@
+"""d. Real training: the demo's language model in 2 gloo processes, every contestant in turn, four steps at a time."""
+
+import multiprocessing
+import os
+import tempfile
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks import main, training
+from benchmarks.contestants import CONTESTANTS, DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME
+from benchmarks.rows import Row, Table, Target
+from flatparam.demo.config import Config
+
+NAMES = [name for name in (OURS, OURS_FLAT, RUNTIME, FSDP1, FSDP1_FLAT, FSDP2, DDP) if name in CONTESTANTS]
+BLOCK = 4  # steps of one contestant before the next has its turn
+NOISE = 0.97  # of the better peer's tokens a second
+
+
+class Pair:
+    """The processes of one contestant."""
+
+    def __init__(self, name: str, config: Config, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.training"])
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(config.ranks):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, name, config, rank, folder)
+            process = context.Process(target=training.serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._answers()
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def ask(self, *command: Any) -> list[Any]:
+        """What each rank answers."""
+        for connection in self._connections:
+            connection.send(command)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = []
+        for connection in self._connections:
+            if not connection.poll(300):
+                raise RuntimeError("a rank has not answered for five minutes")
+            answer, trace = connection.recv()
+            if trace is not None:
+                raise RuntimeError(trace)
+            answers.append(answer)
+        return answers
+
+
+def measure(quick: bool) -> Table:
+    """Tokens a second, memory, losses, and the share of collectives."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    config = Config()
+    tokens = config.ranks * config.batch * config.context * BLOCK
+    table = Table(
+        "d",
+        "training the demo's model on 2 gloo processes",
+        f"{config.depth} blocks of width {config.width}, {tokens // BLOCK} tokens a step, AdamW, one thread a process; "
+        "ratios to FSDP1 orig\npeak: of a rank's resident memory over that before the model was made",
+    )
+    with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder, ExitStack() as stack:
+        pairs = {name: stack.enter_context(Pair(name, config, Path(folder))) for name in NAMES}
+        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+        losses: dict[str, list[list[float]]] = {name: [] for name in NAMES}
+        for turn in range(4 if quick else 26):
+            for name in NAMES[turn % len(NAMES) :] + NAMES[: turn % len(NAMES)]:
+                answers = pairs[name].ask("train", turn * BLOCK, BLOCK)
+                losses[name].append([loss for rank in answers for loss in rank[0]])
+                if turn > 0:  # the first block warms up
+                    seconds[name].append(max(taken for _, taken in answers))
+        peaks = {name: pair.ask("peak") for name, pair in pairs.items()}
+        shares = {name: max(pair.ask("in_collectives", 1000, BLOCK)) for name, pair in pairs.items()}
+    rates = {name: [tokens / taken for taken in values] for name, values in seconds.items()}
+    table.rows += [_rates(rates), _peaks(peaks), _losses(losses), _shares(shares)]
+    return table
+
+
+def _ours() -> list[str]:
+    return [name for name in NAMES if name in (OURS, OURS_FLAT, RUNTIME)]
+
+
+def _rates(rates: dict[str, list[float]]) -> Row:
+    row = Row.of("tokens a second", "", "", FSDP1, rates)
+    best = max(row.values[name] for name in (FSDP1, FSDP1_FLAT, FSDP2))
+    bound = NOISE * best / row.values[FSDP1]
+    row.judge([Target(name, bound, at_least=True) for name in _ours()])
+    row.target = f">= {NOISE} of the best FSDP"
+    return row
+
+
+def _peaks(peaks: dict[str, list[tuple[float, float]]]) -> Row:
+    over = {name: [above for above, _ in ranks] for name, ranks in peaks.items()}
+    row = Row.of("peak of a rank", "", "MiB", FSDP1, over, whole={n: [w for _, w in r] for n, r in peaks.items()})
+    least = min(row.values[name] for name in (FSDP1, FSDP1_FLAT, FSDP2))
+    row.target = "<= the least of the FSDPs, 1 MiB aside"
+    row.met = all(row.values[name] <= least + 1 for name in _ours())
+    return row
+
+
+def _losses(losses: dict[str, list[list[float]]]) -> Row:
+    last = {name: blocks[-1][-1] for name, blocks in losses.items()}
+    row = Row("loss of the last step", "", "", "", last, {}, digits=17)
+    row.target = "no digit differs in any step, all FSDPs and ours"
+    row.met = all(losses[name] == losses[FSDP1] for name in (*_ours(), FSDP1_FLAT, FSDP2))
+    return row
+
+
+def _shares(shares: dict[str, float]) -> Row:
+    return Row("share of a step in collectives", "", "", "", shares, {})
+
+
+if __name__ == "__main__":
+    main.run_one(measure)

@@ -1,0 +1,89 @@
+"""Whom the step is measured of. A contestant is one entry of ``CONTESTANTS``: a function that wraps a model."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import flatparam
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How to wrap: modules of ``unit_types`` and the root are units; ``low``: the dtype to compute in, if not fp32."""
+
+    unit_types: tuple[type[nn.Module], ...]
+    low: torch.dtype | None = None
+
+
+def bare(model: nn.Module, how: Wrapping) -> nn.Module:
+    """The module itself, in the dtype of computation."""
+    return model if how.low is None else model.to(how.low)
+
+
+def fsdp1(model: nn.Module, how: Wrapping, api: Any = FullyShardedDataParallel, **settings: Any) -> nn.Module:
+    """FSDP1, or a wrapper with its interface, on whichever handle is installed."""
+    mixed = None if how.low is None else MixedPrecision(param_dtype=how.low, reduce_dtype=how.low)
+    policy = ModuleWrapPolicy(set(how.unit_types))
+    wrapped: nn.Module = api(
+        model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device("cpu"), **settings
+    )
+    return wrapped
+
+
+def fsdp2(model: nn.Module, how: Wrapping) -> nn.Module:
+    """torch's fully_shard, unit by unit and on the root."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(how.low, how.low) if how.low is not None else MixedPrecisionPolicy()
+    for module in [module for module in model.modules() if isinstance(module, how.unit_types) and module is not model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def ddp(model: nn.Module, how: Wrapping) -> nn.Module:
+    """torch's DistributedDataParallel: nothing is sharded."""
+    return DistributedDataParallel(bare(model, how), gradient_as_bucket_view=True)
+
+
+def on_flatparam(model: nn.Module, how: Wrapping, **settings: Any) -> nn.Module:
+    """torch's FSDP1 with flatparam's handle."""
+    with installed():
+        return fsdp1(model, how, **settings)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Have FSDP1 use flatparam's handle for the models that are wrapped inside."""
+    flatparam.install()
+    try:
+        yield
+    finally:
+        flatparam.uninstall()
+
+
+Wrap = Callable[[nn.Module, Wrapping], nn.Module]
+
+BARE, DDP = "bare", "DDP"
+FSDP1, FSDP1_FLAT, FSDP2 = "FSDP1 orig", "FSDP1 flat", "FSDP2"
+OURS, OURS_FLAT, RUNTIME = "flatparam orig", "flatparam flat", "flatparam runtime"
+
+CONTESTANTS: dict[str, Wrap] = {
+    BARE: bare,
+    FSDP1: lambda model, how: fsdp1(model, how, use_orig_params=True),
+    FSDP1_FLAT: lambda model, how: fsdp1(model, how, use_orig_params=False),
+    FSDP2: fsdp2,
+    OURS: lambda model, how: on_flatparam(model, how, use_orig_params=True),
+    OURS_FLAT: lambda model, how: on_flatparam(model, how, use_orig_params=False),
+    DDP: ddp,
+}
+RUNTIME_API: Any = getattr(flatparam, "FullyShardedDataParallel", None)
+if RUNTIME_API is not None:
+    CONTESTANTS[RUNTIME] = lambda model, how: fsdp1(model, how, api=RUNTIME_API)

@@ -1,0 +1,98 @@
+"""One rank of one contestant's training run: a process that does what it is told, and waits in a read in between."""
+
+import ctypes
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import memory
+from benchmarks.contestants import CONTESTANTS, Wrapping
+from flatparam.demo.config import Config
+from flatparam.demo.data import Corpus, load_text
+from flatparam.demo.model import GPT, Block, loss_of
+
+PR_SET_PDEATHSIG = 1
+
+
+class Rank:
+    """The demo's model and AdamW, wrapped as ``name`` says."""
+
+    def __init__(self, name: str, config: Config, rank: int, folder: Path) -> None:
+        torch.set_num_threads(config.threads)
+        store = dist.FileStore(str(folder / f"{name}.store"), config.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=config.ranks, timeout=timedelta(minutes=5))
+        self._config, self._rank = config, rank
+        self._corpus = Corpus(config, load_text())
+        memory.reset_peak()
+        self._base = memory.resident()
+        self._model = CONTESTANTS[name](GPT(config), Wrapping((Block,)))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.learning_rate)
+
+    def train(self, first: int, count: int) -> tuple[list[float], float]:
+        """The losses of some steps and their seconds in all."""
+        start = time.perf_counter()
+        losses = [self._step(step) for step in range(first, first + count)]
+        return losses, time.perf_counter() - start
+
+    def peak(self) -> tuple[float, float]:
+        """MiB of peak resident memory: over what was resident before the model was made, and in all."""
+        return (memory.peak() - self._base) / memory.MIB, memory.peak() / memory.MIB
+
+    def in_collectives(self, first: int, count: int) -> float:
+        """The share of some steps' time in which a collective was under way."""
+        with _silent_stderr(), profile(activities=[ProfilerActivity.CPU]) as taken:
+            _, seconds = self.train(first, count)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in taken.events()
+            if event.name.startswith("gloo:") and event.device_type == DeviceType.CPU
+        )
+        covered, reached = 0.0, float("-inf")
+        for start, end in spans:
+            covered += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        return covered / 1e6 / seconds
+
+    def _step(self, step: int) -> float:
+        self._optimizer.zero_grad()
+        loss = loss_of(self._model, self._corpus.training_batch(step, self._rank))
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+        return loss.item()
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """The profiler tells when it starts and stops."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def serve(connection: Connection, *arguments: Any) -> None:
+    """Answer (result, None) to each command until one is None; an exception is answered (None, traceback)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        rank = Rank(*arguments)
+        connection.send((None, None))
+        while (command := connection.recv()) is not None:
+            connection.send((getattr(rank, command[0])(*command[1:]), None))
+    except Exception:
+        connection.send((None, traceback.format_exc()))
