@@ -18,6 +18,7 @@ class Gradients(Views):
     # Offloading: the gradient of earlier backwards, and the version of `_cpu_grad` that holds it. torch keeps only the
     # last one when gradients are accumulated outside of no_sync()
     _offloaded_grad: tuple[Tensor, int] | None = None
+    _versions_left_by_backward: tuple[int, ...] = ()  # of the gradients that the last one in no_sync() left
 
     # Unsharding, outside of a step
 
@@ -99,6 +100,7 @@ class Gradients(Views):
             self._hook_this_backward()
         flat_param = self.flat_param
         grad = flat_param.grad
+        self._drop_saved_grad_if_zeroed()
         if grad is None:
             self._offloaded_grad = None
             return
@@ -129,6 +131,35 @@ class Gradients(Views):
                 )
             )
         flat_param.grad = None
+
+    def _drop_saved_grad_if_zeroed(self) -> None:
+        """Drop the shard of earlier backwards if the user has zeroed the gradient since a backward in ``no_sync()``.
+
+        That backward left an unsharded gradient in ``flat_param.grad`` and the shard in ``_saved_grad_shard``, where no
+        ``zero_grad()`` comes: torch adds it to the next gradient. If the former is gone, or was changed to zeros, so is
+        the latter. ``_post_backward_called`` says that there was one; a reduced backward resets it at its end.
+        """
+        flat_param = self.flat_param
+        if not (flat_param._post_backward_called and self._keeps_grad_of_earlier_backwards()):
+            return
+        grad = flat_param.grad
+        if grad is None or (self._versions_of_grads() != self._versions_left_by_backward and not grad.any()):
+            self._offloaded_grad = None
+            if hasattr(flat_param, "_saved_grad_shard"):
+                del flat_param._saved_grad_shard
+
+    def _keeps_grad_of_earlier_backwards(self) -> bool:
+        return self._offloaded_grad is not None or hasattr(self.flat_param, "_saved_grad_shard")
+
+    def _note_grads_left_by_backward(self) -> None:
+        """Remember what the gradients are that a backward leaves to the user; later versions are of his making."""
+        if self._training_state == HandleTrainingState.BACKWARD_POST and self._keeps_grad_of_earlier_backwards():
+            self._versions_left_by_backward = self._versions_of_grads()
+
+    def _versions_of_grads(self) -> tuple[int, ...]:
+        flat_param = self.flat_param
+        shown = flat_param._params if self._use_orig_params else (flat_param,)
+        return tuple(param.grad._version for param in shown if param.grad is not None)
 
     def prepare_gradient_for_optim(self) -> None:
         """Show the reduced gradient as ``flat_param.grad``, for the optimizer.
@@ -212,6 +243,11 @@ class Gradients(Views):
             self._clear_grads()
             return
         self._check_unsharded(grad)
+        self._set_unsharded_grads(grad)
+        self._note_grads_left_by_backward()
+
+    def _set_unsharded_grads(self, grad: Tensor) -> None:
+        flat_param = self.flat_param
         if self._loops_in_c(grad) and not grad.requires_grad:
             try:
                 self._unit.set_grads(grad)

@@ -542,6 +542,8 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
         flat_param.data = flat_param._local_shard
         if in_forward:
             self._let_model_go_without_backward()
+        elif not self._use_orig_params:
+            self._note_grads_left_by_backward()
         if not self._use_orig_params:
             return
         if skip_views:
