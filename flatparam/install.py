@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.trace_rules
 import torch.distributed.fsdp._flat_param as torch_flat_param
 
-from . import _compat, _flat_param, copying
+from . import _compat, _flat_param, _gathered_states, copying
 from .handle import FlatParamHandle
 
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle
@@ -62,6 +62,7 @@ def install() -> None:
     _bind(FlatParamHandle)
     _compat.add()
     copying.add()
+    _gathered_states.add()
     _leave_out_of_compiled_graphs()
 
 
@@ -70,6 +71,7 @@ def uninstall() -> None:
     _bind(TORCH_HANDLE)
     _compat.remove()
     copying.remove()
+    _gathered_states.remove()
 
 
 def is_installed() -> bool:

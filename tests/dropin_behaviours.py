@@ -6,6 +6,7 @@ under both handles.
 
 import contextlib
 import dataclasses
+import functools
 import traceback
 from unittest import mock
 
@@ -36,11 +37,24 @@ class Setting:
             "sharding_strategy": ShardingStrategy[self.strategy],
             "use_orig_params": self.orig,
             "device_id": torch.device("cpu"),
+            "process_group": self.groups(),
             "auto_wrap_policy": None if blocks is None else ModuleWrapPolicy({blocks}),
         } | settings
         model = FullyShardedDataParallel(model, **settings)
         check_handles(model, self.kind)
         return model
+
+    def groups(self):
+        return hybrid_groups() if "HYBRID" in self.strategy else None
+
+
+@functools.cache
+def hybrid_groups():
+    """Return this rank's groups of half the ranks to shard over, and of two to replicate over; made once a process."""
+    rank, half = dist.get_rank(), dist.get_world_size() // 2
+    shard = [dist.new_group(range(first, first + half)) for first in (0, half)]
+    replicate = [dist.new_group([first, first + half]) for first in range(half)]
+    return shard[rank // half], replicate[rank % half]
 
 
 SETTINGS = (

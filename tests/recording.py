@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 OURS = ("_fp", "_flatparam")
 STORAGES = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard", "_local_shard", "_saved_grad_shard")
@@ -43,7 +45,10 @@ def describe(tensor):
         return (type(tensor).__qualname__, repr(tensor))
     seen = digest(tensor)
     stale = seen in ("freed", "empty") and not isinstance(tensor, nn.Parameter)
-    is_leaf = "unknown" if stale else tensor.is_leaf  # torch may refuse to look at a view of memory since freed
+    try:
+        is_leaf = "unknown" if stale else tensor.is_leaf  # torch may refuse to look at a view of memory since freed
+    except RuntimeError:
+        is_leaf = "refused"  # a view made under no_grad, of what was changed in place since
     return (
         f"{type(tensor).__module__}.{type(tensor).__qualname__}",
         str(tensor.dtype),
@@ -68,6 +73,27 @@ class Recorder:
 
     def tensor(self, label, tensor):
         self.add(label, *describe(tensor))
+
+    def value(self, label, value):
+        """Record what a state dict holds: tensors, sharded ones by their pieces, containers, plain values."""
+        if isinstance(value, ShardedTensor):
+            self.add(f"{label} sharded", repr(value.metadata()))
+            for number, piece in enumerate(value.local_shards()):
+                self.tensor(f"{label} piece {number}, {piece.metadata!r}", piece.tensor)
+        elif isinstance(value, DTensor):
+            self.tensor(f"{label} {value.placements} {tuple(value.shape)} {value.stride()}", value.to_local())
+        elif isinstance(value, torch.Tensor):
+            self.tensor(label, value)
+        elif isinstance(value, dict):
+            self.add(f"{label} {type(value).__name__}", *map(repr, value))
+            for key, item in value.items():
+                self.value(f"{label}.{key}", item)
+        elif isinstance(value, list):
+            self.add(f"{label} list", len(value))
+            for number, item in enumerate(value):
+                self.value(f"{label}[{number}]", item)
+        else:
+            self.add(label, repr(value))
 
     def identity(self, tensor):
         """Return the number of a parameter object: the same number for the same object, in order of appearance."""

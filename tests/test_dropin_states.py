@@ -1,0 +1,75 @@
+"""Model states, optimizer states and summoned parameters are, bit for bit, what they are with torch's handle."""
+
+import functools
+
+import dropin_optim_states
+import dropin_state_dicts
+import dropin_summon
+import pytest
+from dropin_behaviours import run_all
+from gloo import RankFailure, run_both
+from recording import first_difference
+
+pytestmark = pytest.mark.multiprocess
+
+BEHAVIOURS = [*dropin_state_dicts.BEHAVIOURS, *dropin_optim_states.BEHAVIOURS, *dropin_summon.BEHAVIOURS]
+# Of the strategies with and without original parameters, what a behaviour gets in turn: by the number of processes
+SETTINGS = {
+    2: (
+        (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True)),
+        (("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)),
+    ),
+    4: (
+        (("HYBRID_SHARD", True),),
+        (("HYBRID_SHARD", False),),
+        (("_HYBRID_SHARD_ZERO2", True),),
+    ),
+}
+
+
+def settings_of(behaviour, world):
+    return SETTINGS[world][BEHAVIOURS.index(behaviour) % len(SETTINGS[world])]
+
+
+CASES = [
+    (behaviour, world, *setting)
+    for world in SETTINGS
+    for behaviour in BEHAVIOURS
+    for setting in settings_of(behaviour, world)
+]
+
+
+def run_each(kind, world):
+    results = {}
+    for behaviour in BEHAVIOURS:
+        results |= run_all(kind, [behaviour], settings_of(behaviour, world))
+    return results
+
+
+@functools.cache
+def outcome(world):
+    """What all behaviours in one launch gave, or why there is nothing."""
+    try:
+        return run_both(run_each, world, world, timeout=400.0)
+    except RankFailure as failure:
+        return failure
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("behaviour", "world", "strategy", "orig"),
+    CASES,
+    ids=lambda value: getattr(value, "__name__", str(value)).lower(),
+)
+def test_is_as_with_torchs_handle(behaviour, world, strategy, orig):
+    results = outcome(world)
+    if isinstance(results, RankFailure):
+        raise results
+    name = f"{behaviour.__name__}-{strategy.lower()}-{'orig' if orig else 'flat'}"
+    for rank, (expected, got) in enumerate(results):
+        for whose, events in (("torch", expected[name]), ("ours", got[name])):
+            raised = [values[0] for label, values in events if label == "raised"]
+            assert not raised, f"rank {rank}, {whose}: {raised[0]}"
+        difference = first_difference(expected[name], got[name])
+        assert difference is None, f"rank {rank}: {difference}"
+        assert expected[name]
