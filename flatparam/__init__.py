@@ -13,19 +13,57 @@ from torch.distributed.fsdp._flat_param import (  # noqa: E402
 )
 
 from ._C import ShardError  # noqa: E402
+from .fsdp import (  # noqa: E402
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    Placement,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    TrainingState,
+)
 from .handle import FlatParamHandle  # noqa: E402
 from .install import install, is_installed, uninstall  # noqa: E402
 from .layout import FlatLayout  # noqa: E402
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "FlatLayout",
     "FlatParamHandle",
     "FlatParamShardMetadata",
     "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "HandleShardingStrategy",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ParamInfo",
+    "Placement",
     "ShardError",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
     "SharedParamInfo",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
     "install",
     "is_installed",
     "uninstall",

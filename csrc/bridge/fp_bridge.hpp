@@ -125,6 +125,33 @@ at::Tensor flatten_in_place(const Geometry &geometry, const std::vector<at::Tens
 
 bool is_plain_tensor(const at::Tensor &tensor);
 
+// Whether tensor lies in memory as view says, so that its bytes can be copied in one run.
+bool same_layout(const at::Tensor &tensor, const View &view);
+
+// The GIL for a thread of autograd, which has none.
+struct WithGil {
+    PyGILState_STATE state = PyGILState_Ensure();
+    WithGil() = default;
+    WithGil(const WithGil &) = delete;
+    WithGil &operator=(const WithGil &) = delete;
+    ~WithGil()
+    {
+        PyGILState_Release(state);
+    }
+};
+
+// The GIL given back while this thread works on memory or waits.
+struct WithoutGil {
+    PyThreadState *state = PyEval_SaveThread();
+    WithoutGil() = default;
+    WithoutGil(const WithoutGil &) = delete;
+    WithoutGil &operator=(const WithoutGil &) = delete;
+    ~WithoutGil()
+    {
+        PyEval_RestoreThread(state);
+    }
+};
+
 } // namespace fp
 
 // The C name for a shared Geometry.

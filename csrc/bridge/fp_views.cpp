@@ -21,9 +21,6 @@ extern "C" {
 
 namespace fp {
 
-namespace {
-
-// Whether tensor lies in memory as view says, so that its bytes can be copied in one run.
 bool
 same_layout(const at::Tensor &tensor, const View &view)
 {
@@ -37,6 +34,8 @@ same_layout(const at::Tensor &tensor, const View &view)
     }
     return true;
 }
+
+namespace {
 
 // The elements of piece in the order in which view stores them, as a 1-D tensor; differentiable.
 at::Tensor

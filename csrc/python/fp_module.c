@@ -4,6 +4,7 @@
 #include "core/fp_alloc.h"
 #include "python/fp_layout_py.h"
 #include "python/fp_attributes.h"
+#include "python/fp_step.h"
 #include "python/fp_unit.h"
 
 /* Add the table of a new *_py.c file here, and declare it in fp_module.h. */
@@ -11,6 +12,7 @@ static PyMethodDef *const fp_method_tables[] = {
     fp_core_methods,
     fp_pack_methods,
     fp_bridge_methods,
+    fp_step_methods_of_module,
 };
 
 fp_module_state *
@@ -187,6 +189,14 @@ fp_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "Unit", state->Unit) < 0) {
         return -1;
     }
+    state->Run = fp_run_type_new(module);
+    if (PyModule_AddObjectRef(module, "Run", state->Run) < 0) {
+        return -1;
+    }
+    state->Step = fp_step_type_new(module);
+    if (PyModule_AddObjectRef(module, "Step", state->Step) < 0) {
+        return -1;
+    }
     for (size_t i = 0; i < sizeof fp_method_tables / sizeof fp_method_tables[0]; i++) {
         if (PyModule_AddFunctions(module, fp_method_tables[i]) < 0) {
             return -1;
@@ -203,6 +213,8 @@ fp_traverse(PyObject *module, visitproc visit, void *arg)
         Py_VISIT(state->ShardError);
         Py_VISIT(state->Layout);
         Py_VISIT(state->Unit);
+        Py_VISIT(state->Run);
+        Py_VISIT(state->Step);
     }
     return 0;
 }
@@ -215,6 +227,8 @@ fp_clear(PyObject *module)
         Py_CLEAR(state->ShardError);
         Py_CLEAR(state->Layout);
         Py_CLEAR(state->Unit);
+        Py_CLEAR(state->Run);
+        Py_CLEAR(state->Step);
     }
     return 0;
 }

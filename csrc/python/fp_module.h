@@ -16,6 +16,8 @@ typedef struct {
     PyObject *ShardError; /* flatparam.ShardError, a ValueError: sizes, world sizes, ranks and ranges that do not fit */
     PyObject *Layout;     /* the heap type _C.Layout (fp_layout_py.c) */
     PyObject *Unit;       /* flatparam._C.Unit, the heap type of fp_unit.c */
+    PyObject *Run;        /* flatparam._C.Run and _C.Step, the heap types of fp_step.c */
+    PyObject *Step;
 } fp_module_state;
 
 /* The state of the module object that a METH_FASTCALL function gets as its first argument. */

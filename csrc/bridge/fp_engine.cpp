@@ -1,0 +1,951 @@
+// bridge/fp_engine.cpp -- one flat parameter at work: gathered into one buffer, its gradients packed and reduced.
+#include "bridge/fp_engine.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <optional>
+
+#include "bridge/fp_bridge.hpp"
+
+extern "C" {
+#include "core/fp_pack.h"
+}
+
+// ---- what the C names stand for ----
+
+struct fp_group {
+    c10::intrusive_ptr<c10d::ProcessGroup> native; // or null: Python's way only
+    PyObject *object = nullptr;                    // owned
+};
+
+namespace fp {
+
+struct UnitRef {
+    void *unit = nullptr; // null once it is gone; changed with the GIL held
+    std::string name;
+    fp_unit_calls calls{};
+};
+
+// Call the unit behind ref, from a thread of autograd; an exception goes on through the engine.
+template <class Call>
+void
+call_unit(const UnitRef &ref, Call &&call)
+{
+    const WithGil gil;
+    TORCH_CHECK(ref.unit != nullptr, "flatparam: ", ref.name,
+                " was deleted before the backward pass of a graph that used its parameters had ended");
+    if (call(ref.unit) < 0) {
+        python_error error;
+        error.persist();
+        throw error;
+    }
+}
+
+} // namespace fp
+
+struct fp_unit_ref {
+    std::shared_ptr<fp::UnitRef> shared;
+};
+
+struct fp_gradients {
+    const std::vector<at::Tensor> &list;
+};
+
+struct fp_flat {
+    std::shared_ptr<const fp::Geometry> geometry;
+    int64_t shard_numel = 0;
+    int rank = 0, shards = 1;
+    fp_group *shard_group = nullptr, *replicate_group = nullptr;
+    double predivide = 1.0, postdivide = 1.0;
+    std::optional<at::ScalarType> compute_dtype, reduce_dtype;
+    bool keep_reduce_dtype = false, stays_full = false;
+
+    at::Tensor full; // [total] in the compute dtype; its storage has 0 bytes while freed
+    at::Tensor io;   // the same memory under another version counter: what is written here is no change to autograd
+    bool borrowed = false;               // full is the shard itself
+    c10::intrusive_ptr<c10d::Work> work; // of a gather
+    at::Tensor kept;                     // [total] in the shard's dtype: gradients that are not reduced yet
+    at::Tensor wire, reduced;            // of a reduction: its input and output
+    c10::intrusive_ptr<c10d::Work> reduction;
+    enum { NOTHING, FIRST, LAST } stage = NOTHING;
+
+    at::ScalarType dtype_of(const at::Tensor &shard) const
+    {
+        return compute_dtype.value_or(shard.scalar_type());
+    }
+    at::ScalarType wire_dtype_of(const at::Tensor &shard) const
+    {
+        return reduce_dtype.value_or(dtype_of(shard));
+    }
+};
+
+namespace fp {
+namespace {
+
+// The bytes of one copied range that keep a thread busy for longer than waking it costs.
+constexpr int64_t grain_bytes = 1 << 18;
+
+std::optional<fp_dtype>
+core_dtype(at::ScalarType dtype)
+{
+    switch (dtype) {
+        case at::kDouble:
+            return FP_F64;
+        case at::kFloat:
+            return FP_F32;
+        case at::kBFloat16:
+            return FP_BF16;
+        case at::kHalf:
+            return FP_F16;
+        default:
+            return std::nullopt;
+    }
+}
+
+c10::StorageImpl *
+storage_of(const at::Tensor &tensor)
+{
+    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// What converting and packing do to the elements of target.
+struct How {
+    std::optional<double> scale; // multiply by it, in target's dtype
+    bool accumulate = false;     // add to target
+};
+
+// The segments of sources into target in one pass over memory. Both on the CPU; false: not for these dtypes.
+bool
+pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments, const How &how)
+{
+    const std::optional<fp_dtype> to = core_dtype(target.scalar_type()), from = core_dtype(source_dtype);
+    const bool raw = target.scalar_type() == source_dtype && !how.scale && !how.accumulate;
+    if (!raw && (!to || !from)) {
+        return false;
+    }
+    const fp_pack_opts opts = {.scale = how.scale.value_or(1.0),
+                               .fill = 0.0,
+                               .has_scale = how.scale.has_value(),
+                               .accumulate = how.accumulate};
+    const auto item_bytes = static_cast<int64_t>(target.element_size());
+    void *memory = target.mutable_data_ptr();
+    at::parallel_for(
+        0, target.numel(), std::max<int64_t>(1, grain_bytes / item_bytes), [&](int64_t begin, int64_t end) {
+            const fp_status status =
+                raw ? fp_pack_raw(segments.data(), segments.size(), item_bytes, memory, begin, end, nullptr)
+                    : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
+            TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
+        });
+    return true;
+}
+
+void
+convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how)
+{
+    at::Tensor values = source.to(target.scalar_type());
+    if (how.scale) {
+        values = values.mul(*how.scale);
+    }
+    if (how.accumulate) {
+        target.add_(values);
+    }
+    else {
+        target.copy_(values);
+    }
+}
+
+// target (+)= source * scale, both 1-D and equally long; in one pass where both are on the CPU.
+void
+convert(const at::Tensor &target, const at::Tensor &source, const How &how)
+{
+    if (target.is_cpu() && source.is_cpu() && source.is_contiguous() && target.is_contiguous()) {
+        const std::vector<fp_segment> whole = {
+            {.data = const_cast<void *>(source.const_data_ptr()), .start = 0, .numel = source.numel()}};
+        if (pack(target, source.scalar_type(), whole, how)) {
+            return;
+        }
+    }
+    convert_by_ops(target, source, how);
+}
+
+// target (+)= the gradients at their places * scale; zeros where there is none.
+void
+pack_gradients(const fp_flat &flat, const at::Tensor &target, const std::vector<at::Tensor> &gradients, const How &how)
+{
+    const at::ScalarType dtype = flat.full.scalar_type();
+    const bool plain =
+        target.is_cpu() && std::all_of(gradients.begin(), gradients.end(), [&](const at::Tensor &grad) {
+            return !grad.defined() || (is_plain_tensor(grad) && grad.is_cpu() && grad.scalar_type() == dtype);
+        });
+    const std::vector<View> &views = flat.geometry->views;
+    if (plain && (core_dtype(dtype) || target.scalar_type() == dtype)) {
+        std::vector<fp_segment> segments(gradients.size());
+        std::vector<size_t> strided;
+        for (size_t i = 0; i < gradients.size(); i++) {
+            const bool direct = gradients[i].defined() && same_layout(gradients[i], views[i]);
+            if (gradients[i].defined() && !direct) {
+                strided.push_back(i);
+            }
+            segments[i] = {.data = direct ? const_cast<void *>(gradients[i].const_data_ptr()) : nullptr,
+                           .start = views[i].offset,
+                           .numel = views[i].numel};
+        }
+        if (pack(target, dtype, segments, how)) {
+            for (const size_t i : strided) {
+                convert_by_ops(alias(target, views[i].shape, views[i].stride, views[i].offset), gradients[i], how);
+            }
+            return;
+        }
+    }
+    convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.full.options(), 0.0), how);
+}
+
+std::optional<at::ScalarType>
+dtype_from(PyObject *object)
+{
+    if (object == nullptr || object == Py_None) {
+        return std::nullopt;
+    }
+    TORCH_CHECK_TYPE(THPDtype_Check(object), "expected a torch.dtype, got ", Py_TYPE(object)->tp_name);
+    return reinterpret_cast<THPDtype *>(object)->scalar_type;
+}
+
+// The collectives; async, on the C++ group, under the names this torch has. Without the GIL: gloo's threads take it under
+// the lock of the queue that these calls wait for.
+template <class Group>
+c10::intrusive_ptr<c10d::Work>
+all_gather(Group &group, at::Tensor &output, at::Tensor &input)
+{
+    const WithoutGil released;
+    if constexpr (requires { group.all_gather_single(output, input); }) {
+        return group.all_gather_single(output, input);
+    }
+    else {
+        return group._allgather_base(output, input);
+    }
+}
+
+template <class Group>
+c10::intrusive_ptr<c10d::Work>
+reduce_scatter(Group &group, at::Tensor &output, at::Tensor &input)
+{
+    const WithoutGil released;
+    if constexpr (requires { group.reduce_scatter_single(output, input); }) {
+        return group.reduce_scatter_single(output, input);
+    }
+    else {
+        return group._reduce_scatter_base(output, input);
+    }
+}
+
+// The same through Python: collectives.name(output, input, group).
+void
+call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,
+            const fp_group &group)
+{
+    PyObject *out = THPVariable_Wrap(output);
+    PyObject *in = out == nullptr ? nullptr : THPVariable_Wrap(input);
+    PyObject *result = in == nullptr ? nullptr : PyObject_CallMethod(collectives, name, "OOO", out, in, group.object);
+    Py_XDECREF(out);
+    Py_XDECREF(in);
+    if (result == nullptr) {
+        throw python_error();
+    }
+    Py_DECREF(result);
+}
+
+void
+wait_for(c10::intrusive_ptr<c10d::Work> &work)
+{
+    if (work) {
+        const c10::intrusive_ptr<c10d::Work> waited = std::move(work);
+        work.reset();
+        const WithoutGil released;
+        waited->wait();
+    }
+}
+
+bool
+is_piece(const at::Tensor &piece, const at::Tensor &whole, int64_t start, int64_t numel)
+{
+    return piece.has_storage() && storage_of(piece) == storage_of(whole) && piece.numel() == numel &&
+           piece.storage_offset() == whole.storage_offset() + start;
+}
+
+// The tensor, like model, of which the gradients of all params are the pieces; undefined if they lie otherwise.
+at::Tensor
+shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels,
+               const at::Tensor &model)
+{
+    at::Tensor whole;
+    for (size_t i = 0; i < params.size(); i++) {
+        if (numels[i] < 0 || !params[i].requires_grad()) {
+            continue;
+        }
+        const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
+        if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != model.scalar_type() ||
+            own.device() != model.device() || own.numel() != numels[i] || !own.is_non_overlapping_and_dense()) {
+            return at::Tensor();
+        }
+        if (!whole.defined()) {
+            const int64_t offset = own.storage_offset() - starts[i];
+            const auto room = static_cast<int64_t>(own.storage().nbytes() / own.element_size());
+            if (offset < 0 || offset + model.numel() > room) {
+                return at::Tensor();
+            }
+            whole = alias(own, model.numel(), int64_t{1}, offset);
+        }
+        if (!is_piece(own, whole, starts[i], numels[i])) {
+            return at::Tensor();
+        }
+    }
+    return whole;
+}
+
+// Autograd's part of one flat: packs nothing itself, but tells the unit that all gradients of its views are there.
+struct UnitBackward final : torch::autograd::Node {
+    std::shared_ptr<UnitRef> ref;
+    int index = 0;
+
+    UnitBackward() : Node(/*sequence_nr=*/UINT64_MAX) // as AccumulateGrad: as soon as it is ready
+    {
+    }
+
+    std::string name() const override
+    {
+        return "FlatParamUnitBackward";
+    }
+
+    torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override
+    {
+        TORCH_CHECK(!at::GradMode::is_enabled(), "flatparam: ", ref->name,
+                    " cannot take part in backward(create_graph=True): its gradients are reduced without a history");
+        if (std::any_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
+            const fp_gradients gradients{grads};
+            call_unit(*ref, [&](void *unit) { return ref->calls.gradients_ready(unit, index, &gradients); });
+        }
+        return {};
+    }
+};
+
+struct BeforeBackward final : torch::autograd::FunctionPreHook {
+    std::shared_ptr<UnitRef> ref;
+
+    explicit BeforeBackward(std::shared_ptr<UnitRef> unit) : ref(std::move(unit)) {}
+
+    torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
+    {
+        call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit); });
+        return grads;
+    }
+};
+
+// Everything below runs outside of autograd and of inference mode, whatever mode the caller is in.
+struct Plainly {
+    c10::InferenceMode inference{false};
+    at::NoGradGuard no_grad;
+};
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+fp_group *
+fp_group_new(PyObject *object, const char *name)
+{
+    return fp::guarded<fp_group *>(nullptr, [&] {
+        auto group = std::make_unique<fp_group>();
+        if (name != nullptr) {
+            group->native = c10d::resolve_process_group(name);
+        }
+        group->object = Py_NewRef(object);
+        return group.release();
+    });
+}
+
+void
+fp_group_free(fp_group *group)
+{
+    if (group != nullptr) {
+        Py_XDECREF(group->object);
+        delete group;
+    }
+}
+
+fp_unit_ref *
+fp_unit_ref_new(void *unit, const char *name, const fp_unit_calls *calls)
+{
+    return fp::guarded<fp_unit_ref *>(nullptr, [&] {
+        auto shared = std::make_shared<fp::UnitRef>();
+        shared->unit = unit;
+        shared->name = name;
+        shared->calls = *calls;
+        return new fp_unit_ref{std::move(shared)};
+    });
+}
+
+void
+fp_unit_ref_drop(fp_unit_ref *ref)
+{
+    if (ref != nullptr) {
+        ref->shared->unit = nullptr;
+        delete ref;
+    }
+}
+
+fp_flat *
+fp_flat_new(const fp_flat_options *options)
+{
+    return fp::guarded<fp_flat *>(nullptr, [&] {
+        TORCH_CHECK_VALUE(options->shards >= 1 && options->rank >= 0 && options->rank < options->shards &&
+                              options->shard_numel >= 1,
+                          "expected 0 <= rank < shards and a shard of at least 1 element, got rank ", options->rank,
+                          ", shards ", options->shards, ", shard_numel ", options->shard_numel);
+        TORCH_CHECK_VALUE(options->geometry->shared->total == options->shards * options->shard_numel, "expected ",
+                          options->shards, " shards of ", options->shard_numel, " elements, got ",
+                          options->geometry->shared->total);
+        TORCH_CHECK_VALUE((options->shards == 1) == (options->shard_group == nullptr),
+                          "a group to shard over goes with more than one shard");
+        auto flat = std::make_unique<fp_flat>();
+        flat->geometry = options->geometry->shared;
+        flat->shard_numel = options->shard_numel;
+        flat->rank = options->rank;
+        flat->shards = options->shards;
+        flat->shard_group = options->shard_group;
+        flat->replicate_group = options->replicate_group;
+        flat->predivide = options->predivide;
+        flat->postdivide = options->postdivide;
+        flat->compute_dtype = fp::dtype_from(options->compute_dtype);
+        flat->reduce_dtype = fp::dtype_from(options->reduce_dtype);
+        flat->keep_reduce_dtype = options->keep_reduce_dtype != 0;
+        flat->stays_full = options->stays_full != 0;
+        return flat.release();
+    });
+}
+
+void
+fp_flat_free(fp_flat *flat)
+{
+    delete flat;
+}
+
+int
+fp_flat_prepare(fp_flat *flat, PyObject *shard_object)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &shard = fp::unpack(shard_object);
+        TORCH_CHECK_VALUE(shard.dim() == 1 && shard.numel() == flat->shard_numel && shard.is_contiguous(),
+                          "expected a shard of ", flat->shard_numel, " elements, got shape ", shard.sizes());
+        const at::ScalarType dtype = flat->dtype_of(shard);
+        const bool borrowed = flat->shards == 1 && dtype == shard.scalar_type();
+        if (flat->full.defined() && flat->full.scalar_type() == dtype && flat->full.device() == shard.device() &&
+            flat->borrowed == borrowed &&
+            (!borrowed || (fp::storage_of(flat->full) == fp::storage_of(shard) &&
+                           flat->full.storage_offset() == shard.storage_offset()))) {
+            return 0;
+        }
+        const fp::Plainly plainly;
+        const at::TensorOptions options = shard.options().dtype(dtype).requires_grad(false);
+        const int64_t total = flat->geometry->total;
+        const at::Tensor source = borrowed ? shard : at::empty({0}, options);
+        flat->full = fp::alias(source, total, int64_t{1}, borrowed ? shard.storage_offset() : 0);
+        flat->io = fp::alias(source, total, int64_t{1}, borrowed ? shard.storage_offset() : 0);
+        flat->borrowed = borrowed;
+        return 1;
+    });
+}
+
+int
+fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out)
+{
+    Py_ssize_t made = 0;
+    const int status = fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        auto node = fp::make_node<fp::UnitBackward>();
+        node->ref = ref->shared;
+        node->index = index;
+        for (const fp::View &view : flat->geometry->views) {
+            at::Tensor result =
+                fp::alias(flat->full, view.shape, view.stride, flat->full.storage_offset() + view.offset);
+            if (!untracked) {
+                result = torch::autograd::make_variable_differentiable_view(
+                    result, torch::autograd::ViewInfo(flat->full, nullptr, nullptr), std::nullopt,
+                    /*shared_view_info=*/true, torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
+                torch::autograd::impl::set_gradient_edge(result, {node, node->add_input_metadata(result)});
+            }
+            else {
+                result.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat->full));
+            }
+            out[made] = THPVariable_Wrap(std::move(result));
+            if (out[made] == nullptr) {
+                return -1;
+            }
+            made++;
+        }
+        return 0;
+    });
+    if (status < 0) {
+        while (made > 0) {
+            Py_CLEAR(out[--made]);
+        }
+    }
+    return status;
+}
+
+int
+fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives, int changed)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        if (changed) {
+            flat->full.unsafeGetTensorImpl()->bump_version();
+            const auto version = static_cast<uint32_t>(flat->full._version());
+            for (size_t i = 0; i < flat->geometry->views.size(); i++) {
+                const at::Tensor &view = THPVariable_Unpack(views[i]);
+                if (auto *meta = torch::autograd::impl::get_view_autograd_meta(view)) {
+                    meta->set_attr_version(version); /* or autograd would look for another history of the view */
+                }
+            }
+        }
+        if (flat->borrowed) {
+            return 0;
+        }
+        fp::wait_for(flat->work);
+        c10::StorageImpl *storage = fp::storage_of(flat->full);
+        const size_t bytes = static_cast<size_t>(flat->geometry->total) * flat->full.element_size();
+        if (storage->nbytes() != bytes) {
+            const c10::OptionalDeviceGuard device(storage->device());
+            storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes));
+            storage->set_nbytes(bytes);
+        }
+        fp::set_freed_reason(storage, nullptr);
+        at::Tensor slot = fp::alias(flat->io, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
+        fp::convert(slot, shard, {});
+        if (flat->shards == 1) {
+            return 0;
+        }
+        if (collectives != nullptr || !flat->shard_group->native) {
+            fp::call_python(collectives, "all_gather", flat->io, slot, *flat->shard_group);
+        }
+        else {
+            flat->work = fp::all_gather(*flat->shard_group->native, flat->io, slot);
+        }
+        return 0;
+    });
+}
+
+int
+fp_flat_wait(fp_flat *flat)
+{
+    return fp::guarded(-1, [&] {
+        fp::wait_for(flat->work);
+        return 0;
+    });
+}
+
+int
+fp_flat_is_allocated(const fp_flat *flat) noexcept
+{
+    return flat->full.defined() && fp::storage_of(flat->full)->nbytes() != 0;
+}
+
+int
+fp_flat_release(fp_flat *flat, const char *reason)
+{
+    return fp::guarded(-1, [&] {
+        fp::wait_for(flat->work);
+        if (!flat->borrowed && !flat->stays_full && flat->full.defined()) {
+            c10::StorageImpl *storage = fp::storage_of(flat->full);
+            storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+            storage->set_nbytes(0);
+            fp::set_freed_reason(storage, reason);
+        }
+        return 0;
+    });
+}
+
+PyObject *
+fp_flat_unsharded(fp_flat *flat)
+{
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->io); });
+}
+
+int
+fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const fp::WithoutGil released;
+        const bool first = !flat->kept.defined();
+        at::Tensor target =
+            first ? at::empty({flat->geometry->total}, shard.options().device(flat->full.device()).requires_grad(false))
+                  : flat->kept;
+        fp::pack_gradients(*flat, target, gradients->list, {.scale = std::nullopt, .accumulate = !first});
+        flat->kept = std::move(target);
+        return 0;
+    });
+}
+
+int
+fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_object, PyObject *collectives)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const at::TensorOptions options =
+            shard.options().device(flat->full.device()).requires_grad(false).dtype(flat->wire_dtype_of(shard));
+        const std::optional<double> scale =
+            flat->predivide != 1.0 ? std::optional<double>(1.0 / flat->predivide) : std::nullopt;
+        {
+            const fp::WithoutGil released;
+            if (flat->kept.defined() && gradients != nullptr) {
+                fp::pack_gradients(*flat, flat->kept, gradients->list, {.scale = std::nullopt, .accumulate = true});
+            }
+            if (!flat->kept.defined() && gradients != nullptr) {
+                flat->wire = at::empty({flat->geometry->total}, options);
+                fp::pack_gradients(*flat, flat->wire, gradients->list, {.scale = scale, .accumulate = false});
+            }
+            else if (flat->kept.defined()) {
+                flat->wire = at::empty({flat->geometry->total}, options);
+                fp::convert(flat->wire, flat->kept, {.scale = scale, .accumulate = false});
+                flat->kept.reset();
+            }
+            else {
+                flat->wire = at::zeros({flat->geometry->total}, options);
+            }
+        }
+        flat->stage = fp_flat::LAST;
+        if (flat->shards > 1) {
+            flat->reduced = at::empty({flat->shard_numel}, options);
+            flat->stage = flat->replicate_group != nullptr ? fp_flat::FIRST : fp_flat::LAST;
+            if (collectives != nullptr || !flat->shard_group->native) {
+                fp::call_python(collectives, "reduce_scatter", flat->reduced, flat->wire, *flat->shard_group);
+            }
+            else {
+                flat->reduction = fp::reduce_scatter(*flat->shard_group->native, flat->reduced, flat->wire);
+            }
+            return 0;
+        }
+        flat->reduced = flat->wire;
+        if (flat->replicate_group != nullptr) {
+            flat->stage = fp_flat::FIRST;
+            return fp_flat_advance(flat, collectives);
+        }
+        return 0;
+    });
+}
+
+int
+fp_flat_advance(fp_flat *flat, PyObject *collectives)
+{
+    return fp::guarded(-1, [&] {
+        if (flat->stage == fp_flat::NOTHING) {
+            return 0;
+        }
+        fp::wait_for(flat->reduction);
+        if (flat->shards > 1) {
+            flat->wire.reset();
+        }
+        if (flat->stage == fp_flat::FIRST) {
+            flat->stage = fp_flat::LAST;
+            if (collectives != nullptr || !flat->replicate_group->native) {
+                fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
+            }
+            else {
+                std::vector<at::Tensor> tensors = {flat->reduced};
+                const fp::WithoutGil released;
+                flat->reduction = flat->replicate_group->native->allreduce(tensors);
+            }
+        }
+        return 0;
+    });
+}
+
+PyObject *
+fp_flat_take(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
+{
+    if (flat->stage == fp_flat::NOTHING) {
+        Py_RETURN_NONE;
+    }
+    if (flat->stage == fp_flat::FIRST && fp_flat_advance(flat, collectives) < 0) {
+        return nullptr;
+    }
+    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        fp::wait_for(flat->reduction);
+        at::Tensor result = std::move(flat->reduced);
+        flat->reduced.reset();
+        flat->wire.reset();
+        flat->stage = fp_flat::NOTHING;
+        if (flat->postdivide != 1.0) {
+            result.div_(flat->postdivide);
+        }
+        return THPVariable_Wrap(
+            result.to(shard.device(), flat->keep_reduce_dtype ? result.scalar_type() : shard.scalar_type()));
+    });
+}
+
+int
+fp_flat_has_kept(const fp_flat *flat) noexcept
+{
+    return flat->kept.defined();
+}
+
+PyObject *
+fp_flat_kept(fp_flat *flat)
+{
+    if (!flat->kept.defined()) {
+        Py_RETURN_NONE;
+    }
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->kept); });
+}
+
+void
+fp_flat_forget(fp_flat *flat, int kept_too)
+{
+    flat->reduction.reset();
+    flat->wire.reset();
+    flat->reduced.reset();
+    flat->stage = fp_flat::NOTHING;
+    if (kept_too) {
+        flat->kept.reset();
+    }
+}
+
+// ---- gradients as attributes ----
+
+int
+fp_engine_set_grad(PyObject *tensor, PyObject *grad)
+{
+    return fp::guarded(-1, [&] {
+        at::Tensor &slot = fp::unpack(tensor).mutable_grad();
+        if (grad == nullptr || grad == Py_None) {
+            slot.reset();
+        }
+        else {
+            slot = fp::unpack(grad);
+        }
+        return 0;
+    });
+}
+
+int
+fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                    const int64_t *numels, PyObject *grad_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &grad = fp::unpack(grad_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const at::Tensor together = fp::shown_together(targets, starts, numels, grad);
+        if (together.defined()) {
+            fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
+            return 0;
+        }
+        for (size_t i = 0; i < targets.size(); i++) {
+            if (numels[i] < 0 || !targets[i].requires_grad()) {
+                continue;
+            }
+            const fp::View &view = geometry->shared->views[i];
+            const bool whole = numels[i] == view.numel && targets[i].sizes() == c10::IntArrayRef(view.shape);
+            TORCH_CHECK_VALUE(whole || (targets[i].dim() == 1 && targets[i].numel() == numels[i]),
+                              "expected parameter ", i, " to have ", numels[i],
+                              " elements in one dimension or its shape ", c10::IntArrayRef(view.shape), ", got shape ",
+                              targets[i].sizes());
+            const int64_t offset = grad.storage_offset() + starts[i];
+            at::Tensor piece = whole ? fp::alias(grad, view.shape, view.stride, offset)
+                                     : fp::alias(grad, numels[i], int64_t{1}, offset);
+            at::Tensor &slot = targets[i].mutable_grad();
+            if (slot.defined()) {
+                TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
+                                  " to have shape ", piece.sizes(), ", got ", slot.sizes());
+                piece.add_(slot.layout() == at::kStrided ? slot : slot.to_dense());
+            }
+            slot = std::move(piece);
+        }
+        return 0;
+    });
+}
+
+PyObject *
+fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                  PyObject *shard_object)
+{
+    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        at::Tensor all = fp::shown_together(targets, starts, numels, shard);
+        for (size_t i = 0; !all.defined() && i < targets.size(); i++) {
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (own.defined() && own.numel() == numels[i] && numels[i] > 0) {
+                all = at::zeros({shard.numel()}, own.options());
+            }
+        }
+        if (!all.defined()) {
+            Py_RETURN_NONE;
+        }
+        for (size_t i = 0; i < targets.size(); i++) {
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (own.defined() && own.numel() == numels[i] && numels[i] > 0 &&
+                !fp::is_piece(own, all, starts[i], numels[i])) {
+                fp::alias(all, own.sizes(), own.strides(), all.storage_offset() + starts[i]).copy_(own);
+            }
+        }
+        return THPVariable_Wrap(std::move(all));
+    });
+}
+
+int
+fp_engine_add(PyObject *target, PyObject *source)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::convert(fp::unpack(target), fp::unpack(source), {.scale = std::nullopt, .accumulate = true});
+        return 0;
+    });
+}
+
+int
+fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept_object)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            if (targets[i].requires_grad()) {
+                targets[i].mutable_grad() =
+                    fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            }
+        }
+        return 0;
+    });
+}
+
+Py_ssize_t
+fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept_object)
+{
+    return fp::guarded<Py_ssize_t>(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        Py_ssize_t shown = 0;
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
+                shown++;
+                continue;
+            }
+            at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            if (own.defined() && own.sizes() == place.sizes()) { /* the user's own: that is what is to be reduced */
+                place.copy_(own);
+                shown++;
+            }
+            else {
+                place.zero_();
+            }
+        }
+        return shown;
+    });
+}
+
+// ---- graph ----
+
+int
+fp_engine_hook(PyObject *tensor_object, fp_unit_ref *ref)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &tensor = THPVariable_Unpack(tensor_object);
+        const auto &node = tensor.grad_fn();
+        if (!node) {
+            return 0;
+        }
+        node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared));
+        return 1;
+    });
+}
+
+int
+fp_engine_task(void) noexcept
+{
+    return torch::autograd::get_current_graph_task_id();
+}
+
+int
+fp_engine_at_end(fp_unit_ref *ref)
+{
+    return fp::guarded(-1, [&] {
+        torch::autograd::Engine::get_default_engine().queue_callback(
+            [shared = ref->shared] { fp::call_unit(*shared, shared->calls.before_backward); });
+        return 0;
+    });
+}
+
+int
+fp_engine_grad_enabled(void) noexcept
+{
+    return at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
+}
+
+int64_t
+fp_engine_versions(PyObject *const *tensors, Py_ssize_t n) noexcept
+{
+    int64_t sum = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        c10::TensorImpl *impl = THPVariable_Unpack(tensors[i]).unsafeGetTensorImpl();
+        sum += impl->is_inference() ? 0 : static_cast<int64_t>(impl->version_counter().current_version());
+    }
+    return sum;
+}
+
+int
+fp_engine_moved(PyObject *const *params, Py_ssize_t n, PyObject *shard_object, const int64_t *starts,
+                const int64_t *numels, const char *mask) noexcept
+{
+    const at::Tensor &shard = THPVariable_Unpack(shard_object);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const at::Tensor &param = THPVariable_Unpack(params[i]);
+        if (mask != nullptr && param.requires_grad() != (mask[i] != 0)) {
+            return 1;
+        }
+        if (numels[i] < 0 ? param.numel() != 0 : !fp::is_piece(param, shard, starts[i], numels[i])) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int
+fp_engine_requires_grad(PyObject *tensor) noexcept
+{
+    return THPVariable_Unpack(tensor).requires_grad();
+}
+
+int
+fp_engine_is_tensor(PyObject *object) noexcept
+{
+    return THPVariable_Check(object);
+}
+
+PyObject *
+fp_engine_grad(PyObject *tensor)
+{
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(fp::unpack(tensor).grad()); });
+}
+
+} // extern "C"

@@ -1,0 +1,118 @@
+/* bridge/fp_engine.h -- what the runtime's C glue may ask of libtorch: one flat parameter of a unit, from shard to
+ * unsharded data to views to reduced gradient. Plain C, under the rules of fp_torch.h.
+ *
+ * One flat at work:
+ *     prepare -> views        (once; again when dtype or device of the shard have changed)
+ *     gather -> wait          before forward and backward: the shard of every rank into one buffer
+ *     free                    when nobody needs it: its storage has 0 bytes, the views stay
+ *     keep -> reduce -> take  the gradients of the views, packed, reduced over the ranks, as the gradient of the shard */
+#ifndef FP_ENGINE_H
+#define FP_ENGINE_H
+
+#include "bridge/fp_torch.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Ranks that share something. Counted by nobody: whoever made it frees it. */
+typedef struct fp_group fp_group;
+
+/* The process group that torch registered as name; NULL: every collective goes through Python. group is the Python
+ * object, kept. */
+fp_group *fp_group_new(PyObject *group, const char *name);
+void fp_group_free(fp_group *group); /* NULL is allowed */
+
+/* What runs when autograd comes to a unit. Both are called with the GIL held and give 0, or -1 with an exception. */
+typedef struct fp_gradients fp_gradients; /* those of the views of one flat, during the call */
+typedef struct {
+    int (*before_backward)(void *unit);
+    int (*gradients_ready)(void *unit, int flat, const fp_gradients *gradients);
+} fp_unit_calls;
+
+/* A weak reference to a unit that nodes and hooks of a graph hold: they may outlive it. Counted. */
+typedef struct fp_unit_ref fp_unit_ref;
+fp_unit_ref *fp_unit_ref_new(void *unit, const char *name, const fp_unit_calls *calls);
+void fp_unit_ref_drop(fp_unit_ref *ref); /* the unit is gone; NULL is allowed */
+
+typedef struct {
+    const fp_geometry *geometry; /* its total is shards * shard_numel */
+    int64_t shard_numel;
+    int rank, shards;          /* ours in the group that shares the flat parameter, and how many share it */
+    fp_group *shard_group;     /* NULL if shards == 1; borrowed, outlives the flat */
+    fp_group *replicate_group; /* gradients of the shard are added over it too; NULL: none; borrowed */
+    double predivide, postdivide;
+    PyObject *compute_dtype, *reduce_dtype; /* torch.dtype, or NULL: the shard's; reduce: compute_dtype */
+    int keep_reduce_dtype;                  /* the gradient stays in reduce_dtype */
+    int stays_full;                         /* free() keeps the memory */
+} fp_flat_options;
+
+typedef struct fp_flat fp_flat;
+fp_flat *fp_flat_new(const fp_flat_options *options);
+void fp_flat_free(fp_flat *flat); /* NULL is allowed */
+
+/* Make the unsharded tensor for a shard of this dtype and device. 1: it is a new one, views must be made anew;
+ * 0: there already; -1. */
+int fp_flat_prepare(fp_flat *flat, PyObject *shard);
+/* Views of the unsharded tensor behind one node, which calls ref's unit. untracked: without a node. */
+int fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
+
+/* Write the shard to its place and start gathering. collectives: NULL, or the Python object that does it. changed: the
+ * shard's values are not those of the gather before, so a graph that still needs those shall be refused by autograd. */
+int fp_flat_gather(fp_flat *flat, PyObject *shard, PyObject *const *views, PyObject *collectives, int changed);
+int fp_flat_wait(fp_flat *flat); /* until the gather has ended */
+int fp_flat_is_allocated(const fp_flat *flat) FP_NOEXCEPT;
+int fp_flat_release(fp_flat *flat, const char *reason); /* free the memory; see fp_torch_resize_storage for reason */
+PyObject *fp_flat_unsharded(fp_flat *flat);             /* the tensor, new reference */
+
+/* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype. */
+int fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
+/* Start reducing what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros. */
+int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives);
+int fp_flat_advance(fp_flat *flat, PyObject *collectives); /* wait for the first of the collectives, start the second */
+/* Wait for all; the reduced gradient of the shard, new reference; Py_None if there is none. */
+PyObject *fp_flat_take(fp_flat *flat, PyObject *shard, PyObject *collectives);
+int fp_flat_has_kept(const fp_flat *flat) FP_NOEXCEPT;
+PyObject *fp_flat_kept(fp_flat *flat);            /* the unsharded gradient, new reference; Py_None */
+void fp_flat_forget(fp_flat *flat, int kept_too); /* drop reductions under way; and what is kept */
+
+/* ---- gradients as attributes ---- */
+
+/* tensor.grad = grad whatever the shape and dtype; NULL: None. */
+int fp_engine_set_grad(PyObject *tensor, PyObject *grad);
+/* Add grad, the gradient of the shard, to params[i].grad, its pieces: numels[i] < 0: none here. Where numels[i] is all of
+ * the parameter, and it has its shape, in that shape. Pieces that lie together in one gradient are added to in place. */
+int fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                        const int64_t *numels, PyObject *grad);
+/* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one. */
+PyObject *fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                            PyObject *shard);
+int fp_engine_add(PyObject *target, PyObject *source); /* target += source, both 1-D */
+/* Make params[i].grad its place in the unsharded gradient. */
+int fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept);
+/* How many of params still show kept; where one does not, its place in kept is set to 0. -1: error. */
+Py_ssize_t fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept);
+
+/* ---- graph ---- */
+
+/* Call ref's unit when the first gradient of tensor is there. 1: done; 0: tensor has no history. */
+int fp_engine_hook(PyObject *tensor, fp_unit_ref *ref);
+/* The graph task that runs in this thread, -1: none. */
+int fp_engine_task(void) FP_NOEXCEPT;
+/* Call ref's unit's before_backward when the running graph task ends. */
+int fp_engine_at_end(fp_unit_ref *ref);
+int fp_engine_grad_enabled(void) FP_NOEXCEPT;
+/* Sum of the versions of tensors: it changes when one of them is changed in place. */
+int64_t fp_engine_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;
+/* 1 if some parameter's data is not the piece of shard that starts and numels say, or has another requires_grad than
+ * mask (NULL: not looked at). */
+int fp_engine_moved(PyObject *const *params, Py_ssize_t n, PyObject *shard, const int64_t *starts,
+                    const int64_t *numels, const char *mask) FP_NOEXCEPT;
+int fp_engine_requires_grad(PyObject *tensor) FP_NOEXCEPT;
+int fp_engine_is_tensor(PyObject *object) FP_NOEXCEPT;
+PyObject *fp_engine_grad(PyObject *tensor); /* .grad, new reference */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

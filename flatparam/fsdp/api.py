@@ -1,0 +1,78 @@
+"""The enums and settings that users name. All but the strategies and states are torch's own objects."""
+
+from enum import Enum, auto
+from typing import Any
+
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]
+
+
+class ShardingStrategy(Enum):
+    """How a unit is spread over ranks; each is a row of the table in ``placement.py``.
+
+    Equal to the member of the same name of torch's enum, which is accepted wherever this one is.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+    ZERO_1 = auto()
+    LAYER_ZERO = auto()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Enum) and type(other).__name__ == "ShardingStrategy" and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @classmethod
+    def of(cls, value: Any) -> "ShardingStrategy":
+        """The member that ``value`` is: one of this enum or of torch's; None is FULL_SHARD."""
+        if value is None:
+            return cls.FULL_SHARD
+        if isinstance(value, Enum) and type(value).__name__ == "ShardingStrategy" and value.name in cls.__members__:
+            return cls[value.name]
+        raise TypeError(f"expected a ShardingStrategy, got {value!r}")
+
+
+class TrainingState(Enum):
+    """What a unit is doing."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()

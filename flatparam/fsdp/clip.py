@@ -1,0 +1,75 @@
+"""Clipping gradients that are spread over ranks by their norm over all of them."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from .unit import Unit
+
+
+def clip_grad_norm(
+    units: Iterable[Unit], others: Iterable[nn.Parameter], max_norm: float, norm_type: float, device: torch.device
+) -> Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
+
+    ``others``: parameters that no unit has, counted once. Sharded ones are summed over the ranks that share them.
+    The norm is computed in fp32 and has the widest dtype of the gradients.
+    Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
+    """
+    sharded: dict[Any, list[nn.Parameter]] = {}
+    whole: dict[nn.Parameter, None] = {}
+    managed: set[nn.Parameter] = set()
+    for unit in units:
+        for segment, param in unit.parameters():
+            managed.add(param)
+            if segment.is_sharded:
+                sharded.setdefault(segment.placement.optim, []).append(param)
+            else:
+                whole[param] = None
+    for param in others:
+        if param not in managed:
+            whole[param] = None
+    params = [param for group in sharded.values() for param in group] + list(whole)
+    gradients = list({id(param): param.grad for param in params if param.grad is not None}.values())
+    if not sharded:
+        return nn.utils.clip_grad_norm_(list(whole), max_norm, norm_type)
+
+    def local_norm(some: Iterable[nn.Parameter]) -> Tensor:
+        norms = [
+            torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=torch.float32)
+            for param in some
+            if param.grad is not None and (param.grad.numel() > 0)
+        ]
+        if not norms:
+            return torch.zeros((), device=device)
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type, dtype=torch.float32)
+
+    is_max = norm_type == math.inf
+    total: Tensor | None = None
+    for group, members in sharded.items():
+        norm = local_norm(members)
+        norm = norm if is_max else norm**norm_type
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        total = norm if total is None else torch.maximum(total, norm) if is_max else total + norm
+    assert total is not None
+    if whole:
+        norm = local_norm(whole)
+        total = torch.maximum(total, norm) if is_max else total + norm**norm_type
+    if not is_max:
+        total = total ** (1.0 / norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in gradients:
+        grad.detach().mul_(factor.to(grad.device, grad.dtype))
+    if not gradients:
+        warnings.warn(f"clip_grad_norm_() found no gradients on rank {dist.get_rank()}: the norm is fp32", stacklevel=3)
+        return total
+    dtype = gradients[0].dtype
+    for grad in gradients[1:]:
+        dtype = torch.promote_types(dtype, grad.dtype)
+    return total.to(dtype)

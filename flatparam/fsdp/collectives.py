@@ -1,0 +1,43 @@
+"""Collectives through ``torch.distributed``, for groups that C++ does not know and for functions that were replaced.
+
+The C core calls them as ``name(output, input, group)`` and waits for nothing afterwards.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_NAMES = {
+    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_reduce": ("all_reduce",),
+}
+
+# (namespace, name, function as it was): once one of them is another, the Python way is taken.
+WATCHED: tuple[tuple[dict, str, Any], ...] = tuple(
+    (vars(dist), name, vars(dist)[name]) for names in _NAMES.values() for name in names if name in vars(dist)
+)
+
+
+def _function(kind: str) -> Callable[..., Any]:
+    """The function that was replaced, else the first that this torch has."""
+    known = [entry for entry in WATCHED if entry[1] in _NAMES[kind]]
+    name = next((name for space, name, function in known if space.get(name) is not function), known[0][1])
+    return getattr(dist, name)
+
+
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+    """``shard`` ``[n]`` of every rank into ``output`` ``[world size * n]``, in rank order."""
+    _function("all_gather")(output, shard, group=group)
+
+
+def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """The sum over ranks of ``whole`` ``[world size * n]``: this rank's part into ``output`` ``[n]``."""
+    _function("reduce_scatter")(output, whole, group=group)
+
+
+def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
+    """The sum over ranks, in place."""
+    _function("all_reduce")(tensor, group=group)

@@ -1,0 +1,627 @@
+"""The wrapper that users see."""
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.fsdp.api import FullOptimStateDictConfig
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import _C
+from . import collectives
+from . import state_dict as state_dicts
+from .api import ShardingStrategy, TrainingState
+from .clip import clip_grad_norm
+from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
+from .outputs import cast_floats, find_tensors
+from .placement import Placement, groups_of, place
+from .summon import Summoned, summon
+from .unit import Options, Unit, find_originals, units_of
+from .wrap import replace_modules, targets_of
+
+_PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
+
+
+class StateError(RuntimeError, AssertionError, ValueError):
+    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_C.note_optimizer_step)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
+
+    Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13), and
+        ``placement``: groups to shard over (:class:`Placement`) instead of strategy and process group;
+        ``segments``: a unit may hold parameters of several dtypes, and frozen beside trainable ones, each in a flat
+        parameter of its own: frozen ones have no gradient memory and are not reduced.
+    ``limit_all_gathers`` holds always: memory is freed in the order of the program, so there is nothing to limit.
+    Raises: ValueError for arguments that contradict each other or name what is not supported.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+        *,
+        placement: Placement | None = None,
+        segments: bool = False,
+    ):
+        super().__init__()
+        _watch_optimizers()
+        _refuse(
+            cpu_offload=cpu_offload is not None and cpu_offload.offload_params and _has_accelerator(),
+            param_init_fn=param_init_fn is not None,
+            device_id=device_id is not None and torch.device(device_id).type != "cpu",
+            sync_module_states=sync_module_states,
+        )
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
+        if any(param.is_meta for param in module.parameters()):
+            raise ValueError("parameters on the meta device are not supported yet: materialize the module first")
+        if backward_prefetch not in _PREFETCH:
+            raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}")
+        self._strategy = ShardingStrategy.of(sharding_strategy)
+        self._backward_prefetch = backward_prefetch
+        self._forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
+        self.cpu_offload = cpu_offload if cpu_offload is not None else CPUOffload()
+        self._use_orig_params = use_orig_params
+        ignored_modules_set, ignored_params = _ignored(module, ignored_modules, ignored_states)
+        if placement is not None:
+            if process_group is not None or device_mesh is not None or sharding_strategy is not None:
+                raise ValueError("placement= replaces process_group, device_mesh and sharding_strategy: pass only one")
+            self._placement = placement
+        else:
+            self._placement = place(self._strategy, groups_of(self._strategy, process_group, device_mesh))
+        self._ignored_params = ignored_params
+        if auto_wrap_policy is not None:
+            self._wrap_descendants(
+                module,
+                auto_wrap_policy,
+                ignored_modules_set,
+                ignored_params,
+                {
+                    "process_group": process_group,
+                    "sharding_strategy": sharding_strategy,
+                    "cpu_offload": cpu_offload,
+                    "backward_prefetch": backward_prefetch,
+                    "mixed_precision": mixed_precision,
+                    "param_init_fn": param_init_fn,
+                    "device_id": device_id,
+                    "sync_module_states": sync_module_states,
+                    "forward_prefetch": forward_prefetch,
+                    "limit_all_gathers": limit_all_gathers,
+                    "use_orig_params": use_orig_params,
+                    "device_mesh": device_mesh,
+                    "placement": placement,
+                    "segments": segments,
+                },
+            )
+        for inner in module.modules():
+            if isinstance(inner, FullyShardedDataParallel):
+                ignored_params |= inner._ignored_params
+                if inner._outer is None or inner._outer() is None:
+                    inner._outer = weakref.ref(self)
+        self._outer: weakref.ref[FullyShardedDataParallel] | None = None
+        originals = find_originals(module, ignored_params, _is_unit, clean_tensor_name)
+        self._check_not_shared(module, originals)
+        self._buffer_dtypes: dict[str, torch.dtype] = {}
+        self.add_module(FSDP_WRAPPED_MODULE, module)
+        self._unit = Unit(
+            module,
+            originals,
+            Options(self._placement, self.mixed_precision, use_orig_params, segments),
+            f"the unit of {type(module).__name__}",
+        )
+        self._is_root = False
+        self._casts_to: torch.dtype | None = None
+        self._loading: Summoned | None = None
+        self._settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    def _wrap_descendants(
+        self,
+        module: nn.Module,
+        policy: Any,
+        ignored_modules: set[nn.Module],
+        ignored_params: set[nn.Parameter],
+        arguments: dict[str, Any],
+    ) -> None:
+        if any(_is_unit(inner) for inner in module.modules()):
+            raise ValueError("a policy wraps a tree without units; this one has FullyShardedDataParallel already")
+        targets = targets_of(module, policy, ignored_modules, ignored_params, arguments)
+        precision = self.mixed_precision
+        if precision.param_dtype is not None and any(
+            isinstance(inner, tuple(precision._module_classes_to_ignore)) for inner in module.modules()
+        ):
+            raise ValueError(
+                "mixed precision with a policy and modules of _module_classes_to_ignore (batch norm) is not supported "
+                "yet: wrap those modules by hand with MixedPrecision() of their own"
+            )
+        replace_modules(
+            module,
+            targets,
+            lambda target, kwargs: type(self)(
+                target,
+                **{
+                    **{key: value for key, value in kwargs.items() if key != "auto_wrap_policy"},
+                    "ignored_states": list(ignored_params & set(target.parameters())) or None,
+                },
+            ),
+        )
+
+    def _check_not_shared(self, module: nn.Module, originals: list[Any]) -> None:
+        """Refuse a parameter that a unit below has as well. Raises: ValueError naming both places."""
+        taken = {
+            id(param): (inner, name)
+            for inner in units_of(module.modules())
+            for segment in inner.segments
+            for original in segment.originals
+            for param, name in [(original.param, original.fqn)]
+        }
+        for original in originals:
+            if id(original.param) in taken:
+                inner, name = taken[id(original.param)]
+                raise ValueError(
+                    f"parameter `{original.fqn}` of {type(module).__name__} is shared with `{name}` of {inner.name}: "
+                    "each would train a copy of its own. Wrap both in one unit, or ignore the parameter"
+                )
+
+    # The step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its full parameters."""
+        step = self._unit.step
+        if step.run is None:
+            self._lazy_init()
+        if self._casts_to is not None:
+            args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
+        try:
+            step.pre_forward()
+            output = self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            step.abort_forward()
+            raise
+        return step.post_forward(output)
+
+    def _outermost(self) -> "FullyShardedDataParallel":
+        outer = self._outer() if self._outer is not None else None
+        return self if outer is None else outer._outermost()
+
+    def _lazy_init(self) -> None:
+        """Join all units of the tree in one run; the first forward does it."""
+        root = self._outermost()
+        run = _C.Run(
+            _PREFETCH[root._backward_prefetch],
+            root._forward_prefetch,
+            collectives,
+            collectives.WATCHED,
+            find_tensors,
+        )
+        wrappers = self.fsdp_modules(root)
+        for wrapper in wrappers:
+            if wrapper._use_orig_params != root._use_orig_params:
+                raise ValueError(
+                    f"all units of a tree must have one use_orig_params: {root._unit.name} has "
+                    f"{root._use_orig_params}, {wrapper._unit.name} {wrapper._use_orig_params}"
+                )
+        for wrapper in wrappers:
+            wrapper._unit.step.join(run)
+            wrapper._is_root = wrapper is root
+            precision = wrapper.mixed_precision
+            casts = precision.cast_root_forward_inputs if wrapper is root else precision.cast_forward_inputs
+            wrapper._casts_to = precision.param_dtype if casts else None
+        root._cast_buffers(wrappers)
+
+    def _cast_buffers(self, wrappers: list["FullyShardedDataParallel"]) -> None:
+        """Buffers go to the dtype that the innermost unit around them asks for, once."""
+        done: set[int] = set()
+        for wrapper in reversed(wrappers):
+            dtype = wrapper.mixed_precision.buffer_dtype
+            for path, module in wrapper.module.named_modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is None or id(buffer) in done:
+                        continue
+                    done.add(id(buffer))
+                    if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                        key = without_units(f"{path}.{name}" if path else name)
+                        wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
+                        module._buffers[name] = buffer.to(dtype)
+                        done.add(id(module._buffers[name]))
+
+    def _check_root(self, what: str) -> None:
+        """Raises: StateError unless this is the outermost unit and nothing is under way."""
+        if self._outermost() is not self:
+            raise StateError(f"`{what}()` should only be called on the root FSDP instance; this is {self._unit.name}")
+        self._check_idle(what)
+
+    def _check_idle(self, what: str) -> None:
+        for wrapper in self.fsdp_modules(self):
+            run = wrapper._unit.step.run
+            if run is not None and run.state == "INTERRUPTED":
+                run.recover()
+            if wrapper.training_state is not TrainingState.IDLE:
+                raise StateError(
+                    f"{what}: expected {wrapper._unit.name} to be IDLE, it is in {wrapper.training_state.name}"
+                )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Within the block gradients are kept unsharded and not reduced. For the root, between steps."""
+        self._check_root("no_sync")
+        if self._unit.step.run is None:
+            self._lazy_init()
+        run: Any = self._unit.step.run
+        run.synchronize = 0
+        try:
+            yield
+        finally:
+            run.synchronize = 1
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+
+        A collective call, for the root, between backward and the optimizer's step.
+        """
+        self._check_root("clip_grad_norm_")
+        return clip_grad_norm(
+            list(units_of(self.modules())),
+            [param for param in self.parameters() if isinstance(param, nn.Parameter)],
+            float(max_norm),
+            float(norm_type),
+            self.compute_device,
+        )
+
+    # Full parameters
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Within the block the parameters of the units under ``module`` are whole, in full precision.
+
+        A collective call. ``writeback``: each rank keeps its own shard of what was written. ``rank0_only``: rank 0 of
+        the group that shares a unit sees them, the others their shards. ``with_grads``: ``.grad`` too.
+        Raises: ValueError in a forward, a backward or another summon, and for ``writeback`` with ``rank0_only``.
+        """
+        if writeback and rank0_only:
+            raise WritebackError(
+                "writeback=True with rank0_only=True would leave the ranks with different parameters: pass one of them"
+            )
+        wrappers = [inner for inner in module.modules() if _is_unit(inner)] if recurse else [module]
+        units = []
+        for wrapper in wrappers:
+            if isinstance(wrapper, FullyShardedDataParallel):
+                wrapper._check_idle("summon_full_params")
+                units.append(wrapper._unit)
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "summon_full_params(offload_to_cpu=True) without rank0_only=True holds every parameter once a rank in "
+                "the memory of each host",
+                stacklevel=3,
+            )
+        with summon(
+            units,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Call ``fn`` on every module, while the parameters of its unit are whole; what it writes is kept."""
+        self._check_idle("apply")
+        with summon([self._unit], writeback=True):
+            super().apply(fn)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; while this unit is summoned, with the names of the unwrapped model."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (without_units(name) if self._unit.summoned is not None else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; while this unit is summoned, with the names of the unwrapped model."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (without_units(name) if self._unit.summoned is not None else name), buffer
+
+    # State dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Every parameter whole, in its own precision, under the names of the unwrapped model. A collective call."""
+        if self._unit.summoned is None:
+            self._check_idle_here("state_dict")
+        config = self._settings.state_dict_config
+        rank0_only, to_cpu = getattr(config, "rank0_only", False), config.offload_to_cpu
+        names = ("destination", "prefix", "keep_vars")
+        kwargs.update(zip(names, args, strict=False))
+        prefix = kwargs.get("prefix", "")
+        already = self._unit.summoned is not None
+        units = [] if already else [self._unit]
+        with summon(units, writeback=False):
+            result = super().state_dict(**kwargs)
+            state_dicts.own_entries(
+                self._unit,
+                result,
+                prefix + FSDP_PREFIX,
+                keep_vars=kwargs.get("keep_vars", False),
+                to_cpu=to_cpu,
+                drop=rank0_only and self._placement.rank != 0,
+            )
+        state_dicts.strip_prefix(result, prefix)
+        state_dicts.restore_buffers(result, self._buffer_dtypes, prefix)
+        return result
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load a full state dict, which every rank has. Names in messages are those of the unwrapped model."""
+        self._check_idle("load_state_dict")
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        finally:
+            for wrapper in self.fsdp_modules(self):
+                wrapper._end_loading()
+
+    def _end_loading(self) -> None:
+        if self._loading is not None:
+            loading, self._loading = self._loading, None
+            loading.leave()
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> StateDictSettings:
+        """Choose what ``state_dict`` of the units under ``module`` gives; returns the settings before.
+
+        Raises: ValueError for another kind than FULL_STATE_DICT, which is not supported yet.
+        """
+        if state_dict_type is not StateDictType.FULL_STATE_DICT:
+            raise ValueError(f"{state_dict_type} is not supported yet: only FULL_STATE_DICT is")
+        config = state_dict_config if state_dict_config is not None else FullStateDictConfig()
+        optim_config = optim_state_dict_config if optim_state_dict_config is not None else FullOptimStateDictConfig()
+        if not isinstance(config, FullStateDictConfig):
+            raise StateError(f"{state_dict_type} takes a FullStateDictConfig, got {type(config).__name__}")
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        previous = [wrapper._settings for wrapper in wrappers]
+        for wrapper in wrappers:
+            wrapper._settings = StateDictSettings(state_dict_type, config, optim_config)
+        if not previous:
+            return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+        return previous[0]
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of the units under ``module``."""
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not wrappers:
+            raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
+        return wrappers[0]._settings
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Generator[None, None, None]:
+        """``set_state_dict_type`` for the block; the settings before are restored, also after an exception."""
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        before = [wrapper._settings for wrapper in wrappers]
+        configs = (state_dict_config, optim_state_dict_config)
+        FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, *configs)
+        try:
+            yield
+        finally:
+            for wrapper, settings in zip(wrappers, before, strict=True):
+                wrapper._settings = settings
+
+    # Moving
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
+        self._check_idle_here("changing device or dtype")
+        super()._apply(fn, recurse)
+        unit = self._unit
+        if self._use_orig_params:
+            for segment in unit.segments:
+                segment.flat.data = fn(segment.flat.data)
+                segment.point_at_pieces()
+        unit.step.invalidate()
+        unit.step.make_views()
+        return self
+
+    def _check_idle_here(self, what: str) -> None:
+        run = self._unit.step.run
+        if run is not None and run.state == "INTERRUPTED":
+            run.recover()
+        if self.training_state is not TrainingState.IDLE:
+            raise StateError(f"{what}: expected {self._unit.name} to be IDLE, it is in {self.training_state.name}")
+
+    # What there is
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> "list[FullyShardedDataParallel]":
+        """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds."""
+        found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
+        return [inner for inner in found if inner._outermost() is inner] if root_only else found
+
+    def check_is_root(self) -> bool:
+        """Whether no other unit holds this one. Changes nothing."""
+        return self._outermost() is self
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        module: Any = self._modules[FSDP_WRAPPED_MODULE]
+        inner = getattr(module, "_checkpoint_wrapped_module", None)
+        return module if inner is None else inner
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this unit is doing."""
+        unit = self._unit
+        if unit.summoned is not None:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if unit.step.run is not None and unit.step.run.state in ("FORWARD", "BACKWARD"):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy it was made with."""
+        return self._strategy
+
+    @property
+    def placement(self) -> Placement:
+        """The groups over which this unit is spread."""
+        return self._placement
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When backward gathers the next unit."""
+        return self._backward_prefetch
+
+    @property
+    def process_group(self) -> Any:
+        """The group that shares this unit, or that reduces its gradient."""
+        group = self._placement.optim or self._placement.replicate
+        return dist.group.WORLD if group is None else group
+
+    @property
+    def rank(self) -> int:
+        """This rank in ``process_group``."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The ranks in ``process_group``."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward of this unit run."""
+        for segment in self._unit.segments:
+            return segment.flat.device
+        return next((param.device for param in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters of this unit."""
+        return [segment.flat for segment in self._unit.segments]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if FSDP_WRAPPED_MODULE not in modules:
+                raise
+            return getattr(modules[FSDP_WRAPPED_MODULE], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module.__getitem__(key)  # type: ignore[operator]
+
+
+class WritebackError(ValueError, NotImplementedError):
+    """What both of torch's versions raise for writeback with rank0_only."""
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _refuse(**given: bool) -> None:
+    """Raises: ValueError naming the first argument that was given and is not supported yet."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"FullyShardedDataParallel: the argument {name} is not supported yet")
+
+
+def _ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """The modules, descendants included, and parameters that are not managed."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        )
+    states = list(ignored_states if ignored_states is not None else ignored_modules or ())
+    if all(isinstance(state, nn.Parameter) for state in states):
+        params = set(states)
+        modules: set[nn.Module] = set()
+    elif all(isinstance(state, nn.Module) for state in states):
+        for state in states:
+            if _is_unit(state):
+                raise ValueError(f"`ignored_modules` should not include FSDP modules, got {type(state).__name__}")
+            if state is module:
+                warnings.warn("the module itself is ignored: this unit manages no parameter", stacklevel=3)
+        modules = {inner for state in states for inner in state.modules() if not _is_unit(inner)}
+        params = {param for inner in modules for param in inner._parameters.values() if param is not None}
+    else:
+        kinds = sorted({type(state).__name__ for state in states})
+        raise ValueError(f"ignored_states expects all nn.Parameter or all nn.Module, got {', '.join(kinds)}")
+    return modules, params
+
+
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    state_dicts.insert_prefix(state_dict, prefix)
+    if module._unit.summoned is None:
+        module._loading = Summoned(module._unit, writeback=True)
+        module._loading.enter()
+
+
+def _after_load(module: nn.Module, incompatible: Any) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    module._end_loading()
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [without_units(key) for key in keys]

@@ -1,0 +1,76 @@
+"""Finding the tensors in what a module returns, and casting those in what it is given, whatever holds them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def find_tensors(output: Any, name: str) -> list[Tensor]:
+    """Every tensor in ``output``: registered pytrees, dataclasses, mappings, and attributes of other objects.
+
+    ``name``: of the unit, unused here; the C core gives it so that a replacement can say whose output it is.
+    """
+    found: list[Tensor] = []
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.append(value)
+            return
+        if isinstance(value, (*_PLAIN, torch.nn.Module)) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            children: Any = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        elif isinstance(value, Mapping):
+            children = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            children = value
+        else:
+            leaves = pytree.tree_leaves(value)
+            children = leaves if len(leaves) != 1 or leaves[0] is not value else _attributes(value)
+        for child in list(children):
+            visit(child)
+
+    visit(output)
+    return found
+
+
+def _attributes(value: Any) -> list[Any]:
+    if isinstance(value, type) or callable(value):
+        return []
+    slots = [name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ()))]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure with ``function`` applied to its tensors; what holds none is passed on as it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(map_tensors(function, item) for item in value)
+    if type(value) is dict:
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: map_tensors(function, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **changed)
+    return pytree.tree_map_only(Tensor, function, value)
+
+
+def cast_floats(dtype: torch.dtype, value: Any) -> Any:
+    """Floating-point tensors in ``value`` as ``dtype``."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

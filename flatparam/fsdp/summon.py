@@ -1,0 +1,188 @@
+"""Full parameters outside of forward and backward: gathered into memory of their own, in the shards' own precision."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from .unit import Original, Segment, Unit
+
+
+class Summoned:
+    """The full parameters of one unit, from ``enter`` to ``leave``.
+
+    Args: ``writeback``: keep this rank's shard of what was written; ``rank0_only``: only rank 0 of the group that
+    shares the unit sees them; ``offload_to_cpu``; ``with_grads``: ``.grad`` too.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        *,
+        writeback: bool,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ):
+        self.unit = unit
+        self.writeback = writeback
+        self.shown = not rank0_only or unit.options.placement.rank == 0
+        self.offload_to_cpu = offload_to_cpu
+        self.with_grads = with_grads
+        self.wholes: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        self.had_views = unit.step.shows_views
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Gather, and let the modules have full parameters. A collective call."""
+        unit = self.unit
+        for segment in unit.segments:
+            whole = segment.gather(segment.flat.detach())
+            grad = self._gather_gradient(segment) if self.with_grads else None
+            if self.shown:
+                self.wholes.append(whole.cpu() if self.offload_to_cpu else whole)
+                self.gradients.append(grad.cpu() if grad is not None and self.offload_to_cpu else grad)
+            del whole, grad
+        unit.summoned = self
+        if not self.shown:
+            return
+        unit.unregister_flat()
+        unit.step.put(False)
+        for segment, whole, grad in zip(unit.segments, self.wholes, self.gradients, strict=True):
+            for original, value in zip(segment.originals, segment.unsharded(whole), strict=True):
+                self._show(original, value)
+            if grad is not None:
+                for original, value in zip(segment.originals, segment.unsharded(grad), strict=True):
+                    param = self._param(original)
+                    if param.requires_grad:
+                        param.grad = value
+
+    def _param(self, original: Original) -> nn.Parameter:
+        place = original.names[0]
+        return getattr(place.module, place.name)
+
+    def _show(self, original: Original, value: Tensor) -> None:
+        if self.unit.options.use_orig_params:
+            original.param.grad = None if self.with_grads else original.param.grad
+            original.param.data = value
+            return
+        param = nn.Parameter(value, requires_grad=original.param.requires_grad)
+        for place in original.names:
+            vars(place.module).pop(place.name, None)
+            place.module.register_parameter(place.name, param)
+
+    def _gather_gradient(self, segment: Segment) -> Tensor | None:
+        """The unsharded gradient; ranks without one count as zeros, None if no rank has any."""
+        own = gradient_of(self.unit, segment)
+        if segment.is_sharded:
+            some = torch.tensor(float(own is not None), device=segment.flat.device)
+            dist.all_reduce(some, group=segment.placement.optim)
+            if not some.item():
+                return None
+        elif own is None:
+            return None
+        shard = torch.zeros_like(segment.flat) if own is None else own
+        return segment.gather(shard)
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Write back what was asked for, and let the modules have what they had before."""
+        unit = self.unit
+        unit.summoned = None
+        if not self.shown:
+            return
+        values = [
+            (segment, whole, [getattr(item.names[0].module, item.names[0].name) for item in segment.originals])
+            for segment, whole in zip(unit.segments, self.wholes, strict=True)
+        ]
+        for i, (segment, whole, params) in enumerate(values):
+            if self.writeback or not segment.is_sharded:
+                for param, place in zip(params, segment.unsharded(whole), strict=True):
+                    if param.data_ptr() != place.data_ptr() or param.device != place.device:
+                        place.copy_(param)
+                shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
+                if not torch.equal(shard, mine):  # what was not written is no change to a graph that waits for backward
+                    shard.copy_(mine)
+                unit.step.invalidate()
+            grad = self.gradients[i]
+            if grad is not None and self.writeback:
+                for param, place in zip(params, segment.unsharded(grad), strict=True):
+                    if param.grad is not None and param.grad.data_ptr() != place.data_ptr():
+                        place.copy_(param.grad)
+        for segment in unit.segments:
+            if unit.options.use_orig_params:
+                with_grads = [original.param.grad for original in segment.originals]
+                for original in segment.originals:
+                    original.param.grad = None
+                segment.point_at_pieces()
+                if not self.with_grads:
+                    for original, kept in zip(segment.originals, with_grads, strict=True):
+                        set_gradient(original.param, kept)
+            else:
+                for original in segment.originals:
+                    for name in original.names:
+                        name.module._parameters.pop(name.name, None)
+        if self.with_grads:
+            self._put_gradients_back()
+        unit.register_flat()
+        unit.step.put(self.had_views or not unit.options.use_orig_params)
+
+    def _put_gradients_back(self) -> None:
+        for segment, grad in zip(self.unit.segments, self.gradients, strict=True):
+            if grad is not None:
+                shard = segment.own(grad).to(segment.flat.device, copy=segment.is_sharded)
+                put_gradient(self.unit, segment, shard)
+
+
+def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
+    """The gradient of the shard, from wherever it is: ``[shard_numel]``, or None."""
+    if not unit.options.use_orig_params:
+        return segment.flat.grad
+    have = [original.param.grad for original in segment.originals]
+    if all(grad is None for grad in have):
+        return None
+    dtype = next(grad.dtype for grad in have if grad is not None)
+    shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
+    for grad, (original, start, numel, whole) in zip(have, segment.shapes_here(), strict=True):
+        if grad is not None and numel >= 0:
+            target = segment.view(shard, original, start) if whole else shard.narrow(0, start, numel)
+            target.copy_(grad)
+    return shard
+
+
+def put_gradient(unit: Unit, segment: Segment, shard: Tensor) -> None:
+    """Let ``shard`` be the gradient of the segment's shard."""
+    if not unit.options.use_orig_params:
+        set_gradient(segment.flat, shard)
+        return
+    for original, start, numel, whole in segment.shapes_here():
+        if numel >= 0 and original.param.requires_grad:
+            piece = segment.view(shard, original, start) if whole else shard.narrow(0, start, numel)
+            set_gradient(original.param, piece)
+
+
+def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
+    """``param.grad = grad``, also in another dtype or shape than torch allows."""
+    from .. import _C
+
+    _C.set_grad(param, grad)
+
+
+@contextlib.contextmanager
+def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
+    """Full parameters of ``units`` within the block. A collective call."""
+    entered: list[Summoned] = []
+    try:
+        for unit in units:
+            state = Summoned(unit, **flags)
+            state.enter()
+            entered.append(state)
+        yield
+    finally:
+        for state in reversed(entered):
+            state.leave()

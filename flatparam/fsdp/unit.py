@@ -1,0 +1,370 @@
+"""One unit: its parameters flattened into shards, and the C core's step over them.
+
+A unit has one segment for each (dtype, requires_grad) that it holds apart: a flat parameter with a layout of its own.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import FlatParameter, MixedPrecision
+
+from .. import _C
+from .._flatten import in_storage_order, is_dense, is_truly_contiguous, row_major
+from ..layout import FlatLayout
+from .placement import Placement
+
+FLAT_PARAM = "_flat_param"
+PADDING_VALUE = 42.0  # torch's: it is never read
+_FREED = (
+    "flatparam: a parameter of {} was used while it is sharded. It has its full data during the forward and backward "
+    "of {}; outside of them use summon_full_params(), and call the wrapped module instead of one of its parts. In "
+    "backward this means that an output reached the loss by way of an object in which no tensor was found."
+)
+
+
+class Name(NamedTuple):
+    """One place of a parameter in the module tree."""
+
+    module: nn.Module
+    name: str
+    fqn: str  # from the unit's module on, without the names of wrappers
+
+
+@dataclass
+class Original:
+    """One original parameter."""
+
+    param: nn.Parameter
+    names: list[Name]  # the first is the one that named_parameters() gives
+    shape: torch.Size
+    stride: tuple[int, ...]
+    contiguous: bool
+
+    @property
+    def fqn(self) -> str:
+        return self.names[0].fqn
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a unit needs to know of its settings."""
+
+    placement: Placement
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    use_orig_params: bool = False
+    segments: bool = False
+
+
+class Segment:
+    """One flat parameter of a unit.
+
+    Shapes: ``flat`` is the shard of this rank, ``[layout.shard_numel]``; the unsharded data are
+    ``[layout.padded_numel]``.
+    """
+
+    def __init__(self, originals: list[Original], options: Options):
+        placement = options.placement
+        first = originals[0].param
+        self.originals = originals
+        self.placement = placement
+        precision = options.mixed_precision
+        self.compute_dtype = precision.param_dtype if first.is_floating_point() else None
+        self.reduce_dtype = precision.reduce_dtype
+        dtype = self.compute_dtype or first.dtype
+        self.layout = FlatLayout.of_shapes(
+            [original.shape for original in originals],
+            placement.shards,
+            itemsize=first.element_size(),
+            alignment=16 // dtype.itemsize if options.use_orig_params else 0,
+        )
+        self.pieces = self.layout.param_shards(placement.rank)
+        self.flat = FlatParameter(
+            self._flatten(), requires_grad=any(original.param.requires_grad for original in originals)
+        )
+        if options.use_orig_params:
+            self.point_at_pieces()
+
+    def _flatten(self) -> Tensor:
+        """This rank's shard, filled one parameter at a time; each is freed as soon as it was copied."""
+        first = self.originals[0].param
+        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        begin = self.placement.rank * self.layout.shard_numel
+        shard[: max(0, min(self.layout.shard_numel, self.layout.numel - begin))] = PADDING_VALUE
+        for original, piece in zip(self.originals, self.pieces, strict=True):
+            with torch.no_grad():
+                if piece.in_shard and piece.numel_in_shard:
+                    start: Any = piece.intra_param_start_idx
+                    target = shard.narrow(0, piece.offset_in_shard or 0, piece.numel_in_shard)
+                    target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
+                original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
+        return shard
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.placement.shards > 1
+
+    def piece_ranges(self) -> tuple[tuple[int, int], ...]:
+        """``(start, numel)`` in the shard of each original parameter's piece; numel -1: none here."""
+        return tuple(
+            (piece.offset_in_shard or 0, piece.numel_in_shard or 0) if piece.in_shard else (0, -1)
+            for piece in self.pieces
+        )
+
+    def shapes_here(self) -> Iterator[tuple[Original, int, int, bool]]:
+        """``(original, start, numel, whole)``: whole where the piece is all of the parameter and keeps its shape."""
+        for original, (start, numel) in zip(self.originals, self.piece_ranges(), strict=True):
+            yield original, start, numel, not self.is_sharded
+
+    def view(self, flat: Tensor, original: Original, start: int) -> Tensor:
+        """``original``'s shape and strides at ``start`` of ``flat``."""
+        return flat.as_strided(original.shape, original.stride, flat.storage_offset() + start)
+
+    def point_at_pieces(self) -> None:
+        """Let the original parameters' data be their pieces of the shard."""
+        shard = self.flat.detach()
+        for original, start, numel, whole in self.shapes_here():
+            if whole:
+                original.param.data = self.view(shard, original, start)
+            elif numel >= 0:
+                original.param.data = shard.narrow(0, start, numel)
+            else:
+                original.param.data = shard.new_empty(0)
+
+    def unsharded(self, flat: Tensor) -> Iterator[Tensor]:
+        """Views of an unsharded tensor ``[padded_numel]``, one an original parameter."""
+        for original, offset in zip(self.originals, self.layout.offsets, strict=True):
+            yield self.view(flat, original, offset)
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype."""
+        if not self.is_sharded:
+            return shard
+        whole = shard.new_empty(self.layout.padded_numel)
+        from . import collectives
+
+        group: Any = self.placement.optim
+        collectives.all_gather(whole, shard.contiguous(), group)
+        return whole
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of an unsharded tensor."""
+        return whole.narrow(0, self.placement.rank * self.layout.shard_numel, self.layout.shard_numel)
+
+    def part(self, options: Options) -> tuple[Any, ...]:
+        """What ``_C.Step`` takes for this segment."""
+        placement, precision = options.placement, options.mixed_precision
+        entries = tuple(
+            (item.names[0].module, item.names[0].name, tuple(item.shape), None if item.contiguous else item.stride, at)
+            for item, at in zip(self.originals, self.layout.offsets, strict=True)
+        )
+        shared = tuple((n.module, n.name, i) for i, item in enumerate(self.originals) for n in item.names[1:])
+        before, after = placement.factors
+        use_orig_params = options.use_orig_params
+        return (
+            entries,
+            shared,
+            self.flat,
+            tuple(item.param for item in self.originals) if use_orig_params else None,
+            self.piece_ranges() if use_orig_params else ((0, self.layout.shard_numel),),
+            self.layout.numel,
+            self.layout.shard_numel,
+            placement.rank,
+            placement.shards,
+            describe_group(placement.optim),
+            describe_group(placement.replicate),
+            before,
+            after,
+            self.compute_dtype,
+            self.reduce_dtype,
+            precision.keep_low_precision_grads,
+            placement.stays_full,
+        )
+
+
+def describe_group(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, str | None] | None:
+    """A group as the C core takes it: with the name under which C++ knows it, if it does."""
+    if group is None:
+        return None
+    name = group.group_name
+    try:
+        known = dist.distributed_c10d._resolve_process_group(name) is not None
+    except (RuntimeError, KeyError, ValueError):
+        known = False
+    return group, name if known else None
+
+
+class Unit:
+    """The parameters that one wrapper manages. Source of the layout: torch 2.13 ``FlatParamHandle``.
+
+    Raises: ValueError naming the parameter that cannot be flattened with the others.
+    """
+
+    def __init__(self, module: nn.Module, originals: list[Original], options: Options, name: str):
+        self.module = module
+        self.options = options
+        self.name = name
+        check_tensors(originals, options)
+        self.segments = [Segment(group, options) for group in _by_segment(originals, options)]
+        if not options.use_orig_params:
+            self._hide_originals()
+        self.step = _C.Step(
+            name,
+            tuple(segment.part(options) for segment in self.segments),
+            options.placement.reshard_after_forward,
+            functools.partial(_take_back, weakref.ref(self)),
+            _FREED.format(name, name),
+        )
+        self.summoned: Any = None  # what summon.py keeps while the full parameters are there
+        self.step.make_views()
+
+    def _hide_originals(self) -> None:
+        """Take the original parameters from their modules and register the flat ones instead."""
+        for segment in self.segments:
+            for original in segment.originals:
+                for place in original.names:
+                    delattr(place.module, place.name)
+        self.register_flat()
+
+    def flat_names(self) -> list[str]:
+        return [FLAT_PARAM if i == 0 else f"{FLAT_PARAM}_{i}" for i in range(len(self.segments))]
+
+    def register_flat(self) -> None:
+        if not self.options.use_orig_params:
+            for name, segment in zip(self.flat_names(), self.segments, strict=True):
+                self.module.register_parameter(name, segment.flat)
+
+    def unregister_flat(self) -> None:
+        if not self.options.use_orig_params:
+            for name in self.flat_names():
+                self.module._parameters.pop(name, None)
+
+    def take_back(self) -> None:
+        """Copy the values of parameters whose data were replaced into the shard, and point them at it again.
+
+        Raises: ValueError for a parameter that has neither its full shape nor its piece's.
+        """
+        for segment in self.segments:
+            shard = segment.flat.detach()
+            for original, start, numel, _whole in segment.shapes_here():
+                value = original.param.detach()
+                if numel < 0 and value.numel() == 0:
+                    continue
+                at = shard.narrow(0, start, max(numel, 0))
+                if value.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() and numel > 0:
+                    continue
+                if value.shape == original.shape:
+                    begin = segment.pieces[segment.originals.index(original)].intra_param_start_idx or 0
+                    value = in_storage_order(value).narrow(0, begin, max(numel, 0))
+                elif value.numel() != max(numel, 0):
+                    raise ValueError(
+                        f"{self.name}: expected the new data of parameter `{original.fqn}` to have its shape "
+                        f"{tuple(original.shape)} or that of its piece here, ({max(numel, 0)},), got "
+                        f"{tuple(value.shape)}"
+                    )
+                at.copy_(value.reshape(-1))
+            segment.point_at_pieces()
+
+    def parameters(self) -> Iterator[tuple[Segment, nn.Parameter]]:
+        """What the optimizer steps: the original parameters, or the flat ones."""
+        for segment in self.segments:
+            if self.options.use_orig_params:
+                for original in segment.originals:
+                    yield segment, original.param
+            else:
+                yield segment, segment.flat
+
+
+def _take_back(unit: "weakref.ref[Unit]") -> None:
+    """``take_back`` of a unit that the step must not keep alive."""
+    alive = unit()
+    if alive is not None:
+        alive.take_back()
+
+
+def check_tensors(originals: Sequence[Original], options: Options) -> None:
+    """Refuse what one unit cannot flatten together. Raises: ValueError naming the first offender."""
+    if not originals:
+        return
+    first = originals[0]
+    for original in originals:
+        param = original.param
+        what = f"parameter `{original.fqn}` (shape {tuple(original.shape)}, {param.dtype} on {param.device})"
+        if not _C.is_plain(param):
+            raise ValueError(f"Cannot flatten {what}: a {type(param).__name__} that is not plain and dense; ignore it")
+        if not param.is_floating_point() and not param.is_complex():
+            raise ValueError(
+                f"Cannot flatten integer dtype tensors: {what}; register it as a buffer, or ignore it (ignored_states)"
+            )
+        if param.dtype != first.param.dtype and not options.segments:
+            raise ValueError(
+                f"Must flatten tensors with uniform dtype but got {first.param.dtype} (`{first.fqn}`) and "
+                f"{param.dtype} ({what}); pass segments=True, or wrap them in units of their own"
+            )
+        if param.requires_grad != first.param.requires_grad and not options.segments and not options.use_orig_params:
+            raise ValueError(
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+                f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
+            )
+        if param.device != first.param.device:
+            raise ValueError(
+                f"Must flatten tensors on the same device but got both {first.param.device} (`{first.fqn}`) and {what}"
+            )
+
+
+def _by_segment(originals: list[Original], options: Options) -> list[list[Original]]:
+    if not originals:
+        return []
+    if not options.segments:
+        return [originals]
+    groups: dict[Any, list[Original]] = {}
+    for original in originals:
+        groups.setdefault((original.param.dtype, original.param.requires_grad), []).append(original)
+    return sorted(groups.values(), key=lambda group: not group[0].param.requires_grad)
+
+
+def find_originals(
+    module: nn.Module,
+    ignored_params: set[nn.Parameter],
+    is_unit: Callable[[nn.Module], bool],
+    clean: Callable[[str], str],
+) -> list[Original]:
+    """The parameters below ``module`` that no unit below it has, in the order of ``named_parameters()``."""
+    found: dict[nn.Parameter, Original] = {}
+    inner: set[nn.Module] = set()
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if is_unit(submodule):
+            inner.update(submodule.modules())
+        if submodule in inner:
+            continue
+        for name, param in submodule._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            place = Name(submodule, name, clean(f"{path}.{name}" if path else name))
+            original = found.get(param)
+            if original is None:
+                dense = is_dense(param)
+                found[param] = Original(
+                    param,
+                    [place],
+                    param.shape,
+                    tuple(param.stride()) if dense else row_major(param.shape),
+                    is_truly_contiguous(param) if dense else True,
+                )
+            elif (submodule, name) not in [(other.module, other.name) for other in original.names]:
+                original.names.append(place)
+    return list(found.values())
+
+
+def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
+    """The units of wrappers among ``modules``."""
+    for module in modules:
+        unit = vars(module).get("_unit")
+        if isinstance(unit, Unit):
+            yield unit

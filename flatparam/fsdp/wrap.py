@@ -1,0 +1,95 @@
+"""Which modules become units: torch's wrap policies and callables, and putting the units in their place."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.fsdp.wrap import _Policy
+
+
+def targets_of(
+    root: nn.Module,
+    policy: Any,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    arguments: dict[str, Any],
+) -> dict[nn.Module, dict[str, Any]]:
+    """The descendants of ``root`` that ``policy`` selects, with the arguments of each; ``root`` itself never is.
+
+    ``policy``: one of torch's policy objects, or a callable that gets the keywords ``module``, ``recurse`` and a count
+    of parameters (``nonwrapped_numel``, or ``unwrapped_params`` as torch 1.12 had it).
+    """
+    if isinstance(policy, _Policy):
+        targets = policy._run_policy(root, ignored_modules, dict(arguments))
+    elif callable(policy):
+        targets = {
+            module: dict(arguments) for module in _ask(root, _with_count(policy), ignored_modules, ignored_params)
+        }
+    else:
+        raise TypeError(f"auto_wrap_policy must be a callable or one of torch's policies, got {policy!r}")
+    targets.pop(root, None)
+    return targets
+
+
+def _with_count(policy: Callable[..., bool]) -> Callable[[nn.Module, bool, int], bool]:
+    """``policy`` with its arguments in order; the name of the count is read from its signature."""
+    try:
+        names: Iterable[str] = inspect.signature(policy).parameters
+    except ValueError:
+        names = ()
+    count = "unwrapped_params" if "unwrapped_params" in names else "nonwrapped_numel"
+    return lambda module, recurse, numel: policy(module=module, recurse=recurse, **{count: numel})
+
+
+def _ask(
+    root: nn.Module,
+    policy: Callable[[nn.Module, bool, int], bool],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+) -> list[nn.Module]:
+    """Ask ``policy`` about every module, children first, with the count of what is not wrapped below it.
+
+    Source: torch 2.13 ``torch.distributed.fsdp.wrap._recursive_wrap``.
+    """
+    chosen: list[nn.Module] = []
+    wrapped_by: dict[nn.Module, int] = {}
+
+    def visit(module: nn.Module) -> int:
+        """The parameters of ``module`` that are wrapped once it has been asked about."""
+        if module in wrapped_by:
+            return wrapped_by[module]
+        numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+        wrapped = 0
+        if policy(module, True, numel):
+            wrapped = sum(visit(child) for child in module.children() if child not in ignored_modules)
+            if module is not root and policy(module, False, numel - wrapped):
+                chosen.append(module)
+                wrapped = numel
+        wrapped_by[module] = wrapped
+        return wrapped
+
+    visit(root)
+    return chosen
+
+
+def replace_modules(
+    root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]
+) -> None:
+    """Wrap ``targets``, children first, and put each wrapper wherever in the tree its module stood."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}
+    order: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in module._modules.items():
+            if child in places:
+                places[child].append((module, name))
+            if child is not None and child not in order:
+                visit(child)
+        order[module] = None
+
+    visit(root)
+    for module in [module for module in order if module in targets]:
+        wrapper = wrap(module, targets[module])
+        for parent, name in places[module]:
+            setattr(parent, name, wrapper)

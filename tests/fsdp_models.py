@@ -1,0 +1,119 @@
+"""The model of the runtime's tests, and training it unsharded, on torch's FSDP and on ours, each on its rank's data."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flatparam
+from flatparam import FullyShardedDataParallel as FSDP
+
+
+class Block(nn.Module):
+    """Odd sizes, a parameter of its own, one layer without bias: padding and empty shards occur."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width + 1)
+        self.outer = nn.Linear(2 * width + 1, width, bias=False)
+        self.scale = nn.Parameter(torch.full((width,), 1.5))
+
+    def forward(self, x):
+        return x + self.scale * self.outer(torch.tanh(self.inner(x)))
+
+
+class Model(nn.Module):
+    """Three blocks, and parameters of the root before and after them."""
+
+    def __init__(self, width=5, blocks=3):
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.last = nn.Linear(width, 1, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def make(seed=0, cls=Model, **kwargs):
+    torch.manual_seed(seed)
+    return cls(**kwargs)
+
+
+def wrap_blocks(module, wrapper=FSDP, **arguments):
+    """``module`` with its blocks and itself as units."""
+    for i, block in enumerate(module.blocks):
+        module.blocks[i] = wrapper(block, **arguments)
+    return wrapper(module, **arguments)
+
+
+def data(step, rank=None, rows=4):
+    """What a rank sees in a step."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, 3, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+class Averaged:
+    """The oracle: an unsharded module whose gradients are the mean of what every rank's data give, taken here.
+
+    The sum over ranks is taken in rank order and halved before, as two ranks do it; each gradient is of one backward.
+    """
+
+    def __init__(self, module, ranks):
+        self.module, self.ranks = module, ranks
+
+    def backward(self, batches):
+        """Add to ``.grad`` the mean over ranks of the sum over each rank's ``batches`` (a function of the rank)."""
+        before, _ = flatparam.fsdp.placement.averaging_factors(self.ranks)
+        totals = None
+        for rank in range(self.ranks):
+            grads = None
+            for x in batches(rank):
+                new = torch.autograd.grad(
+                    loss_of(self.module, x), list(self.module.parameters()), allow_unused=True, materialize_grads=True
+                )
+                grads = list(new) if grads is None else [a + b for a, b in zip(grads, new, strict=True)]
+            grads = [grad / before for grad in grads]
+            totals = grads if totals is None else [a + b for a, b in zip(totals, grads, strict=True)]
+        for param, grad in zip(self.module.parameters(), totals, strict=True):
+            grad = grad / (self.ranks / before)
+            param.grad = grad if param.grad is None else param.grad + grad
+
+
+def full_params(model):
+    """Copies of every parameter by its clean name."""
+    with FSDP.summon_full_params(model, writeback=False):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_same(model, module, what=""):
+    """Fail unless ``model`` has ``module``'s parameters, bit for bit."""
+    found = full_params(model)
+    wanted = dict(module.named_parameters())
+    assert list(found) == list(wanted), (what, list(found), list(wanted))
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), (what, name, found[name] - value)
+
+
+def full_grads(model):
+    """Copies of every gradient by its clean name."""
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_grads(model, module, what=""):
+    """Fail unless ``model`` has ``module``'s gradients, bit for bit."""
+    found = full_grads(model)
+    for name, param in module.named_parameters():
+        if param.grad is None:
+            assert found[name] is None or not found[name].any(), (what, name)
+        else:
+            assert found[name] is not None, (what, name)
+            assert torch.equal(found[name], param.grad), (what, name, found[name] - param.grad)
