@@ -10,9 +10,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed._functional_collectives import is_torchdynamo_compiling
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy, HandleTrainingState, _storage_size_allocated
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy, HandleTrainingState
 
 from ._interruption import Interruptible
+from ._storage import free, has_memory
+
+_FREED_FOR_GRAPH = (
+    ". If this is a backward through the graph of one with create_graph=True (gradients of gradients): that needs the "
+    "parameters between the two, which only sharding_strategy=NO_SHARD without mixed precision of parameters has"
+)
 
 
 def environment_is_on(name: str) -> bool:
@@ -42,6 +48,8 @@ class HandleBase(Interruptible):
     _unsharded_flat_param_for_skipped_views: Any  # a Tensor while forward's views are left in place, else None
     _use_full_prec_in_eval: bool
     _use_orig_params: bool
+
+    _backward_made_graph = False  # a backward with create_graph=True has used the unsharded flat parameter
 
     _own_methods: ClassVar[dict[str, Any]] = {}  # by name, as defined here; filled when the class is complete
 
@@ -96,7 +104,15 @@ class HandleBase(Interruptible):
         """
         if self._is_replaced("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard"):
             return None
-        return self._freed_message
+        return self._freed_message + (_FREED_FOR_GRAPH if self._backward_made_graph else "")
+
+    def _free(self, tensor: Tensor) -> None:
+        """Free ``tensor``'s memory; who reads it then is told of this unit.
+
+        A second backward, through the graph of the first one, would begin with views of what it finds: so that it is
+        told too, the storage keeps its size.
+        """
+        free(tensor, self._freed_reason, self._backward_made_graph)
 
     @cached_property
     def _freed_message(self) -> str:
@@ -126,12 +142,12 @@ class HandleBase(Interruptible):
 
     @staticmethod
     def _check_storage_freed(tensor: Tensor) -> None:
-        if not is_torchdynamo_compiling() and _storage_size_allocated(tensor):
+        if not is_torchdynamo_compiling() and has_memory(tensor):
             raise AssertionError("Expects storage to be freed but got storage with size > 0")
 
     @staticmethod
     def _check_storage_allocated(tensor: Tensor) -> None:
-        if not _storage_size_allocated(tensor):
+        if not has_memory(tensor):
             raise AssertionError("Expects storage to be allocated but it is freed")
 
     def _check_low_precision_shard(self) -> None:

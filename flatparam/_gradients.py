@@ -96,8 +96,11 @@ class Gradients(Views):
             raise AssertionError(
                 self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state}")
             )
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self._backward_made_graph = True
         if self._later_accumulators:
             self._hook_this_backward()
+        self._keep_hook_if_passed_by()
         flat_param = self.flat_param
         grad = flat_param.grad
         self._drop_saved_grad_if_zeroed()
@@ -167,6 +170,8 @@ class Gradients(Views):
         Source: torch 2.13 ``FlatParamHandle.prepare_gradient_for_optim``.
         """
         flat_param = self.flat_param
+        if self._kept_hook is not None:
+            self._hook_next_backward()
         if hasattr(flat_param, "_cpu_grad"):  # NO_SHARD too
             self._check_sharded(flat_param)
             self._check_on_cpu(flat_param)

@@ -6,6 +6,8 @@ takes what was left for its own: it computes with weights of earlier steps, or l
 without an exception, if an optimizer steps between a forward and its backward, or after a forward that has none.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 
 from . import _optimizer_steps
-from ._storage import free, is_allocated, same_storage
+from ._storage import is_allocated, same_storage
 
 _task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 _FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often
@@ -32,6 +34,7 @@ class Interruptible:
     _post_forward_index: int | None
     _later_accumulators: tuple[Any, ...] = ()
     _is_of_backward = False  # whether `_state` was set while autograd ran
+    _kept_hook: tuple[Any, Callable[..., Any]] | None = None  # in a backward that does not come to the parameters
     _steps_seen = 0  # by optimizers, when the last forward began
 
     @property
@@ -67,7 +70,7 @@ class Interruptible:
         for name in (*_GATHERED, *others):
             tensor = getattr(self.flat_param, name, None)
             if tensor is not None:
-                free(tensor, self._freed_reason)
+                self._free(tensor)
 
     @torch.no_grad()
     def _recover(self: Any) -> None:
@@ -139,6 +142,27 @@ class Interruptible:
             hook_handle.remove()
             self.flat_param._post_backward_hook_state = (node, node.register_hook(hook))
 
+    def _keep_hook_if_passed_by(self: Any) -> None:
+        """Remember the runtime's hook if this backward is for other gradients than the parameters'.
+
+        The runtime takes it away when the backward ends: gradients that come in a later one of the same forward
+        (gradient penalties) would not be reduced, and with ``use_orig_params`` not be shown.
+        """
+        self._kept_hook = None
+        state: Any = getattr(self.flat_param, "_post_backward_hook_state", ())
+        if len(state) == 2 and _task_of_autograd() != -1 and not torch._C._will_engine_execute_node(state[0]):
+            hook = state[1].hooks_dict_ref()[state[1].id]
+            self._kept_hook = (state[0], hook if isinstance(hook, _LateHook) else _LateHook(self, hook))
+
+    def _hook_next_backward(self: Any) -> None:
+        (accumulator, hook), self._kept_hook = self._kept_hook, None
+        if self.flat_param._post_backward_called:
+            return  # in a backward inside of this one, as reentrant checkpointing makes
+        if not hasattr(self.flat_param, "_post_backward_hook_state"):
+            self.flat_param._post_backward_hook_state = (accumulator, accumulator.register_hook(hook))
+        if self._use_orig_params and not self.uses_sharded_strategy:
+            self._use_sharded_views()  # else the modules would go on without parameters
+
     def _leave_summon(self: Any) -> None:
         """Where ``summon_full_params`` raises, go back to IDLE: the runtime would take it for unsharded for good."""
         if self._state is _SUMMONED:
@@ -146,3 +170,25 @@ class Interruptible:
                 self._recover()
             finally:
                 self._state = _IDLE
+
+
+class _LateHook:
+    """The runtime's post-backward hook of a unit, after a backward that has passed by."""
+
+    def __init__(self, handle: Any, hook: Callable[..., Any]) -> None:
+        self._handle, self._hook = weakref.ref(handle), hook
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Raises: RuntimeError if the unit's output has no part in this backward: the runtime would not reduce."""
+        handle = self._handle()
+        if handle is None:
+            return None
+        if getattr(handle, "_ran_pre_backward_hook", False):
+            return self._hook(*arguments)
+        if handle.world_size > 1:
+            raise RuntimeError(
+                f"a later backward of one forward has a gradient of {handle._names(20)} that would not be reduced over "
+                f"the {handle.world_size} ranks, because the output of that "
+                f"{type(handle._fully_sharded_module).__name__} has none in it: add (0 * output).sum() to the loss"
+            )
+        return None

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import _same_storage, _same_storage_size
+from torch.distributed.fsdp._flat_param import _same_storage, _same_storage_size, _storage_size_allocated
 from torch.distributed.utils import _alloc_storage, _free_storage
 
 from . import _C
@@ -16,13 +16,14 @@ def allocate(tensor: Tensor, size: torch.Size) -> None:
         _alloc_storage(tensor, size)
 
 
-def free(tensor: Tensor, reason: str | None = None) -> None:
+def free(tensor: Tensor, reason: str | None = None, keeps_size: bool = False) -> None:
     """Free ``tensor``'s storage.
 
-    ``reason`` is what a RuntimeError says when the freed data is read or written.
+    ``reason`` is what a RuntimeError says when the freed data is read or written. With ``keeps_size`` it also does for
+    a view that is made of it then; the storage goes on to say the size that it had.
     """
     if _C.is_plain(tensor) and tensor.storage_offset() == 0:
-        _C.resize_storage(tensor, 0, reason)
+        _C.resize_storage(tensor, 0, reason, keeps_size)
     else:
         _free_storage(tensor)
 
@@ -32,6 +33,11 @@ def is_allocated(tensor: Tensor) -> bool:
     if _C.is_plain(tensor):
         return _C.storage_numel(tensor) == tensor.numel()
     return _same_storage_size(tensor, tensor.numel())
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor``'s storage has any memory."""
+    return _C.storage_numel(tensor) > 0 if _C.is_plain(tensor) else _storage_size_allocated(tensor)
 
 
 def pinned(tensor: Tensor) -> Tensor:

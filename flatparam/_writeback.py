@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import _storage_size_allocated
 
 from . import _C
 from ._base import HandleBase
-from ._storage import same_storage
+from ._storage import has_memory, same_storage
 
 
 class Writeback(HandleBase):
@@ -29,7 +28,7 @@ class Writeback(HandleBase):
         flat_param = self.flat_param
         if self._skipped_use_sharded_views and self.uses_sharded_strategy:
             owner = self._unsharded_flat_param_for_skipped_views
-            if not _storage_size_allocated(owner):
+            if not has_memory(owner):
                 raise AssertionError(self._about("the unsharded flat parameter was freed between forward and backward"))
         else:
             owner = flat_param

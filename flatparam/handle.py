@@ -207,7 +207,7 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
             shard, numel_padded = FlatParamHandle._get_shard(flat_param, self.rank, self.world_size)
             unsharded = flat_param.data
             flat_param.set_(shard)
-            free(unsharded, self._freed_reason)
+            self._free(unsharded)
             start = shard.numel() * self.rank
             self._init_shard_metadata(numel_padded, start, start + shard.numel() - 1)
         if self._use_orig_params:
@@ -427,7 +427,7 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
         unsharded = flat_param._full_prec_full_param_padded
         if unsharded.dtype == self._fwd_bwd_param_dtype:
             raise AssertionError(self._about(f"Expects full precision but got {self._fwd_bwd_param_dtype}"))
-        free(flat_param._full_param_padded, self._freed_reason)
+        self._free(flat_param._full_param_padded)
         return unsharded
 
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
@@ -469,7 +469,7 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
     def _free_low_precision_sharded_param(self) -> None:
         self._check_low_precision_shard()
         _no_dispatch_record_stream(self.flat_param._mp_shard, self._device_handle.current_stream())
-        free(self.flat_param._mp_shard, self._freed_reason)
+        self._free(self.flat_param._mp_shard)
 
     @contextlib.contextmanager
     def to_cpu(self) -> Generator[None, None, None]:
@@ -519,7 +519,7 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
         unsharded = self._get_padded_unsharded_flat_param()
         self._check_on_compute_device(unsharded)
         _no_dispatch_record_stream(unsharded, self._device_handle.current_stream())
-        free(unsharded, self._freed_reason)
+        self._free(unsharded)
 
     def _use_sharded_flat_param(self) -> None:
         """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it.

@@ -188,22 +188,6 @@ def a_backward_twice_and_two_forwards(recorder, setting):
         recorder.parameters("after a backward of both", model)
 
 
-def a_gradient_penalty(recorder, setting):
-    """Over the inputs, with create_graph: torch can do it where nothing is freed in between."""
-    if setting.strategy != "NO_SHARD":
-        recorder.add("torch finds freed memory")
-        return
-    model = setting.wrap(Mlp())
-    x = batch()
-    output = model(x, 0)
-    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-    recorder.tensor("gradient", gradient)
-    (output.sum() + gradient.square().sum()).backward()
-    recorder.tensor("gradient of both", x.grad)
-    recorder.tensor("gradient of the parameters", model._handle.flat_param.grad)
-    recorder.tensor("the next output", model(batch(1), 1))
-
-
 def the_optimizer_steps_in_backward(recorder, setting):
     model = setting.wrap(Mlp())
     if not setting.orig:  # torch refuses, after some of the units in no certain order
@@ -391,7 +375,6 @@ BEHAVIOURS = [
     buffers_have_their_own_precision,
     gradients_are_clipped,
     a_backward_twice_and_two_forwards,
-    a_gradient_penalty,
     the_optimizer_steps_in_backward,
     hooks_are_called,
     hooks_change_gradients,

@@ -72,6 +72,7 @@ def test_the_parameters_outlive_a_gradient_penalty():
         for step in range(3):
             x = batch_for_penalty(step)
             plain.zero_grad()
+            model.zero_grad()
             gradients = []
             for module in (plain, model):
                 output = module(x)

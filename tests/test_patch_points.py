@@ -228,7 +228,6 @@ CHANGES = [
     ("unshard", then_scale_unsharded, ANY, (FULL, FULL_BF16)),
     ("post_unshard", then_scale_unsharded, ANY, (FULL, FULL_BF16)),
     ("_use_unsharded_flat_param", then_scale_unsharded, ANY, (FULL, FULL_BF16)),
-    ("_free_unsharded_flat_param", do_nothing, ANY, (FULL, GRAD_OP)),
     ("_writeback_orig_params", do_nothing, ANY, (FULL, NONE)),
     ("_use_unsharded_views", scale_views, ANY, (FULL, NONE)),
     ("_use_sharded_views", scale_pieces, ANY, (FULL, GRAD_OP)),
@@ -280,9 +279,12 @@ def test_what_a_replacement_does_counts(name, change, where, mode):
     assert first_difference(expected, unchanged(mode)) is not None  # the change can be seen
 
 
-@pytest.mark.parametrize("mode", [FULL, FULL_BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", [FULL, FULL_BF16, GRAD_OP], ids=["fp32", "bf16", "grad_op"])
 @pytest.mark.parametrize("where", ANY)
-def test_weights_that_a_replacement_never_frees_are_gathered_after_a_step(where, mode):
+@pytest.mark.parametrize(
+    ("name", "change"), [("reshard", never_free), ("_free_unsharded_flat_param", do_nothing)], ids=["reshard", "free"]
+)
+def test_weights_that_a_replacement_never_frees_are_gathered_after_a_step(name, change, where, mode):
     """torch's handle goes on with the weights of the first step, silently."""
 
     def results(events):
@@ -292,10 +294,10 @@ def test_weights_that_a_replacement_never_frees_are_gathered_after_a_step(where,
 
     def counted(*args):
         calls.append(args)
-        return never_free(*args)
+        return change(*args)
 
     fresh = results(unchanged(mode))
     assert fresh
-    assert results(train("flatparam", mode, {"reshard": counted}, where)) == fresh
+    assert results(train("flatparam", mode, {name: counted}, where)) == fresh
     assert calls
-    assert results(train("torch", mode, {"reshard": counted}, where)) != fresh
+    assert results(train("torch", mode, {name: counted}, where)) != fresh

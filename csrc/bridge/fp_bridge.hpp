@@ -93,19 +93,19 @@ address_of(Storage *storage)
 }
 
 // Let every access to the data of storage throw reason, or (nullptr) let it be accessed again. Where this torch cannot
-// take the former back, nothing is done.
+// take the former back, nothing is done. Returns whether accesses throw now.
 template <class Storage>
-void
+bool
 set_freed_reason(Storage *storage, const char *reason)
 {
     if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); }) {
         if (reason != nullptr) {
             storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
+            return true;
         }
-        else {
-            storage->clear_data_ptr_access_error_msg_();
-        }
+        storage->clear_data_ptr_access_error_msg_();
     }
+    return false;
 }
 
 // A tensor over the storage of source, without autograd: what an as_strided kernel returns. No copy.

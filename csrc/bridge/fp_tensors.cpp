@@ -27,16 +27,6 @@ is_plain_tensor(const at::Tensor &tensor)
     return !tensor.key_set().has_any(special) && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-void
-check_memory(const at::Tensor &tensor)
-{
-    const size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-                                                          static_cast<size_t>(tensor.storage_offset()));
-    TORCH_CHECK_VALUE(tensor.storage().nbytes() >= bytes, "expected a tensor with memory for its ", tensor.numel(),
-                      " elements, got one whose storage has ", tensor.storage().nbytes(), " bytes of ", bytes,
-                      ": it is freed");
-}
-
 namespace {
 
 c10::StorageImpl *
@@ -44,6 +34,27 @@ storage_of(const at::Tensor &tensor)
 {
     return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
+
+// The bytes of memory that a storage has: none if it is freed, also where it has kept its size.
+size_t
+memory_of(c10::StorageImpl *storage)
+{
+    return address_of(storage) == nullptr ? 0 : storage->nbytes();
+}
+
+} // namespace
+
+void
+check_memory(const at::Tensor &tensor)
+{
+    const size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                          static_cast<size_t>(tensor.storage_offset()));
+    const size_t present = memory_of(storage_of(tensor));
+    TORCH_CHECK_VALUE(present >= bytes, "expected a tensor with memory for its ", tensor.numel(),
+                      " elements, got one whose storage has ", present, " bytes of ", bytes, ": it is freed");
+}
+
+namespace {
 
 bool
 is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
@@ -358,7 +369,7 @@ fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
 }
 
 int
-fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reason)
+fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reason, int keeps_size)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &tensor = fp::unpack(tensor_object);
@@ -367,14 +378,16 @@ fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reas
                           "a storage cannot have ", numel, " elements");
         c10::StorageImpl *storage = fp::storage_of(tensor);
         const auto bytes = static_cast<size_t>(numel * item_bytes);
-        if (storage->nbytes() != bytes) {
+        if (storage->nbytes() != bytes || fp::memory_of(storage) != bytes) {
             TORCH_CHECK(storage->resizable(), "this storage cannot be resized: it borrows its memory");
             const c10::OptionalDeviceGuard device(storage->device());
             storage->set_data_ptr_noswap(bytes == 0 ? c10::DataPtr(nullptr, storage->device())
                                                     : storage->allocator()->allocate(bytes));
+        }
+        const bool guarded = fp::set_freed_reason(storage, bytes == 0 ? reason : nullptr);
+        if (!(guarded && keeps_size)) {
             storage->set_nbytes(bytes);
         }
-        fp::set_freed_reason(storage, bytes == 0 ? reason : nullptr);
         return 0;
     });
 }
@@ -384,7 +397,7 @@ fp_torch_storage_numel(PyObject *tensor_object)
 {
     return fp::guarded(int64_t{-1}, [&] {
         const at::Tensor &tensor = fp::unpack(tensor_object);
-        return static_cast<int64_t>(tensor.storage().nbytes() / tensor.element_size());
+        return static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)) / tensor.element_size());
     });
 }
 

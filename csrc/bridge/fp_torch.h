@@ -83,9 +83,10 @@ PyObject *fp_torch_flatten(PyObject *const *tensors, const fp_geometry *geometry
  * Contents are not kept. A storage that cannot be resized is left as it was; one in shared memory leaves it (as with
  * torch's resize_). reason (UTF-8, copied; may be NULL): what a
  * RuntimeError says when the data of a freed storage is read or written, until it is resized again; without it, such an
- * access is a null pointer's. */
-int fp_torch_resize_storage(PyObject *tensor, int64_t numel, const char *reason);
-int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements of tensor's dtype its storage can hold; -1: error */
+ * access is a null pointer's. With a reason and keeps_size a freed storage only loses its memory and still says its size:
+ * views can then be made of it, and reading one says the reason where torch would say that it is out of bounds. */
+int fp_torch_resize_storage(PyObject *tensor, int64_t numel, const char *reason, int keeps_size);
+int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements of tensor's dtype its memory can hold; -1: error */
 int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */
 
 #ifdef __cplusplus

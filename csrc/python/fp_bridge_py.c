@@ -17,16 +17,23 @@ resize_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *reason = NULL;
     int64_t numel;
-    if (fp_check_nargs_between("resize_storage", nargs, 2, 3) < 0 || fp_as_int64(args[1], &numel) < 0) {
+    int keeps_size = 0;
+    if (fp_check_nargs_between("resize_storage", nargs, 2, 4) < 0 || fp_as_int64(args[1], &numel) < 0) {
         return NULL;
     }
-    if (nargs == 3 && args[2] != Py_None) {
+    if (nargs > 2 && args[2] != Py_None) {
         reason = PyUnicode_AsUTF8(args[2]); /* lives as long as the argument */
         if (reason == NULL) {
             return NULL;
         }
     }
-    if (fp_torch_resize_storage(args[0], numel, reason) < 0) {
+    if (nargs > 3) {
+        keeps_size = PyObject_IsTrue(args[3]);
+        if (keeps_size < 0) {
+            return NULL;
+        }
+    }
+    if (fp_torch_resize_storage(args[0], numel, reason, keeps_size) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -75,12 +82,13 @@ PyMethodDef fp_bridge_methods[] = {
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
      "mode is on."},
     {"resize_storage", (PyCFunction)(void (*)(void))resize_storage, METH_FASTCALL,
-     "resize_storage($module, tensor, numel, reason=None, /)\n--\n\nGive the storage of tensor room for numel elements "
-     "of its "
-     "dtype; 0 frees it. Contents are not kept. "
-     "reason: what a RuntimeError says when freed data is accessed."},
+     "resize_storage($module, tensor, numel, reason=None, keeps_size=False, /)\n--\n\nGive the storage of tensor room "
+     "for "
+     "numel elements of its dtype; 0 frees it. Contents are not kept. "
+     "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
+     "size."},
     {"storage_numel", storage_numel, METH_O,
-     "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has room for."},
+     "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
     {"same_storage", (PyCFunction)(void (*)(void))same_storage, METH_FASTCALL,
      "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
     {"clear_grads", clear_grads, METH_O, "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None."},
