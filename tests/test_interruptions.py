@@ -97,6 +97,36 @@ def test_weights_are_gathered_anew_after_a_step(setting, evaluates):
     assert run_ranks(_step_after_a_forward_that_has_no_backward, 2, setting, evaluates) == [True, True]
 
 
+def _replaced_data_and_nothing_freed(settings):
+    """Optimizer steps and new ``.data`` between passes, on handles that never free; the oracle is without both."""
+    right = []
+    for setting in settings:
+        results = []
+        for kind in ("torch", "flatparam"):
+            with handle_of(kind):
+                model, optimizer = start(setting)
+                if kind == "flatparam":
+                    for unit in FullyShardedDataParallel.fsdp_modules(model):
+                        reshard = unit._handle.reshard
+                        unit._handle.reshard = lambda free_unsharded_flat_param, reshard=reshard: reshard(False)
+                for i in (5, 6):
+                    loss(model, i).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if kind == "flatparam":
+                        for parameter in model.parameters():
+                            parameter.data = parameter.data.clone()
+                results.append(go_on(model, optimizer))
+        right.append(equal(*results))
+    return right
+
+
+def test_steps_count_where_data_was_replaced_and_nothing_is_freed():
+    """What is gathered is let go of under autograd then, as the next forward begins."""
+    settings = [setting for setting in SHARDED if setting.orig]
+    assert run_ranks(_replaced_data_and_nothing_freed, 2, settings) == [[True] * len(settings)] * 2
+
+
 def _full_weights_after_a_step(setting, evaluates):
     """Step after a forward that no backward follows: what summon_full_params and state_dict show then."""
     results = []

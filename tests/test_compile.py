@@ -1,0 +1,69 @@
+"""torch.compile of a wrapped model, and of modules inside of one: as with torch's handle, with no more graph breaks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dropin_behaviours import Setting, batch
+from dropin_models import Mlp
+from gloo import note, run_both
+from recording import Recorder, first_difference
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.multiprocess
+CASES = [
+    ("outside", "FULL_SHARD", True),
+    ("outside", "FULL_SHARD", False),
+    ("outside", "SHARD_GRAD_OP", True),
+    ("inside", "FULL_SHARD", True),
+    ("inside", "SHARD_GRAD_OP", False),
+    ("inside", "NO_SHARD", True),
+]
+
+
+def train(kind, where, strategy, orig):
+    """Return the events of three steps, the graph breaks, and how much was compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    recorder = Recorder()
+    inner = Mlp()
+    if where == "inside":
+        for block in inner.blocks:
+            block.compile(backend="aot_eager")
+    model = Setting(kind, strategy, orig).wrap(inner)
+    run = torch.compile(model, backend="aot_eager") if where == "outside" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorder.collectives():
+        for step in range(3):
+            optimizer.zero_grad()
+            x = batch(step)
+            output = run(x, 0)
+            recorder.tensor(f"step {step} output", output)
+            output.square().sum().backward()
+            recorder.tensor(f"step {step} gradient of the input", x.grad)
+            recorder.parameters(f"step {step}", model)
+            optimizer.step()
+        for name, value in model.state_dict().items():
+            recorder.tensor(f"saved {name}", value)
+    return recorder.events, sum(counters["graph_break"].values()), dict(counters["stats"])
+
+
+def train_all(kind):
+    torch.set_num_threads(1)
+    results = []
+    for case in CASES:
+        note(f"{case} with the handle of {kind}")
+        torch.manual_seed(5)
+        results.append(train(kind, *case))
+        dist.barrier()
+    return results
+
+
+def test_compiled_models_train_as_with_torchs_handle():
+    for torchs, ours in run_both(train_all, 2):
+        for case, (expected, breaks, compiled), (got, own_breaks, own_compiled) in zip(
+            CASES, torchs, ours, strict=True
+        ):
+            assert first_difference(expected, got) is None, f"{case}: {first_difference(expected, got)}"
+            assert own_breaks <= breaks, case
+            assert own_compiled == compiled, case
+            assert bool(compiled) == case[2], case  # Dynamo takes FSDP modules with original parameters only
