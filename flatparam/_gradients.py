@@ -9,16 +9,11 @@ from torch.distributed.fsdp._flat_param import HandleTrainingState
 
 from . import _C
 from ._collectives import all_gather_single
-from ._views import Views
+from ._zeroing import Zeroing
 
 
-class Gradients(Views):
+class Gradients(Zeroing):
     """The part of FlatParamHandle that keeps ``flat_param.grad`` and what belongs to it."""
-
-    # Offloading: the gradient of earlier backwards, and the version of `_cpu_grad` that holds it. torch keeps only the
-    # last one when gradients are accumulated outside of no_sync()
-    _offloaded_grad: tuple[Tensor, int] | None = None
-    _versions_left_by_backward: tuple[int, ...] = ()  # of the gradients that the last one in no_sync() left
 
     # Unsharding, outside of a step
 
@@ -126,6 +121,7 @@ class Gradients(Views):
                 shard.data = shard.to(full_precision)  # accumulation is in full precision
             if self._offload_params:
                 self._offloaded_grad = (shard.clone(), shard._version)  # this backward overwrites it
+            self._put_aside = True
         elif grad.size() != flat_param._padded_unsharded_size:
             raise AssertionError(
                 self._about(
@@ -134,35 +130,6 @@ class Gradients(Views):
                 )
             )
         flat_param.grad = None
-
-    def _drop_saved_grad_if_zeroed(self) -> None:
-        """Drop the shard of earlier backwards if the user has zeroed the gradient since a backward in ``no_sync()``.
-
-        That backward left an unsharded gradient in ``flat_param.grad`` and the shard in ``_saved_grad_shard``, where no
-        ``zero_grad()`` comes: torch adds it to the next gradient. If the former is gone, or was changed to zeros, so is
-        the latter. ``_post_backward_called`` says that there was one; a reduced backward resets it at its end.
-        """
-        flat_param = self.flat_param
-        if not (flat_param._post_backward_called and self._keeps_grad_of_earlier_backwards()):
-            return
-        grad = flat_param.grad
-        if grad is None or (self._versions_of_grads() != self._versions_left_by_backward and not grad.any()):
-            self._offloaded_grad = None
-            if hasattr(flat_param, "_saved_grad_shard"):
-                del flat_param._saved_grad_shard
-
-    def _keeps_grad_of_earlier_backwards(self) -> bool:
-        return self._offloaded_grad is not None or hasattr(self.flat_param, "_saved_grad_shard")
-
-    def _note_grads_left_by_backward(self) -> None:
-        """Remember what the gradients are that a backward leaves to the user; later versions are of his making."""
-        if self._training_state == HandleTrainingState.BACKWARD_POST and self._keeps_grad_of_earlier_backwards():
-            self._versions_left_by_backward = self._versions_of_grads()
-
-    def _versions_of_grads(self) -> tuple[int, ...]:
-        flat_param = self.flat_param
-        shown = flat_param._params if self._use_orig_params else (flat_param,)
-        return tuple(param.grad._version for param in shown if param.grad is not None)
 
     def prepare_gradient_for_optim(self) -> None:
         """Show the reduced gradient as ``flat_param.grad``, for the optimizer.
@@ -187,10 +154,12 @@ class Gradients(Views):
             self._check_on_compute_device(flat_param)
             if flat_param._saved_grad_shard is not None:
                 self._check_on_compute_device(flat_param._saved_grad_shard)
-            if flat_param._post_backward_called:  # else no gradient came in this backward
+            if flat_param._post_backward_called:
                 flat_param.grad = flat_param._saved_grad_shard
-                if flat_param.grad is not None:
-                    self._cast_grad_for_optim()
+            else:
+                self._give_back_unused_grad()
+            if flat_param.grad is not None and flat_param.grad.shape == flat_param._sharded_size:
+                self._cast_grad_for_optim()
         elif self.uses_sharded_strategy and flat_param._post_backward_called:
             raise AssertionError(
                 self._about("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
@@ -250,6 +219,8 @@ class Gradients(Views):
         self._check_unsharded(grad)
         self._set_unsharded_grads(grad)
         self._note_grads_left_by_backward()
+        if not self.uses_sharded_strategy and self._training_state == HandleTrainingState.BACKWARD_POST:
+            self._reset_is_grad_none()  # in no_sync(); torch waits for a reduced one, and drops what came until then
 
     def _set_unsharded_grads(self, grad: Tensor) -> None:
         flat_param = self.flat_param

@@ -56,6 +56,8 @@ class Interruptible:
             self._steps_seen = _optimizer_steps.taken
         elif state is _SUMMONED and self._handle_index is not None and self._is_out_of_date():
             self._free_gathered()  # else it would be shown, and saved
+        elif state is _IDLE and self._put_aside and not getattr(self, "_ran_pre_backward_hook", True):
+            self._give_back_unused_grad()  # the runtime has reset that flag: it is the end of a backward
         self._is_of_backward = in_backward
         self._state = state
 
@@ -96,7 +98,7 @@ class Interruptible:
         self._free_gathered("_mp_shard")
         if self._use_orig_params:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
-        self._prefetched = self._needs_pre_backward_unshard = self._ran_pre_backward_hook = False
+        self._prefetched = self._needs_pre_backward_unshard = self._ran_pre_backward_hook = self._put_aside = False
         self._post_forward_index = None
         self._state = _IDLE
 

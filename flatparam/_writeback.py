@@ -8,11 +8,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from . import _C
-from ._base import HandleBase
 from ._storage import has_memory, same_storage
+from ._zeroing import Zeroing
 
 
-class Writeback(HandleBase):
+class Writeback(Zeroing):
     """The part of FlatParamHandle that notices changed storages. The look at each parameter is one C call a unit."""
 
     @torch.no_grad()
@@ -32,6 +32,8 @@ class Writeback(HandleBase):
                 raise AssertionError(self._about("the unsharded flat parameter was freed between forward and backward"))
         else:
             owner = flat_param
+        if self._grad_is_unsharded():
+            self._zero_dropped_grads()
         wroteback = False
         for i in self._changed(owner):
             wroteback |= self._writeback_one(i, owner)
@@ -91,7 +93,9 @@ class Writeback(HandleBase):
     def _writeback_grad(self, i: int, param: nn.Parameter, shape: torch.Size, offset: int) -> None:
         flat_param = self.flat_param
         if param.grad is None:
-            if flat_param.grad is not None:
+            if self._grad_is_unsharded():
+                flat_param._is_grad_none_mask[i] = True  # as below; the zeros are there
+            elif flat_param.grad is not None:
                 self._writeback_tensor(None, flat_param.grad, i, shape, offset, False)
             return
         if not self.uses_sharded_strategy and self._offload_params:
