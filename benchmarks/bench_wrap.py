@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from benchmarks import main, memory
-from benchmarks.contestants import CONTESTANTS, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME, Wrapping
+from benchmarks.contestants import CONTESTANTS, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME, Wrapping, installed
 from benchmarks.measuring import clock
 from benchmarks.memory import MIB
 from benchmarks.rows import Row, Table, Target
@@ -76,7 +77,7 @@ def _in_a_process(name: str, mib: int) -> dict[str, float]:
 def wrap(name: str, mib: int) -> dict[str, float]:
     """Wrap such a module in this process; returns seconds, and MiB of the peak over base and of what stays over it."""
     torch.set_num_threads(1)
-    with fake_world(WORLD):
+    with fake_world(WORLD), installed() if name in (OURS, OURS_FLAT) else nullcontext():
         CONTESTANTS[name](nn.Linear(8, 8), Wrapping(()))  # what is imported and made once
         module = Layers(mib)
         assert memory.reset_peak(), "the peak of resident memory cannot be reset here (/proc/self/clear_refs)"

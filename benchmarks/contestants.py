@@ -62,6 +62,9 @@ def on_flatparam(model: nn.Module, how: Wrapping, **settings: Any) -> nn.Module:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Have FSDP1 use flatparam's handle for the models that are wrapped inside."""
+    if flatparam.is_installed():
+        yield
+        return
     flatparam.install()
     try:
         yield

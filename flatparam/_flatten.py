@@ -22,13 +22,15 @@ from torch.distributed.fsdp._flat_param import (
 )
 
 from . import _C
-from ._base import HandleBase
+from ._streaming import Streaming
 
 _MOST_ELEMENTS = 2**63 - 1
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill one run of memory, each once, in some order of its dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -46,7 +48,7 @@ def in_storage_order(tensor: Tensor) -> Tensor:
     """The elements as a 1-D tensor: in memory order if dense, else row-major; a view where that is possible."""
     tensor = _detach_if_needed(tensor)
     if is_truly_contiguous(tensor) or not is_dense(tensor):
-        return torch.flatten(tensor)
+        return tensor.flatten()
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -76,7 +78,7 @@ class _Found(NamedTuple):
     extension: Any
 
 
-class Flattening(HandleBase):
+class Flattening(Streaming):
     """The part of FlatParamHandle that builds ``flat_param`` and its metadata. Run once, at construction."""
 
     _fqn_of: Mapping[Tensor, str] = MappingProxyType({})  # while there is no metadata to name parameters from
@@ -116,7 +118,11 @@ class Flattening(HandleBase):
             ]
             self.flat_param = self.flatten_tensors_into_flat_param(pieces, aligned_numel=0, requires_grad=requires_grad)
         else:
-            flat = self._unit.flatten(tensors, float(_FLAT_PARAM_PADDING_VALUE))
+            if self._may_stream(item.info.module for item in found):
+                flat = self._unwritten(sum(numels), tensors[0])
+                self._unflattened = tensors
+            else:
+                flat = self._unit.flatten(tensors, float(_FLAT_PARAM_PADDING_VALUE))
             self.flat_param = FlatParameter(flat, requires_grad=requires_grad)
         originals = iter(_convert_to_params(tensors))
         kept: list[Any] = [None if padding else next(originals) for padding in is_padding]
@@ -158,6 +164,8 @@ class Flattening(HandleBase):
 
     def _transformed(self, param: Tensor, info: ParamInfo) -> _Found:
         tensor, extension = _ext_pre_flatten_transform(param, self._fsdp_extension)
+        if is_truly_contiguous(tensor):
+            return _Found(tensor, info, tensor.stride(), True, extension)
         if is_dense(tensor):
             return _Found(tensor, info, tensor.stride(), is_truly_contiguous(tensor), extension)
         return _Found(tensor, info, row_major(tensor.shape), True, extension)
@@ -251,7 +259,17 @@ class Flattening(HandleBase):
         if not tensors:
             raise AssertionError("Requires a non-empty `tensors` list, got none")
         first = tensors[0]
+        dtype, device, layout, uniform = first.dtype, first.device, torch.strided, not self._use_orig_params
         for tensor in tensors:
+            if (
+                tensor is not first
+                and tensor.dtype == dtype
+                and tensor.device == device
+                and tensor.layout == layout
+                and not (uniform and tensor.requires_grad != first.requires_grad)
+                and not isinstance(tensor, FlatParameter)
+            ):
+                continue  # as the first one, which is looked at more closely
             if isinstance(tensor, FlatParameter):
                 raise ValueError(f"Cannot flatten a `FlatParameter`: {self._describe(tensor)} is flattened already")
             if tensor.layout != torch.strided or tensor.is_quantized:
@@ -335,8 +353,8 @@ def make_unit(
 
 def _span(tensor: Tensor) -> int:
     """Elements from the first to the last that ``tensor`` has in memory, both included."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import accumulate, chain
@@ -33,6 +34,7 @@ from ._collectives import all_gather_chunks, all_gather_single, fake_group
 from ._flatten import Flattening, in_storage_order
 from ._gradients import Gradients
 from ._storage import allocate, free, is_allocated, pinned, same_storage
+from ._streaming import is_runtime_s
 from ._writeback import Writeback
 
 
@@ -115,9 +117,11 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
         self._init_param_reduce_dtypes(mp_param_dtype, mp_reduce_dtype)
         self._aligned_numel = _get_aligned_numel(unsharded_dtype=self._fwd_bwd_param_dtype) if align_addresses else 0
         self._fsdp_extension = fsdp_extension
+        self._shards_next = is_runtime_s(sys._getframe(1))
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
         _optimizer_steps.watch()
+        del self._shards_next
 
     def __del__(self) -> None:
         """Let the flat parameter go with the model, at once.
@@ -179,6 +183,11 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
 
         That settles the order of ``_parameters``: what is switched later in C writes the dictionaries in place.
         """
+        if self._loops_in_c(self.flat_param) and not self._is_replaced("_use_unsharded_views"):
+            self._check_unsharded(self.flat_param)
+            with torch.enable_grad():
+                self._use_unsharded_views_by_ops(as_params=False)
+            return
         unit, self._unit = self._unit, None
         try:
             self._use_unsharded_views(as_params=False)
@@ -204,7 +213,11 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
                         f"offset {flat_param.storage_offset()}"
                     )
                 )
-            shard, numel_padded = FlatParamHandle._get_shard(flat_param, self.rank, self.world_size)
+            if self._unflattened is not None:
+                shard, numel_padded = self._shard_of(self._unflattened)
+                del self._unflattened
+            else:
+                shard, numel_padded = FlatParamHandle._get_shard(flat_param, self.rank, self.world_size)
             unsharded = flat_param.data
             flat_param.set_(shard)
             self._free(unsharded)
@@ -241,13 +254,13 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
         for (start, end), is_padding in zip(offsets, mask, strict=True):
             if is_padding:
                 continue
+            if unsharded_start_idx > end or unsharded_end_idx < start:
+                infos.append(_NOT_IN_SHARD)
+                continue
             first, last = max(start, unsharded_start_idx), min(end, unsharded_end_idx)
-            if unsharded_start_idx <= end and unsharded_end_idx >= start:
-                infos.append(
-                    _ShardParamInfo(True, first - unsharded_start_idx, last - first + 1, first - start, last - start)
-                )
-            else:
-                infos.append(_ShardParamInfo(False, None, None, None, None))
+            infos.append(
+                _ShardParamInfo(True, first - unsharded_start_idx, last - first + 1, first - start, last - start)
+            )
         return tuple(infos)
 
     @staticmethod
@@ -627,6 +640,7 @@ def _call_if_alive(hook: Callable[..., Any], *arguments: Any) -> Any:
     return None
 
 
+_NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
 _NOTHING_HELD = FlatParamShardMetadata((), (), (), (), (), ())
 FlatParamHandle._own_methods = {
     name: getattr(FlatParamHandle, name) for name in dir(FlatParamHandle) if not name.startswith("__")

@@ -1,0 +1,101 @@
+"""Wrapping by torch's runtime: the shard is filled straight from the original parameters.
+
+Between construction and ``shard()`` the unsharded flat parameter exists, and whoever drives a handle may use it.
+torch's runtime constructs and shards in one function, where nobody can look: there the flat parameter's memory is never
+written, so that it takes none where memory is committed on first touch (the host's, on Linux), and ``shard()`` copies
+this rank's part from the originals. The peak is the shard over what the module takes, and only a W-th is copied.
+"""
+
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import _init_utils
+from torch.distributed.fsdp._flat_param import _FLAT_PARAM_PADDING_VALUE
+
+from . import _C
+from ._base import HandleBase
+
+# What runs between construction and the shard, or would see the unsharded data: replaced, it has to be there
+_STEPS = (
+    "_get_unflat_views_aligned",
+    "_get_unflat_views_unaligned",
+    "_take_over_attributes",
+    "_use_unsharded_views",
+    "flatten_tensors",
+    "flatten_tensors_into_flat_param",
+    "shard",
+)
+_STATIC_STEPS = ("_get_shard", "_get_unpadded_shard")
+
+
+def is_runtime_s(frame: FrameType) -> bool:
+    """Whether ``frame`` is torch's function that constructs a handle and shards it in its next statement."""
+    return frame.f_code is _init_utils._init_param_handle_from_params.__code__
+
+
+class Streaming(HandleBase):
+    """The part of FlatParamHandle that shards without flattening."""
+
+    _shards_next = False  # during a construction that shard() follows at once
+    _unflattened: Sequence[Tensor] | None = None  # until then: the originals, in the place of the flat parameter's data
+
+    def _may_stream(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether nothing looks at the unsharded data before ``shard()``."""
+        return (
+            self._shards_next
+            and self.uses_sharded_strategy
+            and not self._is_replaced(*_STEPS)
+            and all(getattr(self, name) is self._own_methods[name] for name in _STATIC_STEPS)
+            and all(kind.__setattr__ is nn.Module.__setattr__ for kind in {type(module) for module in modules})
+        )
+
+    def _unwritten(self, numel: int, like: Tensor) -> Tensor:
+        with _nothing_written():
+            return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def _shard_of(self, originals: Sequence[Tensor]) -> tuple[Tensor, int]:
+        """This rank's shard, and how many elements at its end are padding: what ``_get_shard`` gives.
+
+        ``originals`` are the tensors of which ``flat_param`` would consist, paddings left out.
+        """
+        from ._flatten import in_storage_order
+
+        flat_param = self.flat_param
+        numels, is_padding = flat_param._numels_with_padding, flat_param._is_padding_mask
+        begin, numel, padding = _C.shard_of_rank(flat_param.numel(), self.world_size, self.rank)
+        shard = torch.empty(numel + padding, dtype=flat_param.dtype, device=flat_param.device)
+        shard[numel:].zero_()
+        ends = list(accumulate(numels))
+        first = bisect_right(ends, begin)
+        next_original = first - sum(is_padding[:first])
+        for end, length, pads in zip(ends[first:], numels[first:], is_padding[first:], strict=True):
+            start = end - length
+            if start >= begin + numel:
+                break
+            low, high = max(start, begin), min(end, begin + numel)
+            target = shard[low - begin : high - begin]
+            if pads:
+                target.fill_(_FLAT_PARAM_PADDING_VALUE)
+                continue
+            target.copy_(in_storage_order(originals[next_original])[low - start : high - start])
+            next_original += 1
+        return shard, padding
+
+
+@contextmanager
+def _nothing_written() -> Generator[None, None, None]:
+    """Keep torch.use_deterministic_algorithms from filling new memory."""
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
