@@ -16,7 +16,8 @@ from flatparam.demo.config import Config
 
 NAMES = [name for name in (OURS, OURS_FLAT, RUNTIME, FSDP1, FSDP1_FLAT, FSDP2, DDP) if name in CONTESTANTS]
 BLOCK = 4  # steps of one contestant before the next has its turn
-NOISE = 0.97  # of the better peer's tokens a second
+NOISE = 0.03  # by which two runs of the same differ
+LAUNCHES = 3  # of which the peak is the median
 
 
 class Pair:
@@ -76,7 +77,7 @@ def measure(quick: bool) -> Table:
         f"{config.depth} blocks of width {config.width}, {tokens // BLOCK} tokens a step, AdamW, one thread a process; "
         "ratios to FSDP1 orig\npeak: of a rank's resident memory over that before the model was made",
     )
-    with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder, ExitStack() as stack:
+    with _scratch() as folder, ExitStack() as stack:
         pairs = {name: stack.enter_context(Pair(name, config, Path(folder))) for name in NAMES}
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         losses: dict[str, list[list[float]]] = {name: [] for name in NAMES}
@@ -86,11 +87,20 @@ def measure(quick: bool) -> Table:
                 losses[name].append([loss for rank in answers for loss in rank[0]])
                 if turn > 0:  # the first block warms up
                     seconds[name].append(max(taken for _, taken in answers))
-        peaks = {name: pair.ask("peak") for name, pair in pairs.items()}
+        peaks = {name: [max(pair.ask("peak"))] for name, pair in pairs.items()}
         shares = {name: max(pair.ask("in_collectives", 1000, BLOCK)) for name, pair in pairs.items()}
+    for launch in range(1, 1 if quick else LAUNCHES):
+        for name in NAMES:
+            with _scratch() as folder, Pair(name, config, Path(folder)) as pair:
+                pair.ask("train", launch * 2 * BLOCK, 2 * BLOCK)
+                peaks[name].append(max(pair.ask("peak")))
     rates = {name: [tokens / taken for taken in values] for name, values in seconds.items()}
     table.rows += [_rates(rates), _peaks(peaks), _losses(losses), _shares(shares)]
     return table
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="flatparam-bench-")
 
 
 def _ours() -> list[str]:
@@ -100,18 +110,17 @@ def _ours() -> list[str]:
 def _rates(rates: dict[str, list[float]]) -> Row:
     row = Row.of("tokens a second", "", "", FSDP1, rates)
     best = max(row.values[name] for name in (FSDP1, FSDP1_FLAT, FSDP2))
-    bound = NOISE * best / row.values[FSDP1]
+    bound = (1 - NOISE) * best / row.values[FSDP1]
     row.judge([Target(name, bound, at_least=True) for name in _ours()])
-    row.target = f">= {NOISE} of the best FSDP"
+    row.target = f">= the best FSDP's, {NOISE:.0%} aside"
     return row
 
 
-def _peaks(peaks: dict[str, list[tuple[float, float]]]) -> Row:
-    over = {name: [above for above, _ in ranks] for name, ranks in peaks.items()}
-    row = Row.of("peak of a rank", "", "MiB", FSDP1, over, whole={n: [w for _, w in r] for n, r in peaks.items()})
+def _peaks(peaks: dict[str, list[float]]) -> Row:
+    row = Row.of("peak of the larger rank", "", "MiB", FSDP1, peaks)
     least = min(row.values[name] for name in (FSDP1, FSDP1_FLAT, FSDP2))
-    row.target = "<= the least of the FSDPs, 1 MiB aside"
-    row.met = all(row.values[name] <= least + 1 for name in _ours())
+    row.target = f"<= the least of the FSDPs, {NOISE:.0%} aside"
+    row.met = all(row.values[name] <= (1 + NOISE) * least for name in _ours())
     return row
 
 

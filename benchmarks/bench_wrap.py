@@ -45,7 +45,7 @@ def measure(quick: bool) -> Table:
     )
     for mib in SIZES[: 1 if quick else None]:
         found: dict[str, list[dict[str, float]]] = {}
-        for _ in range(2 if quick else 5 if mib < 1024 else 3):
+        for _ in range(3 if mib < 1024 and not quick else 2):
             for name in NAMES:
                 found.setdefault(name, []).append(_in_a_process(name, mib))
         table.rows += _rows(mib, found)

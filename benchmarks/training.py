@@ -46,9 +46,9 @@ class Rank:
         losses = [self._step(step) for step in range(first, first + count)]
         return losses, time.perf_counter() - start
 
-    def peak(self) -> tuple[float, float]:
-        """MiB of peak resident memory: over what was resident before the model was made, and in all."""
-        return (memory.peak() - self._base) / memory.MIB, memory.peak() / memory.MIB
+    def peak(self) -> float:
+        """MiB of peak resident memory over what was resident before the model was made."""
+        return (memory.peak() - self._base) / memory.MIB
 
     def in_collectives(self, first: int, count: int) -> float:
         """The share of some steps' time in which a collective was under way."""
