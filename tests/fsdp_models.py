@@ -105,7 +105,8 @@ def assert_same(model, module, what=""):
 def full_grads(model):
     """Copies of every gradient by its clean name."""
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        named = [(name.replace("_checkpoint_wrapped_module.", ""), p.grad) for name, p in model.named_parameters()]
+        return {name: None if grad is None else grad.clone() for name, grad in named}
 
 
 def assert_same_grads(model, module, what=""):

@@ -575,6 +575,12 @@ fp_flat_release(fp_flat *flat, const char *reason)
     });
 }
 
+void
+fp_flat_average_elsewhere(fp_flat *flat)
+{
+    flat->predivide = flat->postdivide = 1.0;
+}
+
 PyObject *
 fp_flat_unsharded(fp_flat *flat)
 {

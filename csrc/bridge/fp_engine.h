@@ -64,6 +64,7 @@ int fp_flat_wait(fp_flat *flat); /* until the gather has ended */
 int fp_flat_is_allocated(const fp_flat *flat) FP_NOEXCEPT;
 int fp_flat_release(fp_flat *flat, const char *reason); /* free the memory; see fp_torch_resize_storage for reason */
 PyObject *fp_flat_unsharded(fp_flat *flat);             /* the tensor, new reference */
+void fp_flat_average_elsewhere(fp_flat *flat);          /* from now on gradients are summed, not averaged */
 
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype. */
 int fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);

@@ -187,14 +187,42 @@ make_views(fp_step *step, Py_ssize_t index)
     return 0;
 }
 
-/* Parameters whose data was replaced go back into the shard, by Python. */
+/* 1 if a module has another object in place of an original parameter, -1 on failure. */
+static int
+was_registered_anew(fp_part *part)
+{
+    for (Py_ssize_t i = 0; !part->shows_views && i < part->n; i++) {
+        PyObject *value;
+        if (fp_attributes_get(&part->attributes, i, &value) < 0) {
+            return -1;
+        }
+        const int same = value == PyTuple_GET_ITEM(part->params, i);
+        Py_XDECREF(value);
+        if (!same) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Parameters that were replaced, or whose data were, go back into the shard, by Python. */
 static int
 look_for_moved(fp_step *step)
 {
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
-        if (part->params != NULL && fp_engine_moved(items_of(part->owners), PyTuple_GET_SIZE(part->owners),
-                                                    part->master, part->starts, part->numels, NULL)) {
+        if (part->params == NULL) {
+            continue;
+        }
+        int moved = fp_engine_moved(items_of(part->owners), PyTuple_GET_SIZE(part->owners), part->master, part->starts,
+                                    part->numels, NULL);
+        if (!moved) {
+            moved = was_registered_anew(part);
+        }
+        if (moved < 0) {
+            return -1;
+        }
+        if (moved) {
             PyObject *result = PyObject_CallNoArgs(step->moved);
             Py_XDECREF(result);
             return result == NULL ? -1 : 0;
@@ -245,6 +273,7 @@ make_full(fp_step *step)
         return -1;
     }
     step->full_pass = step->run->pass;
+    step->keep = 0;
     if (step->gathering) {
         step->gathering = 0;
         for (Py_ssize_t k = 0; k < step->n_parts; k++) {
@@ -514,9 +543,9 @@ step_abort_forward(PyObject *self, PyObject *ignored)
     if (run != NULL && step->depth > 0) {
         step->depth--;
         run->depth--;
-        if (!run->in_backward && run->depth == 0 && recover(run) < 0) {
-            return NULL;
-        }
+    }
+    if (run != NULL && !run->in_backward && run->depth == 0 && recover(run) < 0) {
+        return NULL;
     }
     Py_RETURN_NONE;
 }
@@ -1337,6 +1366,16 @@ step_put(PyObject *self, PyObject *argument)
 }
 
 static PyObject *
+step_average_elsewhere(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_flat_average_elsewhere(step->parts[k].flat);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 step_invalidate(PyObject *self, PyObject *ignored)
 {
     fp_step *step = (fp_step *)self;
@@ -1400,7 +1439,7 @@ static PyMethodDef step_methods[] = {
      "post_forward($self, output, /)\n--\n\nPut hooks on the tensors in output, free what is not kept; returns "
      "output."},
     {"abort_forward", step_abort_forward, METH_NOARGS,
-     "abort_forward($self, /)\n--\n\nInstead of post_forward after an exception."},
+     "abort_forward($self, /)\n--\n\nInstead of post_forward, or after it, when there was an exception."},
     {"release", step_release, METH_NOARGS,
      "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
     {"make_views", step_make_views, METH_NOARGS,
@@ -1411,6 +1450,8 @@ static PyMethodDef step_methods[] = {
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
     {"invalidate", step_invalidate, METH_NOARGS,
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
+    {"average_elsewhere", step_average_elsewhere, METH_NOARGS,
+     "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
     {"views", step_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},
     {"kept", step_read_kept, METH_NOARGS,
      "kept($self, /)\n--\n\nThe unsharded gradient that no_sync has kept for each part, or None."},
@@ -1425,7 +1466,7 @@ static PyGetSetDef step_getset[] = {
 
 static PyMemberDef step_members[] = {
     {"run", T_OBJECT, offsetof(fp_step, run), READONLY, "The Run it has joined, or None."},
-    {"name", T_OBJECT, offsetof(fp_step, name), READONLY, "What messages call the unit."},
+    {"name", T_OBJECT, offsetof(fp_step, name), 0, "What messages call the unit."},
     {NULL, 0, 0, 0, NULL},
 };
 

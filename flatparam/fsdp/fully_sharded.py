@@ -1,6 +1,7 @@
 """The wrapper that users see."""
 
 import contextlib
+import copy
 import functools
 import warnings
 import weakref
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
+from torch.distributed.fsdp._common_utils import _override_module_mixed_precision
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -27,6 +29,7 @@ from . import collectives
 from . import state_dict as state_dicts
 from .api import ShardingStrategy, TrainingState
 from .clip import clip_grad_norm
+from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .outputs import cast_floats, find_tensors
 from .placement import Placement, groups_of, place
@@ -83,14 +86,9 @@ class FullyShardedDataParallel(nn.Module):
         _watch_optimizers()
         _refuse(
             cpu_offload=cpu_offload is not None and cpu_offload.offload_params and _has_accelerator(),
-            param_init_fn=param_init_fn is not None,
-            device_id=device_id is not None and torch.device(device_id).type != "cpu",
-            sync_module_states=sync_module_states,
         )
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
-        if any(param.is_meta for param in module.parameters()):
-            raise ValueError("parameters on the meta device are not supported yet: materialize the module first")
         if backward_prefetch not in _PREFETCH:
             raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}")
         self._strategy = ShardingStrategy.of(sharding_strategy)
@@ -137,6 +135,12 @@ class FullyShardedDataParallel(nn.Module):
                 if inner._outer is None or inner._outer() is None:
                     inner._outer = weakref.ref(self)
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
+        device = device_of(device_id)
+        own = list(own_modules(module, _is_unit, ignored_modules_set))
+        materialize(own, ignored_params, param_init_fn, device)
+        move(own, ignored_params, device)
+        if sync_module_states:
+            synchronize(own, ignored_params, self._placement)
         originals = find_originals(module, ignored_params, _is_unit, clean_tensor_name)
         self._check_not_shared(module, originals)
         self._buffer_dtypes: dict[str, torch.dtype] = {}
@@ -150,6 +154,8 @@ class FullyShardedDataParallel(nn.Module):
         self._is_root = False
         self._casts_to: torch.dtype | None = None
         self._loading: Summoned | None = None
+        self._comm_hook: collectives.Hooked | None = None
+        self._checks_order = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self._settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -168,13 +174,18 @@ class FullyShardedDataParallel(nn.Module):
             raise ValueError("a policy wraps a tree without units; this one has FullyShardedDataParallel already")
         targets = targets_of(module, policy, ignored_modules, ignored_params, arguments)
         precision = self.mixed_precision
-        if precision.param_dtype is not None and any(
-            isinstance(inner, tuple(precision._module_classes_to_ignore)) for inner in module.modules()
-        ):
-            raise ValueError(
-                "mixed precision with a policy and modules of _module_classes_to_ignore (batch norm) is not supported "
-                "yet: wrap those modules by hand with MixedPrecision() of their own"
-            )
+        full_precision = tuple(precision._module_classes_to_ignore) if arguments["mixed_precision"] is not None else ()
+        if full_precision:
+            for inner in module.modules():
+                if isinstance(inner, full_precision) and inner is not module and inner not in ignored_modules:
+                    targets[inner] = {**arguments, "mixed_precision": None}
+            names = _override_module_mixed_precision(module, full_precision)
+            if names:
+                warnings.warn(
+                    f"mixed precision is off for modules of {sorted(cls.__name__ for cls in names)}: each becomes a "
+                    "unit of its own that computes in full precision",
+                    stacklevel=4,
+                )
         replace_modules(
             module,
             targets,
@@ -214,12 +225,14 @@ class FullyShardedDataParallel(nn.Module):
         if self._casts_to is not None:
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
         try:
+            if self._checks_order:
+                self._check_order()
             step.pre_forward()
             output = self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]
+            return step.post_forward(output)
         except BaseException:
             step.abort_forward()
             raise
-        return step.post_forward(output)
 
     def _outermost(self) -> "FullyShardedDataParallel":
         outer = self._outer() if self._outer is not None else None
@@ -231,7 +244,7 @@ class FullyShardedDataParallel(nn.Module):
         run = _C.Run(
             _PREFETCH[root._backward_prefetch],
             root._forward_prefetch,
-            collectives,
+            collectives if root._comm_hook is None else root._comm_hook,
             collectives.WATCHED,
             find_tensors,
         )
@@ -242,8 +255,17 @@ class FullyShardedDataParallel(nn.Module):
                     f"all units of a tree must have one use_orig_params: {root._unit.name} has "
                     f"{root._use_orig_params}, {wrapper._unit.name} {wrapper._use_orig_params}"
                 )
+            if wrapper.limit_all_gathers != root.limit_all_gathers:
+                raise ValueError("all units of a tree must have one limit_all_gathers")
+        run.always_python = int(root._comm_hook is not None)
+        paths = {id(inner): path for path, inner in root.named_modules()}
         for wrapper in wrappers:
+            path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
+            wrapper._unit.name = f"the unit of {type(wrapper.module).__name__} at `{path}`"
+            wrapper._unit.step.name = wrapper._unit.name
             wrapper._unit.step.join(run)
+            if root._comm_hook is not None:
+                wrapper._unit.step.average_elsewhere()
             wrapper._is_root = wrapper is root
             precision = wrapper.mixed_precision
             casts = precision.cast_root_forward_inputs if wrapper is root else precision.cast_forward_inputs
@@ -265,6 +287,21 @@ class FullyShardedDataParallel(nn.Module):
                         wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
                         module._buffers[name] = buffer.to(dtype)
                         done.add(id(module._buffers[name]))
+
+    def _check_order(self) -> None:
+        """Compare with the other ranks which unit comes next. Raises: RuntimeError naming both, on all ranks."""
+        group = self._placement.optim or self._placement.replicate
+        if group is None or torch._C._current_graph_task_id() >= 0:
+            return
+        name = self._unit.name
+        names: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(names, name, group=group)
+        for rank, other in enumerate(names):
+            if other != name:
+                raise RuntimeError(
+                    f"the ranks run units in different orders: rank {dist.get_rank(group)} comes to {name}, rank "
+                    f"{rank} to {other}"
+                )
 
     def _check_root(self, what: str) -> None:
         """Raises: StateError unless this is the outermost unit and nothing is under way."""
@@ -294,6 +331,22 @@ class FullyShardedDataParallel(nn.Module):
             yield
         finally:
             run.synchronize = 1
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
+
+        ``hook(state, gradient, output)``: the padded unsharded gradient of a unit, and the shard to fill; without
+        sharding ``hook(state, gradient)``, in place.
+        """
+        if not callable(hook):
+            raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
+        self._check_root("register_comm_hook")
+        if self._comm_hook is not None or self._unit.step.run is not None:
+            raise StateError("register_comm_hook: once, before the first forward")
+        for wrapper in self.fsdp_modules(self):
+            if wrapper._placement.shards > 1 and wrapper._placement.replicas > 1:
+                raise StateError(f"register_comm_hook: not for a grid of ranks ({wrapper.sharding_strategy.name})")
+        self._comm_hook = collectives.Hooked(hook, state)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -463,7 +516,31 @@ class FullyShardedDataParallel(nn.Module):
             for wrapper, settings in zip(wrappers, before, strict=True):
                 wrapper._settings = settings
 
-    # Moving
+    # Copying and moving
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """A copy with shards of its own, over the same groups; it has not run yet."""
+        self._check_idle("deepcopy")
+        wrappers = self.fsdp_modules(self)
+        had_views = [wrapper._unit.step.shows_views for wrapper in wrappers]
+        for wrapper in wrappers:
+            wrapper._unit.step.put(False)
+            for views in wrapper._unit.step.views():
+                memo.update((id(view), torch.empty(0)) for view in views or ())  # the copy makes its own
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        try:
+            for key, value in vars(self).items():
+                left_out = key in ("_outer", "_comm_hook")
+                vars(copied)[key] = None if left_out else copy.deepcopy(value, memo)
+        finally:
+            for wrapper, views_before in zip(wrappers, had_views, strict=True):
+                wrapper._unit.step.put(views_before or not wrapper._use_orig_params)
+        copied._comm_hook = self._comm_hook
+        for inner in copied.fsdp_modules(copied)[1:]:
+            if inner._outer is None:
+                inner._outer = weakref.ref(copied)
+        return copied
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         self._check_idle_here("changing device or dtype")

@@ -14,7 +14,8 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 def find_tensors(output: Any, name: str) -> list[Tensor]:
     """Every tensor in ``output``: registered pytrees, dataclasses, mappings, and attributes of other objects.
 
-    ``name``: of the unit, unused here; the C core gives it so that a replacement can say whose output it is.
+    Raises: TypeError naming the unit (``name``) and the class for an object in which there is none: its unit's
+    parameters would be freed, and a backward that comes from it would not know.
     """
     found: list[Tensor] = []
     seen: set[int] = set()
@@ -39,6 +40,12 @@ def find_tensors(output: Any, name: str) -> list[Tensor]:
             visit(child)
 
     visit(output)
+    if not found and id(output) in seen and not isinstance(output, (Mapping, list, tuple, set, frozenset)):
+        raise TypeError(
+            f"{name} returned a {type(output).__qualname__}, in which no tensor was found: a backward from it would "
+            "come to parameters that have been freed. Return tensors, containers of them, a dataclass, or a class that is "
+            "registered with torch.utils._pytree"
+        )
     return found
 
 

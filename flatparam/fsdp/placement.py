@@ -67,6 +67,9 @@ class Placement:
             if group is not None and dist.get_rank(group) < 0:
                 raise ValueError(f"Placement: this rank is not in the group of ranks {_ranks(group)}")
 
+    def __deepcopy__(self, memo: Any) -> "Placement":
+        return self  # groups belong to the process, and nothing here changes
+
     @property
     def shards(self) -> int:
         """How many ranks share the optimizer's shard."""

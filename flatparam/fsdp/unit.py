@@ -3,6 +3,7 @@
 A unit has one segment for each (dtype, requires_grad) that it holds apart: a flat parameter with a layout of its own.
 """
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ PADDING_VALUE = 42.0  # torch's: it is never read
 _FREED = (
     "flatparam: a parameter of {} was used while it is sharded. It has its full data during the forward and backward "
     "of {}; outside of them use summon_full_params(), and call the wrapped module instead of one of its parts. In "
-    "backward this means that an output reached the loss by way of an object in which no tensor was found."
+    "backward this means that what the unit computed reached the loss by another way than its output."
 )
 
 
@@ -214,6 +215,11 @@ class Unit:
         self.segments = [Segment(group, options) for group in _by_segment(originals, options)]
         if not options.use_orig_params:
             self._hide_originals()
+        self.summoned: Any = None  # what summon.py keeps while the full parameters are there
+        self._make_step()
+
+    def _make_step(self) -> None:
+        name, options = self.name, self.options
         self.step = _C.Step(
             name,
             tuple(segment.part(options) for segment in self.segments),
@@ -221,8 +227,20 @@ class Unit:
             functools.partial(_take_back, weakref.ref(self)),
             _FREED.format(name, name),
         )
-        self.summoned: Any = None  # what summon.py keeps while the full parameters are there
         self.step.make_views()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
+        copied = object.__new__(Unit)
+        memo[id(self)] = copied
+        memo.update((id(segment.layout), segment.layout) for segment in self.segments)  # layouts never change
+        for key, value in vars(self).items():
+            if key != "step":
+                setattr(copied, key, copy.deepcopy(value, memo))
+        if self.options.use_orig_params:
+            for segment in copied.segments:
+                segment.point_at_pieces()
+        copied._make_step()
+        return copied
 
     def _hide_originals(self) -> None:
         """Take the original parameters from their modules and register the flat ones instead."""
@@ -246,22 +264,29 @@ class Unit:
                 self.module._parameters.pop(name, None)
 
     def take_back(self) -> None:
-        """Copy the values of parameters whose data were replaced into the shard, and point them at it again.
+        """Copy the values of parameters that were replaced, or whose data were, into the shard.
+
+        The modules have the parameters they had when they were wrapped afterwards, pointing at the shard.
 
         Raises: ValueError for a parameter that has neither its full shape nor its piece's.
         """
         for segment in self.segments:
             shard = segment.flat.detach()
-            for original, start, numel, _whole in segment.shapes_here():
-                value = original.param.detach()
+            for piece, (original, start, numel, _whole) in zip(segment.pieces, segment.shapes_here(), strict=True):
+                place = original.names[0]
+                now = getattr(place.module, place.name, original.param)
+                value = now.detach()
+                if now is not original.param:
+                    for other in original.names:
+                        delattr(other.module, other.name)
+                        other.module.register_parameter(other.name, original.param)
                 if numel < 0 and value.numel() == 0:
                     continue
                 at = shard.narrow(0, start, max(numel, 0))
                 if value.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() and numel > 0:
                     continue
                 if value.shape == original.shape:
-                    begin = segment.pieces[segment.originals.index(original)].intra_param_start_idx or 0
-                    value = in_storage_order(value).narrow(0, begin, max(numel, 0))
+                    value = in_storage_order(value).narrow(0, piece.intra_param_start_idx or 0, max(numel, 0))
                 elif value.numel() != max(numel, 0):
                     raise ValueError(
                         f"{self.name}: expected the new data of parameter `{original.fqn}` to have its shape "

@@ -1,0 +1,129 @@
+"""Giving a unit's parameters and buffers memory, a device and equal values on all ranks, before they are flattened."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.utils import _sync_params_and_buffers
+
+from .placement import Placement
+
+_BUCKET_BYTES = 250 * 1024 * 1024
+
+
+class DeviceError(ValueError, RuntimeError):
+    """Parameters are not where they should be; of both types that torch's versions raise."""
+
+
+def own_modules(
+    module: nn.Module, is_unit: Callable[[nn.Module], bool], ignored: set[nn.Module]
+) -> Iterator[nn.Module]:
+    """``module`` and those below it that are neither ignored nor in another unit, breadth first."""
+    seen = {module}
+    waiting = deque([module])
+    while waiting:
+        current = waiting.popleft()
+        yield current
+        for child in current.children():
+            if child not in seen and child not in ignored and not is_unit(child):
+                seen.add(child)
+                waiting.append(child)
+
+
+def own_state(modules: list[nn.Module], ignored_params: set[nn.Parameter]) -> Iterator[Tensor]:
+    """The parameters and buffers that ``modules`` register themselves, each once."""
+    seen: set[int] = set()
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor not in ignored_params and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def device_of(device_id: int | str | torch.device | None) -> torch.device | None:
+    """The device that ``device_id`` names; one without an index is the current one of its kind."""
+    if device_id is None:
+        return None
+    if isinstance(device_id, int):
+        kind = torch.accelerator.current_accelerator()
+        if kind is None:
+            raise DeviceError(f"device_id={device_id} names an accelerator, there is none: pass torch.device('cpu')")
+        return torch.device(kind.type, device_id)
+    device = torch.device(device_id)
+    if device.index is None and device.type != "cpu":
+        warnings.warn(f"device_id={device} has no index: the current device of this kind is used", stacklevel=4)
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def materialize(
+    modules: list[nn.Module],
+    ignored_params: set[nn.Parameter],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device | None,
+) -> None:
+    """Fill what lies on the meta device: by ``param_init_fn(module)`` for each module, else by ``reset_parameters()``.
+
+    Each call may fill what the module registers itself, and nothing below it.
+    Raises: ValueError for a ``param_init_fn`` that cannot be called or that leaves something on the meta device;
+    AttributeError naming the class that has no ``reset_parameters``.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(f"expected {param_init_fn!r} to be callable, got {type(param_init_fn).__name__}")
+    if not any(tensor.is_meta for tensor in own_state(modules, ignored_params)):
+        return
+    target = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    for module in modules:
+        if param_init_fn is not None:
+            param_init_fn(module)
+            continue
+        if not any(tensor.is_meta for tensor in own_state([module], ignored_params)):
+            continue
+        module.to_empty(device=target, recurse=False)
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise AttributeError(
+                f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): "
+                "define it, or pass param_init_fn"
+            )
+        with torch.no_grad():
+            reset()
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor not in ignored_params and tensor.is_meta:
+                raise ValueError(
+                    f"param_init_fn left `{name}` of {type(module).__name__} (shape {tuple(tensor.shape)}) on the meta "
+                    "device: it gets every module of the unit, and fills what that module registers itself"
+                )
+
+
+def move(modules: list[nn.Module], ignored_params: set[nn.Parameter], device: torch.device | None) -> None:
+    """Move what lies on the CPU to ``device``. Raises: DeviceError for what lies on another one."""
+    if device is None:
+        return
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            if param.device not in (device, torch.device("cpu")):
+                raise DeviceError(
+                    f"device_id={device}, but parameter `{name}` of {type(module).__name__} is on {param.device}"
+                )
+            param.data = param.data.to(device)
+            if param.grad is not None:
+                param.grad = param.grad.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def synchronize(modules: list[nn.Module], ignored_params: set[nn.Parameter], placement: Placement) -> None:
+    """Give every rank the parameters and buffers of the first: over the replicas, then over the ranks that share."""
+    states = [tensor.detach() for tensor in own_state(modules, ignored_params)]
+    for group in (placement.replicate, placement.optim):
+        if group is not None and states:
+            _sync_params_and_buffers(group, states, _BUCKET_BYTES, 0)

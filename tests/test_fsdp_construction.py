@@ -1,0 +1,369 @@
+"""Making units: policies, ignored state, meta modules, equal starts, grids of ranks, copies."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import (
+    Averaged,
+    Block,
+    Model,
+    assert_same,
+    assert_same_grads,
+    data,
+    full_params,
+    loss_of,
+    make,
+    wrap_blocks,
+)
+from gloo import note, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
+
+from flatparam import CPUOffload, MixedPrecision, Placement, ShardingStrategy
+from flatparam import FullyShardedDataParallel as FSDP
+
+pytestmark = pytest.mark.multiprocess
+
+
+def units(model):
+    return [unit.module for unit in FSDP.fsdp_modules(model)]
+
+
+def train(model, steps=2, ranks=2, base=0, module=None):
+    """SGD steps of ``model`` and of the oracle; fails unless they agree bit for bit."""
+    module = make() if module is None else module
+    oracle = Averaged(module, ranks)
+    ours, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module))
+    for step in range(base, base + steps):
+        loss_of(model, data(step)).backward()
+        oracle.backward(lambda rank, step=step: [data(step, rank)])
+        for optim in (ours, plain):
+            optim.step()
+            optim.zero_grad()
+    assert_same(model, module)
+    return module
+
+
+def old_policy(module, recurse, unwrapped_params, wanted=Block):
+    """As torch 1.12 called policies."""
+    assert unwrapped_params >= 0
+    return recurse or isinstance(module, wanted)
+
+
+def policies():
+    blocks = ModuleWrapPolicy({Block})
+
+    def by_class(cls):
+        return lambda module, recurse, nonwrapped_numel: transformer_auto_wrap_policy(
+            module, recurse, nonwrapped_numel, transformer_layer_cls={cls}
+        )
+
+    def by_lambda(module, recurse, nonwrapped_numel):
+        return lambda_auto_wrap_policy(module, recurse, nonwrapped_numel, lambda m: isinstance(m, Block))
+
+    def by_size(module, recurse, nonwrapped_numel):
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=100)
+
+    for policy in (blocks, by_class(Block), by_lambda, old_policy, by_size):
+        note(str(policy))
+        model = FSDP(make(), auto_wrap_policy=policy, use_orig_params=True)
+        assert [type(module) for module in units(model)] == [Model, Block, Block, Block]
+        train(model)
+    model = FSDP(make(), auto_wrap_policy=always_wrap_policy)
+    assert len(units(model)) == 1 + 1 + 1 + 3 * 3 + 1  # all but the ModuleList's blocks' parents are in it, too
+    train(model)
+    other = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    model = FSDP(
+        make(), auto_wrap_policy=CustomPolicy(lambda m: other if isinstance(m, Block) else type(m) is nn.Linear)
+    )
+    strategies = {type(unit.module): unit.sharding_strategy.name for unit in FSDP.fsdp_modules(model)}
+    assert strategies == {Model: "FULL_SHARD", Block: "SHARD_GRAD_OP", nn.Linear: "FULL_SHARD"}
+    train(model)
+    with enable_wrap(wrapper_cls=FSDP, use_orig_params=True):
+        module = make()
+        module.blocks[1] = wrap(module.blocks[1])
+        model = wrap(module)
+    assert [type(module) for module in units(model)] == [Model, Block]
+    train(model)
+
+    twice = make()  # one module under two names: every reference becomes the unit
+    twice.again = twice.blocks[1]
+    model = FSDP(twice, auto_wrap_policy=blocks)
+    assert model.module.again is model.module.blocks[1]
+    assert isinstance(model.again, FSDP)
+    train(model)
+
+    with pytest.raises(ValueError, match="already"):
+        FSDP(wrap_blocks(make()).module, auto_wrap_policy=blocks)
+    with pytest.raises(TypeError, match="auto_wrap_policy"):
+        FSDP(make(), auto_wrap_policy=3)
+
+
+def test_policies():
+    run_ranks(policies, 2)
+
+
+def ignoring():
+    rank = dist.get_rank()
+    for uo, by_module in itertools.product((False, True), (False, True)):
+        note(f"uo={uo} by_module={by_module}")
+        module = make()
+        inner = module.blocks[1].inner
+        ignored = [inner] if by_module else list(inner.parameters())
+        model = wrap_blocks(module, use_orig_params=uo, ignored_states=ignored)
+        name = "_fsdp_wrapped_module.blocks.1._fsdp_wrapped_module.inner.weight"
+        assert dict(model.named_parameters())[name] is inner.weight
+        assert inner.weight.shape == (11, 5)
+        loss_of(model, data(0)).backward()
+        plain = make()
+        loss_of(plain, data(0)).backward()
+        assert torch.equal(inner.weight.grad, plain.blocks[1].inner.weight.grad)  # of this rank's data alone
+        assert torch.equal(model.state_dict()["blocks.1.inner.weight"], inner.weight)
+        assert model.state_dict()["blocks.1.inner.weight"].shape == (11, 5)
+    with pytest.raises(ValueError, match=r"nn\.Parameter"):
+        FSDP(make(), ignored_states=[make(), nn.Parameter(torch.ones(1))])
+    wrapped = wrap_blocks(make())
+    with pytest.raises(ValueError, match="FSDP modules"):
+        FSDP(nn.Sequential(wrapped), ignored_modules=[wrapped])
+    assert rank < 2
+
+
+def test_ignored_states():
+    run_ranks(ignoring, 2)
+
+
+class Odd(nn.Module):
+    """Parameters and a buffer without reset_parameters."""
+
+    def __init__(self, device=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, device=device))
+        self.register_buffer("seen", torch.ones(2, device=device))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def starting():
+    rank = dist.get_rank()
+    for uo in (False, True):  # ranks that start apart are made equal to the first
+        module = make(seed=10 + rank)
+        module.register_buffer("mean", torch.full((3,), float(rank)))
+        model = wrap_blocks(module, sync_module_states=True, use_orig_params=uo)
+        assert_same(model, make(seed=10))
+        assert model.mean.tolist() == [0.0, 0.0, 0.0]
+
+        called = []
+
+        def fill(module, called=called):
+            called.append(module)
+            for name, param in list(module._parameters.items()):
+                if param is not None:
+                    module._parameters[name] = nn.Parameter(torch.full(param.shape, 0.25))
+
+        with torch.device("meta"):
+            meta = Model()
+        modules = list(meta.modules())
+        model = wrap_blocks(meta, param_init_fn=fill, use_orig_params=uo)
+        assert sorted(map(id, called)) == sorted(map(id, modules))
+        reference = make()
+        for param in reference.parameters():
+            param.data.fill_(0.25)
+        assert_same(model, reference)
+        train(model, module=reference)
+
+        with torch.device("meta"):
+            meta = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        torch.manual_seed(3)
+        model = FSDP(meta, use_orig_params=uo)
+        torch.manual_seed(3)
+        reference = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        assert_same(model, reference)
+        with pytest.raises(AttributeError, match="Odd"):
+            FSDP(Odd(device="meta"))
+        with pytest.raises(ValueError, match="meta device"):
+            FSDP(Odd(device="meta"), param_init_fn=lambda module: None)
+        with pytest.raises(ValueError, match="callable"):
+            FSDP(Odd(), param_init_fn=3)
+        model = wrap_blocks(make(), cpu_offload=CPUOffload(offload_params=True), device_id=torch.device("cpu"))
+        train(model)
+
+
+def test_how_it_starts():
+    run_ranks(starting, 2)
+
+
+def grids():
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = (rows[rank // 2], columns[rank % 2])
+    mesh = init_device_mesh("cpu", (2, 2))
+    for strategy, uo, by_mesh in itertools.product(
+        ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (False, True), (False, True)
+    ):
+        note(f"{strategy} uo={uo} by_mesh={by_mesh}")
+        arguments = {"device_mesh": mesh} if by_mesh else {"process_group": groups}
+        module = make(seed=20 + rank)
+        model = wrap_blocks(
+            module,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=uo,
+            sync_module_states=True,
+            **arguments,
+        )
+        reference = make(seed=20)
+        assert_same(model, reference)
+        assert all(unit.world_size == 2 for unit in FSDP.fsdp_modules(model))
+        oracle = Averaged(reference, 4)
+        ours, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+        for step in range(2):
+            with model.no_sync():
+                loss_of(model, data(50 + step)).backward()
+            loss_of(model, data(step)).backward()
+            oracle.backward(lambda r, step=step: [data(50 + step, r), data(step, r)])
+            norm = model.clip_grad_norm_(0.5)
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            for optim in (ours, plain):
+                optim.step()
+                optim.zero_grad()
+        for (name, value), wanted in zip(full_params(model).items(), reference.parameters(), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=name)
+    with pytest.raises(ValueError, match="2-D"):
+        FSDP(make(), device_mesh=mesh)
+    with pytest.raises(ValueError, match="shard group, replicate group"):
+        FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with pytest.raises(ValueError, match="both"):
+        FSDP(make(), device_mesh=mesh, process_group=groups[0])
+    with pytest.raises(ValueError, match="rank"):
+        FSDP(make(), process_group=rows[1 - rank // 2])
+    model = FSDP(make(), placement=Placement(groups[0], groups[0], groups[0], groups[1]))
+    assert model.world_size == 2
+    with pytest.raises(ValueError, match="one group"):
+        Placement(param=groups[0], grad=groups[0], optim=groups[1])
+
+
+def test_grids_of_ranks():
+    run_ranks(grids, 4)
+
+
+def thin_grids():
+    """A grid with one row or one column still averages over all ranks."""
+    for shape, strategy, uo in itertools.product(
+        ((1, 2), (2, 1)), ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (False, True)
+    ):
+        mesh = init_device_mesh("cpu", shape)
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, device_mesh=mesh)
+        train(model)
+
+
+def test_thin_grids_average_over_all_ranks():
+    run_ranks(thin_grids, 2)
+
+
+def copies():
+    for uo, strategy in itertools.product((False, True), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")):
+        note(f"uo={uo} {strategy}")
+        model = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        reference = train(model, steps=1)
+        copied = copy.deepcopy(model)
+        assert not {id(p) for p in copied.parameters()} & {id(p) for p in model.parameters()}
+        again = copy.deepcopy(reference)
+        train(model, base=5, module=reference)
+        assert_same(copied, again)
+        train(copied, base=9, module=again)
+        assert_same(model, reference)
+
+        # queries of a child change nothing, and a used root may be wrapped
+        child = FSDP(make().blocks[0], use_orig_params=uo)
+        assert child.check_is_root()
+        child(torch.ones(2, 5)).sum().backward()
+        child.zero_grad()
+        parts = make()
+        parts.blocks[0] = child
+        parts.blocks[0].check_is_root()
+        outer = FSDP(parts, use_orig_params=uo)
+        assert not child.check_is_root()
+        train(outer)
+
+        # a dtype set before, and after, the first forward
+        model = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        wide = make().double()
+        for step in range(2):
+            model = model.double()
+            x = data(step).double()
+            loss_of(model, x).backward()
+            losses = [loss_of(wide, data(step, r).double()) for r in range(2)]
+            grads = [torch.autograd.grad(loss, list(wide.parameters())) for loss in losses]
+            for param, a, b in zip(wide.parameters(), *grads, strict=True):
+                param.grad = a / 2 + b / 2
+            assert_same_grads(model, wide)
+            model.zero_grad()
+            if step == 0:
+                model, wide = model.float(), wide.float().double()
+                loss_of(model, data(7)).backward()
+                model.zero_grad()
+
+        # a parameter whose data, or which itself, was replaced
+        if uo:
+            reference = make(seed=4)
+            model = wrap_blocks(make(), use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+            loss_of(model, data(0))
+            with torch.no_grad():
+                loss_of(model, data(0))
+            for unit in FSDP.fsdp_modules(model):
+                for segment in unit._unit.segments:
+                    for original in segment.originals:
+                        new = dict(reference.named_parameters())
+                        name = next(n for n, p in model.named_parameters() if p is original.param).replace(
+                            "_fsdp_wrapped_module.", ""
+                        )
+                        value = new[name].detach().clone()
+                        if name.endswith("bias"):
+                            place = original.names[0]
+                            setattr(place.module, place.name, nn.Parameter(value))
+                        else:
+                            original.param.data = value
+            loss_of(model, data(0)).backward()
+            assert_same(model, reference)
+    model = FSDP(nn.Linear(3, 3), use_orig_params=True)
+    model.module.weight.data = torch.ones(7, 7)
+    with pytest.raises(ValueError, match="shape"):
+        model(torch.ones(1, 3))
+
+
+def test_copies_moves_and_replacements():
+    run_ranks(copies, 2)
+
+
+def batch_norm():
+    low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    for policy in (ModuleWrapPolicy({nn.Linear}), always_wrap_policy):
+        layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        with pytest.warns(UserWarning, match="BatchNorm"):
+            model = FSDP(layers, auto_wrap_policy=policy, mixed_precision=low)
+        seen = []
+        norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d))
+        norm.register_forward_hook(
+            lambda m, args, out, seen=seen: seen.append((args[0].dtype, m.weight.dtype, m.running_mean.dtype))
+        )
+        assert model(torch.randn(4, 3)).dtype == torch.bfloat16
+        assert seen == [(torch.float32,) * 3]
+
+
+def test_batch_norm_stays_in_full_precision():
+    run_ranks(batch_norm, 2)

@@ -1,0 +1,492 @@
+"""What happens when in a step: collectives, memory, order, shared modules, checkpoints, outputs, hooks."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import weakref
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import Averaged, Block, assert_same, assert_same_grads, data, full_grads, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from flatparam import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from flatparam import FullyShardedDataParallel as FSDP
+
+pytestmark = pytest.mark.multiprocess
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"]
+NAMES = {
+    "all_gather_single": "AG",
+    "all_gather_into_tensor": "AG",
+    "reduce_scatter_single": "RS",
+    "reduce_scatter_tensor": "RS",
+    "all_reduce": "AR",
+}
+
+
+@contextlib.contextmanager
+def logged(model):
+    """Collectives, as users count them: by replacing torch.distributed's functions; with the unit each is of."""
+    log = []
+    sizes = {}
+    for unit in FSDP.fsdp_modules(model):
+        for segment in unit._unit.segments:
+            layout = segment.layout
+            name = "r" if unit.check_is_root() else str(list(model.module.blocks).index(unit))
+            sizes.setdefault(layout.padded_numel, []).append(name)
+    originals = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
+
+    def replaced(name, original):
+        def call(*args, **kwargs):
+            tensor = args[1] if NAMES[name] == "RS" else args[0]
+            log.append(NAMES[name] + "/".join(sizes.get(tensor.numel(), ["?"])))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, replaced(name, original))
+    try:
+        yield log
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+class Wide(nn.Module):
+    """Blocks of different widths, so that the sizes of collectives tell the units apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4 + i), nn.Tanh(), nn.Linear(4 + i, 4)) for i in range(3)]
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+ORDERS = {
+    ("FULL_SHARD", "PRE"): "AGr AG0 AG1 AG2 | AG2 AG1 RS2 AG0 RS1 RS0 RSr",
+    ("FULL_SHARD", "POST"): "AGr AG0 AG1 AG2 | AG2 AG1 RS2 AG0 RS1 RS0 RSr",
+    ("FULL_SHARD", None): "AGr AG0 AG1 AG2 | AG2 RS2 AG1 RS1 AG0 RS0 RSr",
+    ("SHARD_GRAD_OP", "PRE"): "AGr AG0 AG1 AG2 | RS2 RS1 RS0 RSr",
+    ("ZERO_1", "PRE"): "AGr AG0 AG1 AG2 | RS2 RS1 RS0 RSr",
+    ("NO_SHARD", "PRE"): "| AR2 AR1 AR0 ARr",
+}
+
+
+def collectives():
+    prefetches = {"PRE": BackwardPrefetch.BACKWARD_PRE, "POST": BackwardPrefetch.BACKWARD_POST, None: None}
+    for ((strategy, prefetch), order), uo, ahead in itertools.product(ORDERS.items(), (False, True), (False, True)):
+        what = f"{strategy} {prefetch} uo={uo} forward_prefetch={ahead}"
+        note(what)
+        model = wrap_blocks(
+            make(cls=Wide),
+            sharding_strategy=ShardingStrategy[strategy],
+            backward_prefetch=prefetches[prefetch],
+            forward_prefetch=ahead,
+            use_orig_params=uo,
+        )
+        with logged(model) as log:
+            for _ in range(2):
+                log.clear()
+                output = model(data(0)).sum()
+                log.append("|")
+                output.backward()
+                assert " ".join(log) == order, what
+            # no_sync reduces nothing and gathers as always
+            log.clear()
+            with model.no_sync():
+                output = model(data(0)).sum()
+                log.append("|")
+                output.backward()
+            forward, backward = order.split("|")
+            gathers = [word for word in backward.split() if word.startswith("AG")]
+            assert log == [*forward.split(), "|", *gathers], what
+            log.clear()
+            model(data(0))
+            assert log == ([] if strategy in ("SHARD_GRAD_OP", "ZERO_1") else forward.split()), what
+            log.clear()
+            with torch.no_grad():
+                model(data(0))
+            assert log == forward.split(), what
+
+
+def test_the_order_of_collectives():
+    run_ranks(collectives, 2)
+
+
+def full(model):
+    return [unit._unit.step.is_full for unit in FSDP.fsdp_modules(model)]
+
+
+def record(model, seen, *_args):
+    seen.append(full(model()))
+
+
+def memory():
+    """Which units are full after each phase."""
+    for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (False, True)):
+        note(f"{strategy} uo={uo}")
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        assert full(model) == [False] * 4
+        seen = []
+        note_full = functools.partial(record, weakref.ref(model), seen)
+        for block in model.blocks:
+            block.module.register_forward_hook(note_full)
+        output = loss_of(model, data(0))
+        stays = strategy == "SHARD_GRAD_OP"
+        assert seen[2] == [True, stays, stays, True]
+        assert full(model) == [True, stays, stays, stays]
+        output.backward()
+        assert full(model) == [False] * 4
+        with torch.no_grad():
+            loss_of(model, data(0))
+        assert full(model) == [False] * 4
+        unused = loss_of(model, data(0))
+        del unused
+        loss_of(model, data(0)).backward()
+        with model.no_sync():
+            loss_of(model, data(0)).backward()
+        assert full(model) == [stays] * 4
+        # a deleted model's memory goes at once, without the collector
+        gc.collect()
+        gc.disable()
+        try:
+            shards = [weakref.ref(unit.params[0]) for unit in FSDP.fsdp_modules(model)]
+            output = loss_of(model, data(0))
+            del model, output, block
+            assert [shard() for shard in shards] == [None] * 4
+        finally:
+            gc.enable()
+
+
+def test_who_is_full_when():
+    run_ranks(memory, 2)
+
+
+class Twice(nn.Module):
+    """A block called twice, one that is skipped, one whose output is not used, and a frozen one."""
+
+    def __init__(self, width=5):
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(4)])
+        self.last = nn.Linear(width, 1)
+        self.blocks[3].requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.blocks[0](x)
+        x = self.blocks[3](x)
+        x = self.blocks[0](x)
+        self.blocks[1](x)
+        return self.last(x)
+
+
+def uneven():
+    for strategy, uo, prefetch in itertools.product(STRATEGIES, (False, True), list(BackwardPrefetch)):
+        note(f"{strategy} uo={uo} {prefetch}")
+        module = make(cls=Twice)
+        model = wrap_blocks(
+            make(cls=Twice),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=uo,
+            backward_prefetch=prefetch,
+        )
+        oracle = Averaged(module, 2)
+        for step in range(2):
+            with logged(model) as log:
+                loss_of(model, data(step)).backward()
+            assert sum(entry.startswith(("RS", "AR")) for entry in log) == 2
+            oracle_backward(oracle, step)
+            assert_same_grads(model, module, f"{strategy} uo={uo}")
+            for param in model.blocks[2].parameters():
+                assert param.grad is None
+            if uo:
+                for param in model.blocks[3].parameters():
+                    assert param.grad is None
+            model.zero_grad()
+            module.zero_grad()
+        if uo:  # frozen later
+            for part in (module, model):
+                for param in part.blocks[0].parameters():
+                    param.requires_grad_(False)
+            loss_of(model, data(5)).backward()
+            oracle_backward(oracle, 5)
+            assert_same_grads(model, module)
+            assert all(param.grad is None for param in model.blocks[0].parameters())
+
+
+def oracle_backward(oracle, step):
+    """Of a module of which not every parameter is used or trained."""
+    trained = [param for param in oracle.module.parameters() if param.requires_grad]
+    totals = None
+    for rank in range(2):
+        grads = torch.autograd.grad(loss_of(oracle.module, data(step, rank)), trained, allow_unused=True)
+        grads = [None if grad is None else grad / 2 for grad in grads]
+        totals = grads if totals is None else [a if b is None else a + b for a, b in zip(totals, grads, strict=True)]
+    for param, grad in zip(trained, totals, strict=True):
+        param.grad = grad
+
+
+def test_units_used_unevenly():
+    run_ranks(uneven, 2)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are recomputed in backward."""
+
+    def __init__(self, how, reentrant):
+        super().__init__()
+        self.how, self.reentrant = how, reentrant
+        self.first = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList([Block(5) for _ in range(3)])
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            if self.how == "around":
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            else:
+                x = block(x)
+        return self.last(x)
+
+
+class Recomputing(Block):
+    """A block that recomputes both of its halves in backward."""
+
+    reentrant = False
+
+    def forward(self, x):
+        y = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return x + checkpoint(lambda z: self.scale * self.outer(torch.tanh(z)), y, use_reentrant=self.reentrant)
+
+
+def recomputation():
+    for (strategy, uo), how, reentrant in itertools.product(
+        itertools.product(STRATEGIES, (False, True)), ("around", "inside", "wrapper", "parts"), (False, True)
+    ):
+        what = f"{strategy} uo={uo} {how} reentrant={reentrant}"
+        note(what)
+        torch.manual_seed(0)
+        module = Checkpointed(None, reentrant)
+        torch.manual_seed(0)
+        model = Checkpointed(how, reentrant)
+        impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+        for i, block in enumerate(model.blocks):
+            if how == "inside":
+                block = checkpoint_wrapper(block, checkpoint_impl=impl)
+            if how == "parts":
+                block.__class__ = type("Parts", (Recomputing,), {"reentrant": reentrant})
+            unit = FSDP(block, **arguments)
+            model.blocks[i] = checkpoint_wrapper(unit, checkpoint_impl=impl) if how == "wrapper" else unit
+        model = FSDP(model, **arguments)
+        gathers = 0
+        for step in range(2):
+            model.zero_grad()
+            module.zero_grad()
+            loss_of(model, data(step)).backward()
+            gathers, before = model._unit.step.run.gathers, gathers
+            Averaged(module, 2).backward(lambda rank, step=step: [data(step, rank)])
+            if how == "parts":  # torch adds the gradients of the parts in another order than of the whole
+                for (_, grad), param in zip(full_grads(model).items(), module.parameters(), strict=True):
+                    torch.testing.assert_close(grad, param.grad, rtol=1e-6, atol=1e-7)
+            else:
+                assert_same_grads(model, module, what)
+        if strategy == "FULL_SHARD":
+            assert gathers - before == 1 + 2 * 3, what  # no second gather for the recomputation in backward
+        assert not any(unit._unit.step.is_full for unit in FSDP.fsdp_modules(model)) or strategy in (
+            "NO_SHARD",
+            "ZERO_1",
+        )
+
+
+def test_activation_checkpointing():
+    run_ranks(recomputation, 2)
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Record:
+    value: torch.Tensor
+    note: str = ""
+
+
+class Private:
+    def __init__(self, value):
+        self.value = [{"deep": value}]
+
+
+class Hidden:
+    """Gives its tensor only to who asks."""
+
+    def __init__(self, value):
+        self.get = lambda: value
+
+
+OUTPUTS = {
+    "tuple": (lambda x: (x, 3, None), lambda out: out[0]),
+    "list": (lambda x: [[x]], lambda out: out[0][0]),
+    "dict": (lambda x: {"a": {"b": x}}, lambda out: out["a"]["b"]),
+    "namedtuple": (lambda x: Pair(x, x.detach()), lambda out: out.left),
+    "dataclass": (lambda x: Record(x, "text"), lambda out: out.value),
+    "private": (Private, lambda out: out.value[0]["deep"]),
+}
+
+
+class Boxed(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.box = box
+
+    def forward(self, x):
+        return self.box(self.inner(x["x"][0]))
+
+
+def outputs():
+    for (box, unbox), uo in itertools.product(OUTPUTS.values(), (False, True)):
+        torch.manual_seed(0)
+        module = Boxed(box)
+        torch.manual_seed(0)
+        inner = FSDP(Boxed(box), use_orig_params=uo)
+        outer = FSDP(nn.Sequential(inner), use_orig_params=uo)
+        for model in (module, outer):
+            unbox(model({"x": [data(0, rank=0)]})).sum().backward()
+        assert_same_grads(inner, module)
+    hidden = FSDP(nn.Sequential(FSDP(Boxed(Hidden))))
+    with pytest.raises(TypeError, match=r"unit of Boxed.*Hidden"):
+        hidden({"x": [data(0)]})
+    low = FSDP(Boxed(lambda x: x), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    assert low({"x": [data(0)]}).dtype == torch.bfloat16
+
+
+def test_outputs_of_any_kind():
+    run_ranks(outputs, 2)
+
+
+def hooks():
+    for uo in (False, True):
+        calls = []
+
+        def total(state, grad, output=None, calls=calls):
+            state.append(grad.numel())
+            if output is None:
+                dist.all_reduce(grad)
+            else:
+                dist.reduce_scatter_tensor(output, grad)
+                assert output.numel() * 2 == grad.numel()
+
+        module = make()
+        for strategy in ("FULL_SHARD", "NO_SHARD"):
+            calls = []
+            model = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+            model.register_comm_hook(calls, total)
+            loss_of(model, data(0)).backward()
+            module.zero_grad()
+            Averaged(module, 2).backward(lambda rank: [data(0, rank)])
+            for param in module.parameters():
+                param.grad.mul_(2.0)  # the hook's sum, not the mean
+            assert_same_grads(model, module)
+            assert len(calls) == 4
+        with pytest.raises(AssertionError, match="once"):
+            model.register_comm_hook(calls, total)
+        with pytest.raises(ValueError, match="callable"):
+            wrap_blocks(make()).register_comm_hook(None, 3)
+        other = wrap_blocks(make())
+        with pytest.raises(RuntimeError, match="root"):
+            other.blocks[0].register_comm_hook(None, total)
+
+
+def test_communication_hooks():
+    run_ranks(hooks, 2)
+
+
+class Swapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+
+    def forward(self, x, swap):
+        for block in list(self.blocks)[:: -1 if swap else 1]:
+            x = block(x)
+        return x
+
+
+def order():
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    model = wrap_blocks(Swapped())
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    model(data(0), False).sum().backward()
+    with pytest.raises(RuntimeError, match=r"blocks\.0`.*blocks\.1`|blocks\.1`.*blocks\.0`"):
+        model(data(0), dist.get_rank() == 1)
+    model(data(0), True).sum().backward()
+
+
+def test_ranks_that_run_units_in_another_order():
+    run_ranks(order, 2)
+
+
+def frozen_beside_trained():
+    """Low-rank adapters: one unit holds frozen and trained parameters, in segments."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(6, 6)
+            self.base.requires_grad_(False)
+            self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+            self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+        def forward(self, x):
+            return (self.base(x) + self.up(self.down(x))) * self.scale.float()
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 6), Adapted(), Adapted())
+
+    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
+        arguments = {"use_orig_params": uo, "segments": True, "sharding_strategy": ShardingStrategy[strategy]}
+        note(str(arguments))
+        module, model = build(), build()
+        for i in (1, 2):
+            model[i] = FSDP(model[i], **arguments)
+        model = FSDP(model, **arguments)
+        assert_same(model, module)
+        optims = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1) for m in (model, module)]
+        for step in range(2):
+            loss_of(model, data(step)).backward()
+            oracle_backward(Averaged(module, 2), step)
+            assert_same_grads(model, module)
+            for part in FSDP.fsdp_modules(model)[1:]:
+                segments = part._unit.segments
+                assert len(segments) == 3
+                trained = sum(s.layout.shard_numel for s in segments if s.flat.requires_grad)
+                held = sum(param.grad.numel() for param in part.parameters() if param.grad is not None)
+                assert held <= trained < sum(s.layout.shard_numel for s in segments)
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        assert_same(model, module)
+
+
+def test_frozen_beside_trained_parameters():
+    run_ranks(frozen_beside_trained, 2)
