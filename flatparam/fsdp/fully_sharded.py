@@ -259,7 +259,7 @@ class FullyShardedDataParallel(nn.Module):
                 raise ValueError("all units of a tree must have one limit_all_gathers")
         run.always_python = int(root._comm_hook is not None)
         paths = {id(inner): path for path, inner in root.named_modules()}
-        for wrapper in wrappers:
+        for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
             wrapper._unit.name = f"the unit of {type(wrapper.module).__name__} at `{path}`"
             wrapper._unit.step.name = wrapper._unit.name

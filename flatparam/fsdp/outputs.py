@@ -43,8 +43,8 @@ def find_tensors(output: Any, name: str) -> list[Tensor]:
     if not found and id(output) in seen and not isinstance(output, (Mapping, list, tuple, set, frozenset)):
         raise TypeError(
             f"{name} returned a {type(output).__qualname__}, in which no tensor was found: a backward from it would "
-            "come to parameters that have been freed. Return tensors, containers of them, a dataclass, or a class that is "
-            "registered with torch.utils._pytree"
+            "come to parameters that have been freed. Return tensors, containers of them, a dataclass, or a class that "
+            "is registered with torch.utils._pytree"
         )
     return found
 

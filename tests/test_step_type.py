@@ -1,0 +1,276 @@
+"""_C.Run and _C.Step by themselves: what they refuse, that nothing leaks, that each allocation may fail."""
+
+import gc
+import sys
+
+import pytest
+import torch
+from gloo import fake_world
+from torch import nn
+
+from flatparam import _C, ShardingStrategy
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp import collectives
+from flatparam.fsdp.outputs import find_tensors
+
+
+def run_of(**changes):
+    arguments = {
+        "backward_prefetch": 1,
+        "forward_prefetch": False,
+        "collectives": collectives,
+        "watched": collectives.WATCHED,
+        "find_tensors": find_tensors,
+    }
+    return _C.Run(**{**arguments, **changes})
+
+
+FIELDS = [
+    "entries",
+    "shared",
+    "master",
+    "params",
+    "pieces",
+    "numel",
+    "shard_numel",
+    "rank",
+    "shards",
+    "shard_group",
+    "replicate_group",
+    "before",
+    "after",
+    "compute",
+    "reduce",
+    "keep",
+    "stays_full",
+]
+
+
+def part_of(module, **changes):
+    flat = nn.Parameter(torch.arange(8.0))
+    fields = {
+        "entries": ((module, "weight", (2, 3), None, 0), (module, "bias", (2,), None, 6)),
+        "shared": (),
+        "master": flat,
+        "params": None,
+        "pieces": ((0, 8),),
+        "numel": 8,
+        "shard_numel": 8,
+        "rank": 0,
+        "shards": 1,
+        "shard_group": None,
+        "replicate_group": None,
+        "before": 1.0,
+        "after": 1.0,
+        "compute": None,
+        "reduce": None,
+        "keep": False,
+        "stays_full": False,
+    }
+    assert list(fields) == FIELDS
+    return tuple({**fields, **changes}.values())
+
+
+def step_of(*parts, **changes):
+    arguments = {"name": "unit", "parts": parts, "reshard_after_forward": True, "moved": print, "reason": "freed"}
+    return _C.Step(**{**arguments, **changes})
+
+
+def module_with(weight=None):
+    module = nn.Linear(3, 2)
+    if weight is not None:
+        module.weight = weight
+    return module
+
+
+BAD_PARTS = [
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, 3), None),)}, TypeError),
+    ({"entries": (3,)}, TypeError),
+    ({"entries": ((3, "weight", (2, 3), None, 0),)}, TypeError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, 3), (1,), 0),)}, ValueError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, 3), (5, 7), 0),)}, ValueError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, "3"), None, 0),)}, TypeError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (9,), None, 0),)}, ValueError),
+    ({"entries": ()}, ValueError),
+    ({"shared": ((nn.Linear(1, 1), "weight", 2),)}, ValueError),
+    ({"shared": ((nn.Linear(1, 1), "weight", -1),)}, ValueError),
+    ({"shared": (3,)}, TypeError),
+    ({"master": torch.ones(8)}, TypeError),
+    ({"master": None}, TypeError),
+    ({"params": 3}, TypeError),
+    ({"params": (nn.Parameter(torch.ones(1)),)}, ValueError),
+    ({"params": (nn.Parameter(torch.ones(1)), 3)}, TypeError),
+    ({"pieces": ()}, ValueError),
+    ({"pieces": (3,)}, TypeError),
+    ({"pieces": ((0, "8"),)}, TypeError),
+    ({"shard_numel": 0}, ValueError),
+    ({"shard_numel": 2**62, "shards": 4}, ValueError),
+    ({"shards": 0}, ValueError),
+    ({"shards": 2}, ValueError),
+    ({"rank": 1}, ValueError),
+    ({"rank": -1}, ValueError),
+    ({"shard_group": 3}, TypeError),
+    ({"shard_group": ("group", "no such group")}, RuntimeError),
+    ({"compute": "bfloat16"}, TypeError),
+    ({"reduce": 3}, TypeError),
+]
+
+
+@pytest.mark.parametrize(("change", "error"), BAD_PARTS, ids=lambda value: str(value)[:60])
+def test_parts_that_are_refused(change, error):
+    module = module_with()
+    with pytest.raises(error):
+        step_of(part_of(module, **change))
+    assert type(module.weight) is nn.Parameter
+
+
+def test_steps_and_runs_that_are_refused():
+    part = part_of(module_with())
+    for change in ({"name": 3}, {"parts": [part]}, {"parts": (3,)}, {"reason": 3}):
+        with pytest.raises(TypeError):
+            step_of(part, **change)
+    for change in ({"watched": 3}, {"watched": (3,)}, {"watched": (({}, "a"),)}, {"backward_prefetch": "PRE"}):
+        with pytest.raises(TypeError):
+            run_of(**change)
+    step = step_of(part)
+    for call in (step.pre_forward, lambda: step.post_forward(3)):
+        with pytest.raises(RuntimeError, match="unit is not part of a run"):
+            call()
+    step.abort_forward()
+    with pytest.raises(TypeError, match="Run"):
+        step.join(3)
+    with pytest.raises(TypeError):
+        step.put(3)
+    step.join(run_of())
+    with pytest.raises(RuntimeError, match="post_forward without pre_forward"):
+        step.post_forward(torch.ones(1))
+    with pytest.raises(TypeError):
+        _C.set_grad(torch.ones(1))
+    with pytest.raises(TypeError):
+        _C.set_grad(3, None)
+    step.pre_forward()
+    with pytest.raises(RuntimeError, match="middle of a pass"):
+        step.join(run_of())
+    step.abort_forward()
+    step.join(run_of())
+
+
+def test_a_step_by_hand():
+    module = module_with()
+    part = part_of(module)
+    flat = part[2]
+    step, run = step_of(part), run_of()
+    step.make_views()
+    step.join(run)
+    assert step.run is run
+    assert "weight" not in module._parameters
+    for _ in range(2):
+        step.pre_forward()
+        assert run.state == "FORWARD"
+        output = step.post_forward((module.weight.sum() * 2.0, [module.bias], None, 3))
+        assert run.state == "IDLE"
+        output[0].backward()
+        assert flat.grad.tolist() == [2.0] * 6 + [0.0] * 2
+        output = step.pre_forward()
+        output = step.post_forward({"a": module.bias.sum()})
+        output["a"].backward()
+        assert flat.grad.tolist() == [2.0] * 6 + [1.0] * 2
+        flat.grad = None
+    assert run.gathers == 0
+    assert run.reductions == 4
+    with torch.no_grad():
+        step.pre_forward()
+        assert not step.post_forward(module.weight * 1.0).requires_grad
+    output = step.pre_forward() or step.post_forward(module.weight.sum())
+    with pytest.raises(RuntimeError, match="create_graph"):
+        output.backward(create_graph=True)
+    assert run.state == "INTERRUPTED"
+    run.recover()
+    assert run.state == "IDLE"
+    graph = step.pre_forward() or step.post_forward(module.weight.sum())
+    del step
+    module.weight = module.bias = None
+    gc.collect()
+    with pytest.raises(RuntimeError, match="unit was deleted"):
+        graph.backward()
+
+
+def model_and_data(uo, strategy="FULL_SHARD"):
+    layers = [FSDP(nn.Linear(3, 3), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy]) for _ in range(2)]
+    model = FSDP(nn.Sequential(*layers), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+    return model, torch.ones(2, 3)
+
+
+def exercise(model, x):
+    model(x).sum().backward()
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    model(x)
+    model.layer = None
+    try:
+        model("nothing that it takes")
+    except TypeError:
+        pass
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
+def test_steps_leak_nothing(uo, strategy):
+    with fake_world(2):
+        model, x = model_and_data(uo, strategy)
+
+        def count(model=model):
+            gc.collect()
+            tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+            return tensors, _C.alloc_live(), [sys.getrefcount(unit._unit.step) for unit in FSDP.fsdp_modules(model)]
+
+        for _ in range(3):
+            exercise(model, x)
+        before = count()
+        for _ in range(10):
+            exercise(model, x)
+        assert count() == before
+        del count
+        empty = None
+        for _ in range(3):
+            model, x = model_and_data(uo, strategy)
+            exercise(model, x)
+            del model
+            gc.collect()
+            empty = _C.alloc_live() if empty is None else empty
+            assert _C.alloc_live() == empty
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_each_allocation_of_the_core_may_fail(uo):
+    """A MemoryError, and the model goes on as if nothing had been."""
+    with fake_world(2):
+        for what in ("make", "first step", "join"):
+            reached = failures = 0
+            while reached == 0:
+                failures += 1
+                assert failures < 200
+                model, x = (None, None) if what == "make" else model_and_data(uo)
+                step = None if model is None else model._unit.step
+                _C.alloc_fail_at(failures)
+                try:
+                    if what == "make":
+                        model, x = model_and_data(uo)
+                    elif what == "join":
+                        step.join(run_of())
+                    else:
+                        model(x).sum().backward()
+                    reached = 1
+                except MemoryError:
+                    pass
+                finally:
+                    _C.alloc_fail_at(0)
+                if model is not None and what == "first step":
+                    model.zero_grad()
+                    model(x).sum().backward()
+                    assert all(p.grad is not None for p in model.parameters() if p.numel() > 0)
+            assert failures > 1, what
