@@ -220,7 +220,7 @@ class Gradients(Zeroing):
         self._set_unsharded_grads(grad)
         self._note_grads_left_by_backward()
         if not self.uses_sharded_strategy and self._training_state == HandleTrainingState.BACKWARD_POST:
-            self._reset_is_grad_none()  # in no_sync(); torch waits for a reduced one, and drops what came until then
+            self._note_grads_came()  # in no_sync(); torch waits for a reduced one, and drops what came until then
 
     def _set_unsharded_grads(self, grad: Tensor) -> None:
         flat_param = self.flat_param
@@ -325,6 +325,9 @@ class Gradients(Zeroing):
             return
         if self._training_state != HandleTrainingState.BACKWARD_POST:
             raise AssertionError(self._about(f"expects to be in BACKWARD_POST, not {self._training_state}"))
+        self._note_grads_came()
+
+    def _note_grads_came(self) -> None:
         mask = self.flat_param._is_grad_none_mask
         if any(mask):
             mask[:] = [
