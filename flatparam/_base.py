@@ -51,7 +51,9 @@ class HandleBase(Interruptible):
 
     _backward_made_graph = False  # a backward with create_graph=True has used the unsharded flat parameter
 
-    _own_methods: ClassVar[dict[str, Any]] = {}  # by name, as defined here; filled when the class is complete
+    # By name, as defined here; filled when the class is complete
+    _own_attributes: ClassVar[dict[str, Any]] = {}
+    _own_methods: ClassVar[dict[str, Any]] = {}  # and properties
 
     # What follows from them
 

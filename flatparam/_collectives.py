@@ -16,9 +16,9 @@ def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -
     getattr(dist, name)(output, shard, group)
 
 
-def all_gather_chunks(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-    """The same through ``torch.distributed.all_gather`` of the equal chunks of ``output``, which every backend has."""
-    dist.all_gather(list(output.chunk(dist.get_world_size(group))), shard, group=group)
+def all_gather_chunks(chunks: list[Tensor], shard: Tensor, group: dist.ProcessGroup) -> None:
+    """The same into one tensor a rank, through ``torch.distributed.all_gather``, which every backend has."""
+    dist.all_gather(chunks, shard, group=group)
 
 
 class FakeGroup:

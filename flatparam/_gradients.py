@@ -244,7 +244,6 @@ class Gradients(Zeroing):
                 raise AssertionError(f"{fqn} is missing from its module")
             _set_grad(getattr(info.module, info.param_name), view)
 
-    @torch.no_grad()
     def _use_sharded_grad_views(self) -> None:
         """Make each original parameter's gradient its 1-D piece of the sharded gradient.
 
@@ -267,6 +266,7 @@ class Gradients(Zeroing):
             primary = getattr(info.prim_module, info.prim_param_name, None)
             param.grad = primary.grad if primary is not None and param.requires_grad else None
 
+    @torch.no_grad()
     def _use_sharded_grad_views_by_ops(self, grad: Tensor) -> None:
         flat_param = self.flat_param
         for param, piece, is_none, shape, stride in zip(
@@ -285,13 +285,20 @@ class Gradients(Zeroing):
                 view = view.as_strided(shape, stride)
             _set_grad(param, view, by_data=self._keep_low_precision_grads)
 
+    def _show_grads_after_forward(self) -> None:
+        """Show the gradients of earlier backwards: unsharded ones of ``no_sync()``, else pieces of the sharded one."""
+        flat_param = self.flat_param
+        grad = flat_param.grad
+        if grad is not None and self.uses_sharded_strategy and grad.shape == flat_param._unpadded_unsharded_size:
+            self._use_unsharded_grad_views()
+        else:
+            self._use_sharded_grad_views()
+
     def _clear_grads(self) -> None:
         params = (*self.flat_param._params, *self.flat_param._shared_params)
-        if _C.is_plain(*params):
-            _C.clear_grads(params)
-            return
-        for param in params:
-            param.grad = None
+        if not _C.clear_grads(params):
+            for param in params:
+                param.grad = None
 
     # Bookkeeping
 
@@ -303,8 +310,9 @@ class Gradients(Zeroing):
         if not self._use_orig_params:
             return
         flat_param = self.flat_param
-        if _C.is_plain(*flat_param._params):
-            all_none, requires_grad = _C.grad_summary(flat_param._params)
+        summary = _C.grad_summary(flat_param._params)
+        if summary is not None:
+            all_none, requires_grad = summary
         else:
             all_none = all(param.grad is None for param in flat_param._params)
             requires_grad = any(param.requires_grad for param in flat_param._params)

@@ -56,7 +56,7 @@ class Views(HandleBase):
             self._unit is not None
             and self._own_way_to_unflatten is None
             and not self._is_replaced("_get_unflat_views_aligned", "_get_unflat_views_unaligned")
-            and (self._setattr_tensor, self._setattr_param) in _SETATTR_IN_C
+            and (self._setattr_tensor, self._setattr_param) in SETATTR_IN_C
             and _C.is_plain(*tensors)
         )
 
@@ -107,13 +107,12 @@ class Views(HandleBase):
 
     # Unsharded
 
-    @torch.enable_grad()
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Make each original parameter a view of the unsharded flat parameter.
 
         ``as_params``: as ``nn.Parameter`` s; else as tensors that autograd tracks back to the flat parameter, as
-        forward and backward need them. Gradient mode is on whatever the caller's: a prefetch may run in another
-        module's ``no_grad`` forward, and its views must have a history (torch PR 116792).
+        forward and backward need them, in gradient mode or not: a prefetch may run in another module's ``no_grad``
+        forward, and its views must have a history (torch PR 116792).
         Source: torch 2.13 ``FlatParamHandle._use_unsharded_views``.
         """
         flat_param = self.flat_param
@@ -157,6 +156,7 @@ class Views(HandleBase):
                 flat_param._tensors[:] = tensors
         unit.register_tensors(tensors, listed, self._unsafe)
 
+    @torch.enable_grad()
     def _use_unsharded_views_by_ops(self, as_params: bool) -> None:
         flat_param = self.flat_param
         orig, state = self._use_orig_params, self._training_state
@@ -212,7 +212,6 @@ class Views(HandleBase):
 
     # Sharded
 
-    @torch.no_grad()
     def _use_sharded_views(self) -> None:
         """Make each original parameter its 1-D piece of the shard; an empty tensor if it has none here.
 
@@ -234,6 +233,7 @@ class Views(HandleBase):
         if self._training_state == HandleTrainingState.BACKWARD_POST:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go
 
+    @torch.no_grad()
     def _use_sharded_views_by_ops(self) -> None:
         flat_param = self.flat_param
         empty = torch.empty(0, dtype=flat_param.dtype, device=flat_param.device)
@@ -257,7 +257,7 @@ class Views(HandleBase):
                 delattr(info.module, info.param_name)
 
 
-_SETATTR_IN_C = (
+SETATTR_IN_C = (
     (_safe_setattr_tensor_or_param, _safe_setattr_tensor_or_param),
     (_unsafe_setattr_tensor, _unsafe_setattr_param),
 )

@@ -15,7 +15,6 @@ from ._zeroing import Zeroing
 class Writeback(Zeroing):
     """The part of FlatParamHandle that notices changed storages. The look at each parameter is one C call a unit."""
 
-    @torch.no_grad()
     def _writeback_orig_params(self) -> bool:
         """Copy into the flat parameter what the user put in place of an original parameter or its gradient.
 
@@ -33,10 +32,13 @@ class Writeback(Zeroing):
         else:
             owner = flat_param
         if self._grad_is_unsharded():
-            self._zero_dropped_grads()
-        wroteback = False
-        for i in self._changed(owner):
-            wroteback |= self._writeback_one(i, owner)
+            with torch.no_grad():
+                self._zero_dropped_grads()
+        changed, wroteback = self._changed(owner), False
+        if changed:
+            with torch.no_grad():
+                for i in changed:
+                    wroteback |= self._writeback_one(i, owner)
         for info in flat_param._shared_param_infos:
             if getattr(info.module, info.param_name) is not getattr(info.prim_module, info.prim_param_name):
                 raise NotImplementedError(

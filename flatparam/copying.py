@@ -122,7 +122,7 @@ def _state_of_handle(handle: Any) -> dict[str, Any]:
 
 def _is_of_step(handle: Any, name: str) -> bool:
     """Whether an attribute is one of a step: it is torch's, or has a default in a class of ours to go back to."""
-    default = handle._own_methods.get(name, _is_of_step)
+    default = handle._own_attributes.get(name, _is_of_step)
     return name in _STEP_OF_HANDLE or (not callable(default) and name != "_own_way_to_unflatten")
 
 

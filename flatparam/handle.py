@@ -32,13 +32,13 @@ from . import _C, _optimizer_steps, copying
 from ._base import environment_is_on
 from ._collectives import all_gather_chunks, all_gather_single, fake_group
 from ._flatten import Flattening, in_storage_order
-from ._gradients import Gradients
+from ._fused import Fused
 from ._storage import allocate, free, is_allocated, pinned, same_storage
 from ._streaming import is_runtime_s
 from ._writeback import Writeback
 
 
-class FlatParamHandle(Flattening, Writeback, Gradients):
+class FlatParamHandle(Flattening, Writeback, Fused):
     """Owns one flat parameter: flattens the original parameters into it, shards it, and keeps their views.
 
     Args:
@@ -60,6 +60,8 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
     Raises: ValueError for parameters that do not fit together, naming them.
     Source: ``torch.distributed.fsdp._flat_param.FlatParamHandle`` (torch 2.13): same attributes, methods and results.
     """
+
+    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
 
     def __init__(
         self,
@@ -396,6 +398,8 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
         In ``SUMMON_FULL_PARAMS`` (and in eval with FSDP_USE_FULL_PREC_IN_EVAL=1) always in full precision.
         Source: torch 2.13 ``FlatParamHandle.unshard``.
         """
+        if self._unshard_fused():
+            return
         try:
             if self.needs_unshard():
                 if self._freed_reason is None:
@@ -452,11 +456,21 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
         if padded_unsharded_flat_param.numel() != expected:
             raise AssertionError(self._about(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}"))
         group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group
-        gather = all_gather_chunks if shard.is_cpu else all_gather_single
-        gather(padded_unsharded_flat_param, shard, group)
+        if shard.is_cpu:
+            all_gather_chunks(self._chunks_of(padded_unsharded_flat_param), shard, group)
+        else:
+            all_gather_single(padded_unsharded_flat_param, shard, group)
         if self._offload_params:  # the shard was copied to the device on another stream
             _no_dispatch_record_stream(shard, self._device_handle.current_stream())
         return padded_unsharded_flat_param
+
+    def _chunks_of(self, padded: Tensor) -> list[Tensor]:
+        """Its equal chunks, one a rank; those of the tensor that was gathered last are kept."""
+        kept, chunks = self._chunks
+        if kept is not padded or not same_storage(chunks[0], padded) or chunks[0].dtype != padded.dtype:
+            chunks = padded.detach().chunk(self.world_size)  # not views of what refers to them: a cycle
+            self._chunks = (padded, chunks)
+        return list(chunks)
 
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Let ``flat_param`` be the unpadded part of the unsharded one, and the original parameters views of it."""
@@ -513,6 +527,8 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
 
         In that order: at no time do the original parameters point to freed memory.
         """
+        if self._reshard_fused(free_unsharded_flat_param):
+            return
         try:
             self._use_sharded_flat_param()
             if free_unsharded_flat_param:
@@ -564,15 +580,7 @@ class FlatParamHandle(Flattening, Writeback, Gradients):
             return  # gradients stay as they are too: sharded ones beside unsharded parameters would confuse
         self._use_sharded_views()
         if in_forward:  # after backward the runtime does this when the gradient has been reduced
-            accumulated_in_no_sync = (
-                flat_param.grad is not None
-                and self.uses_sharded_strategy
-                and flat_param.grad.shape == flat_param._unpadded_unsharded_size
-            )
-            if accumulated_in_no_sync:
-                self._use_unsharded_grad_views()
-            else:
-                self._use_sharded_grad_views()
+            self._show_grads_after_forward()
 
     def _let_model_go_without_backward(self) -> None:
         """Make the runtime's post-backward hook refer weakly to the model.
@@ -642,6 +650,11 @@ def _call_if_alive(hook: Callable[..., Any], *arguments: Any) -> Any:
 
 _NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
 _NOTHING_HELD = FlatParamShardMetadata((), (), (), (), (), ())
-FlatParamHandle._own_methods = {
+FlatParamHandle._own_attributes = {
     name: getattr(FlatParamHandle, name) for name in dir(FlatParamHandle) if not name.startswith("__")
+}
+FlatParamHandle._own_methods = {
+    name: value
+    for name, value in FlatParamHandle._own_attributes.items()
+    if callable(value) or isinstance(value, property)
 }

@@ -227,6 +227,9 @@ def test_a_backward_that_raises(mode):
         assert growth(once) == NOTHING
 
 
+SHARD = ((True, 0, 4, 2, 5), (False, None, None, None, None))
+
+
 def test_wrong_arguments_to_the_extension():
     flat = torch.arange(10.0)
     linear = nn.Linear(3, 2)
@@ -243,7 +246,10 @@ def test_wrong_arguments_to_the_extension():
         lambda: unit.point([nn.Parameter(flat), None], flat),
         lambda: unit.set_grads(flat.double()),
         lambda: unit.register_tensors([flat], True, False),
-        lambda: _C.grad_summary([flat, 3]),
+        lambda: unit.use_unsharded(flat.clone(), flat[:4], None, True, False),
+        lambda: unit.use_sharded(flat.clone(), flat[:4], [linear.weight], [], SHARD, False),
+        lambda: _C.is_as_defined(unit, {}, ["views"]),
+        lambda: _C.grad_summary(3),
         lambda: _C.clear_grads(flat[0]),
         lambda: _C.same_storage(flat, None),
         lambda: _C.resize_storage(flat, "x"),

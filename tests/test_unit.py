@@ -46,7 +46,7 @@ def make(net):
 def calls(net, unit, flat):
     """Every method with good arguments, in an order that ends where it began."""
     params, shared = [net._parameters["weight"], net._parameters["bias"]], [net._parameters["tied"]]
-    views = unit.views(flat)
+    views, other = unit.views(flat), nn.Parameter(torch.zeros(4))
     return {
         "views": lambda: unit.views(flat),
         "flatten": lambda: unit.flatten(params, 42.0),
@@ -54,6 +54,12 @@ def calls(net, unit, flat):
         "register_parameters": lambda: unit.register_parameters(params, shared, False),
         "point": lambda: unit.point(params, flat, shared),
         "point_pieces": lambda: unit.point_pieces(params, shared, flat[:4].detach(), tuple(map(tuple, SHARD))),
+        "use_sharded": lambda: unit.use_sharded(
+            other, torch.arange(4.0), params, shared, tuple(map(tuple, SHARD)), False
+        ),
+        "use_unsharded": lambda: unit.use_unsharded(other, torch.arange(12.0), None, True, False),
+        "use_unsharded again": lambda: unit.use_unsharded(other, torch.arange(12.0), views, True, False),
+        "register_parameters again": lambda: unit.register_parameters(params, shared, False),
         "scan": lambda: unit.scan(params, flat, None, tuple(map(tuple, SHARD))),
         "set_grads": lambda: unit.set_grads(torch.zeros(10)),
         "point again": lambda: unit.point(params, flat, shared),
@@ -168,6 +174,85 @@ def test_pieces_point_into_the_shard_and_the_rest_is_empty():
     assert net.weight.data_ptr() == shard.data_ptr()
     assert net.bias.shape == (0,)
     assert unit.scan([net.weight, net.bias], shard, None, SHARD) == []
+
+
+def test_whole_switches_are_their_parts():
+    """The oracle is the same made of single steps, on a second module."""
+    nets = [Net(), Net()]
+    made = [make(net) for net in nets]
+    held = [([net.weight, net.bias], [net.tied]) for net in nets]
+    shards, padded = [torch.arange(4.0), torch.arange(4.0)], [torch.arange(12.0), torch.arange(12.0)]
+
+    def same():
+        seen = []
+        for net, (_, flat) in zip(nets, made, strict=True):
+            values = {name: (type(v), v.detach().tolist(), v.requires_grad) for name, v in net._parameters.items()}
+            seen.append((flat.detach().tolist(), values, sorted(k for k in vars(net) if k[0] != "_")))
+        assert seen[0] == seen[1]
+
+    for listed in (True, False):
+        (unit, flat), (oracle, oracle_flat) = made
+        assert unit.use_sharded(flat, shards[0], *held[0], SHARD, False) is True
+        oracle_flat.data = shards[1]
+        oracle.register_parameters(*held[1], False)
+        oracle.point_pieces(*held[1], oracle_flat, SHARD)
+        same()
+        views = unit.use_unsharded(flat, padded[0], None, listed, False)
+        oracle_flat.data = padded[1][:10]
+        oracle_views = oracle.views(oracle_flat)
+        oracle.register_tensors(oracle_views, listed, False)
+        same()
+        assert nets[0].weight is views[0]
+        assert views[0].grad_fn.name() == "FlatParamViewsBackward"
+        other = torch.arange(20.0, 32.0)
+        assert unit.use_unsharded(flat, other, views, listed, False) is views
+        assert views[0].tolist() == [[20, 21, 22], [23, 24, 25]]
+
+
+def test_whole_switches_do_nothing_where_torch_must():
+    net = Net()
+    unit, flat = make(net)
+    params, shared, views = [net.weight, net.bias], [net.tied], unit.views(flat)
+    before, data = state(net), flat.data_ptr()
+    meta = torch.zeros(12, device="meta")
+    assert unit.use_unsharded(flat, meta, None, True, False) is None
+    assert unit.use_unsharded(flat, torch.zeros(12), [views[0], None], True, False) is None
+    assert unit.use_sharded(flat, meta, params, shared, SHARD, False) is False
+    assert unit.use_sharded(flat, torch.zeros(4), [params[0], 3], shared, SHARD, False) is False
+    with torch.overrides.BaseTorchFunctionMode():
+        assert unit.use_unsharded(flat, torch.zeros(12), None, True, False) is None
+        assert unit.use_sharded(flat, torch.zeros(4), params, shared, SHARD, False) is False
+    with pytest.raises(ValueError, match="at least 10 elements"):
+        unit.use_unsharded(flat, torch.zeros(9), None, True, False)
+    assert (state(net), flat.data_ptr()) == (before, data)
+
+
+def test_what_is_replaced_is_noticed():
+    class Base:
+        def one(self):
+            pass
+
+        two = property(lambda self: 2)
+
+    class Sub(Base):
+        pass
+
+    own = {"one": Base.one, "two": Base.two}
+    thing, other = Sub(), Sub()
+    assert _C.is_as_defined(thing, own, ("one",))
+    thing.one = lambda: None
+    assert not _C.is_as_defined(thing, own, ("one",))
+    assert _C.is_as_defined(thing, own, ())
+    assert _C.is_as_defined(other, own, ("one",))
+    original, Base.one = Base.one, lambda self: 1
+    assert not _C.is_as_defined(other, own, ())
+    Base.one = original
+    assert _C.is_as_defined(other, own, ())
+    Sub.two = 2
+    assert not _C.is_as_defined(other, own, ())
+    assert _C.is_as_defined(Base(), own, ("one",))
+    del Sub.two
+    assert not _C.is_as_defined(other, {**own, "three": 3}, ())
 
 
 def test_scan_finds_what_moved():
@@ -357,6 +442,8 @@ def test_good_and_bad_calls_leak_no_reference():
             lambda: unit.point([net.weight, 5], flat),
             lambda: unit.register_tensors([net.weight, net.bias], 3, False),
             lambda: unit.set_grads("grad"),
+            lambda: unit.use_unsharded(flat, flat.detach(), [net.weight], True, False),
+            lambda: unit.use_sharded(flat, flat.detach(), [net.weight, net.bias], [], SHARD, False),
         ):
             with pytest.raises((TypeError, ValueError)):
                 call()

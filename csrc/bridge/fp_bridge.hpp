@@ -49,6 +49,29 @@ unpack_all(PyObject *const *objects, Py_ssize_t n)
     return tensors;
 }
 
+// n plain tensor objects, all of them looked at before the first is used. Borrowed: whoever calls keeps the objects.
+class Targets {
+  public:
+    Targets(PyObject *const *objects, Py_ssize_t n) : objects_(objects), n_(static_cast<size_t>(n))
+    {
+        for (size_t i = 0; i < n_; i++) {
+            unpack(objects_[i]);
+        }
+    }
+    size_t size() const
+    {
+        return n_;
+    }
+    const at::Tensor &operator[](size_t i) const
+    {
+        return THPVariable_Unpack(objects_[i]);
+    }
+
+  private:
+    PyObject *const *objects_;
+    size_t n_;
+};
+
 // The barrier: runs body; a C++ exception becomes a Python one and failure is returned.
 template <class Result, class Body>
 Result

@@ -66,11 +66,14 @@ is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape
 
 // Throws unless set_data can give source's data to every target.
 void
-check_targets(const std::vector<at::Tensor> &targets, const at::Tensor &source)
+check_targets(const Targets &targets, const at::Tensor &source)
 {
+    if (torch::autograd::isDifferentiableType(source.scalar_type())) {
+        return;
+    }
     for (size_t i = 0; i < targets.size(); i++) {
-        TORCH_CHECK_TYPE(!targets[i].requires_grad() || torch::autograd::isDifferentiableType(source.scalar_type()),
-                         "tensor ", i, " requires grad, which data of type ", source.scalar_type(), " cannot have");
+        TORCH_CHECK_TYPE(!targets[i].requires_grad(), "tensor ", i, " requires grad, which data of type ",
+                         source.scalar_type(), " cannot have");
     }
 }
 
@@ -139,6 +142,14 @@ set_grad(const at::Tensor &param, const at::Tensor &grad, c10::IntArrayRef shape
     slot = std::move(view);
 }
 
+void
+drop_grad(const at::Tensor &param)
+{
+    if (param.unsafeGetTensorImpl()->grad().defined()) {
+        param.mutable_grad().reset();
+    }
+}
+
 constexpr int64_t unit_stride = 1;
 
 } // namespace
@@ -202,11 +213,23 @@ fp_torch_geometry_free(fp_geometry *geometry)
     delete geometry;
 }
 
+int64_t
+fp_torch_geometry_total(const fp_geometry *geometry) noexcept
+{
+    return geometry->shared->total;
+}
+
 int
 fp_torch_is_plain(PyObject *object) noexcept
 {
     return object != nullptr && THPVariableClass != nullptr && THPVariable_CheckExact(object) &&
            fp::is_plain_tensor(THPVariable_Unpack(object));
+}
+
+int
+fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n) noexcept
+{
+    return !fp_torch_modes_active() && std::all_of(objects, objects + n, fp_torch_is_plain);
 }
 
 int
@@ -216,7 +239,7 @@ fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *
         const fp::Geometry &shape = *geometry->shared;
         const at::Tensor flat = fp::pinned_down(fp::unpack(flat_object));
         fp::check_total(flat, shape, "the unsharded flat parameter");
-        const std::vector<at::Tensor> targets = fp::unpack_all(tensors, static_cast<Py_ssize_t>(shape.views.size()));
+        const fp::Targets targets(tensors, static_cast<Py_ssize_t>(shape.views.size()));
         fp::check_targets(targets, flat);
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = shape.views[i];
@@ -233,7 +256,7 @@ fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_ob
     return fp::guarded(-1, [&] {
         const at::Tensor shard = fp::pinned_down(fp::unpack(shard_object));
         fp::check_pieces(shard, n, starts, numels, "the sharded flat parameter");
-        const std::vector<at::Tensor> targets = fp::unpack_all(tensors, n);
+        const fp::Targets targets(tensors, n);
         fp::check_targets(targets, shard);
         at::Tensor empty;
         for (Py_ssize_t i = 0; i < n; i++) {
@@ -254,12 +277,27 @@ fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_ob
 }
 
 int
+fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t numel)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &flat = fp::unpack(flat_object);
+        const at::Tensor source = fp::pinned_down(fp::unpack(source_object));
+        const int64_t wanted = numel < 0 ? source.numel() : numel;
+        TORCH_CHECK_VALUE(source.dim() == 1 && source.is_contiguous() && wanted <= source.numel(),
+                          "expected a 1-D tensor of at least ", wanted, " elements, got shape ", source.sizes());
+        fp::check_targets({&flat_object, 1}, source);
+        fp::point(flat, source, wanted, fp::unit_stride, source.storage_offset());
+        return 0;
+    });
+}
+
+int
 fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize_t n)
 {
     return fp::guarded(-1, [&] {
-        const std::vector<at::Tensor> targets = fp::unpack_all(tensors, n), origins = fp::unpack_all(sources, n);
+        const fp::Targets targets(tensors, n), origins(sources, n);
         for (size_t i = 0; i < targets.size(); i++) {
-            fp::check_targets({targets[i]}, origins[i]);
+            fp::check_targets({&tensors[i], 1}, origins[i]);
         }
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &origin = origins[i];
@@ -299,7 +337,7 @@ fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyObjec
         const fp::Geometry &shape = *geometry->shared;
         const at::Tensor grad = fp::pinned_down(fp::unpack(grad_object));
         fp::check_total(grad, shape, "the unsharded flat gradient");
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, static_cast<Py_ssize_t>(shape.views.size()));
+        const fp::Targets targets(params, static_cast<Py_ssize_t>(shape.views.size()));
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = shape.views[i];
             fp::set_grad(targets[i], grad, view.shape, view.stride, grad.storage_offset() + view.offset, false);
@@ -317,7 +355,7 @@ fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometry, P
         const auto n = static_cast<Py_ssize_t>(views.size());
         const at::Tensor grad = fp::pinned_down(fp::unpack(grad_object));
         fp::check_pieces(grad, n, starts, numels, "the sharded flat gradient");
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const fp::Targets targets(params, n);
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &param = targets[i];
             const bool whole = numels[i] == views[i].numel && param.sizes() == c10::IntArrayRef(views[i].shape);
@@ -330,7 +368,7 @@ fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometry, P
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &param = targets[i];
             if (numels[i] < 0 || none[i] || !param.requires_grad()) {
-                param.mutable_grad().reset();
+                fp::drop_grad(param);
                 continue;
             }
             const bool whole = numels[i] == views[i].numel && param.sizes() == c10::IntArrayRef(views[i].shape);
@@ -361,8 +399,9 @@ int
 fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
 {
     return fp::guarded(-1, [&] {
-        for (const at::Tensor &param : fp::unpack_all(params, n)) {
-            param.mutable_grad().reset();
+        const fp::Targets targets(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            fp::drop_grad(targets[i]);
         }
         return 0;
     });

@@ -33,11 +33,16 @@ typedef struct {
 fp_geometry *fp_torch_geometry_new(const fp_view *views, Py_ssize_t n, int64_t total);
 void fp_torch_geometry_free(fp_geometry *geometry); /* NULL is allowed */
 
-/* Tensors. None of these two can fail. */
+/* Tensors. None of these can fail. */
 int fp_torch_is_plain(PyObject *object)
     FP_NOEXCEPT; /* 1: an exact Tensor or Parameter, dense, strided, not meta, no wrapper */
 int fp_torch_modes_active(void)
     FP_NOEXCEPT; /* 1: a __torch_function__, __torch_dispatch__ or functorch mode, or forward AD, is on */
+
+int64_t fp_torch_geometry_total(const fp_geometry *geometry) FP_NOEXCEPT; /* elements of the flat tensor */
+
+int fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n)
+    FP_NOEXCEPT; /* 1: all n are plain and no mode is active: the loops in C do what torch's operations would */
 
 /* Make the views of flat that geometry describes, tracked by ONE autograd node (FlatParamViewsBackward) when flat
  * requires grad: the node packs the n gradients into one 1-D gradient of flat, zeros where there is none. The views
@@ -52,6 +57,9 @@ int fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObje
 /* The same for 1-D pieces of a shard: starts[i], numels[i]; numels[i] < 0: nothing here, an empty tensor. */
 int fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard, const int64_t *starts,
                           const int64_t *numels);
+
+/* flat.data = the first numel elements of source, which is 1-D; numel < 0: all of source. */
+int fp_torch_point_flat(PyObject *flat, PyObject *source, int64_t numel);
 
 /* Set tensors[i].data to the place of sources[i]. */
 int fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize_t n);

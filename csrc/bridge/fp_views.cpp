@@ -62,6 +62,11 @@ struct ViewsBackward final : torch::autograd::Node {
         return "FlatParamViewsBackward";
     }
 
+    void reserve_inputs(size_t n)
+    {
+        input_metadata_.reserve(n);
+    }
+
     torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override
     {
         if (!task_should_compute_output(0) ||
@@ -192,6 +197,7 @@ fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject
             node->geometry = geometry->shared;
             node->options = flat.options();
             node->add_next_edge(torch::autograd::impl::gradient_edge(flat));
+            node->reserve_inputs(shape.views.size());
         }
         for (const fp::View &view : shape.views) {
             at::Tensor result = torch::autograd::make_variable_differentiable_view(

@@ -146,21 +146,39 @@ remove_key(PyObject *dict, PyObject *key)
     return found > 0 ? PyDict_DelItem(dict, key) : found;
 }
 
-/* The module's __dict__ and _parameters, new references. 1 if both are plain dicts, 0 if not, -1 on failure. */
-static int
-get_dicts(PyObject *module, PyObject **dict, PyObject **parameters)
+/* The __dict__ and _parameters of one module: parameters of one module mostly follow each other. */
+typedef struct {
+    const PyObject *module; /* borrowed, only compared; NULL: of none */
+    PyObject *dict;         /* owned, as the next */
+    PyObject *parameters;
+} module_dicts;
+
+static void
+forget_dicts(module_dicts *dicts)
 {
-    *parameters = NULL;
-    *dict = PyObject_GenericGetDict(module, NULL);
-    if (*dict == NULL) {
-        return -1;
-    }
-    *parameters = Py_XNewRef(PyDict_GetItemWithError(*dict, nn.parameters));
-    if (*parameters != NULL && PyDict_CheckExact(*parameters)) {
+    dicts->module = NULL;
+    Py_CLEAR(dicts->dict);
+    Py_CLEAR(dicts->parameters);
+}
+
+/* Let dicts be those of module. 1 if both are plain dicts, 0 if not, -1 on failure. */
+static int
+get_dicts(PyObject *module, module_dicts *dicts)
+{
+    if (module == dicts->module) {
         return 1;
     }
-    Py_CLEAR(*dict);
-    Py_CLEAR(*parameters);
+    forget_dicts(dicts);
+    dicts->dict = PyObject_GenericGetDict(module, NULL);
+    if (dicts->dict == NULL) {
+        return -1;
+    }
+    dicts->parameters = Py_XNewRef(PyDict_GetItemWithError(dicts->dict, nn.parameters));
+    if (dicts->parameters != NULL && PyDict_CheckExact(dicts->parameters)) {
+        dicts->module = module;
+        return 1;
+    }
+    forget_dicts(dicts);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -206,61 +224,79 @@ put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place
     return status;
 }
 
-int
-fp_attributes_put(fp_attributes *attributes, Py_ssize_t i, PyObject *value, fp_place place)
+static int
+put(fp_attribute *item, PyObject *value, fp_place place, module_dicts *dicts)
 {
-    fp_attribute *item = &attributes->items[i];
-    PyObject *dict = NULL, *parameters = NULL; /* owned */
     int direct = place.unsafe ? 1 : is_direct(item);
     if (direct > 0) {
-        direct = get_dicts(item->module, &dict, &parameters);
+        direct = get_dicts(item->module, dicts);
     }
     if (direct > 0 && !place.unsafe) {
-        direct = is_in_dicts(dict, parameters, item->name);
+        direct = is_in_dicts(dicts->dict, dicts->parameters, item->name);
     }
-    int status = -1;
     if (direct > 0) {
-        status = put_in_dicts(dict, parameters, item->name, value, place);
+        return put_in_dicts(dicts->dict, dicts->parameters, item->name, value, place);
     }
-    else if (direct == 0) {
-        status = put_by_setattr(item->module, item->name, value, place);
-    }
-    Py_XDECREF(dict);
-    Py_XDECREF(parameters);
-    return status;
+    forget_dicts(dicts); /* a class's own setattr may exchange them */
+    return direct < 0 ? -1 : put_by_setattr(item->module, item->name, value, place);
 }
 
 int
-fp_attributes_get(fp_attributes *attributes, Py_ssize_t i, PyObject **value)
+fp_attributes_put(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n, fp_place place)
 {
-    fp_attribute *item = &attributes->items[i];
-    PyObject *dict = NULL, *parameters = NULL; /* owned */
+    module_dicts dicts = {NULL, NULL, NULL};
+    int status = 0;
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        status = put(&attributes->items[first + i], values[i], place, &dicts);
+    }
+    forget_dicts(&dicts);
+    return status;
+}
+
+/* A new reference, or NULL: with an exception set, or, if the module has no such attribute, without. */
+static PyObject *
+get(fp_attribute *item, module_dicts *dicts)
+{
+    PyObject *value = NULL;
     int direct = is_direct(item);
-    *value = NULL;
     if (direct > 0) {
-        direct = get_dicts(item->module, &dict, &parameters);
+        direct = get_dicts(item->module, dicts);
     }
     if (direct < 0) {
-        return -1;
+        return NULL;
     }
     if (direct) {
-        *value = Py_XNewRef(PyDict_GetItemWithError(dict, item->name));
-        if (*value == NULL && !PyErr_Occurred()) {
-            *value = Py_XNewRef(PyDict_GetItemWithError(parameters, item->name));
+        value = Py_XNewRef(PyDict_GetItemWithError(dicts->dict, item->name));
+        if (value == NULL && !PyErr_Occurred()) {
+            value = Py_XNewRef(PyDict_GetItemWithError(dicts->parameters, item->name));
         }
-        Py_DECREF(dict);
-        Py_DECREF(parameters);
     }
-    if (*value == NULL && !PyErr_Occurred()) {
-        *value = PyObject_GetAttr(item->module, item->name); /* a class's own rules, or a buffer by now */
+    if (value == NULL && !PyErr_Occurred()) {
+        forget_dicts(dicts);
+        value = PyObject_GetAttr(item->module, item->name); /* a class's own rules, or a buffer by now */
     }
-    if (*value == NULL && PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
+    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear();
     }
-    return 0;
+    return value;
+}
+
+int
+fp_attributes_get(fp_attributes *attributes, Py_ssize_t n, const char *wanted, PyObject **values)
+{
+    module_dicts dicts = {NULL, NULL, NULL};
+    int status = 0;
+    Py_ssize_t got = 0;
+    for (; status == 0 && got < n; got++) {
+        const int skip = wanted != NULL && !wanted[got];
+        values[got] = skip ? NULL : get(&attributes->items[got], &dicts);
+        status = !skip && values[got] == NULL && PyErr_Occurred() ? -1 : 0;
+    }
+    forget_dicts(&dicts);
+    while (status < 0 && got > 0) {
+        Py_CLEAR(values[--got]);
+    }
+    return status;
 }
 
 int

@@ -38,11 +38,13 @@ int fp_attributes_check(PyObject *value, int is_parameter);
 int fp_attributes_init(fp_attributes *attributes, Py_ssize_t n);
 /* Name item i. TypeError unless module is an nn.Module and name a str. */
 int fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module, PyObject *name);
-/* Make value, which was checked, item i's attribute. On failure the module has the old value, or what delattr and setattr of
- * its own class left. */
-int fp_attributes_put(fp_attributes *attributes, Py_ssize_t i, PyObject *value, fp_place place);
-/* *value = a new reference to item i's attribute, or NULL if the module has none. */
-int fp_attributes_get(fp_attributes *attributes, Py_ssize_t i, PyObject **value);
+/* Make the n values, which were checked, the attributes of the items from first on. On failure those before the one that
+ * failed have theirs; its module has the old value, or what delattr and setattr of its own class left. */
+int fp_attributes_put(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n,
+                      fp_place place);
+/* values[i] = a new reference to item i's attribute, for the first n; NULL if its module has none, or wanted (may be NULL)
+ * is 0 there. On failure none is left. */
+int fp_attributes_get(fp_attributes *attributes, Py_ssize_t n, const char *wanted, PyObject **values);
 /* The name of item i, borrowed. */
 PyObject *fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i);
 

@@ -5,11 +5,7 @@
 static PyObject *
 is_plain(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    int plain = !fp_torch_modes_active();
-    for (Py_ssize_t i = 0; plain && i < nargs; i++) {
-        plain = fp_torch_is_plain(args[i]);
-    }
-    return PyBool_FromLong(plain);
+    return PyBool_FromLong(fp_torch_all_plain(args, nargs));
 }
 
 static PyObject *
@@ -60,9 +56,15 @@ static PyObject *
 clear_grads(PyObject *module, PyObject *params)
 {
     PyObject *items = PySequence_Tuple(params); /* a copy of ours, which nobody can shrink */
-    const int status = items == NULL ? -1 : fp_torch_clear_grads(&PyTuple_GET_ITEM(items, 0), PyTuple_GET_SIZE(items));
-    Py_XDECREF(items);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    if (items == NULL) {
+        return NULL;
+    }
+    PyObject **first = &PyTuple_GET_ITEM(items, 0);
+    const Py_ssize_t n = PyTuple_GET_SIZE(items);
+    const int plain = fp_torch_all_plain(first, n);
+    const int status = plain ? fp_torch_clear_grads(first, n) : 0;
+    Py_DECREF(items);
+    return status < 0 ? NULL : PyBool_FromLong(plain);
 }
 
 static PyObject *
@@ -70,11 +72,19 @@ grad_summary(PyObject *module, PyObject *params)
 {
     int all_none = 0, any_requires_grad = 0;
     PyObject *items = PySequence_Tuple(params);
-    const int status = items == NULL ? -1
-                                     : fp_torch_grad_summary(&PyTuple_GET_ITEM(items, 0), PyTuple_GET_SIZE(items),
-                                                             &all_none, &any_requires_grad);
-    Py_XDECREF(items);
-    return status < 0 ? NULL : Py_BuildValue("(NN)", PyBool_FromLong(all_none), PyBool_FromLong(any_requires_grad));
+    if (items == NULL) {
+        return NULL;
+    }
+    PyObject **first = &PyTuple_GET_ITEM(items, 0);
+    const Py_ssize_t n = PyTuple_GET_SIZE(items);
+    const int plain = fp_torch_all_plain(first, n);
+    const int status = plain ? fp_torch_grad_summary(first, n, &all_none, &any_requires_grad) : 0;
+    Py_DECREF(items);
+    if (status < 0) {
+        return NULL;
+    }
+    return plain ? Py_BuildValue("(NN)", PyBool_FromLong(all_none), PyBool_FromLong(any_requires_grad))
+                 : Py_NewRef(Py_None);
 }
 
 PyMethodDef fp_bridge_methods[] = {
@@ -91,8 +101,11 @@ PyMethodDef fp_bridge_methods[] = {
      "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
     {"same_storage", (PyCFunction)(void (*)(void))same_storage, METH_FASTCALL,
      "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
-    {"clear_grads", clear_grads, METH_O, "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None."},
+    {"clear_grads", clear_grads, METH_O,
+     "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None; False, with nothing done, "
+     "unless is_plain(*params)."},
     {"grad_summary", grad_summary, METH_O,
-     "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one)"},
+     "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
+     "unless is_plain(*params)."},
     {NULL, NULL, 0, NULL},
 };

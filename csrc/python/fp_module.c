@@ -13,6 +13,7 @@ static PyMethodDef *const fp_method_tables[] = {
     fp_pack_methods,
     fp_bridge_methods,
     fp_step_methods_of_module,
+    fp_replaced_methods,
 };
 
 fp_module_state *

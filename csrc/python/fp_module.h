@@ -30,6 +30,7 @@ fp_module_state *fp_get_state(PyObject *module);
 extern PyMethodDef fp_core_methods[];
 extern PyMethodDef fp_pack_methods[];
 extern PyMethodDef fp_bridge_methods[];
+extern PyMethodDef fp_replaced_methods[];
 
 /* TypeError unless min <= nargs <= max. name is the Python name of the function, for the message. */
 int fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, Py_ssize_t max);

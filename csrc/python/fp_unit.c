@@ -273,7 +273,7 @@ unit_dealloc(PyObject *self)
 static PyObject *
 unit_views(PyObject *self, PyObject *flat)
 {
-    fp_unit *unit = (fp_unit *)self;
+    const fp_unit *unit = (fp_unit *)self;
     PyObject *list = NULL;
     PyObject **views =
         fp_calloc((size_t)unit->n, sizeof(PyObject *)); /* not yet the list: a collection could show it */
@@ -323,14 +323,12 @@ register_all(fp_unit *unit, PyObject *const *values, PyObject *const *shared_val
             return -1;
         }
     }
-    for (Py_ssize_t i = 0; i < unit->n; i++) {
-        if (fp_attributes_put(&unit->attributes, i, values[i], place) < 0) {
-            return -1;
-        }
+    if (fp_attributes_put(&unit->attributes, 0, values, unit->n, place) < 0) {
+        return -1;
     }
     for (Py_ssize_t k = 0; k < unit->n_shared; k++) {
-        PyObject *value = shared_values == NULL ? values[unit->primary[k]] : shared_values[k];
-        if (fp_attributes_put(&unit->attributes, unit->n + k, value, place) < 0) {
+        PyObject *const *value = shared_values == NULL ? &values[unit->primary[k]] : &shared_values[k];
+        if (fp_attributes_put(&unit->attributes, unit->n + k, value, 1, place) < 0) {
             return -1;
         }
     }
@@ -435,30 +433,108 @@ unit_point_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* ---- whole switches ---- */
+
+static PyObject *
+unit_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *tensors = NULL, *views = NULL; /* owned */
+    int listed, unsafe, status = -1;
+    if (fp_check_nargs("use_unsharded", nargs, 5) < 0 || fp_as_bool(args[3], &listed) < 0 ||
+        fp_as_bool(args[4], &unsafe) < 0) {
+        return NULL;
+    }
+    const fp_place place = {.is_parameter = 0, .listed = listed, .unsafe = unsafe};
+    const int again = args[2] != Py_None;
+    tensors = again ? as_tensors(args[2], unit->n, "tensors") : NULL;
+    if (again && tensors == NULL) {
+        return NULL;
+    }
+    if (!fp_torch_all_plain(args, 2) || (again && !fp_torch_all_plain(items_of(tensors), unit->n))) {
+        Py_XDECREF(tensors);
+        Py_RETURN_NONE;
+    }
+    if (fp_torch_point_flat(args[0], args[1], fp_torch_geometry_total(unit->geometry)) < 0) {
+        goto done;
+    }
+    if (again) {
+        status = fp_torch_point(items_of(tensors), unit->geometry, args[0]);
+        views = Py_NewRef(args[2]);
+    }
+    else {
+        views = unit_views(self, args[0]);
+        tensors = views == NULL ? NULL : PyList_AsTuple(views);
+        status = tensors == NULL ? -1 : 0;
+    }
+    if (status == 0) {
+        status = register_all(unit, items_of(tensors), NULL, place);
+    }
+done:
+    Py_XDECREF(tensors);
+    if (status < 0) {
+        Py_CLEAR(views);
+    }
+    return views;
+}
+
+static PyObject *
+unit_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *params = NULL, *shared = NULL; /* owned */
+    fp_pieces *pieces = NULL;
+    int unsafe, plain = 0, status = -1;
+    if (fp_check_nargs("use_sharded", nargs, 6) < 0 || fp_as_bool(args[5], &unsafe) < 0) {
+        return NULL;
+    }
+    const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
+    params = as_tensors(args[2], unit->n, "parameters");
+    shared = params == NULL ? NULL : as_tensors(args[3], unit->n_shared, "shared parameters");
+    pieces = shared == NULL ? NULL : pieces_of(unit, args[4]);
+    if (pieces == NULL) {
+        goto done;
+    }
+    plain = fp_torch_all_plain(args, 2) && fp_torch_all_plain(items_of(params), unit->n) &&
+            fp_torch_all_plain(items_of(shared), unit->n_shared);
+    if (plain && (fp_torch_point_flat(args[0], args[1], -1) < 0 ||
+                  register_all(unit, items_of(params), items_of(shared), place) < 0 ||
+                  fp_torch_point_pieces(items_of(params), unit->n, args[0], pieces->starts, pieces->numels) < 0 ||
+                  point_shared(unit, items_of(params), items_of(shared)) < 0)) {
+        goto done;
+    }
+    status = 0;
+done:
+    release_pieces(pieces);
+    Py_XDECREF(params);
+    Py_XDECREF(shared);
+    return status < 0 ? NULL : PyBool_FromLong(plain);
+}
+
 /* ---- writeback ---- */
 
-/* Of the parameters in the shard whose module still has them: which were replaced (marked by 1 in replaced), and which
- * plain ones are to be looked at (selected). */
-static int
-find_registered(fp_unit *unit, const fp_pieces *pieces, PyObject *const *params, char *replaced, char *selected)
+/* The attributes that the modules have now, owned, as fp_attributes_get() says; to be given back with drop_all(). */
+static PyObject **
+get_all(fp_unit *unit, const char *wanted)
 {
-    for (Py_ssize_t i = 0; i < unit->n; i++) {
-        if (pieces->numels[i] < 0) {
-            continue;
-        }
-        PyObject *value;
-        if (fp_attributes_get(&unit->attributes, i, &value) < 0) {
-            return -1;
-        }
-        if (value == NULL) {
-            continue; /* deregistered, as in a checkpoint */
-        }
-        const int plain = value == params[i] && fp_torch_is_plain(value);
-        selected[i] = (char)plain;
-        replaced[i] = (char)!plain;
-        Py_DECREF(value);
+    PyObject **values = fp_calloc((size_t)unit->n, sizeof *values);
+    if (values == NULL) {
+        PyErr_NoMemory();
     }
-    return 0;
+    else if (fp_attributes_get(&unit->attributes, unit->n, wanted, values) < 0) {
+        fp_free(values);
+        values = NULL;
+    }
+    return values;
+}
+
+static void
+drop_all(PyObject **values, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
+        Py_XDECREF(values[i]);
+    }
+    fp_free(values);
 }
 
 static PyObject *
@@ -466,7 +542,8 @@ unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_unit *unit = (fp_unit *)self;
     PyObject *params = NULL, *found = NULL; /* owned */
-    char *replaced = NULL, *selected = NULL;
+    PyObject **values = NULL;
+    char *selected = NULL; /* in the shard; then: plain, and what params says */
     unsigned char *flags = NULL;
     if (fp_check_nargs("scan", nargs, 4) < 0) {
         return NULL;
@@ -477,20 +554,29 @@ unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         Py_XDECREF(params);
         return NULL;
     }
-    replaced = fp_calloc((size_t)unit->n, 1);
     selected = fp_calloc((size_t)unit->n, 1);
     flags = fp_calloc((size_t)unit->n, 1);
-    if (replaced == NULL || selected == NULL || flags == NULL) {
+    if (selected == NULL || flags == NULL) {
         PyErr_NoMemory();
         goto fail;
     }
-    if (find_registered(unit, pieces, items_of(params), replaced, selected) < 0 ||
-        fp_torch_scan(items_of(params), unit->n, args[1], args[2] == Py_None ? NULL : args[2], selected, flags) < 0) {
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        selected[i] = pieces->numels[i] >= 0;
+    }
+    values = get_all(unit, selected);
+    if (values == NULL) {
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < unit->n; i++) {
+        selected[i] = values[i] == PyTuple_GET_ITEM(params, i) && fp_torch_is_plain(values[i]);
+    }
+    if (fp_torch_scan(items_of(params), unit->n, args[1], args[2] == Py_None ? NULL : args[2], selected, flags) < 0) {
         goto fail;
     }
     found = PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i < unit->n; i++) {
-        if (replaced[i] || flags[i]) {
+        const int deregistered = values[i] == NULL; /* as in a checkpoint, or not here */
+        if (!deregistered && (!selected[i] || flags[i])) {
             PyObject *index = PyLong_FromSsize_t(i);
             if (index == NULL || PyList_Append(found, index) < 0) {
                 Py_CLEAR(found);
@@ -499,7 +585,7 @@ unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         }
     }
 fail:
-    fp_free(replaced);
+    drop_all(values, unit->n);
     fp_free(selected);
     fp_free(flags);
     release_pieces(pieces);
@@ -513,14 +599,10 @@ static PyObject *
 unit_set_grads(PyObject *self, PyObject *grad)
 {
     fp_unit *unit = (fp_unit *)self;
-    PyObject **params = fp_calloc((size_t)unit->n, sizeof(PyObject *)); /* what the modules have now, owned */
-    int status = 0;
-    if (params == NULL) {
-        return PyErr_NoMemory();
-    }
+    PyObject **params = get_all(unit, NULL); /* what the modules have now */
+    int status = params == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < unit->n; i++) {
-        status = fp_attributes_get(&unit->attributes, i, &params[i]);
-        if (status == 0 && params[i] == NULL) {
+        if (params[i] == NULL) {
             PyErr_Format(PyExc_AttributeError, "%U is missing from its module",
                          fp_attributes_name(&unit->attributes, i));
             status = -1;
@@ -529,10 +611,7 @@ unit_set_grads(PyObject *self, PyObject *grad)
     if (status == 0) {
         status = fp_torch_set_grads(params, unit->geometry, grad);
     }
-    for (Py_ssize_t i = 0; i < unit->n; i++) {
-        Py_XDECREF(params[i]);
-    }
-    fp_free(params);
+    drop_all(params, unit->n);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -591,6 +670,17 @@ static PyMethodDef unit_methods[] = {
     {"point_pieces", (PyCFunction)(void (*)(void))unit_point_pieces, METH_FASTCALL,
      "point_pieces($self, params, shared, shard, infos, /)\n--\n\nSet each parameter's data to its 1-D piece of the "
      "shard; an empty tensor if it has none."},
+    {"use_unsharded", (PyCFunction)(void (*)(void))unit_use_unsharded, METH_FASTCALL,
+     "use_unsharded($self, flat, padded, tensors, listed, unsafe, /)\n--\n\nflat.data = the unpadded part of padded, "
+     "and "
+     "its views the modules' attributes: new ones, or tensors (not None) pointed there again.\n\nReturns the views; "
+     "None, "
+     "with nothing done, if a tensor is not plain or a mode is on."},
+    {"use_sharded", (PyCFunction)(void (*)(void))unit_use_sharded, METH_FASTCALL,
+     "use_sharded($self, flat, shard, params, shared, infos, unsafe, /)\n--\n\nflat.data = shard, and the parameters "
+     "its "
+     "pieces and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is "
+     "on."},
     {"scan", (PyCFunction)(void (*)(void))unit_scan, METH_FASTCALL,
      "scan($self, params, owner, grad, infos, /)\n--\n\nIndices of the parameters in the shard that were replaced, or "
      "whose storages are not owner's and grad's."},
