@@ -58,6 +58,7 @@ class Unit:
         numel: int,
     ) -> Unit: ...
     def views(self, flat: torch.Tensor, /) -> list[torch.Tensor]: ...
+    def parameters(self, flat: torch.Tensor, requires_grad: bool, /) -> list[nn.Parameter]: ...
     def flatten(self, tensors: Iterable[torch.Tensor], fill: float, /) -> torch.Tensor: ...
     def register_tensors(self, tensors: Iterable[torch.Tensor], listed: bool, unsafe: bool, /) -> None: ...
     def register_parameters(
@@ -74,6 +75,14 @@ class Unit:
         infos: tuple[Sequence[Any], ...],
         /,
     ) -> None: ...
+    def use_parameters(
+        self,
+        flat: torch.Tensor,
+        params: Iterable[torch.Tensor],
+        shared: Iterable[torch.Tensor],
+        unsafe: bool,
+        /,
+    ) -> bool: ...
     def use_unsharded(
         self,
         flat: torch.Tensor,
@@ -110,7 +119,7 @@ class Unit:
         by_data: bool,
         infos: tuple[Sequence[Any], ...],
         /,
-    ) -> None: ...
+    ) -> bool: ...
 
 @final
 class Run:

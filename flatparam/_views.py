@@ -127,19 +127,20 @@ class Views(HandleBase):
     def _use_unsharded_params(self) -> None:
         flat_param, unit = self.flat_param, self._unit
         if self._use_orig_params:
-            params, shared = flat_param._params, flat_param._shared_params
-            if not _C.is_plain(*params, *shared):
+            if not unit.use_parameters(flat_param, flat_param._params, flat_param._shared_params, self._unsafe):
                 self._use_unsharded_views_by_ops(as_params=True)
-                return
-            unit.register_parameters(params, shared, self._unsafe)
-            unit.point(params, flat_param, shared)
         else:
-            params = [nn.Parameter(view, requires_grad=flat_param.requires_grad) for view in unit.views(flat_param)]
-            primary = {
-                (id(info.module), info.param_name): p for info, p in zip(flat_param._param_infos, params, strict=False)
-            }
-            shared = [primary[id(info.prim_module), info.prim_param_name] for info in flat_param._shared_param_infos]
+            params = unit.parameters(flat_param, flat_param.requires_grad)
+            shared = self._shared_of(params) if flat_param._shared_param_infos else []
             unit.register_parameters(params, shared, self._unsafe)
+
+    def _shared_of(self, params: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of ``params`` that the further names of shared parameters stand for."""
+        flat_param = self.flat_param
+        primary = {
+            (id(info.module), info.param_name): p for info, p in zip(flat_param._param_infos, params, strict=True)
+        }
+        return [primary[id(info.prim_module), info.prim_param_name] for info in flat_param._shared_param_infos]
 
     def _use_unsharded_tensors(self) -> None:
         flat_param, unit, state = self.flat_param, self._unit, self._training_state

@@ -54,6 +54,8 @@ def calls(net, unit, flat):
         "register_parameters": lambda: unit.register_parameters(params, shared, False),
         "point": lambda: unit.point(params, flat, shared),
         "point_pieces": lambda: unit.point_pieces(params, shared, flat[:4].detach(), tuple(map(tuple, SHARD))),
+        "parameters": lambda: unit.parameters(flat, True),
+        "use_parameters": lambda: unit.use_parameters(flat, params, shared, False),
         "use_sharded": lambda: unit.use_sharded(
             other, torch.arange(4.0), params, shared, tuple(map(tuple, SHARD)), False
         ),
@@ -209,6 +211,24 @@ def test_whole_switches_are_their_parts():
         assert views[0].tolist() == [[20, 21, 22], [23, 24, 25]]
 
 
+def test_parameters_are_leaves_over_the_flat_tensor():
+    """The oracle is nn.Parameter of a slice."""
+    unit, flat = make(Net())
+    for requires_grad in (True, False):
+        made = unit.parameters(flat, requires_grad)
+        oracle = nn.Parameter(flat[:6].view(2, 3), requires_grad=requires_grad)
+        assert [type(p) for p in made] == [nn.Parameter, nn.Parameter]
+        for name in ("is_leaf", "requires_grad", "grad_fn", "shape", "dtype", "_version"):
+            assert getattr(made[0], name) == getattr(oracle, name), name
+        assert not made[0]._is_view()
+        assert [p.data_ptr() for p in made] == [flat.data_ptr(), flat[8:].data_ptr()]
+        made[0].sum()
+        with torch.no_grad():
+            made[0].add_(1.0)
+        assert made[0]._version == flat._version
+        assert nn.Linear(1, 1).register_parameter("new", made[0]) is None
+
+
 def test_whole_switches_do_nothing_where_torch_must():
     net = Net()
     unit, flat = make(net)
@@ -218,6 +238,10 @@ def test_whole_switches_do_nothing_where_torch_must():
     assert unit.use_unsharded(flat, meta, None, True, False) is None
     assert unit.use_unsharded(flat, torch.zeros(12), [views[0], None], True, False) is None
     assert unit.use_sharded(flat, meta, params, shared, SHARD, False) is False
+    assert unit.use_parameters(meta[:10], params, shared, False) is False
+    assert unit.use_parameters(flat, [params[0], None], shared, False) is False
+    assert unit.set_grad_pieces([net.weight, 3], torch.zeros(10), [False, False], False, SHARD) is False
+    assert unit.set_grad_pieces(params, meta[:4], [False, False], False, SHARD) is False
     assert unit.use_sharded(flat, torch.zeros(4), [params[0], 3], shared, SHARD, False) is False
     with torch.overrides.BaseTorchFunctionMode():
         assert unit.use_unsharded(flat, torch.zeros(12), None, True, False) is None
@@ -347,7 +371,6 @@ def test_nothing_moves_when_one_tensor_cannot():
     for call in (
         lambda: unit.point([net.weight, torch.zeros(2, device="meta")], flat),
         lambda: unit.point_pieces([net.weight, None], [net.tied], flat[:4].detach(), SHARD),
-        lambda: unit.set_grad_pieces([net.weight, 3], torch.zeros(10), [False, False], False, SHARD),
     ):
         with pytest.raises(TypeError, match="plain"):
             call()

@@ -50,6 +50,9 @@ int fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n)
  * torch.split). out[n] receives new references; on failure none. */
 int fp_torch_make_views(PyObject *flat, const fp_geometry *geometry, PyObject **out);
 
+/* The same as leaves, which share flat's memory and version counter, but not its history. */
+int fp_torch_make_leaves(PyObject *flat, const fp_geometry *geometry, int requires_grad, PyObject **out);
+
 /* Set tensors[i].data to its place in flat, unless it is there already. All are checked before the first is moved; the
  * same holds for every setter below. */
 int fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat);

@@ -179,8 +179,12 @@ fp_torch_modes_active(void) noexcept
            !(c10::impl::tls_local_dispatch_key_set().included_ - usual).empty();
 }
 
-extern "C" int
-fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject **out)
+namespace {
+
+// Calls make(flat, view) for each view of geometry, and wraps the results into out; none is left there on failure.
+template <class Prepare>
+int
+make_each(PyObject *flat_object, const fp_geometry *geometry, PyObject **out, Prepare &&prepare)
 {
     Py_ssize_t made = 0;
     const int status = fp::guarded(-1, [&] {
@@ -190,24 +194,9 @@ fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject
         TORCH_CHECK_VALUE(flat.dim() == 1 && flat.numel() == shape.total && flat.stride(0) == 1,
                           "expected the unsharded flat parameter of ", shape.total, " elements, got shape ",
                           flat.sizes());
-        const at::Tensor base = flat.is_view() ? at::Tensor(flat._base()) : flat;
-        const bool tracked = flat.requires_grad();
-        auto node = fp::make_node<fp::ViewsBackward>();
-        if (tracked) {
-            node->geometry = geometry->shared;
-            node->options = flat.options();
-            node->add_next_edge(torch::autograd::impl::gradient_edge(flat));
-            node->reserve_inputs(shape.views.size());
-        }
+        auto make = prepare(flat);
         for (const fp::View &view : shape.views) {
-            at::Tensor result = torch::autograd::make_variable_differentiable_view(
-                fp::alias(flat, view.shape, view.stride, flat.storage_offset() + view.offset),
-                torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt, /*shared_view_info=*/true,
-                torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
-            if (tracked) {
-                torch::autograd::impl::set_gradient_edge(result, {node, node->add_input_metadata(result)});
-            }
-            out[made] = THPVariable_Wrap(std::move(result));
+            out[made] = THPVariable_Wrap(make(view));
             if (out[made] == nullptr) {
                 return -1;
             }
@@ -215,12 +204,51 @@ fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject
         }
         return 0;
     });
-    if (status < 0) {
-        while (made > 0) {
-            Py_CLEAR(out[--made]);
-        }
+    while (status < 0 && made > 0) {
+        Py_CLEAR(out[--made]);
     }
     return status;
+}
+
+} // namespace
+
+extern "C" int
+fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject **out)
+{
+    return make_each(flat_object, geometry, out, [&](const at::Tensor &flat) {
+        const at::Tensor base = flat.is_view() ? at::Tensor(flat._base()) : flat;
+        const bool tracked = flat.requires_grad();
+        auto node = fp::make_node<fp::ViewsBackward>();
+        if (tracked) {
+            node->geometry = geometry->shared;
+            node->options = flat.options();
+            node->add_next_edge(torch::autograd::impl::gradient_edge(flat));
+            node->reserve_inputs(geometry->shared->views.size());
+        }
+        return [flat, base, tracked, node = std::move(node)](const fp::View &view) {
+            at::Tensor result = torch::autograd::make_variable_differentiable_view(
+                fp::alias(flat, view.shape, view.stride, flat.storage_offset() + view.offset),
+                torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt, /*shared_view_info=*/true,
+                torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
+            if (tracked) {
+                torch::autograd::impl::set_gradient_edge(result, {node, node->add_input_metadata(result)});
+            }
+            return result;
+        };
+    });
+}
+
+extern "C" int
+fp_torch_make_leaves(PyObject *flat_object, const fp_geometry *geometry, int requires_grad, PyObject **out)
+{
+    return make_each(flat_object, geometry, out, [&](const at::Tensor &flat) {
+        return [flat, requires_grad](const fp::View &view) {
+            at::Tensor leaf = fp::alias(flat, view.shape, view.stride, flat.storage_offset() + view.offset);
+            leaf.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat));
+            leaf.set_requires_grad(requires_grad != 0);
+            return leaf;
+        };
+    });
 }
 
 extern "C" PyObject *

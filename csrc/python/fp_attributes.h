@@ -34,6 +34,9 @@ int fp_attributes_exec(void);
 /* TypeError unless value may stand in a parameter's place: an nn.Parameter (is_parameter), else a Tensor. */
 int fp_attributes_check(PyObject *value, int is_parameter);
 
+/* A new list of the n tensors, which nobody else has, each made an nn.Parameter. NULL with an exception set. */
+PyObject *fp_attributes_as_parameters(PyObject *const *tensors, Py_ssize_t n);
+
 /* Room for n attributes, all empty. -1 with MemoryError. */
 int fp_attributes_init(fp_attributes *attributes, Py_ssize_t n);
 /* Name item i. TypeError unless module is an nn.Module and name a str. */

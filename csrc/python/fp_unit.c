@@ -120,6 +120,15 @@ pieces_of(fp_unit *unit, PyObject *infos)
     return pieces;
 }
 
+static void
+drop_all(PyObject **values, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
+        Py_XDECREF(values[i]);
+    }
+    fp_free(values);
+}
+
 /* ---- construction ---- */
 
 /* One view from (module, name, shape, stride or None, offset); the arrays are the caller's to free, also on failure. */
@@ -296,6 +305,26 @@ unit_views(PyObject *self, PyObject *flat)
 }
 
 static PyObject *
+unit_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *list = NULL;
+    int requires_grad;
+    if (fp_check_nargs("parameters", nargs, 2) < 0 || fp_as_bool(args[1], &requires_grad) < 0) {
+        return NULL;
+    }
+    PyObject **made = fp_calloc((size_t)unit->n, sizeof(PyObject *));
+    if (made == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (fp_torch_make_leaves(args[0], unit->geometry, requires_grad, made) == 0) {
+        list = fp_attributes_as_parameters(made, unit->n);
+    }
+    drop_all(made, unit->n);
+    return list;
+}
+
+static PyObject *
 unit_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_unit *unit = (fp_unit *)self;
@@ -436,6 +465,32 @@ unit_point_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 /* ---- whole switches ---- */
 
 static PyObject *
+unit_use_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *params = NULL, *shared = NULL; /* owned */
+    int unsafe, plain = 0, status = -1;
+    if (fp_check_nargs("use_parameters", nargs, 4) < 0 || fp_as_bool(args[3], &unsafe) < 0) {
+        return NULL;
+    }
+    const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
+    params = as_tensors(args[1], unit->n, "parameters");
+    shared = params == NULL ? NULL : as_tensors(args[2], unit->n_shared, "shared parameters");
+    if (shared != NULL) {
+        plain = fp_torch_all_plain(args, 1) && fp_torch_all_plain(items_of(params), unit->n) &&
+                fp_torch_all_plain(items_of(shared), unit->n_shared);
+        status = !plain || (register_all(unit, items_of(params), items_of(shared), place) == 0 &&
+                            fp_torch_point(items_of(params), unit->geometry, args[0]) == 0 &&
+                            point_shared(unit, items_of(params), items_of(shared)) == 0)
+                     ? 0
+                     : -1;
+    }
+    Py_XDECREF(params);
+    Py_XDECREF(shared);
+    return status < 0 ? NULL : PyBool_FromLong(plain);
+}
+
+static PyObject *
 unit_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_unit *unit = (fp_unit *)self;
@@ -528,15 +583,6 @@ get_all(fp_unit *unit, const char *wanted)
     return values;
 }
 
-static void
-drop_all(PyObject **values, Py_ssize_t n)
-{
-    for (Py_ssize_t i = 0; values != NULL && i < n; i++) {
-        Py_XDECREF(values[i]);
-    }
-    fp_free(values);
-}
-
 static PyObject *
 unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -548,10 +594,8 @@ unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     if (fp_check_nargs("scan", nargs, 4) < 0) {
         return NULL;
     }
-    params = as_tensors(args[0], unit->n, "parameters");
-    fp_pieces *pieces = params == NULL ? NULL : pieces_of(unit, args[3]);
+    fp_pieces *pieces = pieces_of(unit, args[3]);
     if (pieces == NULL) {
-        Py_XDECREF(params);
         return NULL;
     }
     selected = fp_calloc((size_t)unit->n, 1);
@@ -564,13 +608,19 @@ unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         selected[i] = pieces->numels[i] >= 0;
     }
     values = get_all(unit, selected);
-    if (values == NULL) {
+    params = values == NULL ? NULL : PySequence_Fast(args[0], "expected a sequence of parameters");
+    if (params == NULL) {
+        goto fail;
+    }
+    if (PySequence_Fast_GET_SIZE(params) != unit->n) { /* looked at last: from here on no Python code runs */
+        PyErr_Format(PyExc_ValueError, "expected %zd parameters, got %zd", unit->n, PySequence_Fast_GET_SIZE(params));
         goto fail;
     }
     for (Py_ssize_t i = 0; i < unit->n; i++) {
-        selected[i] = values[i] == PyTuple_GET_ITEM(params, i) && fp_torch_is_plain(values[i]);
+        selected[i] =
+            values[i] != NULL && values[i] == PySequence_Fast_GET_ITEM(params, i) && fp_torch_is_plain(values[i]);
     }
-    if (fp_torch_scan(items_of(params), unit->n, args[1], args[2] == Py_None ? NULL : args[2], selected, flags) < 0) {
+    if (fp_torch_scan(values, unit->n, args[1], args[2] == Py_None ? NULL : args[2], selected, flags) < 0) {
         goto fail;
     }
     found = PyList_New(0);
@@ -589,7 +639,7 @@ fail:
     fp_free(selected);
     fp_free(flags);
     release_pieces(pieces);
-    Py_DECREF(params);
+    Py_XDECREF(params);
     return found;
 }
 
@@ -622,7 +672,7 @@ unit_set_grad_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *params = NULL, *mask = NULL; /* owned */
     char *none = NULL;
     fp_pieces *pieces = NULL;
-    int by_data, status = -1;
+    int by_data, plain = 0, status = -1;
     if (fp_check_nargs("set_grad_pieces", nargs, 5) < 0 || fp_as_bool(args[3], &by_data) < 0) {
         return NULL;
     }
@@ -640,7 +690,11 @@ unit_set_grad_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         none[i] = (char)is_none;
     }
     pieces = none == NULL ? NULL : pieces_of(unit, args[4]);
-    if (pieces != NULL) {
+    plain = pieces != NULL && fp_torch_all_plain(&args[1], 1) && fp_torch_all_plain(items_of(params), unit->n);
+    if (pieces != NULL && !plain) {
+        status = 0;
+    }
+    else if (pieces != NULL) {
         status = fp_torch_set_grad_pieces(items_of(params), unit->geometry, args[1], pieces->starts, pieces->numels,
                                           none, by_data);
     }
@@ -649,7 +703,7 @@ fail:
     fp_free(none);
     Py_XDECREF(params);
     Py_XDECREF(mask);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    return status < 0 ? NULL : PyBool_FromLong(plain);
 }
 
 /* ---- the type ---- */
@@ -657,6 +711,9 @@ fail:
 static PyMethodDef unit_methods[] = {
     {"views", unit_views, METH_O,
      "views($self, flat, /)\n--\n\nViews of the unsharded flat, one a parameter; one autograd node tracks them all."},
+    {"parameters", (PyCFunction)(void (*)(void))unit_parameters, METH_FASTCALL,
+     "parameters($self, flat, requires_grad, /)\n--\n\nNew nn.Parameters over the unsharded flat's memory, which "
+     "autograd does not track back to it."},
     {"flatten", (PyCFunction)(void (*)(void))unit_flatten, METH_FASTCALL,
      "flatten($self, tensors, fill, /)\n--\n\nA new 1-D tensor with the tensors at their places and fill between "
      "them."},
@@ -670,6 +727,10 @@ static PyMethodDef unit_methods[] = {
     {"point_pieces", (PyCFunction)(void (*)(void))unit_point_pieces, METH_FASTCALL,
      "point_pieces($self, params, shared, shard, infos, /)\n--\n\nSet each parameter's data to its 1-D piece of the "
      "shard; an empty tensor if it has none."},
+    {"use_parameters", (PyCFunction)(void (*)(void))unit_use_parameters, METH_FASTCALL,
+     "use_parameters($self, flat, params, shared, unsafe, /)\n--\n\nMake the parameters views of the unsharded flat, "
+     "and "
+     "the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
     {"use_unsharded", (PyCFunction)(void (*)(void))unit_use_unsharded, METH_FASTCALL,
      "use_unsharded($self, flat, padded, tensors, listed, unsafe, /)\n--\n\nflat.data = the unpadded part of padded, "
      "and "
@@ -688,7 +749,7 @@ static PyMethodDef unit_methods[] = {
      "set_grads($self, grad, /)\n--\n\nSet the .grad of what each module has now to its view of the unsharded grad."},
     {"set_grad_pieces", (PyCFunction)(void (*)(void))unit_set_grad_pieces, METH_FASTCALL,
      "set_grad_pieces($self, params, grad, none_mask, by_data, infos, /)\n--\n\nSet each parameter's .grad to its 1-D "
-     "piece of the sharded grad."},
+     "piece of the sharded grad.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
     {NULL, NULL, 0, NULL},
 };
 
