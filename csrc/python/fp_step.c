@@ -115,16 +115,18 @@ freed_reason(const fp_step *step)
 static int
 show(fp_part *part, int views, int use_orig_params)
 {
-    PyObject *values = views ? part->views : part->params;
+    PyObject *values = Py_NewRef(views ? part->views : part->params); /* ours: what is replaced may run code */
+    PyObject *const *items = &PyTuple_GET_ITEM(values, 0);
     const fp_place place = {.is_parameter = !views, .listed = use_orig_params, .unsafe = 0};
-    for (Py_ssize_t i = 0; i < part->n + part->n_shared; i++) {
-        const Py_ssize_t k = i < part->n ? i : part->primary[i - part->n];
-        if (fp_attributes_put(&part->attributes, i, PyTuple_GET_ITEM(values, k), place) < 0) {
-            return -1;
-        }
+    int status = fp_attributes_put(&part->attributes, 0, items, part->n, place);
+    for (Py_ssize_t k = 0; status == 0 && k < part->n_shared; k++) {
+        status = fp_attributes_put(&part->attributes, part->n + k, &items[part->primary[k]], 1, place);
     }
-    part->shows_views = views;
-    return 0;
+    Py_DECREF(values);
+    if (status == 0) {
+        part->shows_views = views;
+    }
+    return status;
 }
 
 static int
