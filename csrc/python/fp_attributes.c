@@ -282,14 +282,14 @@ get(fp_attribute *item, module_dicts *dicts)
 }
 
 int
-fp_attributes_get(fp_attributes *attributes, Py_ssize_t n, const char *wanted, PyObject **values)
+fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, const char *wanted, PyObject **values)
 {
     module_dicts dicts = {NULL, NULL, NULL};
     int status = 0;
     Py_ssize_t got = 0;
     for (; status == 0 && got < n; got++) {
         const int skip = wanted != NULL && !wanted[got];
-        values[got] = skip ? NULL : get(&attributes->items[got], &dicts);
+        values[got] = skip ? NULL : get(&attributes->items[first + got], &dicts);
         status = !skip && values[got] == NULL && PyErr_Occurred() ? -1 : 0;
     }
     forget_dicts(&dicts);

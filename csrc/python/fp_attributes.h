@@ -45,9 +45,9 @@ int fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module,
  * failed have theirs; its module has the old value, or what delattr and setattr of its own class left. */
 int fp_attributes_put(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n,
                       fp_place place);
-/* values[i] = a new reference to item i's attribute, for the first n; NULL if its module has none, or wanted (may be NULL)
- * is 0 there. On failure none is left. */
-int fp_attributes_get(fp_attributes *attributes, Py_ssize_t n, const char *wanted, PyObject **values);
+/* values[i] = a new reference to the attribute of item first + i, for n items; NULL if its module has none, or wanted[i] is
+ * 0 (wanted may be NULL). On failure none is left. */
+int fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, const char *wanted, PyObject **values);
 /* The name of item i, borrowed. */
 PyObject *fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i);
 

@@ -9,11 +9,7 @@
 
 /* Add the table of a new *_py.c file here, and declare it in fp_module.h. */
 static PyMethodDef *const fp_method_tables[] = {
-    fp_core_methods,
-    fp_pack_methods,
-    fp_bridge_methods,
-    fp_step_methods_of_module,
-    fp_replaced_methods,
+    fp_core_methods, fp_pack_methods, fp_bridge_methods, fp_step_methods_of_module, fp_replaced_methods,
 };
 
 fp_module_state *

@@ -195,7 +195,7 @@ was_registered_anew(fp_part *part)
 {
     for (Py_ssize_t i = 0; !part->shows_views && i < part->n; i++) {
         PyObject *value;
-        if (fp_attributes_get(&part->attributes, i, &value) < 0) {
+        if (fp_attributes_get(&part->attributes, i, 1, NULL, &value) < 0) {
             return -1;
         }
         const int same = value == PyTuple_GET_ITEM(part->params, i);

@@ -576,7 +576,7 @@ get_all(fp_unit *unit, const char *wanted)
     if (values == NULL) {
         PyErr_NoMemory();
     }
-    else if (fp_attributes_get(&unit->attributes, unit->n, wanted, values) < 0) {
+    else if (fp_attributes_get(&unit->attributes, 0, unit->n, wanted, values) < 0) {
         fp_free(values);
         values = NULL;
     }
