@@ -99,6 +99,8 @@ class Fused(Gradients):
                 return False
         else:
             flat_param.data = flat_param._local_shard
+            if not in_forward:
+                self._note_grads_left_by_backward()
         if in_forward:
             self._let_model_go_without_backward()
         if free_unsharded_flat_param and self._backward_made_graph:
