@@ -247,6 +247,10 @@ def grids():
         FSDP(make(), device_mesh=mesh)
     with pytest.raises(ValueError, match="shard group, replicate group"):
         FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with pytest.raises(ValueError, match=r"LAYER_ZERO.*not supported"):
+        FSDP(make(), sharding_strategy=ShardingStrategy.LAYER_ZERO, process_group=groups)
+    with pytest.raises(ValueError, match=r"LayerZero.*not supported"):
+        Placement(param=groups[0], grad=groups[1], optim=groups[1])
     with pytest.raises(ValueError, match="both"):
         FSDP(make(), device_mesh=mesh, process_group=groups[0])
     with pytest.raises(ValueError, match="rank"):

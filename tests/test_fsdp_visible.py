@@ -201,6 +201,60 @@ def precision():
     assert grad.item() == 512.0, (name, grad)
 
 
+def precision_fields():
+    """Each setting alone: dtypes of the wire, of gradients, inputs and buffers."""
+    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
+        note(f"{strategy} uo={uo}")
+
+        def build(strategy=strategy, uo=uo, **fields):
+            torch.manual_seed(0)
+            units = [nn.Linear(3, 3) for _ in range(2)]
+            arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+            inner = FSDP(units[0], mixed_precision=MixedPrecision(**fields), **arguments)
+            return FSDP(nn.Sequential(inner, units[1]), mixed_precision=MixedPrecision(**fields), **arguments)
+
+        def dtypes(model):
+            model(data(0)).sum().backward()
+            return {param.grad.dtype for param in model.parameters() if param.grad is not None}
+
+        low = torch.bfloat16
+        assert dtypes(build(reduce_dtype=low)) == {torch.float32}
+        assert dtypes(build(reduce_dtype=low, keep_low_precision_grads=True)) == {low}
+        assert dtypes(build(param_dtype=low, keep_low_precision_grads=True)) == {low}
+        assert dtypes(build(param_dtype=low, reduce_dtype=torch.float32, keep_low_precision_grads=True)) == {
+            torch.float32
+        }
+        model = build(reduce_dtype=low)
+        assert model(data(0)).dtype == torch.float32
+        # the root casts its inputs, the others only if asked to
+        with pytest.raises(RuntimeError, match="dtype"):
+            build(param_dtype=low, cast_root_forward_inputs=False)(data(0))
+        assert build(param_dtype=low, cast_forward_inputs=True)(data(0).double()).dtype == low
+        seen = []
+        arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+        inner = nn.Linear(3, 3)
+        inner.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].dtype))
+        half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True)
+        nested = FSDP(
+            nn.Sequential(nn.Linear(3, 3), FSDP(inner, mixed_precision=half, **arguments)),
+            mixed_precision=MixedPrecision(param_dtype=low),
+            **arguments,
+        )
+        assert nested(data(0)).dtype == torch.float16
+        assert seen == [torch.float16]
+        model = build(buffer_dtype=torch.float16)
+        model.module.register_buffer("mean", torch.ones(2))
+        model.module.register_buffer("count", torch.ones(2, dtype=torch.int64))
+        model(data(0))
+        assert (model.mean.dtype, model.count.dtype) == (torch.float16, torch.int64)
+        assert model.state_dict()["mean"].dtype == torch.float32
+        assert model.mean.dtype == torch.float16
+
+
+def test_each_precision_setting():
+    run_ranks(precision_fields, 2)
+
+
 def test_mixed_precision():
     run_ranks(precision, 2)
 

@@ -664,16 +664,17 @@ fp_flat_advance(fp_flat *flat, PyObject *collectives)
         if (flat->shards > 1) {
             flat->wire.reset();
         }
-        if (flat->stage == fp_flat::FIRST) {
-            flat->stage = fp_flat::LAST;
-            if (collectives != nullptr || !flat->replicate_group->native) {
-                fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
-            }
-            else {
-                std::vector<at::Tensor> tensors = {flat->reduced};
-                const fp::WithoutGil released;
-                flat->reduction = flat->replicate_group->native->allreduce(tensors);
-            }
+        if (flat->stage == fp_flat::LAST) {
+            return 1;
+        }
+        flat->stage = fp_flat::LAST;
+        if (collectives != nullptr || !flat->replicate_group->native) {
+            fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
+        }
+        else {
+            std::vector<at::Tensor> tensors = {flat->reduced};
+            const fp::WithoutGil released;
+            flat->reduction = flat->replicate_group->native->allreduce(tensors);
         }
         return 0;
     });

@@ -70,7 +70,9 @@ void fp_flat_average_elsewhere(fp_flat *flat);          /* from now on gradients
 int fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
 /* Start reducing what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros. */
 int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives);
-int fp_flat_advance(fp_flat *flat, PyObject *collectives); /* wait for the first of the collectives, start the second */
+/* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
+ * nothing was being reduced; -1. */
+int fp_flat_advance(fp_flat *flat, PyObject *collectives);
 /* Wait for all; the reduced gradient of the shard, new reference; Py_None if there is none. */
 PyObject *fp_flat_take(fp_flat *flat, PyObject *shard, PyObject *collectives);
 int fp_flat_has_kept(const fp_flat *flat) FP_NOEXCEPT;

@@ -619,25 +619,6 @@ read_kept(fp_part *part)
 }
 
 static int
-start_reduction(fp_step *step, fp_part *part, const fp_gradients *gradients)
-{
-    fp_run *run = step->run;
-    part->deferred = 0;
-    if (fp_flat_reduce(part->flat, gradients, part->master, collectives_of(step)) < 0) {
-        return -1;
-    }
-    run->reductions++;
-    fp_step *previous = run->reducing;
-    run->reducing = step;
-    for (Py_ssize_t k = 0; previous != NULL && previous != step && k < previous->n_parts; k++) {
-        if (fp_flat_advance(previous->parts[k].flat, collectives_of(previous)) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
 take_reduced(fp_step *step, fp_part *part)
 {
     PyObject *grad = fp_flat_take(part->flat, part->master, collectives_of(step));
@@ -654,6 +635,26 @@ take_reduced(fp_step *step, fp_part *part)
     }
     Py_XDECREF(grad);
     return status;
+}
+
+static int
+start_reduction(fp_step *step, fp_part *part, const fp_gradients *gradients)
+{
+    fp_run *run = step->run;
+    part->deferred = 0;
+    if (fp_flat_reduce(part->flat, gradients, part->master, collectives_of(step)) < 0) {
+        return -1;
+    }
+    run->reductions++;
+    fp_step *previous = run->reducing;
+    run->reducing = step;
+    for (Py_ssize_t k = 0; previous != NULL && previous != step && k < previous->n_parts; k++) {
+        const int done = fp_flat_advance(previous->parts[k].flat, collectives_of(previous));
+        if (done < 0 || (done && take_reduced(previous, &previous->parts[k]) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 static int

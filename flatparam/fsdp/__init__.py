@@ -20,6 +20,7 @@ from .api import (
 )
 from .fully_sharded import FullyShardedDataParallel
 from .placement import Placement
+from .plan import MemoryPlan, Piece, UnitPlan
 
 __all__ = [
     "BackwardPrefetch",
@@ -29,9 +30,11 @@ __all__ = [
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "MemoryPlan",
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Piece",
     "Placement",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -40,4 +43,5 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "UnitPlan",
 ]

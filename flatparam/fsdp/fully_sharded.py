@@ -27,12 +27,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import _C
 from . import collectives
 from . import state_dict as state_dicts
+from .agreement import check_same_unit
 from .api import ShardingStrategy, TrainingState
 from .clip import clip_grad_norm
 from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .outputs import cast_floats, find_tensors
 from .placement import Placement, groups_of, place
+from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .summon import Summoned, summon
 from .unit import Options, Unit, find_originals, units_of
 from .wrap import replace_modules, targets_of
@@ -143,14 +145,12 @@ class FullyShardedDataParallel(nn.Module):
             synchronize(own, ignored_params, self._placement)
         originals = find_originals(module, ignored_params, _is_unit, clean_tensor_name)
         self._check_not_shared(module, originals)
+        options = Options(self._placement, self.mixed_precision, use_orig_params, segments)
+        name = f"the unit of {type(module).__name__}"
+        check_same_unit(name, originals, options)
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self.add_module(FSDP_WRAPPED_MODULE, module)
-        self._unit = Unit(
-            module,
-            originals,
-            Options(self._placement, self.mixed_precision, use_orig_params, segments),
-            f"the unit of {type(module).__name__}",
-        )
+        self._unit = Unit(module, originals, options, name)
         self._is_root = False
         self._casts_to: torch.dtype | None = None
         self._loading: Summoned | None = None
@@ -568,6 +568,19 @@ class FullyShardedDataParallel(nn.Module):
         """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds."""
         found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
         return [inner for inner in found if inner._outermost() is inner] if root_only else found
+
+    def shard_map(self) -> list[Piece]:
+        """What every rank holds of every parameter of this unit and of those below it. No communication."""
+        paths = {id(inner): clean_tensor_name(path + ".").rstrip(".") for path, inner in self.named_modules(prefix="")}
+        return shard_map((paths[id(wrapper)], wrapper._unit) for wrapper in self.fsdp_modules(self))
+
+    def memory_plan(self, optimizer_bytes: int = 8) -> MemoryPlan:
+        """The bytes that this rank will hold, before training. No communication.
+
+        ``optimizer_bytes``: of optimizer state for each element of the shard; 8 for Adam in fp32.
+        """
+        prefetches = self._backward_prefetch is not None or self._forward_prefetch
+        return memory_plan((wrapper._unit for wrapper in self.fsdp_modules(self)), optimizer_bytes, prefetches)
 
     def check_is_root(self) -> bool:
         """Whether no other unit holds this one. Changes nothing."""

@@ -130,6 +130,10 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
 
     Raises: ValueError and TypeError as torch does, saying which argument the strategy takes.
     """
+    if TABLE[strategy].param not in (None, TABLE[strategy].optim):
+        raise ValueError(
+            f"{strategy.name} spreads the parameter over other ranks than the optimizer's shards: not supported yet"
+        )
     if process_group is not None and device_mesh is not None:
         raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one.")
     if device_mesh is not None:

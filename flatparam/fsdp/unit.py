@@ -75,6 +75,7 @@ class Segment:
         first = originals[0].param
         self.originals = originals
         self.placement = placement
+        self.use_orig_params = options.use_orig_params
         precision = options.mixed_precision
         self.compute_dtype = precision.param_dtype if first.is_floating_point() else None
         self.reduce_dtype = precision.reduce_dtype
@@ -106,6 +107,15 @@ class Segment:
                     target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
                 original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
         return shard
+
+    def trains(self, original: Original) -> bool:
+        """Whether ``original`` requires grad now."""
+        return original.param.requires_grad if self.use_orig_params else self.flat.requires_grad
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of it does, so that it has gradients."""
+        return any(self.trains(original) for original in self.originals)
 
     @property
     def is_sharded(self) -> bool:
