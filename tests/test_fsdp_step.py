@@ -11,13 +11,24 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Averaged, Block, assert_same, assert_same_grads, data, full_grads, loss_of, make, wrap_blocks
+from fsdp_models import (
+    Averaged,
+    Block,
+    assert_same,
+    assert_same_grads,
+    data,
+    full_grads,
+    full_params,
+    loss_of,
+    make,
+    wrap_blocks,
+)
 from gloo import note, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from flatparam import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from flatparam import BackwardPrefetch, MixedPrecision, ShardedGradScaler, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
 
 pytestmark = pytest.mark.multiprocess
@@ -418,6 +429,35 @@ def hooks():
 
 def test_communication_hooks():
     run_ranks(hooks, 2)
+
+
+def scaling():
+    rank = dist.get_rank()
+    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
+        note(f"{strategy} uo={uo}")
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        module = make()
+        optim, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module))
+        scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=2)
+        for step in range(4):
+            x = data(step)
+            if step == 1:
+                x = x * (float("inf") if rank == 1 else 1.0)  # only one rank overflows: all of them skip
+            scaler.scale(loss_of(model, x)).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            if step != 1:
+                Averaged(module, 2).backward(lambda r, step=step: [data(step, r)])
+                plain.step()
+                plain.zero_grad()
+        assert scaler.get_scale() == 8.0  # halved once, doubled after two good steps
+        for (name, value), wanted in zip(full_params(model).items(), module.parameters(), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_the_gradient_scaler():
+    run_ranks(scaling, 2)
 
 
 class Swapped(nn.Module):

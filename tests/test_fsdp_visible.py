@@ -386,7 +386,7 @@ def outside():
     tied = make()
     tied.blocks[2].scale = tied.blocks[0].scale
     tied.blocks[0] = FSDP(tied.blocks[0])
-    with pytest.raises(ValueError, match=r"blocks.2.scale.*Block"):
+    with pytest.raises(ValueError, match=r"`scale` of a Block.*Block"):
         FSDP(tied)
     weight = wrap_blocks(make(), use_orig_params=False)
     loss_of(weight, data(0)).backward()

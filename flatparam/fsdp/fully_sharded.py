@@ -36,7 +36,7 @@ from .outputs import cast_floats, find_tensors
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .summon import Summoned, summon
-from .unit import Options, Unit, find_originals, units_of
+from .unit import Options, Unit, find_originals, owner_of, units_of
 from .wrap import replace_modules, targets_of
 
 _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
@@ -139,12 +139,12 @@ class FullyShardedDataParallel(nn.Module):
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         device = device_of(device_id)
         own = list(own_modules(module, _is_unit, ignored_modules_set))
+        self._check_not_shared(module, own)
         materialize(own, ignored_params, param_init_fn, device)
         move(own, ignored_params, device)
         if sync_module_states:
             synchronize(own, ignored_params, self._placement)
-        originals = find_originals(module, ignored_params, _is_unit, clean_tensor_name)
-        self._check_not_shared(module, originals)
+        originals = find_originals(own, module, ignored_params, clean_tensor_name)
         options = Options(self._placement, self.mixed_precision, use_orig_params, segments)
         name = f"the unit of {type(module).__name__}"
         check_same_unit(name, originals, options)
@@ -198,22 +198,30 @@ class FullyShardedDataParallel(nn.Module):
             ),
         )
 
-    def _check_not_shared(self, module: nn.Module, originals: list[Any]) -> None:
-        """Refuse a parameter that a unit below has as well. Raises: ValueError naming both places."""
+    def _check_not_shared(self, module: nn.Module, own: list[nn.Module]) -> None:
+        """Refuse a parameter, and a module with parameters, that another unit has. Raises: ValueError naming both."""
         taken = {
-            id(param): (inner, name)
-            for inner in units_of(module.modules())
-            for segment in inner.segments
+            id(original.param): (unit, original.fqn)
+            for unit in units_of(module.modules())
+            for segment in unit.segments
             for original in segment.originals
-            for param, name in [(original.param, original.fqn)]
         }
-        for original in originals:
-            if id(original.param) in taken:
-                inner, name = taken[id(original.param)]
+        for inner in own:
+            unit = owner_of(inner)
+            if unit is not None:
                 raise ValueError(
-                    f"parameter `{original.fqn}` of {type(module).__name__} is shared with `{name}` of {inner.name}: "
-                    "each would train a copy of its own. Wrap both in one unit, or ignore the parameter"
+                    f"a {type(inner).__name__} in {type(module).__name__} is shared with {unit.name}, which has its "
+                    "parameters: reached outside of that unit it would run without. Make it a unit of its own, or wrap "
+                    "both places in one unit"
                 )
+            for name, param in inner._parameters.items():
+                if id(param) in taken:
+                    unit, other = taken[id(param)]
+                    raise ValueError(
+                        f"parameter `{name}` of a {type(inner).__name__} in {type(module).__name__} is shared with "
+                        f"`{other}` of {unit.name}: each would train a copy of its own. Wrap both in one unit, or "
+                        "ignore the parameter"
+                    )
 
     # The step
 

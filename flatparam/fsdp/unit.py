@@ -30,6 +30,15 @@ _FREED = (
 )
 
 
+_owners: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.WeakKeyDictionary()
+
+
+def owner_of(module: nn.Module) -> "Unit | None":
+    """The unit that has ``module``'s own parameters."""
+    owner = _owners.get(module)
+    return None if owner is None else owner()
+
+
 class Name(NamedTuple):
     """One place of a parameter in the module tree."""
 
@@ -238,6 +247,10 @@ class Unit:
             _FREED.format(name, name),
         )
         self.step.make_views()
+        owner = weakref.ref(self)
+        for segment in self.segments:
+            for original in segment.originals:
+                _owners.update((place.module, owner) for place in original.names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         copied = object.__new__(Unit)
@@ -365,18 +378,13 @@ def _by_segment(originals: list[Original], options: Options) -> list[list[Origin
 
 
 def find_originals(
-    module: nn.Module,
-    ignored_params: set[nn.Parameter],
-    is_unit: Callable[[nn.Module], bool],
-    clean: Callable[[str], str],
+    own: Iterable[nn.Module], module: nn.Module, ignored_params: set[nn.Parameter], clean: Callable[[str], str]
 ) -> list[Original]:
-    """The parameters below ``module`` that no unit below it has, in the order of ``named_parameters()``."""
+    """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``."""
     found: dict[nn.Parameter, Original] = {}
-    inner: set[nn.Module] = set()
+    mine = set(own)
     for path, submodule in module.named_modules(remove_duplicate=False):
-        if is_unit(submodule):
-            inner.update(submodule.modules())
-        if submodule in inner:
+        if submodule not in mine:
             continue
         for name, param in submodule._parameters.items():
             if param is None or param in ignored_params:
