@@ -217,6 +217,60 @@ def exercise(model, x):
         pass
 
 
+class Layouts(nn.Module):
+    """Parameters that are not plain rows: strided, 0-dim, empty, a column slice, complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.columns = nn.Parameter(torch.arange(12.0).reshape(3, 4)[:, :2])
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return self.conv(x).sum() * self.scalar + self.columns.square().sum() + self.empty.sum()
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_parameters_of_any_layout(uo, strategy):
+    x = torch.randn(2, 2, 5, 5)
+    for world in (1, 2):
+        torch.manual_seed(0)
+        module = Layouts()
+        torch.manual_seed(0)
+        with fake_world(world):
+            model = FSDP(Layouts(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+            if world == 1:
+                with torch.inference_mode():
+                    assert torch.equal(model(x), module(x))
+                for part in (model, module):
+                    part(x).backward()
+                with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+                    for param, wanted in zip(model.parameters(), module.parameters(), strict=True):
+                        assert torch.equal(param, wanted)
+                        assert torch.equal(param.grad, wanted.grad)
+            pieces = [piece for piece in model.shard_map() if piece.rank == 0]
+            assert {piece.fqn for piece in pieces} <= {name for name, _ in module.named_parameters()}
+
+
+def test_compiled_models_train_as_before():
+    def build():
+        torch.manual_seed(0)
+        inner = FSDP(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), use_orig_params=True)
+        return FSDP(nn.Sequential(inner, nn.Linear(3, 1)), use_orig_params=True)
+
+    with fake_world(1):
+        grads = []
+        for compiled in (False, True):
+            model = build()
+            call = torch.compile(model, backend="eager") if compiled else model
+            for _ in range(2):
+                call(torch.ones(2, 3)).sum().backward()
+            grads.append([param.grad.clone() for param in model.parameters()])
+        torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
 def test_steps_leak_nothing(uo, strategy):

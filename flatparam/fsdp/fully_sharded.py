@@ -550,6 +550,12 @@ class FullyShardedDataParallel(nn.Module):
                 inner._outer = weakref.ref(copied)
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self._unit.name} cannot be pickled: its shards belong to the groups of this process. Save state_dict(), "
+            "or copy.deepcopy() it within the process"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         self._check_idle_here("changing device or dtype")
         super()._apply(fn, recurse)
