@@ -15,7 +15,7 @@ from torch.distributed.fsdp._flat_param import (
 
 from . import _C
 from ._gradients import Gradients
-from ._storage import allocate, is_allocated
+from ._storage import allocate, free, has_memory, is_allocated
 from ._views import SETATTR_IN_C
 
 enabled = os.environ.get("FLATPARAM_FUSED", "1") != "0"  # off: step by step, so that tests can hold the two together
@@ -29,10 +29,12 @@ _VIEWS = ("_get_unflat_views_aligned", "_get_unflat_views_unaligned")
 _UNSHARD = (
     *("needs_unshard", "_get_padded_unsharded_flat_param", "_alloc_padded_unsharded_flat_param"),
     *("_use_unsharded_flat_param", "_use_unsharded_views", *_VIEWS),
+    *("_check_sharded_strategy", "_check_storage_freed", "_check_unsharded"),
 )
 _RESHARD = (
     *("_use_sharded_flat_param", "_use_sharded_views", "_use_sharded_grad_views", "_use_unsharded_grad_views"),
     *("_free_unsharded_flat_param", "_get_padded_unsharded_flat_param", *_VIEWS),
+    *("_check_sharded_strategy", "_check_sharded", "_check_unsharded", "_check_on_compute_device"),
     *("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard"),  # a user's own must not find a reason
 )
 
@@ -62,7 +64,8 @@ class Fused(Gradients):
         flat_param, orig = self.flat_param, self._use_orig_params
         padded = flat_param._full_param_padded
         if not is_allocated(padded):
-            self._check_storage_freed(padded)
+            if has_memory(padded):
+                return False  # is an error
             allocate(padded, flat_param._padded_unsharded_size)
             padded = self._all_gather_flat_param(padded)
         if not (orig or in_forward):
@@ -92,8 +95,8 @@ class Fused(Gradients):
             return False
         flat_param = self.flat_param
         padded = flat_param._full_param_padded
-        if not padded.is_cpu:
-            return False  # needs streams
+        if not padded.is_cpu or self.device.type != "cpu":
+            return False  # needs streams, or is an error
         if self._use_orig_params:
             if not self._use_pieces(in_forward):
                 return False
@@ -106,7 +109,7 @@ class Fused(Gradients):
         if free_unsharded_flat_param and self._backward_made_graph:
             self._free(padded)
         elif free_unsharded_flat_param:
-            _C.resize_storage(padded, 0, self._freed_message)
+            free(padded, self._freed_message)
         return True
 
     def _use_pieces(self, in_forward: bool) -> bool:

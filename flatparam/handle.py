@@ -467,10 +467,21 @@ class FlatParamHandle(Flattening, Writeback, Fused):
     def _chunks_of(self, padded: Tensor) -> list[Tensor]:
         """Its equal chunks, one a rank; those of the tensor that was gathered last are kept."""
         kept, chunks = self._chunks
-        if kept is not padded or not same_storage(chunks[0], padded) or chunks[0].dtype != padded.dtype:
+        if kept is not padded or not self._are_chunks(chunks, padded):
             chunks = padded.detach().chunk(self.world_size)  # not views of what refers to them: a cycle
-            self._chunks = (padded, chunks)
+            self._chunks = (padded, chunks) if _C.is_plain(padded, *chunks) else (None, ())
         return list(chunks)
+
+    def _are_chunks(self, chunks: tuple[Tensor, ...], padded: Tensor) -> bool:
+        """Whether ``padded`` still is what these are chunks of: a user may have set its data."""
+        first = chunks[0]
+        return (
+            len(chunks) == self.world_size
+            and first.numel() * self.world_size == padded.numel()
+            and (first.dtype, first.storage_offset(), first.stride())
+            == (padded.dtype, padded.storage_offset(), padded.stride())
+            and same_storage(first, padded)
+        )
 
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Let ``flat_param`` be the unpadded part of the unsharded one, and the original parameters views of it."""
@@ -657,4 +668,4 @@ FlatParamHandle._own_methods = {
     name: value
     for name, value in FlatParamHandle._own_attributes.items()
     if callable(value) or isinstance(value, property)
-}
+} | {"__getattribute__": FlatParamHandle.__getattribute__}

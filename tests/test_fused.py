@@ -6,11 +6,23 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from gloo import fake_world
+from one_handle import assert_both_raise, assert_same, make_handle, reshard, unshard
 from patching import MODES, train
 from recording import first_difference
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.overrides import TorchFunctionMode
 
+import flatparam
 from flatparam import _fused
 
+FORWARD, BACKWARD_PRE = HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE
+BACKWARD_POST = HandleTrainingState.BACKWARD_POST
+STEPS = ("needs_unshard", "_get_padded_unsharded_flat_param", "_use_unsharded_flat_param", "_use_sharded_flat_param")
+
+both = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 MIXED = [*MODES, ("FULL_SHARD", False, "fp32"), ("FULL_SHARD", True, "bf16"), ("SHARD_GRAD_OP", False, "fp32")]
 
 
@@ -72,3 +84,114 @@ def test_the_environment_turns_it_off():
             check=True,
         )
         assert done.stdout.strip() == expected
+
+
+def ready(kind, orig):
+    """Return a handle that is sharded, as between two steps."""
+    torch.manual_seed(5)
+    handle = make_handle(kind, torch.nn.Linear(3, 5), ("FULL_SHARD", orig))
+    handle.shard()
+    handle.init_flat_param_attributes()
+    return handle
+
+
+@both
+def test_memory_that_is_not_all_of_its_storage_is_not_freed(orig):
+    """A user keeps the unsharded parameters of several units in one pool."""
+
+    def scenario(kind):
+        handle = ready(kind, orig)
+        numel = handle.flat_param._full_param_padded.numel()
+        pool.append(torch.zeros(2 * numel))
+        handle.flat_param._full_param_padded = pool[-1][numel:]
+        reshard(handle, FORWARD)
+
+    pool = []
+    assert_both_raise(AssertionError, "sole occupant", scenario)
+    assert [tensor.untyped_storage().size() for tensor in pool] == [4 * tensor.numel() for tensor in pool]
+
+
+@both
+def test_a_storage_of_another_size_is_an_error_that_says_of_which_unit(orig):
+    def scenario(kind):
+        handle = ready(kind, orig)
+        handle.flat_param._full_param_padded.untyped_storage().resize_(4)
+        unshard(handle, FORWARD)
+
+    assert_both_raise(AssertionError, "storage to be freed", scenario)
+    with fake_world(), pytest.raises(AssertionError, match="weight, bias"):
+        scenario(flatparam.FlatParamHandle)
+
+
+@both
+def test_what_is_gathered_into_may_move_in_its_storage(orig):
+    """The oracle is torch's handle, which makes the chunks anew each time."""
+
+    def scenario(kind):
+        handle = ready(kind, orig)
+        padded = handle.flat_param._full_param_padded
+        numel = padded.numel()
+        pool, seen = torch.zeros(4 * numel), []
+        for place in (pool[:numel], pool[numel : 2 * numel], pool[::4], pool.double()[:numel], pool[:numel]):
+            padded.data = place
+            pool.zero_()
+            handle._training_state = FORWARD
+            try:
+                handle._all_gather_flat_param(padded)
+            except (RuntimeError, ValueError) as error:
+                seen.append(type(error).__name__)
+            seen.append(padded.tolist())
+        return seen
+
+    assert any(assert_same(scenario)[1])
+
+
+class Marked(torch.Tensor):
+    """What a mode gives for chunks."""
+
+
+class Marking(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return [chunk.as_subclass(Marked) for chunk in result] if func.__name__ == "chunk" else result
+
+
+@both
+def test_chunks_made_under_a_mode_are_not_kept(orig, monkeypatch):
+    def scenario(kind):
+        seen, all_gather = [], dist.all_gather
+
+        def watched(chunks, shard, **settings):
+            seen.extend(type(chunk).__name__ for chunk in chunks)
+            return all_gather(chunks, shard, **settings)
+
+        handle = ready(kind, orig)
+        padded = handle.flat_param._full_param_padded = torch.zeros(handle.flat_param.numel())
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "all_gather", watched)
+            with Marking():
+                handle._all_gather_flat_param(padded)
+            handle._all_gather_flat_param(padded)
+        return seen
+
+    assert assert_same(scenario) == ["Marked", "Tensor"]
+
+
+@both
+def test_a_subclass_may_answer_for_its_methods(orig):
+    """As users trace: every method that torch's handle looks up is seen."""
+
+    def scenario(kind):
+        class Tracing(kind):
+            def __getattribute__(self, name):
+                seen.append(name)
+                return super().__getattribute__(name)
+
+        seen = []
+        handle = ready(Tracing, orig)
+        for before, after in ((FORWARD, FORWARD), (BACKWARD_PRE, BACKWARD_POST)):
+            unshard(handle, before)
+            reshard(handle, after)
+        return {name: seen.count(name) for name in STEPS}
+
+    assert min(assert_same(scenario).values()) > 0

@@ -73,6 +73,19 @@ def test_each_member_replaced_alone_is_called_as_often(mode):
             assert len(got) == expected[name], name
 
 
+@pytest.mark.parametrize("mode", MODES[:3], ids=MODE_IDS[:3])
+def test_each_check_replaced_on_an_instance_is_called_as_often(mode):
+    log, checks = [], [name for name in MEMBERS if name.startswith("_check_")]
+    events = train("torch", mode, counters(log, checks), "instance")
+    expected = Counter(log)
+    assert len(expected) > 4
+    for name in expected:
+        got = []
+        difference = first_difference(events, train("flatparam", mode, counters(got, [name]), "instance"))
+        assert difference is None, f"{name}: {difference}"
+        assert len(got) == expected[name], name
+
+
 # What users make the members do. Each function gets the original and the arguments of the call.
 
 

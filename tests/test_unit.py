@@ -276,7 +276,22 @@ def test_what_is_replaced_is_noticed():
     assert not _C.is_as_defined(other, own, ())
     assert _C.is_as_defined(Base(), own, ("one",))
     del Sub.two
-    assert not _C.is_as_defined(other, {**own, "three": 3}, ())
+    more = {**own, "__repr__": Base.__repr__}
+    for _ in range(3):  # a class that changes while it is looked at
+        assert _C.is_as_defined(other, more, ())
+
+    class Changes:
+        def __get__(self, thing, cls):
+            cls.one, cls.two = None, own["two"]
+            return own["two"]
+
+    Sub.two = Changes()
+    _C.is_as_defined(other, more, ())
+    assert not _C.is_as_defined(other, more, ())
+    del Sub.one, Sub.two
+    for _ in range(10):  # of other attributes each time, perhaps at the address of those that were asked for last
+        assert _C.is_as_defined(other, {**own}, ())
+        assert not _C.is_as_defined(other, {**own, "three": 3}, ())
 
 
 def test_scan_finds_what_moved():

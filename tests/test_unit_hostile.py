@@ -66,6 +66,53 @@ def test_a_callback_may_exchange_the_flat_tensor_s_data():
     assert torch.equal(torch.cat([p.detach() for p in params]), torch.arange(100.0))
 
 
+def test_a_callback_may_exchange_the_tensor_that_is_being_pointed():
+    """swap_tensors() refuses who is in use; had it not, the callback would drop what the loop goes on to write."""
+    module = Many(3)
+    unit, params = unit_of(module)
+    flat = torch.arange(3.0)
+    infos = tuple((True, i, 1) for i in range(3))
+    calls = (
+        lambda: unit.point(params, flat),
+        lambda: unit.point_pieces(params, (), flat, infos),
+        lambda: unit.use_parameters(flat, params, (), False),
+        lambda: unit.use_sharded(nn.Parameter(torch.zeros(3)), flat, params, (), infos, False),
+    )
+    for call in calls:
+        others, refused = [nn.Parameter(torch.zeros(1))], []
+
+        def callback(others=others, refused=refused):
+            try:
+                torch.utils.swap_tensors(params[0], others[0])
+            except RuntimeError as error:
+                refused.append(error)
+            others.clear()
+            [torch.full((1,), 7.0) for _ in range(100)]  # what was freed is used again
+
+        params[0] = module.p0 = on_release(callback)
+        call()
+        assert len(refused) == 1
+        assert torch.equal(torch.cat([p.detach() for p in params]), flat)
+        module.p0 = None
+
+
+def test_a_callback_may_look_for_the_gradient_that_is_being_dropped():
+    seen = []
+    for gradient in (False, True):
+        param = nn.Parameter(torch.zeros(3))
+        param.grad = torch.ones(3)
+        weakref.finalize(param.grad, lambda param=param: seen.append(param.grad))
+        if gradient:
+            module = nn.Module()
+            module.w = param
+            unit = _C.Unit([(module, "w", (3,), None, 0)], [], 3)
+            assert unit.set_grad_pieces([param], torch.zeros(3), [True], False, ((True, 0, 3),))
+        else:
+            assert _C.clear_grads([param])
+        assert param.grad is None
+    assert seen == [None, None]
+
+
 def test_the_views_node_looks_at_the_gradients_it_is_given():
     unit, flat = make(Net())
     node = unit.views(flat)[0].grad_fn

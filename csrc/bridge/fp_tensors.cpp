@@ -86,13 +86,21 @@ pinned_down(const at::Tensor &source)
     return same;
 }
 
+// tensor.data = data. What it releases may run Python code, which may drop tensor (torch.utils.swap_tensors).
+void
+set_data(const at::Tensor &tensor, const at::Tensor &data)
+{
+    const at::Tensor kept = tensor;
+    kept.set_data(data);
+}
+
 // Move tensor to source's storage unless it is there; the data of requires-grad tensors may move too, as with .data.
 void
 point(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
       int64_t offset)
 {
     if (!is_at(tensor, source, shape, stride, offset)) {
-        tensor.set_data(alias(source, shape, stride, offset));
+        set_data(tensor, alias(source, shape, stride, offset));
     }
 }
 
@@ -132,7 +140,7 @@ set_grad(const at::Tensor &param, const at::Tensor &grad, c10::IntArrayRef shape
         !by_data && param.sizes() == shape && param.dtype() == grad.dtype() && param.device() == grad.device();
     at::Tensor &slot = param.mutable_grad();
     if (!matches && slot.defined()) {
-        slot.set_data(alias(grad, shape, stride, offset));
+        set_data(slot, alias(grad, shape, stride, offset));
         return;
     }
     at::Tensor view = alias(grad, shape, stride, offset);
@@ -146,7 +154,7 @@ void
 drop_grad(const at::Tensor &param)
 {
     if (param.unsafeGetTensorImpl()->grad().defined()) {
-        param.mutable_grad().reset();
+        const at::Tensor dropped = std::move(param.mutable_grad()); // gone from param when it is released
     }
 }
 
@@ -269,7 +277,7 @@ fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_ob
                 if (!empty.defined()) {
                     empty = at::empty({0}, shard.options());
                 }
-                target.set_data(empty);
+                fp::set_data(target, empty);
             }
         }
         return 0;

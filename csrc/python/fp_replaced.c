@@ -1,12 +1,12 @@
 /* python/fp_replaced.c -- whether a user replaced methods of a class or of one of its objects. */
 #include "python/fp_module.h"
 
-/* What was found for the class that was asked about last; only compared, never used as an object. The version tag changes
- * with every change of the class or a base. */
+/* What was found for the class that was asked about last. The version tag changes with every change of the class or a
+ * base, and no other class ever has it. */
 static struct {
-    const PyTypeObject *type;
-    const PyObject *own;
-    unsigned int version; /* 0: nothing */
+    const PyTypeObject *type; /* borrowed, only compared */
+    PyObject *own;            /* owned: else another dict could have its address */
+    unsigned int version;     /* 0: nothing */
     int as_defined;
 } last;
 
@@ -18,6 +18,7 @@ class_as_defined(PyTypeObject *type, PyObject *own)
         return last.as_defined;
     }
     int same = 1;
+    const unsigned int version = type->tp_version_tag;
     PyObject *names = PyDict_Keys(own); /* ours: looking an attribute up may run code that changes own */
     if (names == NULL) {
         return -1;
@@ -37,11 +38,11 @@ class_as_defined(PyTypeObject *type, PyObject *own)
         }
     }
     Py_DECREF(names);
-    if (same >= 0) { /* looking the names up has given the class a version tag, if it can have one */
+    if (same >= 0 && version == type->tp_version_tag) { /* else it changed, or got its first tag, just now */
         last.type = type;
-        last.own = own;
-        last.version = type->tp_version_tag;
+        last.version = version;
         last.as_defined = same;
+        Py_XSETREF(last.own, Py_NewRef(own));
     }
     return same;
 }
