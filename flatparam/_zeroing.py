@@ -76,9 +76,11 @@ class Zeroing(Views):
 
     def _grad_is_unsharded(self) -> bool:
         """Whether ``flat_param.grad`` is what passes in ``no_sync()`` left: of the whole unit, on every rank."""
-        grad = self.flat_param.grad
-        unsharded = self.uses_sharded_strategy and not self._skipped_use_sharded_views
-        return unsharded and grad is not None and grad.shape == self.flat_param._unpadded_unsharded_size
+        flat_param = self.flat_param
+        if flat_param.grad is None or not self.uses_sharded_strategy or self._skipped_use_sharded_views:
+            return False
+        size = flat_param._unpadded_unsharded_size
+        return flat_param.grad.shape == size and size != flat_param._sharded_size  # equal: one rank, its shard is all
 
     def _zero_dropped_grads(self) -> None:
         """Zero in the unsharded gradient what the user set to None, here or not in this rank's shard.
