@@ -485,6 +485,40 @@ def test_ranks_that_run_units_in_another_order():
     run_ranks(order, 2)
 
 
+def frozen_in_backward():
+    """Frozen parameters are not all whole at once in backward, whether units are frozen or hold adapters."""
+    for uo, adapters in itertools.product((False, True), (False, True)):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False)) for _ in range(6)]
+        for layer in layers:
+            layer[0].requires_grad_(False)
+            layer[1].requires_grad_(adapters)
+        units = [FSDP(layer, use_orig_params=uo, segments=True) for layer in layers]
+        model = FSDP(nn.Sequential(nn.Linear(3, 3), *units), use_orig_params=uo)
+        most = []
+
+        def look(grad, units=units, most=most):
+            most.append(sum(unit._unit.step.is_partly_full for unit in units))
+
+        def watch(module, args, output, look=look):
+            output.register_hook(look)
+
+        for unit in units:
+            unit.register_forward_hook(watch)
+        for step in range(2):
+            model(data(step)).sum().backward()
+            assert len(most) == 6 * (step + 1)
+            assert max(most) <= 3, most
+            assert not any(unit._unit.step.is_partly_full for unit in units)
+        if adapters:  # no input requires grad: freed when backward ends
+            units[0](data(0)).sum().backward()
+            assert not units[0]._unit.step.is_partly_full
+
+
+def test_frozen_parameters_are_freed_in_backward():
+    run_ranks(frozen_in_backward, 2)
+
+
 def frozen_beside_trained():
     """Low-rank adapters: one unit holds frozen and trained parameters, in segments."""
 

@@ -60,6 +60,7 @@ typedef struct {
     PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
     char *mask;               /* requires_grad of the owners when the views were made */
     int untracked;            /* no owner requires grad */
+    int full;                 /* gathered, or being gathered */
     int shows_views;          /* the modules have views now */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */
     int deferred;             /* gradients of this pass are kept though they are to be reduced */
@@ -80,7 +81,8 @@ typedef struct fp_step {
     int sharded;         /* some part is spread over ranks */
     Py_ssize_t depth;    /* forwards of this unit that are under way */
     int gathering;       /* gathers were started and not waited for */
-    int full;            /* gathered, or being gathered */
+    int full;            /* all parts are */
+    Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
     int keep;            /* what a no_sync backward left full is good until the next optimizer step */
     int awaits_backward; /* an output has a hook that has not run */
     int64_t full_pass;   /* pass of the gather */
@@ -245,6 +247,9 @@ start_gather(fp_step *step)
         if (make_views(step, k) < 0) {
             return -1;
         }
+        if (run->in_backward && part->full) {
+            continue; /* only others were freed since */
+        }
         const int64_t versions = fp_engine_versions(items_of(part->owners), PyTuple_GET_SIZE(part->owners)) +
                                  fp_engine_versions(&part->master, 1);
         if (fp_flat_gather(part->flat, part->master, items_of(part->views), collectives_of(step),
@@ -252,6 +257,7 @@ start_gather(fp_step *step)
             return -1;
         }
         part->versions = versions;
+        part->full = 1;
     }
     step->gathering = step->full = 1;
     step->keep = 0;
@@ -290,6 +296,7 @@ make_full(fp_step *step)
 static int
 release_part(fp_step *step, fp_part *part)
 {
+    part->full = step->full = 0;
     return fp_flat_release(part->flat, freed_reason(step));
 }
 
@@ -303,6 +310,16 @@ release(fp_step *step)
         }
     }
     return 0;
+}
+
+static int
+is_partly_full(const fp_step *step)
+{
+    int full = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        full = full || step->parts[k].full;
+    }
+    return full;
 }
 
 static int
@@ -332,6 +349,7 @@ recover(fp_run *run)
         step->task = -1;
         step->awaits_backward = 0;
         step->position = -1;
+        step->pending = 0;
         for (Py_ssize_t k = 0; k < step->n_parts; k++) {
             fp_part *part = &step->parts[k];
             part->deferred = 0;
@@ -537,6 +555,37 @@ step_post_forward(PyObject *self, PyObject *output)
     return Py_NewRef(output);
 }
 
+/* A forward with inputs that require grad begins. True if inputs_done is to be called when they have it. */
+static PyObject *
+step_expect_inputs(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    if (step->run != NULL && step->run->in_backward && step->pending > 0) {
+        Py_RETURN_FALSE; /* recomputed: the forward that it repeats has said so */
+    }
+    step->pending++;
+    Py_RETURN_TRUE;
+}
+
+/* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. */
+static PyObject *
+step_inputs_done(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    step->pending -= step->pending > 0;
+    if (step->pending > 0 || step->run == NULL || !step->run->in_backward || step->depth > 0 ||
+        !(step->run->synchronize || step->reshard_after_forward)) {
+        Py_RETURN_NONE;
+    }
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        if (part->untracked && (release_part(step, part) < 0 || show_params(part) < 0)) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *
 step_abort_forward(PyObject *self, PyObject *ignored)
 {
@@ -677,9 +726,6 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
         if (release_part(step, part) < 0 || show_params(part) < 0) {
             return -1;
         }
-        if (step->n_parts == 1) {
-            step->full = step->gathering = 0;
-        }
     }
     if (!more && run->backward_prefetch == PREFETCH_POST && prefetch_backward(step) < 0) {
         return -1;
@@ -739,6 +785,7 @@ finish_step(fp_step *step)
     step->task = -1;
     step->awaits_backward = 0;
     step->position = -1;
+    step->pending = 0;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
         if (part->deferred && start_reduction(step, part, NULL) < 0) {
@@ -755,7 +802,7 @@ finish_step(fp_step *step)
         step->keep = 1;
         step->kept_steps = optimizer_steps;
     }
-    else if (step->full && release(step) < 0) {
+    else if (is_partly_full(step) && release(step) < 0) {
         return -1;
     }
     return show_all_params(step);
@@ -1388,6 +1435,28 @@ step_invalidate(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
+step_has_frozen(PyObject *self, void *ignored)
+{
+    const fp_step *step = (fp_step *)self;
+    int frozen = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        frozen = frozen || step->parts[k].untracked;
+    }
+    return PyBool_FromLong(frozen);
+}
+
+static PyObject *
+step_is_partly_full(PyObject *self, void *ignored)
+{
+    const fp_step *step = (fp_step *)self;
+    int full = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        full = full || fp_flat_is_allocated(step->parts[k].flat);
+    }
+    return PyBool_FromLong(full);
+}
+
+static PyObject *
 step_shows_views(PyObject *self, void *ignored)
 {
     const fp_step *step = (fp_step *)self;
@@ -1443,6 +1512,10 @@ static PyMethodDef step_methods[] = {
      "output."},
     {"abort_forward", step_abort_forward, METH_NOARGS,
      "abort_forward($self, /)\n--\n\nInstead of post_forward, or after it, when there was an exception."},
+    {"expect_inputs", step_expect_inputs, METH_NOARGS,
+     "expect_inputs($self, /)\n--\n\nA forward whose inputs require grad begins; whether to call inputs_done for it."},
+    {"inputs_done", step_inputs_done, METH_NOARGS,
+     "inputs_done($self, /)\n--\n\nThe gradients of its inputs are there: free what is frozen."},
     {"release", step_release, METH_NOARGS,
      "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
     {"make_views", step_make_views, METH_NOARGS,
@@ -1463,6 +1536,8 @@ static PyMethodDef step_methods[] = {
 
 static PyGetSetDef step_getset[] = {
     {"is_full", step_is_full, NULL, "Whether the unsharded data have memory.", NULL},
+    {"is_partly_full", step_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
+    {"has_frozen", step_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
     {"shows_views", step_shows_views, NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -235,12 +235,22 @@ class FullyShardedDataParallel(nn.Module):
         try:
             if self._checks_order:
                 self._check_order()
+            if step.has_frozen and torch.is_grad_enabled():
+                self._watch_inputs((args, kwargs))
             step.pre_forward()
             output = self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]
             return step.post_forward(output)
         except BaseException:
             step.abort_forward()
             raise
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        """Free frozen parameters in backward as soon as the gradients that they are needed for are there."""
+        tensors = [tensor for tensor in find_tensors(inputs, self._unit.name) if tensor.requires_grad]
+        if tensors and self._unit.step.expect_inputs():
+            torch.autograd.graph.register_multi_grad_hook(
+                tensors, functools.partial(_inputs_done, weakref.ref(self._unit))
+            )
 
     def _outermost(self) -> "FullyShardedDataParallel":
         outer = self._outer() if self._outer is not None else None
@@ -671,6 +681,12 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]
+
+
+def _inputs_done(unit: "weakref.ref[Unit]", gradients: Any) -> None:
+    alive = unit()
+    if alive is not None:
+        alive.step.inputs_done()
 
 
 class WritebackError(ValueError, NotImplementedError):
