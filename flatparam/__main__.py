@@ -7,6 +7,10 @@ import sys
 
 COMMANDS = {
     "demo": ("flatparam.demo.cli", "train a small GPT unsharded, on torch FSDP1 and on flatparam, and compare"),
+    "inspect": (
+        "flatparam.inspect.cli",
+        "print and draw a model's units, shards and bytes per rank, without processes",
+    ),
     "run": ("flatparam.run", "run a script as python does, with flatparam under torch's FullyShardedDataParallel"),
 }
 

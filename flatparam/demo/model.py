@@ -78,3 +78,8 @@ def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: flo
         drawn = torch.multinomial(logits.softmax(0), 1, generator=generator)
         tokens = torch.cat([tokens, drawn[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def default_model() -> GPT:
+    """The model of the demo's default settings; ``python -m flatparam inspect flatparam.demo.model:default_model``."""
+    return GPT(Config())

@@ -1,0 +1,159 @@
+"""The bytes that a rank holds, as a formula of layouts, dtypes and a placement: no process group, no tensor.
+
+Activations, the module's buffers and what the allocator rounds up come on top.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..layout import FlatLayout
+
+
+class Spread(Protocol):
+    """What the formula reads of a placement, or of a row of the table whose groups of one rank are None."""
+
+    @property
+    def param(self) -> object: ...
+    @property
+    def optim(self) -> object: ...
+    @property
+    def reshard_after_forward(self) -> bool: ...
+
+
+class Flat(NamedTuple):
+    """One flat parameter: ``dtype`` of its shard, ``compute_dtype`` of the unsharded data and ``reduce_dtype`` of its
+    gradient on the wire (None: as the one before), ``is_trained``: whether it has a gradient.
+    """
+
+    layout: FlatLayout
+    dtype: torch.dtype
+    compute_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Bytes that one unit takes on each rank.
+
+    ``shard``: always; ``gradient``: of the shard, from backward to ``zero_grad``; ``optimizer``: from the first step;
+    ``full``: its unsharded parameters, while it is full; ``always_full``: whether they stay; ``resharded``: freed
+    between forward and backward; ``unpacked``: what autograd gives for its parameters; ``wire``: the same packed, while
+    it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
+    micro-batches in ``no_sync``.
+    """
+
+    name: str
+    shard: int
+    gradient: int
+    optimizer: int
+    full: int
+    always_full: bool
+    resharded: bool
+    unpacked: int
+    wire: int
+    reduced: int
+    kept: int
+
+
+class Moment(NamedTuple):
+    """``bytes`` on a rank while ``phase`` (``forward``, ``backward`` or ``reduce``) of unit ``unit`` runs."""
+
+    unit: int
+    phase: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a rank holds for parameters, gradients and optimizer state.
+
+    ``between_steps``: after the first optimizer step, without gradients; ``peak``: the most at any of the ``moments``
+    of a synced forward and backward, whose units run in the order given; ``no_sync``: what micro-batches in
+    ``no_sync`` add to it.
+    """
+
+    units: tuple[UnitPlan, ...]
+    between_steps: int
+    peak: int
+    no_sync: int
+    moments: tuple[Moment, ...]
+
+
+def plan_unit(
+    name: str, flats: Sequence[Flat], spread: Spread, optimizer_bytes: Callable[[torch.dtype], int]
+) -> UnitPlan:
+    """The plan of a unit of these flat parameters.
+
+    ``optimizer_bytes``: of state for each element of a shard of a dtype (Adam in fp32: 8).
+    """
+
+    def total(of: Callable[[Flat], int]) -> int:
+        return sum(map(of, flats))
+
+    def full(flat: Flat) -> int:
+        if spread.optim is None and flat.compute_dtype in (None, flat.dtype):
+            return 0  # the shard is the whole parameter, and is used as it is
+        return flat.layout.padded_numel * (flat.compute_dtype or flat.dtype).itemsize
+
+    def of_gradients(numel: Callable[[Flat], int], dtype: Callable[[Flat], torch.dtype]) -> int:
+        return total(lambda flat: numel(flat) * dtype(flat).itemsize if flat.is_trained else 0)
+
+    def wire(flat: Flat) -> int:
+        dtype = flat.reduce_dtype or flat.compute_dtype or flat.dtype
+        return flat.layout.padded_numel * dtype.itemsize if flat.is_trained else 0
+
+    def reduced(flat: Flat) -> int:
+        return wire(flat) // flat.layout.world_size if flat.layout.world_size > 1 else 0
+
+    return UnitPlan(
+        name=name,
+        shard=total(lambda flat: flat.layout.shard_numel * flat.dtype.itemsize),
+        gradient=of_gradients(lambda flat: flat.layout.shard_numel, lambda flat: flat.dtype),
+        optimizer=total(lambda f: f.layout.shard_numel * optimizer_bytes(f.dtype) if f.is_trained else 0),
+        full=total(full),
+        always_full=spread.param is None and spread.optim is not None,
+        resharded=spread.reshard_after_forward,
+        unpacked=of_gradients(lambda flat: flat.layout.numel, lambda flat: flat.compute_dtype or flat.dtype),
+        wire=total(wire),
+        reduced=total(reduced),
+        kept=of_gradients(lambda flat: flat.layout.padded_numel, lambda flat: flat.dtype),
+    )
+
+
+def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
+    """The plan of a tree, the outermost unit first; ``prefetch``: whether a further unit is gathered ahead."""
+    plans = tuple(units)
+    base = sum(plan.shard + plan.optimizer + (plan.full if plan.always_full else 0) for plan in plans)
+    moments = tuple(Moment(unit, phase, base + more) for unit, phase, more in _moments(plans, prefetch))
+    return MemoryPlan(
+        units=plans,
+        between_steps=base,
+        peak=max((moment.bytes for moment in moments), default=base),
+        no_sync=sum(plan.kept for plan in plans),
+        moments=moments,
+    )
+
+
+def _moments(plans: tuple[UnitPlan, ...], prefetch: bool) -> Iterator[Moment]:
+    """What a forward and backward hold beside what is always there; units run in order, the root around the others."""
+    if not plans:
+        return
+    full = [0 if plan.always_full else plan.full for plan in plans]
+    stay = [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
+    for i in range(1, len(plans)):  # what stays, this unit, and the next one if it was gathered ahead
+        ahead = full[i + 1] if prefetch and i + 1 < len(plans) and plans[i + 1].resharded else 0
+        yield Moment(i, "forward", sum(stay[:i]) + full[i] + ahead)
+    yield Moment(0, "forward", sum(stay))
+    reduced = sum(plan.gradient for plan in plans)  # an earlier backward's, to which this one's are added
+    reducing = 0
+    for i in range(len(plans) - 1, -1, -1):
+        plan = plans[i]
+        ahead = full[i - 1] if prefetch and i > 1 and plans[i - 1].resharded else 0
+        others = sum(stay[:i]) + ahead + reduced + reducing + plan.unpacked
+        yield Moment(i, "backward", others + full[i])
+        yield Moment(i, "reduce", others + plan.wire + plan.reduced)
+        reducing = plan.wire + plan.reduced

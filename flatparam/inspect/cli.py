@@ -1,0 +1,104 @@
+"""``python -m flatparam inspect``: options, what is printed and written, the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from flatparam.inspect.planning import OPTIMIZERS, SUPPORTED, Settings, plan_of, plans_by_strategy, units_of
+from flatparam.inspect.report import as_json, summary, table, title
+from flatparam.inspect.source import BadInput, load
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"flatparam inspect: {message}; try --help\n")
+
+
+def parser() -> Parser:
+    """The options."""
+    made = Parser(
+        prog="python -m flatparam inspect",
+        description="Print the units, shards, padding and bytes per rank that flatparam.FullyShardedDataParallel gives "
+        "a model, which is made on the meta device: no process group, no memory. Exit status: 0, or 2 for bad input.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
+    add("--world-size", type=int, metavar="N", default=8, help="ranks")
+    add("--strategy", choices=SUPPORTED, default="FULL_SHARD", help="what is sharded, and when it is freed")
+    add("--shard-size", type=int, metavar="N", help="hybrids: ranks that share a parameter, say those of a host")
+    units = made.add_mutually_exclusive_group()
+    units.add_argument(
+        "--wrap", metavar="CLASS[,CLASS...]", help="modules of these classes are units (ModuleWrapPolicy)"
+    )
+    units.add_argument(
+        "--min-params", type=int, metavar="N", help="units of N parameters (size_based_auto_wrap_policy)"
+    )
+    add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adam",
+        help="state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing",
+    )
+    names = made.add_mutually_exclusive_group()
+    names.add_argument("--use-orig-params", action="store_true", help="use_orig_params=True")
+    names.add_argument("--flat", action="store_true", help="use_orig_params=False, which is assumed")
+    add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
+    add("--no-prefetch", action="store_true", help="backward_prefetch=None: no unit is gathered ahead")
+    add("--png", type=Path, metavar="FILE", help="draw the layout, a step and the other strategies (needs matplotlib)")
+    add("--json", type=Path, metavar="FILE", help="write all numbers, and every parameter's place")
+    return made
+
+
+def inspect(options: argparse.Namespace) -> str:
+    """What is printed; writes the files that are asked for. Raises: BadInput, OSError."""
+    settings = Settings(
+        world_size=options.world_size,
+        strategy=SUPPORTED[options.strategy],
+        shard_size=options.shard_size,
+        wrap=tuple(options.wrap.split(",")) if options.wrap is not None else (),
+        min_params=options.min_params,
+        param_dtype=None if options.param_dtype is None else DTYPES[options.param_dtype],
+        optimizer=options.optimizer,
+        use_orig_params=options.use_orig_params,
+        segments=options.segments,
+        prefetch=not options.no_prefetch,
+    )
+    module = load(options.factory)
+    units = units_of(module, settings)
+    plan = plan_of(units, settings)
+    head = title(type(module).__name__, units, settings)
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(type(module).__name__, units, plan, settings), indent=1) + "\n")
+    if options.png is not None:
+        try:
+            from flatparam.inspect import picture
+        except ModuleNotFoundError as error:
+            raise BadInput(
+                f"--png needs {(error.name or 'matplotlib').partition('.')[0]}: pip install 'flatparam[demo]'"
+            ) from error
+        picture.draw(head, units, settings, plans_by_strategy(module, settings), options.png)
+    return f"{head}\n\n{table(units, plan)}\n\n{summary(units, plan)}"
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        print(inspect(options))
+    except (BadInput, OSError) as error:
+        print(f"flatparam inspect: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,224 @@
+"""The units of a module and the plan of their memory, by the runtime's own rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from flatparam._C import ShardError
+from flatparam.fsdp.api import ShardingStrategy
+from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
+from flatparam.fsdp.names import clean_tensor_name
+from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
+from flatparam.fsdp.unit import Options, Original, _by_segment, check_tensors, find_originals
+from flatparam.fsdp.wrap import targets_of
+from flatparam.inspect.source import BadInput
+from flatparam.layout import FlatLayout
+
+SUPPORTED = {strategy.name: strategy for strategy, row in TABLE.items() if row.param in (None, row.optim)}
+OPTIMIZERS: dict[str, Callable[[torch.dtype], int]] = {
+    "adam": lambda dtype: 2 * dtype.itemsize,
+    "sgd": lambda dtype: dtype.itemsize,
+    "none": lambda dtype: 0,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked about.
+
+    ``shard_size``: ranks that share a parameter, for hybrids alone; ``wrap``: names of classes whose modules become
+    units, or ``min_params`` for torch's policy by size; ``param_dtype``: MixedPrecision's.
+    Raises: BadInput when they contradict each other.
+    """
+
+    world_size: int = 8
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    shard_size: int | None = None
+    wrap: tuple[str, ...] = ()
+    min_params: int | None = None
+    param_dtype: torch.dtype | None = None
+    optimizer: str = "adam"
+    use_orig_params: bool = False
+    segments: bool = False
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise BadInput(f"--world-size must be at least 1, got {self.world_size}")
+        if self.min_params is not None and self.min_params < 1:
+            raise BadInput(f"--min-params must be at least 1, got {self.min_params}")
+        if is_grid(self.strategy):
+            if self.shard_size is None:
+                raise BadInput(f"{self.strategy.name} needs --shard-size: how many ranks share a parameter")
+            if self.shard_size < 1 or self.world_size % self.shard_size:
+                raise BadInput(
+                    f"--shard-size must divide the world size, got {self.shard_size} for {self.world_size} ranks"
+                )
+        elif self.shard_size is not None:
+            raise BadInput(f"--shard-size is for HYBRID_SHARD and _HYBRID_SHARD_ZERO2, not {self.strategy.name}")
+
+    @property
+    def row(self) -> Row:
+        """The strategy's row; groups of one rank are none."""
+        row = TABLE[self.strategy]
+        inner = self.shard_size or 1
+        sizes = {"wide": self.world_size, "inner": inner, "outer": self.world_size // inner, None: 1}
+        param, grad, optim, replicate = (name if sizes[name] > 1 else None for name in row[:4])
+        return Row(param, grad, optim, replicate, row.reshard_after_forward)
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share a parameter's shard."""
+        return {None: 1, "wide": self.world_size, "inner": self.shard_size or 1}[self.row.optim]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit: its path in the module (empty: the root), its class, and each flat parameter with what lies in it."""
+
+    path: str
+    kind: str
+    segments: tuple[tuple[Flat, tuple[Original, ...]], ...]
+
+    @property
+    def name(self) -> str:
+        return self.path or "(root)"
+
+    @property
+    def parameters(self) -> int:
+        return sum(len(originals) for _, originals in self.segments)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(sum(flat.layout.numels) for flat, _ in self.segments)
+
+    @property
+    def padding(self) -> int:
+        """Elements of all shards together that no parameter has: between parameters, and at the end."""
+        return sum(flat.layout.padded_numel for flat, _ in self.segments) - self.numel
+
+    @property
+    def shard_numel(self) -> int:
+        return sum(flat.layout.shard_numel for flat, _ in self.segments)
+
+
+def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
+    """The units that wrapping ``module`` makes, the outermost first. Raises: BadInput."""
+    precisions = _precisions(module, settings)
+    taken: dict[nn.Parameter, str] = {}
+    units = []
+    for path, inner in module.named_modules():
+        if inner not in precisions:
+            continue
+        below = {part for unit in precisions.keys() - {inner} if unit in inner.modules() for part in unit.modules()}
+        own = [part for part in inner.modules() if part not in below]
+        originals = find_originals(own, inner, set(), clean_tensor_name)
+        unit = _unit(path, inner, originals, precisions[inner], settings)
+        for original in originals:
+            fqn = f"{path}.{original.fqn}" if path else original.fqn
+            if original.param in taken:
+                raise BadInput(
+                    f"parameter `{fqn}` of unit {unit.name} is shared with `{taken[original.param]}` of another unit: "
+                    "wrap both in one unit"
+                )
+            taken[original.param] = fqn
+        units.append(unit)
+    return units
+
+
+def plan_of(units: list[Unit], settings: Settings) -> MemoryPlan:
+    """The bytes that each rank will hold."""
+    row, optimizer_bytes = settings.row, OPTIMIZERS[settings.optimizer]
+    plans = [plan_unit(unit.name, [flat for flat, _ in unit.segments], row, optimizer_bytes) for unit in units]
+    return plan_tree(plans, settings.prefetch)
+
+
+def plans_by_strategy(module: nn.Module, settings: Settings) -> dict[str, MemoryPlan]:
+    """The plan under every strategy that these ranks allow, by its name; hybrids where ``shard_size`` is known."""
+    found = {}
+    for name, strategy in SUPPORTED.items():
+        if not is_grid(strategy):
+            other = dataclasses.replace(settings, strategy=strategy, shard_size=None)
+        elif settings.shard_size is not None:
+            other = dataclasses.replace(settings, strategy=strategy)
+        else:
+            continue
+        found[name] = plan_of(units_of(module, other), other)
+    return found
+
+
+def _precisions(module: nn.Module, settings: Settings) -> dict[nn.Module, MixedPrecision]:
+    """The modules that become units, with the precision of each."""
+    precision = MixedPrecision(param_dtype=settings.param_dtype)
+    policy = _policy(module, settings)
+    if policy is None:
+        return {module: precision}
+    found = dict.fromkeys(targets_of(module, policy, set(), set(), {}), precision)
+    if settings.param_dtype is not None:  # as the wrapper does: these compute in full precision
+        ignored = tuple(precision._module_classes_to_ignore or ())
+        found.update((m, MixedPrecision()) for m in module.modules() if isinstance(m, ignored))
+    return {**found, module: precision}
+
+
+def _policy(module: nn.Module, settings: Settings) -> Any:
+    if settings.wrap and settings.min_params is not None:
+        raise BadInput("--wrap and --min-params are two policies: give one")
+    if settings.min_params is not None:
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=settings.min_params)
+    if not settings.wrap:
+        return None
+    classes = {type(inner) for inner in module.modules()}
+    chosen = set()
+    for name in settings.wrap:
+        named = {cls for cls in classes if name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
+        if not named:
+            there = ", ".join(sorted({cls.__name__ for cls in classes}))
+            raise BadInput(f"no module of class {name} in it; there are {there}")
+        chosen |= named
+    return ModuleWrapPolicy(chosen)
+
+
+def _unit(
+    path: str, module: nn.Module, originals: list[Original], precision: MixedPrecision, settings: Settings
+) -> Unit:
+    options = Options(Placement(), precision, settings.use_orig_params, settings.segments)
+    unit = path or "(root)"
+    try:
+        check_tensors([_with_data(original) for original in originals], options)
+        segments = tuple(_segment(group, precision, settings) for group in _by_segment(originals, options))
+    except (ValueError, ShardError) as error:
+        raise BadInput(f"unit {unit} cannot be made: {' '.join(str(error).split())}") from error
+    return Unit(path, type(module).__name__, segments)
+
+
+def _with_data(original: Original) -> Original:
+    """``original`` with a parameter that is on no meta device, as it will be when it is wrapped."""
+    param = original.param
+    if type(param) is not nn.Parameter or param.layout != torch.strided:
+        return original
+    return dataclasses.replace(original, param=nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad))
+
+
+def _segment(
+    originals: list[Original], precision: MixedPrecision, settings: Settings
+) -> tuple[Flat, tuple[Original, ...]]:
+    first = originals[0].param
+    compute_dtype = precision.param_dtype if first.is_floating_point() else None
+    layout = FlatLayout.of_shapes(
+        [original.shape for original in originals],
+        settings.shards,
+        itemsize=first.element_size(),
+        alignment=16 // (compute_dtype or first.dtype).itemsize if settings.use_orig_params else 0,
+    )
+    trained = any(original.param.requires_grad for original in originals)
+    return Flat(layout, first.dtype, compute_dtype, precision.reduce_dtype, trained), tuple(originals)

@@ -1,0 +1,150 @@
+"""What is printed, and the same as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatparam.fsdp.memory import MemoryPlan, Moment
+from flatparam.inspect.planning import Settings, Unit
+
+HEADINGS = (
+    "unit",
+    "class",
+    "params",
+    "numel",
+    "padding",
+    "shard",
+    "shard",
+    "gradient",
+    "optimizer",
+    "unsharded",
+    "peak",
+)
+UNITS_OF_HEADINGS = ("", "", "", "elements", "elements", "elements", *("bytes a rank",) * 5)
+
+
+def human(size: int) -> str:
+    """Bytes with three digits or more."""
+    value, unit = float(size), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1000:
+            break
+        value, unit = value / 1024, bigger
+    return f"{size} B" if unit == "B" else f"{value:.{2 if value < 10 else 1}f} {unit}"
+
+
+def worst(plan: MemoryPlan, unit: int) -> int:
+    """Bytes on a rank at the fullest moment of a unit."""
+    return max(moment.bytes for moment in plan.moments if moment.unit == unit)
+
+
+def title(model: str, units: list[Unit], settings: Settings) -> str:
+    """The line that says what was looked at."""
+    numel = sum(unit.numel for unit in units)
+    ranks = f"{settings.world_size} rank{'s' if settings.world_size > 1 else ''}"
+    if settings.shard_size is not None:
+        ranks += f" ({settings.shard_size} share a parameter)"
+    options = [
+        f"compute in {str(settings.param_dtype).removeprefix('torch.')}" if settings.param_dtype else "",
+        f"optimizer {settings.optimizer}",
+        "use_orig_params" if settings.use_orig_params else "",
+        "segments" if settings.segments else "",
+        "" if settings.prefetch else "no prefetch",
+    ]
+    count = f"{len(units)} unit{'s' if len(units) > 1 else ''}"
+    chosen = ", ".join(option for option in options if option)
+    return f"{model}: {numel:,} elements in {count}, {settings.strategy.name} over {ranks}, {chosen}"
+
+
+def table(units: list[Unit], plan: MemoryPlan) -> str:
+    """One line a unit, and the totals."""
+    rows: list[tuple[str, ...]] = [HEADINGS, UNITS_OF_HEADINGS]
+    for i, (unit, own) in enumerate(zip(units, plan.units, strict=True)):
+        counts = (unit.parameters, unit.numel, unit.padding, unit.shard_numel)
+        sizes = (own.shard, own.gradient, own.optimizer, own.full, worst(plan, i))
+        rows.append((unit.name, unit.kind, *(f"{count:,}" for count in counts), *map(human, sizes)))
+    counts = tuple(
+        sum(of) for of in zip(*((u.parameters, u.numel, u.padding, u.shard_numel) for u in units), strict=True)
+    )
+    sizes = tuple(sum(getattr(own, key) for own in plan.units) for key in ("shard", "gradient", "optimizer", "full"))
+    rows.append(("total", "", *(f"{count:,}" for count in counts), *map(human, sizes), human(plan.peak)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([*lines[:2], rule, *lines[2:-1], rule, lines[-1]])
+
+
+def _cells(row: tuple[str, ...], widths: list[int]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    names = [f"{cell:<{width}}" for cell, width in zip(row[:2], widths[:2], strict=True)]
+    return names + [f"{cell:>{width}}" for cell, width in zip(row[2:], widths[2:], strict=True)]
+
+
+def summary(units: list[Unit], plan: MemoryPlan) -> str:
+    """What each rank holds, and when it is most."""
+    top = max(plan.moments, key=lambda moment: moment.bytes)
+    between, peak = human(plan.between_steps), human(plan.peak)
+    return "\n".join(
+        [
+            f"each rank: {between} between steps, {peak} at the peak ({phase(top, units)})",
+            f"micro-batches in no_sync() add {human(plan.no_sync)}; activations and buffers come on top",
+        ]
+    )
+
+
+def phase(moment: Moment, units: list[Unit]) -> str:
+    """A moment in words."""
+    name = units[moment.unit].name
+    return {
+        "forward": f"forward of {name}",
+        "backward": f"backward of {name}",
+        "reduce": f"reduction of {name}'s gradient",
+    }[moment.phase]
+
+
+def as_json(model: str, units: list[Unit], plan: MemoryPlan, settings: Settings) -> dict[str, Any]:
+    """Everything that is known, in plain types; sizes in elements, or bytes a rank under ``bytes``."""
+    return {
+        "model": model,
+        "world_size": settings.world_size,
+        "strategy": settings.strategy.name,
+        "shards": settings.shards,
+        "replicas": settings.world_size // settings.shards if settings.row.replicate else 1,
+        "param_dtype": None if settings.param_dtype is None else str(settings.param_dtype).removeprefix("torch."),
+        "optimizer": settings.optimizer,
+        "use_orig_params": settings.use_orig_params,
+        "bytes": {"between_steps": plan.between_steps, "peak": plan.peak, "no_sync": plan.no_sync},
+        "moments": [
+            {"unit": units[moment.unit].path, "phase": moment.phase, "bytes": moment.bytes} for moment in plan.moments
+        ],
+        "units": [
+            {
+                "path": unit.path,
+                "class": unit.kind,
+                "numel": unit.numel,
+                "padding": unit.padding,
+                "shard_numel": unit.shard_numel,
+                "bytes": {
+                    "shard": own.shard,
+                    "gradient": own.gradient,
+                    "optimizer": own.optimizer,
+                    "unsharded": own.full,
+                    "peak": worst(plan, i),
+                },
+                "segments": [
+                    {
+                        "dtype": str(flat.dtype).removeprefix("torch."),
+                        "trained": flat.is_trained,
+                        "numel": flat.layout.numel,
+                        "shards": [flat.layout.shard(rank)._asdict() for rank in range(flat.layout.world_size)],
+                        "parameters": [
+                            {"name": original.fqn, "shape": list(original.shape), "offset": offset}
+                            for original, offset in zip(originals, flat.layout.offsets, strict=True)
+                        ],
+                    }
+                    for flat, originals in unit.segments
+                ],
+            }
+            for i, (unit, own) in enumerate(zip(units, plan.units, strict=True))
+        ],
+    }

@@ -1,0 +1,76 @@
+"""Factories for ``python -m flatparam inspect``: good ones and bad ones."""
+
+import torch
+from fsdp_models import Block, Model
+from torch import nn
+
+model = Model
+ready = nn.Linear(2, 2)
+number = 3
+
+
+def with_norms():
+    return nn.Sequential(Block(5), nn.BatchNorm1d(5), nn.Sequential(Block(5), nn.BatchNorm1d(5)))
+
+
+def frozen():
+    made = Model()
+    for block in made.blocks:
+        block.inner.requires_grad_(False)
+    return made
+
+
+def mixed():
+    made = Model()
+    made.blocks.to(torch.bfloat16)
+    return made
+
+
+def tied_below():
+    made = Model()
+    made.extra = made.blocks[0].scale
+    return made
+
+
+def tied_beside():
+    made = Model()
+    made.blocks[2].inner.weight = made.blocks[0].inner.weight
+    return made
+
+
+def tied_within():
+    made = Model()
+    made.blocks[1].twin = made.blocks[1].inner
+    return made
+
+
+def with_data():
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="cpu"))
+
+
+def raises():
+    raise RuntimeError("no\nconfig")
+
+
+def leaves():
+    raise SystemExit("bye")
+
+
+def takes(width):
+    return nn.Linear(width, width)
+
+
+def makes_a_dict():
+    return {}
+
+
+def integers():
+    made = nn.Linear(3, 3)
+    made.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    return made
+
+
+def empty():
+    made = nn.Module()
+    made.nothing = nn.Parameter(torch.empty(0))
+    return made
