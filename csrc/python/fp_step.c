@@ -16,6 +16,7 @@
 #include "bridge/fp_engine.h"
 #include "core/fp_alloc.h"
 #include "python/fp_attributes.h"
+#include "python/fp_entries.h"
 
 enum { PREFETCH_NONE = 0, PREFETCH_PRE = 1, PREFETCH_POST = 2 };
 
@@ -971,87 +972,6 @@ fp_run_type_new(PyObject *module)
 
 /* ---- the type Step: construction ---- */
 
-/* One view from (module, name, shape, stride or None, offset); the arrays are the caller's to free, also on failure. */
-static int
-read_entry(fp_attributes *attributes, Py_ssize_t i, PyObject *entry, fp_view *view)
-{
-    PyObject *module, *name, *shape_object, *stride_object;
-    int64_t *shape = NULL, *stride = NULL;
-    long long offset;
-    Py_ssize_t stride_ndim = 0;
-    if (!PyTuple_Check(entry)) {
-        PyErr_SetString(PyExc_TypeError, "expected tuples (module, name, shape, stride or None, offset)");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(entry, "OOOOL", &module, &name, &shape_object, &stride_object, &offset) ||
-        fp_attributes_set(attributes, i, module, name) < 0 ||
-        fp_as_int64_array(shape_object, &shape, &view->ndim) < 0) {
-        return -1;
-    }
-    view->shape = shape;
-    view->offset = offset;
-    if (stride_object != Py_None) {
-        if (fp_as_int64_array(stride_object, &stride, &stride_ndim) < 0) {
-            return -1;
-        }
-        view->stride = stride;
-        if (stride_ndim != view->ndim) {
-            PyErr_SetString(PyExc_ValueError, "a parameter has another number of sizes than of strides");
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
-read_attributes(fp_part *part, PyObject *entries, PyObject *shared, int64_t total)
-{
-    int status = -1;
-    part->n = PyTuple_GET_SIZE(entries);
-    part->n_shared = PyTuple_GET_SIZE(shared);
-    fp_view *views = fp_calloc((size_t)part->n, sizeof *views);
-    part->primary = fp_calloc((size_t)part->n_shared, sizeof *part->primary);
-    if (views == NULL || part->primary == NULL) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    if (fp_attributes_init(&part->attributes, part->n + part->n_shared) < 0) {
-        goto done;
-    }
-    for (Py_ssize_t i = 0; i < part->n; i++) {
-        if (read_entry(&part->attributes, i, PyTuple_GET_ITEM(entries, i), &views[i]) < 0) {
-            goto done;
-        }
-    }
-    for (Py_ssize_t i = 0; i < part->n_shared; i++) {
-        PyObject *module, *name;
-        Py_ssize_t primary;
-        if (!PyTuple_Check(PyTuple_GET_ITEM(shared, i))) {
-            PyErr_SetString(PyExc_TypeError, "expected tuples (module, name, index of the parameter)");
-            goto done;
-        }
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(shared, i), "OOn", &module, &name, &primary) ||
-            fp_attributes_set(&part->attributes, part->n + i, module, name) < 0) {
-            goto done;
-        }
-        if (primary < 0 || primary >= part->n) {
-            PyErr_Format(PyExc_ValueError, "a further name is of parameter %zd, expected 0 to %zd", primary,
-                         part->n - 1);
-            goto done;
-        }
-        part->primary[i] = primary;
-    }
-    part->geometry = fp_torch_geometry_new(views, part->n, total);
-    status = part->geometry == NULL ? -1 : 0;
-done:
-    for (Py_ssize_t i = 0; views != NULL && i < part->n; i++) {
-        fp_free((void *)views[i].shape);
-        fp_free((void *)views[i].stride);
-    }
-    fp_free(views);
-    return status;
-}
-
 /* (group, registered name or None), or None. */
 static int
 read_group(PyObject *object, fp_group **group)
@@ -1166,9 +1086,11 @@ read_part(fp_part *part, PyObject *tuple)
     const int64_t total = shards * (int64_t)shard_numel;
     part->master = Py_NewRef(master);
     part->params = params == Py_None ? NULL : Py_NewRef(params);
-    if (read_attributes(part, entries, shared, total) < 0 || check_tensors(part) < 0 ||
-        read_owners(part, pieces, numel, total) < 0 || read_group(shard_group, &part->shard_group) < 0 ||
-        read_group(replicate_group, &part->replicate_group) < 0) {
+    part->n = PyTuple_GET_SIZE(entries);
+    part->n_shared = PyTuple_GET_SIZE(shared);
+    if (fp_entries_read(entries, shared, total, &part->attributes, &part->primary, &part->geometry) < 0 ||
+        check_tensors(part) < 0 || read_owners(part, pieces, numel, total) < 0 ||
+        read_group(shard_group, &part->shard_group) < 0 || read_group(replicate_group, &part->replicate_group) < 0) {
         return -1;
     }
     const fp_flat_options options = {

@@ -6,6 +6,7 @@
 #include "bridge/fp_torch.h"
 #include "core/fp_alloc.h"
 #include "python/fp_attributes.h"
+#include "python/fp_entries.h"
 
 /* The 1-D piece that the shard has of each parameter. Counted, since setting data can run Python code (a weak reference's
  * callback) that makes the unit read another tuple meanwhile. */
@@ -131,52 +132,12 @@ drop_all(PyObject **values, Py_ssize_t n)
 
 /* ---- construction ---- */
 
-/* One view from (module, name, shape, stride or None, offset); the arrays are the caller's to free, also on failure. */
-static int
-read_view(PyObject *entry, fp_view *view)
-{
-    int64_t *shape = NULL, *stride = NULL;
-    Py_ssize_t ndim = 0, stride_ndim = 0;
-    const int has_stride = PyTuple_GET_ITEM(entry, 3) != Py_None;
-    if (fp_as_int64_array(PyTuple_GET_ITEM(entry, 2), &shape, &ndim) < 0) {
-        return -1;
-    }
-    view->shape = shape;
-    view->ndim = ndim;
-    if (has_stride && fp_as_int64_array(PyTuple_GET_ITEM(entry, 3), &stride, &stride_ndim) < 0) {
-        return -1;
-    }
-    view->stride = stride;
-    if (has_stride && stride_ndim != ndim) {
-        PyErr_Format(PyExc_ValueError, "%U has %zd sizes and %zd strides", PyTuple_GET_ITEM(entry, 1), ndim,
-                     stride_ndim);
-        return -1;
-    }
-    return fp_as_int64(PyTuple_GET_ITEM(entry, 4), &view->offset);
-}
-
-static int
-check_entry(PyObject *entry, Py_ssize_t size, const char *expected)
-{
-    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != size) {
-        PyErr_Format(PyExc_TypeError, "expected tuples %s, got %.200s", expected, Py_TYPE(entry)->tp_name);
-        return -1;
-    }
-    if (!PyUnicode_Check(PyTuple_GET_ITEM(entry, 1))) { /* no repr in the message: that of a freed tensor would crash */
-        PyErr_Format(PyExc_TypeError, "expected tuples %s, got a name that is %.200s", expected,
-                     Py_TYPE(PyTuple_GET_ITEM(entry, 1))->tp_name);
-        return -1;
-    }
-    return 0;
-}
-
 static PyObject *
 unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"parameters", "shared", "numel", NULL};
     PyObject *parameters = NULL, *shared = NULL, *numel_object, *parameters_arg, *shared_arg; /* the first two owned */
     fp_unit *unit = NULL;
-    fp_view *views = NULL;
     int64_t numel;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:Unit", keywords, &parameters_arg, &shared_arg, &numel_object) ||
@@ -192,41 +153,7 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject_GC_UnTrack(unit); /* nobody finds it before it is complete */
     unit->n = PyTuple_GET_SIZE(parameters);
     unit->n_shared = PyTuple_GET_SIZE(shared);
-    views = fp_calloc((size_t)unit->n, sizeof *views);
-    unit->primary = fp_calloc((size_t)unit->n_shared, sizeof *unit->primary);
-    if (views == NULL || unit->primary == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    if (fp_attributes_init(&unit->attributes, unit->n + unit->n_shared) < 0) {
-        goto fail;
-    }
-    for (Py_ssize_t i = 0; i < unit->n; i++) {
-        PyObject *entry = PyTuple_GET_ITEM(parameters, i);
-        if (check_entry(entry, 5, "(module, name, shape, stride or None, offset)") < 0 ||
-            fp_attributes_set(&unit->attributes, i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)) < 0 ||
-            read_view(entry, &views[i]) < 0) {
-            goto fail;
-        }
-    }
-    for (Py_ssize_t i = 0; i < unit->n_shared; i++) {
-        PyObject *entry = PyTuple_GET_ITEM(shared, i);
-        int64_t primary;
-        if (check_entry(entry, 3, "(module, name, index of the parameter)") < 0 ||
-            fp_attributes_set(&unit->attributes, unit->n + i, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1)) <
-                0 ||
-            fp_as_int64(PyTuple_GET_ITEM(entry, 2), &primary) < 0) {
-            goto fail;
-        }
-        if (primary < 0 || primary >= unit->n) {
-            PyErr_Format(PyExc_ValueError, "%U shares parameter %lld, expected 0 to %zd", PyTuple_GET_ITEM(entry, 1),
-                         (long long)primary, unit->n - 1);
-            goto fail;
-        }
-        unit->primary[i] = (Py_ssize_t)primary;
-    }
-    unit->geometry = fp_torch_geometry_new(views, unit->n, numel);
-    if (unit->geometry == NULL) {
+    if (fp_entries_read(parameters, shared, numel, &unit->attributes, &unit->primary, &unit->geometry) < 0) {
         goto fail;
     }
     PyObject_GC_Track(unit);
@@ -234,11 +161,6 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 fail:
     Py_CLEAR(unit);
 done:
-    for (Py_ssize_t i = 0; views != NULL && i < PyTuple_GET_SIZE(parameters); i++) {
-        fp_free((void *)views[i].shape);
-        fp_free((void *)views[i].stride);
-    }
-    fp_free(views);
     Py_XDECREF(parameters);
     Py_XDECREF(shared);
     return (PyObject *)unit;

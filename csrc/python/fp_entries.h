@@ -1,0 +1,16 @@
+/* python/fp_entries.h -- reading what a unit is told of its parameters: where they live, and where they lie. */
+#ifndef FP_ENTRIES_H
+#define FP_ENTRIES_H
+
+#include "bridge/fp_torch.h"
+#include "python/fp_attributes.h"
+
+/* Read a tuple of (module, name, shape, stride or None if contiguous, offset), one a parameter, and one of (module, name,
+ * index of the parameter) for further names. attributes: of the parameters, then of the further names; *primary: which
+ * parameter each of these stands for; *geometry: their places in a flat tensor of numel elements.
+ * TypeError, ValueError or OverflowError for what does not fit. All three are the caller's to give back, after a failure
+ * too: what was not made by then is as it was. */
+int fp_entries_read(PyObject *parameters, PyObject *shared, int64_t numel, fp_attributes *attributes,
+                    Py_ssize_t **primary, fp_geometry **geometry);
+
+#endif
