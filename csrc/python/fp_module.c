@@ -4,6 +4,7 @@
 #include "core/fp_alloc.h"
 #include "python/fp_layout_py.h"
 #include "python/fp_attributes.h"
+#include "python/fp_run.h"
 #include "python/fp_step.h"
 #include "python/fp_unit.h"
 

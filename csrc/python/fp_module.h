@@ -16,7 +16,7 @@ typedef struct {
     PyObject *ShardError; /* flatparam.ShardError, a ValueError: sizes, world sizes, ranks and ranges that do not fit */
     PyObject *Layout;     /* the heap type _C.Layout (fp_layout_py.c) */
     PyObject *Unit;       /* flatparam._C.Unit, the heap type of fp_unit.c */
-    PyObject *Run;        /* flatparam._C.Run and _C.Step, the heap types of fp_step.c */
+    PyObject *Run;        /* flatparam._C.Run and _C.Step, the heap types of fp_run.c and fp_step.c */
     PyObject *Step;
 } fp_module_state;
 

@@ -1,0 +1,286 @@
+/* python/fp_part.c -- see fp_part.h. */
+#include "python/fp_part.h"
+
+#include "core/fp_alloc.h"
+#include "python/fp_entries.h"
+
+/* ---- what modules and .grad show ---- */
+
+int
+fp_part_show(fp_part *part, int views)
+{
+    PyObject *values = Py_NewRef(views ? part->views : part->params); /* ours: what is replaced may run code */
+    PyObject *const *items = &PyTuple_GET_ITEM(values, 0);
+    const fp_place place = {.is_parameter = !views, .listed = part->params != NULL, .unsafe = 0};
+    int status = fp_attributes_put(&part->attributes, 0, items, part->n, place);
+    for (Py_ssize_t k = 0; status == 0 && k < part->n_shared; k++) {
+        status = fp_attributes_put(&part->attributes, part->n + k, &items[part->primary[k]], 1, place);
+    }
+    Py_DECREF(values);
+    if (status == 0) {
+        part->shows_views = views;
+    }
+    return status;
+}
+
+int
+fp_part_show_views(fp_part *part)
+{
+    return part->shows_views ? 0 : fp_part_show(part, 1);
+}
+
+int
+fp_part_show_params(fp_part *part)
+{
+    return !part->shows_views || part->params == NULL ? 0 : fp_part_show(part, 0);
+}
+
+int
+fp_part_was_registered_anew(fp_part *part)
+{
+    for (Py_ssize_t i = 0; !part->shows_views && i < part->n; i++) {
+        PyObject *value;
+        if (fp_attributes_get(&part->attributes, i, 1, NULL, &value) < 0) {
+            return -1;
+        }
+        const int same = value == PyTuple_GET_ITEM(part->params, i);
+        Py_XDECREF(value);
+        if (!same) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int
+fp_part_read_kept(fp_part *part)
+{
+    if (!part->shows_kept) {
+        return 0;
+    }
+    part->shows_kept = 0;
+    PyObject *kept = fp_flat_kept(part->flat);
+    if (kept == NULL) {
+        return -1;
+    }
+    const Py_ssize_t shown =
+        fp_engine_check_kept(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->owner_geometry, kept);
+    Py_DECREF(kept);
+    if (shown == 0) {
+        fp_flat_forget(part->flat, 1);
+        Py_CLEAR(part->saved);
+    }
+    for (Py_ssize_t i = 0; shown >= 0 && i < PyTuple_GET_SIZE(part->owners); i++) {
+        if (fp_engine_set_grad(PyTuple_GET_ITEM(part->owners, i), NULL) < 0) {
+            return -1;
+        }
+    }
+    return shown < 0 ? -1 : 0;
+}
+
+int
+fp_part_show_kept(fp_part *part)
+{
+    PyObject *kept = fp_flat_kept(part->flat);
+    if (kept == NULL) {
+        return -1;
+    }
+    int status = 0;
+    if (part->saved == NULL) {
+        PyObject *saved = fp_engine_collect(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->starts,
+                                            part->numels, part->master);
+        status = saved == NULL ? -1 : 0;
+        if (saved == Py_None) {
+            Py_CLEAR(saved);
+        }
+        part->saved = saved;
+    }
+    if (status == 0) {
+        status = fp_engine_show_kept(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->owner_geometry,
+                                     kept);
+    }
+    part->shows_kept = status == 0;
+    Py_DECREF(kept);
+    return status;
+}
+
+/* ---- from Python, and back ---- */
+
+/* (group, registered name or None), or None. */
+static int
+read_group(PyObject *object, fp_group **group)
+{
+    PyObject *process_group;
+    const char *name;
+    if (object == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(object)) {
+        PyErr_SetString(PyExc_TypeError, "expected a group as (group, name or None), or None");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(object, "Oz", &process_group, &name)) {
+        return -1;
+    }
+    *group = fp_group_new(process_group, name);
+    return *group == NULL ? -1 : 0;
+}
+
+static int
+read_owners(fp_part *part, PyObject *pieces, int64_t numel, int64_t total)
+{
+    part->owners = part->params != NULL ? Py_NewRef(part->params) : PyTuple_Pack(1, part->master);
+    if (part->owners == NULL) {
+        return -1;
+    }
+    const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
+    if (PyTuple_GET_SIZE(pieces) != n) {
+        PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
+        return -1;
+    }
+    part->mask = fp_calloc((size_t)n, 1);
+    part->starts = fp_calloc((size_t)n, 2 * sizeof *part->starts);
+    if (part->mask == NULL || part->starts == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    part->numels = part->starts + n;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        long long start, count;
+        if (!PyTuple_Check(PyTuple_GET_ITEM(pieces, i))) {
+            PyErr_SetString(PyExc_TypeError, "expected pieces (start, numel)");
+            return -1;
+        }
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LL", &start, &count)) {
+            return -1;
+        }
+        part->starts[i] = start;
+        part->numels[i] = count;
+    }
+    if (part->params == NULL) {
+        const fp_view view = {.offset = 0, .ndim = 1, .shape = &numel, .stride = NULL};
+        part->owner_geometry = fp_torch_geometry_new(&view, 1, total);
+        return part->owner_geometry == NULL ? -1 : 0;
+    }
+    part->owner_geometry = part->geometry;
+    return 0;
+}
+
+static int
+check_tensors(const fp_part *part)
+{
+    if (!fp_torch_is_plain(part->master) || fp_attributes_check(part->master, 1) < 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "expected the flat parameter to be a plain dense Parameter");
+        }
+        return -1;
+    }
+    if (part->params != NULL && PyTuple_GET_SIZE(part->params) != part->n) {
+        PyErr_Format(PyExc_ValueError, "expected %zd parameters, got %zd", part->n, PyTuple_GET_SIZE(part->params));
+        return -1;
+    }
+    for (Py_ssize_t i = 0; part->params != NULL && i < part->n; i++) {
+        if (fp_attributes_check(PyTuple_GET_ITEM(part->params, i), 1) < 0) {
+            return -1;
+        }
+        if (!fp_torch_is_plain(PyTuple_GET_ITEM(part->params, i))) {
+            PyErr_Format(PyExc_TypeError, "parameter %zd is not a plain dense tensor", i);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fp_part_read(fp_part *part, PyObject *tuple)
+{
+    PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *compute, *reduce;
+    long long numel, shard_numel;
+    int rank, shards, keep_reduce_dtype, stays_full;
+    double predivide, postdivide;
+    if (!PyTuple_Check(tuple)) {
+        PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOpp", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
+                          &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
+                          &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype,
+                          &stays_full)) {
+        return -1;
+    }
+    if (params != Py_None && !PyTuple_Check(params)) {
+        PyErr_SetString(PyExc_TypeError, "expected the original parameters as a tuple, or None");
+        return -1;
+    }
+    if (shards < 1 || shard_numel < 1 || shard_numel > INT64_MAX / shards) {
+        PyErr_Format(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld", shards,
+                     shard_numel);
+        return -1;
+    }
+    const int64_t total = shards * (int64_t)shard_numel;
+    part->master = Py_NewRef(master);
+    part->params = params == Py_None ? NULL : Py_NewRef(params);
+    part->n = PyTuple_GET_SIZE(entries);
+    part->n_shared = PyTuple_GET_SIZE(shared);
+    if (fp_entries_read(entries, shared, total, &part->attributes, &part->primary, &part->geometry) < 0 ||
+        check_tensors(part) < 0 || read_owners(part, pieces, numel, total) < 0 ||
+        read_group(shard_group, &part->shard_group) < 0 || read_group(replicate_group, &part->replicate_group) < 0) {
+        return -1;
+    }
+    const fp_flat_options options = {
+        .geometry = part->geometry,
+        .shard_numel = shard_numel,
+        .rank = rank,
+        .shards = shards,
+        .shard_group = part->shard_group,
+        .replicate_group = part->replicate_group,
+        .predivide = predivide,
+        .postdivide = postdivide,
+        .compute_dtype = compute == Py_None ? NULL : compute,
+        .reduce_dtype = reduce == Py_None ? NULL : reduce,
+        .keep_reduce_dtype = keep_reduce_dtype,
+        .stays_full = stays_full,
+    };
+    part->versions = -1;
+    part->flat = fp_flat_new(&options);
+    return part->flat == NULL ? -1 : 0;
+}
+
+static void
+clear_part(fp_part *part)
+{
+    fp_attributes_clear(&part->attributes);
+    Py_CLEAR(part->master);
+    Py_CLEAR(part->params);
+    Py_CLEAR(part->views);
+    Py_CLEAR(part->owners);
+    Py_CLEAR(part->saved);
+}
+
+void
+fp_part_free(fp_part *part)
+{
+    clear_part(part);
+    fp_attributes_free(&part->attributes);
+    fp_flat_free(part->flat);
+    fp_group_free(part->shard_group);
+    fp_group_free(part->replicate_group);
+    if (part->owner_geometry != part->geometry) {
+        fp_torch_geometry_free(part->owner_geometry);
+    }
+    fp_torch_geometry_free(part->geometry);
+    fp_free(part->primary);
+    fp_free(part->starts);
+    fp_free(part->mask);
+}
+
+int
+fp_part_traverse(fp_part *part, visitproc visit, void *arg)
+{
+    Py_VISIT(part->master);
+    Py_VISIT(part->params);
+    Py_VISIT(part->views);
+    Py_VISIT(part->owners);
+    Py_VISIT(part->saved);
+    return fp_attributes_traverse(&part->attributes, visit, arg);
+}

@@ -1,0 +1,55 @@
+/* python/fp_part.h -- one flat parameter of a unit: what it owns, and what the modules and .grad show of it. */
+#ifndef FP_PART_H
+#define FP_PART_H
+
+#include "bridge/fp_engine.h"
+#include "python/fp_attributes.h"
+
+typedef struct {
+    fp_attributes attributes; /* n parameters, then n_shared further names of them */
+    Py_ssize_t n, n_shared;
+    Py_ssize_t *primary;         /* n_shared: which parameter each further name stands for */
+    fp_geometry *geometry;       /* of the parameters */
+    fp_geometry *owner_geometry; /* of the owners */
+    fp_group *shard_group, *replicate_group;
+    fp_flat *flat;
+    PyObject *master;         /* the flat Parameter that holds the shard */
+    PyObject *params;         /* tuple of the original Parameters, or NULL: then the modules have views all the time */
+    PyObject *views;          /* tuple, or NULL before the first gather */
+    PyObject *owners;         /* tuple of what has .grad: params, or (master,) */
+    int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
+    PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
+    char *mask;               /* requires_grad of the owners when the views were made */
+    int untracked;            /* no owner requires grad */
+    int full;                 /* gathered, or being gathered */
+    int shows_views;          /* the modules have views now */
+    int shows_kept;           /* .grad of the owners are the unsharded gradient */
+    int deferred;             /* gradients of this pass are kept though they are to be reduced */
+    int64_t versions;         /* of the owners at the last gather */
+} fp_part;
+
+/* Read one from Python into zeroed memory; give it to fp_part_free also after a failure. See the docstring of _C.Step. */
+int fp_part_read(fp_part *part, PyObject *tuple);
+void fp_part_free(fp_part *part);
+int fp_part_traverse(fp_part *part, visitproc visit, void *arg);
+
+static inline PyObject **
+fp_part_items(PyObject *tuple)
+{
+    return &PyTuple_GET_ITEM(tuple, 0);
+}
+
+/* Let the modules have the views, or the original parameters, whatever they have now; fp_part_show_views and _params: if
+ * they have not. */
+int fp_part_show(fp_part *part, int views);
+int fp_part_show_views(fp_part *part);
+int fp_part_show_params(fp_part *part);
+/* 1 if a module has another object in place of an original parameter, -1 on failure. */
+int fp_part_was_registered_anew(fp_part *part);
+
+/* Show the gradients that were kept in no_sync, and put a reduced one aside. */
+int fp_part_show_kept(fp_part *part);
+/* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. */
+int fp_part_read_kept(fp_part *part);
+
+#endif

@@ -1,0 +1,677 @@
+/* python/fp_pass.c -- the step of a sharded model. _C.Step is one unit: pre-forward, post-forward, pre-backward and
+ * post-backward are one call each. _C.Run is what the units of a tree share: the pass that is under way, its order, and
+ * what happens when a backward pass ends.
+ *
+ * Who calls what: Python calls pre_forward and post_forward around the module; post_forward puts a hook on the output,
+ * which calls before_backward; autograd comes to the node behind a unit's views when all their gradients are there and
+ * calls gradients_ready; the first before_backward of a pass has the engine call finish when the pass is over.
+ *
+ * A pass is one forward of the outermost unit and the backward that follows. What was gathered in a pass is good for that
+ * pass only: the optimizer may have stepped since. */
+#include "python/fp_pass.h"
+
+#include "core/fp_alloc.h"
+
+enum { PREFETCH_NONE = 0, PREFETCH_PRE = 1, PREFETCH_POST = 2 };
+
+int64_t fp_pass_optimizer_steps;
+
+/* ---- gathering ---- */
+
+static PyObject *
+collectives_of(const fp_step *step)
+{
+    return step->run->through_python ? step->run->collectives : NULL;
+}
+
+static const char *
+freed_reason(const fp_step *step)
+{
+    return step->reason == NULL ? NULL : PyUnicode_AsUTF8(step->reason);
+}
+
+/* Make the views, if there are none that fit the shard's dtype and device and who requires grad. */
+int
+fp_pass_make_views(fp_step *step, Py_ssize_t index)
+{
+    fp_part *part = &step->parts[index];
+    const int made = fp_flat_prepare(part->flat, part->master);
+    if (made < 0) {
+        return -1;
+    }
+    int untracked = 1, same = made == 0 && part->views != NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
+        const int requires_grad = fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i));
+        untracked = untracked && !requires_grad;
+        part->mask[i] = (char)requires_grad;
+    }
+    if (same && untracked == part->untracked) {
+        return 0;
+    }
+    PyObject **made_views = fp_calloc((size_t)part->n, sizeof *made_views);
+    if (made_views == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    PyObject *views = NULL;
+    if (fp_flat_views(part->flat, step->ref, (int)index, untracked, made_views) == 0) {
+        views = PyTuple_New(part->n);
+        for (Py_ssize_t i = 0; i < part->n; i++) {
+            if (views != NULL) {
+                PyTuple_SET_ITEM(views, i, made_views[i]); /* steals it */
+            }
+            else {
+                Py_DECREF(made_views[i]);
+            }
+        }
+    }
+    fp_free(made_views);
+    if (views == NULL) {
+        return -1;
+    }
+    part->untracked = untracked;
+    Py_XSETREF(part->views, views);
+    if (part->shows_views || part->params == NULL) {
+        part->shows_views = 0;
+        return fp_part_show_views(part);
+    }
+    return 0;
+}
+
+/* Parameters that were replaced, or whose data were, go back into the shard, by Python. */
+static int
+look_for_moved(fp_step *step)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        if (part->params == NULL) {
+            continue;
+        }
+        int moved = fp_engine_moved(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->master,
+                                    part->starts, part->numels, NULL);
+        if (!moved) {
+            moved = fp_part_was_registered_anew(part);
+        }
+        if (moved < 0) {
+            return -1;
+        }
+        if (moved) {
+            PyObject *result = PyObject_CallNoArgs(step->moved);
+            Py_XDECREF(result);
+            return result == NULL ? -1 : 0;
+        }
+    }
+    return 0;
+}
+
+static int
+start_gather(fp_step *step)
+{
+    fp_run *run = step->run;
+    if (!run->in_backward && look_for_moved(step) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        if (fp_pass_make_views(step, k) < 0) {
+            return -1;
+        }
+        if (run->in_backward && part->full) {
+            continue; /* only others were freed since */
+        }
+        const int64_t versions = fp_engine_versions(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners)) +
+                                 fp_engine_versions(&part->master, 1);
+        if (fp_flat_gather(part->flat, part->master, fp_part_items(part->views), collectives_of(step),
+                           versions != part->versions) < 0) {
+            return -1;
+        }
+        part->versions = versions;
+        part->full = 1;
+    }
+    step->gathering = step->full = 1;
+    step->keep = 0;
+    step->full_pass = run->pass;
+    run->gathers += step->sharded;
+    return 0;
+}
+
+/* Whether what is gathered has the values of now. */
+static int
+is_fresh(const fp_step *step)
+{
+    return step->full && (step->run->in_backward || step->full_pass == step->run->pass ||
+                          (step->keep && step->kept_steps == fp_pass_optimizer_steps));
+}
+
+static int
+make_full(fp_step *step)
+{
+    if (!is_fresh(step) && start_gather(step) < 0) {
+        return -1;
+    }
+    step->full_pass = step->run->pass;
+    step->keep = 0;
+    if (step->gathering) {
+        step->gathering = 0;
+        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+            if (fp_flat_wait(step->parts[k].flat) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static int
+release_part(fp_step *step, fp_part *part)
+{
+    part->full = step->full = 0;
+    return fp_flat_release(part->flat, freed_reason(step));
+}
+
+int
+fp_pass_release(fp_step *step)
+{
+    step->full = step->gathering = step->keep = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (release_part(step, &step->parts[k]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+is_partly_full(const fp_step *step)
+{
+    int full = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        full = full || step->parts[k].full;
+    }
+    return full;
+}
+
+int
+fp_pass_show_params(fp_step *step)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (fp_part_show_params(&step->parts[k]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* ---- the pass ---- */
+
+/* Forget whatever a pass that was broken off has left. */
+int
+fp_pass_recover(fp_run *run)
+{
+    run->in_backward = 0;
+    run->depth = 0;
+    run->n_order = 0;
+    run->reducing = run->last_forward = NULL;
+    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
+        fp_step *step = run->steps[s];
+        step->depth = 0;
+        step->task = -1;
+        step->awaits_backward = 0;
+        step->position = -1;
+        step->pending = 0;
+        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+            fp_part *part = &step->parts[k];
+            part->deferred = 0;
+            fp_flat_forget(part->flat, !part->shows_kept);
+        }
+        if (fp_pass_release(step) < 0 || fp_pass_show_params(step) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+was_replaced(fp_run *run, int *replaced)
+{
+    *replaced = run->always_python;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->watched) && !*replaced; i++) {
+        PyObject *entry = PyTuple_GET_ITEM(run->watched, i);
+        PyObject *now = PyDict_GetItemWithError(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
+        if (now == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        *replaced = now != PyTuple_GET_ITEM(entry, 2);
+    }
+    return 0;
+}
+
+static int
+begin_pass(fp_run *run)
+{
+    if (run->in_backward && fp_pass_recover(run) < 0) {
+        return -1;
+    }
+    run->pass++;
+    for (Py_ssize_t i = 0; i < run->n_order; i++) {
+        run->order[i]->position = -1;
+    }
+    run->n_order = 0;
+    run->last_forward = NULL;
+    return was_replaced(run, &run->through_python);
+}
+
+static int
+append_order(fp_run *run, fp_step *step)
+{
+    if (run->n_order == run->room_order) {
+        const Py_ssize_t room = run->room_order == 0 ? 64 : 2 * run->room_order;
+        fp_step **order = fp_calloc((size_t)room, sizeof *order);
+        if (order == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        for (Py_ssize_t i = 0; i < run->n_order; i++) {
+            order[i] = run->order[i];
+        }
+        fp_free(run->order);
+        run->order = order;
+        run->room_order = room;
+    }
+    step->position = run->n_order;
+    run->order[run->n_order++] = step;
+    return 0;
+}
+
+/* Gather the unit that backward comes to next. */
+static int
+prefetch_backward(fp_step *step)
+{
+    fp_run *run = step->run;
+    const Py_ssize_t next = step->position - 1;
+    if (next < 0 || next >= run->n_order) {
+        return 0;
+    }
+    fp_step *target = run->order[next];
+    return target->full || !target->awaits_backward ? 0 : start_gather(target);
+}
+
+void
+fp_pass_leave(fp_step *step)
+{
+    fp_run *run = step->run;
+    if (run == NULL) {
+        return;
+    }
+    Py_ssize_t kept = 0;
+    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
+        if (run->steps[s] != step) {
+            run->steps[kept] = run->steps[s];
+            if (run->steps[kept]->next_forward == step) {
+                run->steps[kept]->next_forward = NULL;
+            }
+            kept++;
+        }
+    }
+    run->n_steps = kept;
+    run->n_order = 0; /* who came before and after it is not known any more: nothing is prefetched in this pass */
+    if (run->last_forward == step) {
+        run->last_forward = NULL;
+    }
+    if (run->reducing == step) {
+        run->reducing = NULL;
+    }
+    step->run = NULL;
+    Py_DECREF(run);
+}
+
+/* ---- forward ---- */
+
+static int
+check_joined(const fp_step *step)
+{
+    if (step->run == NULL) {
+        PyErr_Format(PyExc_RuntimeError, "%U is not part of a run yet: call the wrapped module, not its parts",
+                     step->name);
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *
+fp_pass_pre_forward(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    fp_run *run = step->run;
+    if (check_joined(step) < 0) {
+        return NULL;
+    }
+    if (run->in_backward && fp_engine_task() < 0 && fp_pass_recover(run) < 0) { /* an exception ended that backward */
+        return NULL;
+    }
+    if (run->depth == 0 && !run->in_backward && begin_pass(run) < 0) {
+        return NULL;
+    }
+    run->depth++;
+    step->depth++;
+    if (make_full(step) < 0) {
+        return NULL;
+    }
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (fp_part_show_views(&step->parts[k]) < 0) {
+            return NULL;
+        }
+    }
+    if (!run->in_backward && run->forward_prefetch) {
+        if (run->last_forward != NULL) {
+            run->last_forward->next_forward = step;
+        }
+        run->last_forward = step;
+        fp_step *next = step->next_forward;
+        if (next != NULL && !is_fresh(next) && start_gather(next) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* Put hooks on the tensors in an output that have a history; *found counts them. */
+static int
+hook_outputs(fp_step *step, PyObject *output, int *found)
+{
+    if (fp_engine_is_tensor(output)) {
+        if (fp_engine_requires_grad(output)) {
+            const int hooked = fp_engine_hook(output, step->ref);
+            *found += hooked > 0;
+            return hooked < 0 ? -1 : 0;
+        }
+        return 0;
+    }
+    if (output == Py_None || PyUnicode_CheckExact(output) || PyLong_Check(output) || PyFloat_CheckExact(output)) {
+        return 0;
+    }
+    PyObject *tensors = NULL;
+    if (PyTuple_CheckExact(output) || PyList_CheckExact(output)) {
+        tensors = PySequence_Tuple(output); /* a copy of ours */
+    }
+    else if (PyDict_CheckExact(output)) {
+        tensors = PyDict_Values(output);
+        Py_XSETREF(tensors, tensors == NULL ? NULL : PyList_AsTuple(tensors));
+    }
+    else {
+        tensors = PyObject_CallFunctionObjArgs(step->run->find_tensors, output, step->name, NULL);
+        Py_XSETREF(tensors, tensors == NULL ? NULL : PySequence_Tuple(tensors));
+    }
+    int status = tensors == NULL || Py_EnterRecursiveCall(" while looking for tensors in an output") ? -1 : 0;
+    if (status == 0) {
+        for (Py_ssize_t i = 0; status == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
+            status = hook_outputs(step, PyTuple_GET_ITEM(tensors, i), found);
+        }
+        Py_LeaveRecursiveCall();
+    }
+    Py_XDECREF(tensors);
+    return status;
+}
+
+PyObject *
+fp_pass_post_forward(PyObject *self, PyObject *output)
+{
+    fp_step *step = (fp_step *)self;
+    fp_run *run = step->run;
+    int hooked = 0;
+    if (check_joined(step) < 0) {
+        return NULL;
+    }
+    if (step->depth == 0) {
+        PyErr_Format(PyExc_RuntimeError, "%U: post_forward without pre_forward", step->name);
+        return NULL;
+    }
+    step->depth--;
+    run->depth--;
+    if (fp_engine_grad_enabled() && hook_outputs(step, output, &hooked) < 0) {
+        return NULL;
+    }
+    if (run->in_backward) { /* recomputed: its backward comes at once */
+        return Py_NewRef(output);
+    }
+    if (hooked) {
+        step->awaits_backward = 1;
+        if (append_order(run, step) < 0) {
+            return NULL;
+        }
+    }
+    if (step->depth > 0) {
+        return Py_NewRef(output);
+    }
+    const int stays = hooked && (run->depth == 0 || !step->reshard_after_forward);
+    if (!stays && fp_pass_release(step) < 0) {
+        return NULL;
+    }
+    if ((!stays || step->reshard_after_forward || !step->sharded) && fp_pass_show_params(step) < 0) {
+        return NULL;
+    }
+    return Py_NewRef(output);
+}
+
+/* A forward with inputs that require grad begins. True if inputs_done is to be called when they have it. */
+PyObject *
+fp_pass_expect_inputs(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    if (step->run != NULL && step->run->in_backward && step->pending > 0) {
+        Py_RETURN_FALSE; /* recomputed: the forward that it repeats has said so */
+    }
+    step->pending++;
+    Py_RETURN_TRUE;
+}
+
+/* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. */
+PyObject *
+fp_pass_inputs_done(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    step->pending -= step->pending > 0;
+    if (step->pending > 0 || step->run == NULL || !step->run->in_backward || step->depth > 0 ||
+        !(step->run->synchronize || step->reshard_after_forward)) {
+        Py_RETURN_NONE;
+    }
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        if (part->untracked && (release_part(step, part) < 0 || fp_part_show_params(part) < 0)) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *
+fp_pass_abort_forward(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    fp_run *run = step->run;
+    if (run != NULL && step->depth > 0) {
+        step->depth--;
+        run->depth--;
+    }
+    if (run != NULL && !run->in_backward && run->depth == 0 && fp_pass_recover(run) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- backward ---- */
+
+static int
+before_backward_of(fp_step *step)
+{
+    fp_run *run = step->run;
+    const int task = fp_engine_task();
+    if (!run->in_backward) {
+        if (fp_engine_at_end(run->ref) < 0) {
+            return -1;
+        }
+        run->in_backward = 1;
+    }
+    if (step->task == task && step->full) {
+        return 0; /* a further output */
+    }
+    step->task = task;
+    step->awaits_backward = 0;
+    if (make_full(step) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (fp_part_show_views(&step->parts[k]) < 0) { /* for a forward that is recomputed in parts */
+            return -1;
+        }
+    }
+    return run->backward_prefetch == PREFETCH_PRE ? prefetch_backward(step) : 0;
+}
+
+static int
+before_backward(void *unit)
+{
+    fp_step *step = unit;
+    Py_INCREF(step);
+    const int status = step->run == NULL ? check_joined(step) : before_backward_of(step);
+    Py_DECREF(step);
+    return status;
+}
+
+static int
+take_reduced(fp_step *step, fp_part *part)
+{
+    PyObject *grad = fp_flat_take(part->flat, part->master, collectives_of(step));
+    int status = grad == NULL ? -1 : 0;
+    if (status == 0 && grad != Py_None) {
+        if (part->saved != NULL) {
+            status = fp_engine_add(grad, part->saved);
+            Py_CLEAR(part->saved);
+        }
+        if (status == 0) {
+            status = fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
+                                         part->owner_geometry, part->starts, part->numels, grad);
+        }
+    }
+    Py_XDECREF(grad);
+    return status;
+}
+
+static int
+start_reduction(fp_step *step, fp_part *part, const fp_gradients *gradients)
+{
+    fp_run *run = step->run;
+    part->deferred = 0;
+    if (fp_flat_reduce(part->flat, gradients, part->master, collectives_of(step)) < 0) {
+        return -1;
+    }
+    run->reductions++;
+    fp_step *previous = run->reducing;
+    run->reducing = step;
+    for (Py_ssize_t k = 0; previous != NULL && previous != step && k < previous->n_parts; k++) {
+        const int done = fp_flat_advance(previous->parts[k].flat, collectives_of(previous));
+        if (done < 0 || (done && take_reduced(previous, &previous->parts[k]) < 0)) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
+{
+    fp_run *run = step->run;
+    /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
+    const int more = step->task >= 0 && step->task != fp_engine_task();
+    const int reduce = run->synchronize && !more;
+    if (!run->in_backward) { /* no output of the unit had a hook: who called backward went around it */
+        if (fp_engine_at_end(run->ref) < 0) {
+            return -1;
+        }
+        run->in_backward = 1;
+    }
+    if (fp_part_read_kept(part) < 0) {
+        return -1;
+    }
+    if (!more && (run->synchronize || step->reshard_after_forward)) {
+        if (release_part(step, part) < 0 || fp_part_show_params(part) < 0) {
+            return -1;
+        }
+    }
+    if (!more && run->backward_prefetch == PREFETCH_POST && prefetch_backward(step) < 0) {
+        return -1;
+    }
+    if (!reduce) {
+        part->deferred = run->synchronize;
+        return fp_flat_keep(part->flat, gradients, part->master);
+    }
+    if (take_reduced(step, part) < 0) { /* of another graph in this pass */
+        return -1;
+    }
+    return start_reduction(step, part, gradients);
+}
+
+static int
+gradients_ready(void *unit, int index, const fp_gradients *gradients)
+{
+    fp_step *step = unit;
+    Py_INCREF(step);
+    const int status =
+        step->run == NULL ? check_joined(step) : gradients_ready_of(step, &step->parts[index], gradients);
+    Py_DECREF(step);
+    return status;
+}
+
+static int
+finish_step(fp_step *step)
+{
+    fp_run *run = step->run;
+    step->task = -1;
+    step->awaits_backward = 0;
+    step->position = -1;
+    step->pending = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        if (part->deferred && start_reduction(step, part, NULL) < 0) {
+            return -1;
+        }
+        if (take_reduced(step, part) < 0) {
+            return -1;
+        }
+        if (!part->shows_kept && fp_flat_has_kept(part->flat) && fp_part_show_kept(part) < 0) {
+            return -1;
+        }
+    }
+    if (step->full && !run->synchronize && !step->reshard_after_forward) {
+        step->keep = 1;
+        step->kept_steps = fp_pass_optimizer_steps;
+    }
+    else if (is_partly_full(step) && fp_pass_release(step) < 0) {
+        return -1;
+    }
+    return fp_pass_show_params(step);
+}
+
+static int
+finish(void *run_pointer)
+{
+    fp_run *run = run_pointer;
+    int status = 0;
+    Py_INCREF(run);
+    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
+        fp_step *step = run->steps[s];
+        Py_INCREF(step);
+        status = finish_step(step);
+        Py_DECREF(step);
+    }
+    run->n_order = 0;
+    run->reducing = NULL;
+    if (status == 0) {
+        run->in_backward = 0;
+    }
+    Py_DECREF(run);
+    return status;
+}
+
+const fp_unit_calls fp_pass_step_calls = {.before_backward = before_backward, .gradients_ready = gradients_ready};
+const fp_unit_calls fp_pass_run_calls = {.before_backward = finish, .gradients_ready = NULL};

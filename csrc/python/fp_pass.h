@@ -1,0 +1,80 @@
+/* python/fp_pass.h -- what a forward and the backward after it do to the units of a tree. */
+#ifndef FP_PASS_H
+#define FP_PASS_H
+
+#include "python/fp_part.h"
+
+struct fp_step;
+
+/* What the units of a tree share: _C.Run. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *collectives;  /* does collectives in Python's way */
+    PyObject *watched;      /* ((dict, name, function), ...): Python's way is taken once one of them was replaced */
+    PyObject *find_tensors; /* finds the tensors in an output of any type */
+    struct fp_step **steps; /* all units, borrowed: a unit that goes takes itself out; in the order they joined */
+    Py_ssize_t n_steps;
+    struct fp_step **order; /* units by the end of their forward in this pass, borrowed */
+    Py_ssize_t n_order, room_order;
+    struct fp_step *last_forward; /* borrowed */
+    struct fp_step *reducing;     /* borrowed: the unit whose reduction was started last */
+    fp_unit_ref *ref;
+    int backward_prefetch, forward_prefetch;
+    int synchronize;    /* 0: no_sync */
+    int through_python; /* for this pass */
+    int always_python;  /* a hook is set */
+    int in_backward;    /* between the first before_backward and the end of that pass */
+    Py_ssize_t depth;   /* units whose forward is under way */
+    int64_t pass;
+    int64_t gathers, reductions; /* how many there were: for tests and plans */
+} fp_run;
+
+/* One unit: _C.Step. */
+typedef struct fp_step {
+    PyObject_HEAD
+    fp_run *run;     /* owned, or NULL before the unit has joined one */
+    PyObject *name;  /* str */
+    PyObject *moved; /* called when parameters are not where they were put */
+    PyObject *reason;
+    fp_part *parts;
+    Py_ssize_t n_parts;
+    struct fp_step *next_forward; /* borrowed: whose forward came next the last time */
+    fp_unit_ref *ref;
+    int reshard_after_forward;
+    int sharded;         /* some part is spread over ranks */
+    Py_ssize_t depth;    /* forwards of this unit that are under way */
+    int gathering;       /* gathers were started and not waited for */
+    int full;            /* all parts are */
+    Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
+    int keep;            /* what a no_sync backward left full is good until the next optimizer step */
+    int awaits_backward; /* an output has a hook that has not run */
+    int64_t full_pass;   /* pass of the gather */
+    int64_t kept_steps;  /* optimizer steps when keep was set */
+    int task;            /* graph task that came to this unit; -1: none */
+    Py_ssize_t position; /* in the order of this pass; -1: none */
+} fp_step;
+
+extern int64_t fp_pass_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
+
+extern const fp_unit_calls fp_pass_step_calls, fp_pass_run_calls; /* what autograd calls of them */
+
+/* Forget whatever a pass that was broken off has left. */
+int fp_pass_recover(fp_run *run);
+/* Take the unit out of its run. */
+void fp_pass_leave(fp_step *step);
+
+/* Make the views of a part, if there are none that fit the shard's dtype and device and who requires grad. */
+int fp_pass_make_views(fp_step *step, Py_ssize_t index);
+/* Free the unsharded data. */
+int fp_pass_release(fp_step *step);
+/* Let the modules have the original parameters. */
+int fp_pass_show_params(fp_step *step);
+
+/* Methods of _C.Step. */
+PyObject *fp_pass_pre_forward(PyObject *self, PyObject *ignored);
+PyObject *fp_pass_post_forward(PyObject *self, PyObject *output);
+PyObject *fp_pass_abort_forward(PyObject *self, PyObject *ignored);
+PyObject *fp_pass_expect_inputs(PyObject *self, PyObject *ignored);
+PyObject *fp_pass_inputs_done(PyObject *self, PyObject *ignored);
+
+#endif

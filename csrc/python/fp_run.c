@@ -1,0 +1,151 @@
+/* python/fp_run.c -- the type _C.Run: what the units of a tree share. What it does is in fp_pass.c. */
+#include "python/fp_run.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+#include "core/fp_alloc.h"
+#include "python/fp_pass.h"
+
+static PyTypeObject *run_type; /* borrowed from the module, which lives as long as the process */
+
+static PyObject *
+run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"backward_prefetch", "forward_prefetch", "collectives", "watched", "find_tensors", NULL};
+    PyObject *collectives, *watched, *find_tensors;
+    int backward_prefetch, forward_prefetch;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipOO!O:Run", keywords, &backward_prefetch, &forward_prefetch,
+                                     &collectives, &PyTuple_Type, &watched, &find_tensors)) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watched); i++) {
+        PyObject *entry = PyTuple_GET_ITEM(watched, i);
+        if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 3 || !PyDict_Check(PyTuple_GET_ITEM(entry, 0))) {
+            PyErr_SetString(PyExc_TypeError, "expected watched to be tuples (dict, name, function)");
+            return NULL;
+        }
+    }
+    fp_run *run = (fp_run *)type->tp_alloc(type, 0);
+    if (run == NULL) {
+        return NULL;
+    }
+    run->collectives = Py_NewRef(collectives);
+    run->watched = Py_NewRef(watched);
+    run->find_tensors = Py_NewRef(find_tensors);
+    run->backward_prefetch = backward_prefetch;
+    run->forward_prefetch = forward_prefetch;
+    run->synchronize = 1;
+    run->ref = fp_unit_ref_new(run, "the model", &fp_pass_run_calls);
+    if (run->ref == NULL) {
+        Py_CLEAR(run);
+    }
+    return (PyObject *)run;
+}
+
+static int
+run_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    fp_run *run = (fp_run *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(run->collectives);
+    Py_VISIT(run->watched);
+    Py_VISIT(run->find_tensors);
+    return 0;
+}
+
+static int
+run_clear(PyObject *self)
+{
+    return 0; /* its members refer to functions and settings: cycles are broken at the units */
+}
+
+static void
+run_dealloc(PyObject *self)
+{
+    fp_run *run = (fp_run *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    fp_unit_ref_drop(run->ref);
+    Py_CLEAR(run->collectives);
+    Py_CLEAR(run->watched);
+    Py_CLEAR(run->find_tensors);
+    fp_free(run->steps);
+    fp_free(run->order);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+run_recover(PyObject *self, PyObject *ignored)
+{
+    return fp_pass_recover((fp_run *)self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+run_state(PyObject *self, void *ignored)
+{
+    const fp_run *run = (fp_run *)self;
+    const char *state = run->in_backward && fp_engine_task() >= 0 ? "BACKWARD"
+                        : run->in_backward                        ? "INTERRUPTED"
+                        : run->depth > 0                          ? "FORWARD"
+                                                                  : "IDLE";
+    return PyUnicode_FromString(state);
+}
+
+static PyMethodDef run_methods[] = {
+    {"recover", run_recover, METH_NOARGS,
+     "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
+     "then."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef run_getset[] = {
+    {"state", run_state, NULL, "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception ended a backward pass.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef run_members[] = {
+    {"synchronize", T_INT, offsetof(fp_run, synchronize), 0, "0: gradients are kept and not reduced."},
+    {"always_python", T_INT, offsetof(fp_run, always_python), 0, "1: every collective goes through collectives."},
+    {"gathers", T_LONGLONG, offsetof(fp_run, gathers), READONLY, "Gathers of sharded units so far."},
+    {"reductions", T_LONGLONG, offsetof(fp_run, reductions), READONLY, "Reductions of gradients so far."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot run_slots[] = {
+    {Py_tp_doc,
+     "Run(backward_prefetch, forward_prefetch, collectives, watched, find_tensors)\n--\n\n"
+     "What the units of one tree share: the pass that is under way and its order.\n\n"
+     "backward_prefetch: 0 none, 1 before a unit's backward, 2 after it; watched: ((dict, name, function), ...):\n"
+     "collectives go through the object collectives once one of them is another function."},
+    {Py_tp_new, run_new},
+    {Py_tp_dealloc, run_dealloc},
+    {Py_tp_traverse, run_traverse},
+    {Py_tp_clear, run_clear},
+    {Py_tp_methods, run_methods},
+    {Py_tp_getset, run_getset},
+    {Py_tp_members, run_members},
+    {0, NULL},
+};
+
+static PyType_Spec run_spec = {
+    .name = "flatparam._C.Run",
+    .basicsize = sizeof(fp_run),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = run_slots,
+};
+
+PyObject *
+fp_run_type_new(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &run_spec, NULL);
+    run_type = (PyTypeObject *)type;
+    return type;
+}
+
+int
+fp_run_check(PyObject *object)
+{
+    return PyObject_TypeCheck(object, run_type);
+}
