@@ -177,7 +177,7 @@ def results(**changes: object) -> experiment.Results:
         for name in messages.RUNS
     }
     made = experiment.Results(
-        facts=[messages.Facts(torch="2", threads=1, weights=1)] * 5,
+        facts=[messages.Facts("2", 1, 1, name, "an engine") for name in messages.RUNS],
         runs=runs,
         checkpoint=Path("checkpoint.pt"),
         to_torch=messages.Difference(0.0, 0.0),
@@ -205,7 +205,7 @@ def test_a_faultless_run_passes_every_check():
         ({"resumed_losses": [[2.0, 2.6]]}, "in a plain model"),
         ({"resumed_losses": []}, "in a plain model"),
         ({"resumed_step": 2}, "in a plain model"),
-        ({"facts": [messages.Facts("2", 1, 1), messages.Facts("2", 2, 1)]}, "threads"),
+        ({"facts": [messages.Facts("2", threads, 1, messages.TORCH, "") for threads in (1, 2)]}, "threads"),
     ],
 )
 def test_a_fault_fails_its_check_and_no_other(change, failing):
@@ -250,7 +250,9 @@ def test_a_sample_cannot_disturb_the_terminal():
 def test_help_names_every_option():
     done = run("--help")
     assert done.returncode == 0
-    options = "ranks steps width depth context batch strategy precision orig-params clip lr seed threads out quick"
+    options = (
+        "ranks steps width depth context batch runtime strategy precision orig-params clip lr seed threads out quick"
+    )
     for option in options.split():
         assert f"--{option}" in done.stdout
     assert "full-shard" in done.stdout
@@ -269,6 +271,7 @@ def test_help_names_every_option():
         ("--clip 0", "--clip must be a positive number, got 0.0"),
         ("--seed -1", "--seed must be from 0 to 2**32 - 1, got -1"),
         ("--threads 0", "--threads must be at least 1, got 0"),
+        ("--runtime fast", "argument --runtime: invalid choice: 'fast'"),
         ("--strategy zero", "argument --strategy: invalid choice: 'zero'"),
         ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
         ("--strategy hybrid-shard --ranks 3", "--ranks must be even"),

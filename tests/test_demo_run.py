@@ -44,6 +44,8 @@ def test_a_run_reports_equality_and_writes_its_files(quick):
     assert "flatparam to unsharded, max |difference|: losses 0, final parameters 0 (must be 0)" in done.stdout
     assert "5 more steps: max |difference| of losses 0" in done.stdout
     assert "threads in every process: 1" in done.stdout
+    assert "torch FSDP1: torch's FullyShardedDataParallel on torch's FlatParamHandle\n" in done.stdout
+    assert "flatparam: flatparam's FullyShardedDataParallel\n" in done.stdout
     assert "FAILED" not in done.stdout
     assert (out / "report.txt").read_text().strip() in done.stdout
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -119,6 +121,7 @@ def test_the_checkpoint_is_that_of_a_plain_loop_which_goes_on_from_it(quick):
         "--strategy no-shard",
         "--strategy hybrid-shard",
         "--ranks 3 --strategy shard-grad-op --clip 1",
+        "--runtime dropin --strategy hybrid-shard-zero2",
     ],
 )
 def test_other_settings_hold_their_checks_too(options, tmp_path):
@@ -126,6 +129,8 @@ def test_other_settings_hold_their_checks_too(options, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses 0, final parameters 0, optimizer state 0 (must be 0)" in done.stdout
     assert ("sums in another order" in done.stdout) == ("--clip" in options)
+    dropin = "flatparam: torch's FullyShardedDataParallel on flatparam's FlatParamHandle\n"
+    assert (dropin in done.stdout) == ("dropin" in options)
 
 
 def test_an_exception_in_a_rank_ends_the_demo_in_one_clear_line(tmp_path):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from flatparam.demo.config import PARTIAL, PRECISIONS, STRATEGIES, BadSetting, Config
+from flatparam.demo.config import PARTIAL, PRECISIONS, RUNTIMES, STRATEGIES, BadSetting, Config
 from flatparam.demo.processes import DemoFailed, Stopped, Team, stop_on_signals
 
 DEFAULTS = Config()
@@ -33,8 +33,8 @@ def parser(defaults: Config) -> Parser:
     made = Parser(
         prog="python -m flatparam demo",
         description="Train a byte-level GPT on the language reference that CPython carries, three ways on the same "
-        "batches: one unsharded process, torch FSDP1, torch FSDP1 on flatparam. Compare losses, parameters, time and "
-        "memory. Exit status: 0 when every check holds, 1 when one fails, 2 for a bad option.",
+        "batches: one unsharded process, torch FSDP1, flatparam. Compare losses, parameters, time and memory. Exit "
+        "status: 0 when every check holds, 1 when one fails, 2 for a bad option.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -46,6 +46,7 @@ def parser(defaults: Config) -> Parser:
     add("--depth", type=int, metavar="N", help="blocks of the model, one FSDP unit each")
     add("--context", type=int, metavar="N", help="bytes that the model sees")
     add("--batch", type=int, metavar="N", help="rows of a batch, for each rank")
+    add("--runtime", choices=RUNTIMES, help="flatparam's own FullyShardedDataParallel, or torch's on its handle")
     add("--strategy", choices=STRATEGIES, help="what FSDP shards, and when")
     add("--precision", choices=PRECISIONS, help="of forward, backward and gradients; the weights are kept in fp32")
     add("--orig-params", action=argparse.BooleanOptionalAction, help="FSDP's use_orig_params")

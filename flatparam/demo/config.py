@@ -10,6 +10,7 @@ HEAD_WIDTH = 32
 MAX_CONTEXT = 4096  # the validation text has room for some such rows
 STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
 PRECISIONS = ("fp32", "bf16")
+RUNTIMES = ("flatparam", "dropin")  # flatparam's own class, or torch's FSDP1 on flatparam's handle
 PARTIAL = ".partial"  # the end of the name of a file that is being written
 UNIFORM_LOSS = math.log(256)  # nats a byte of a model that knows nothing
 
@@ -35,6 +36,7 @@ class Config:
     depth: int = 6
     context: int = 64
     batch: int = 8
+    runtime: str = "flatparam"
     strategy: str = "full-shard"
     precision: str = "fp32"
     orig_params: bool = True

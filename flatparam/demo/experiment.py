@@ -53,6 +53,11 @@ class Results:
     resumed_losses: list[list[float]]
     sample: str
 
+    @property
+    def engines(self) -> dict[str, set[str]]:
+        """Whose code sharded the model, as the processes of each sharded run say."""
+        return {name: {fact.engine for fact in self.facts if fact.run == name} for name in RUNS if name != UNSHARDED}
+
 
 def run_experiment(config: Config, team: Team, scratch: Path, checkpoint: Path) -> Results:
     """Run the whole demo on ``team``, with bars where stderr is a terminal.

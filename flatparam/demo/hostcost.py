@@ -12,15 +12,15 @@ import torch.testing._internal.distributed.fake_pg  # isort: skip
 
 from flatparam.demo.config import Config
 from flatparam.demo.model import GPT, loss_of
-from flatparam.demo.train import shard
+from flatparam.demo.train import Wrapper, shard
 
 
 class HostCost:
     """A bare and a wrapped model to time in turn. Making one is a collective call; timing is not."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, wrapper: Wrapper) -> None:
         self._repeats = config.host_repeats
-        self._models = (GPT(config), shard(GPT(config), config, backend="fake"))
+        self._models = (GPT(config), shard(GPT(config), config, wrapper, backend="fake"))
         self._rows = torch.zeros(1, min(8, config.context) + 1, dtype=torch.int64)
         for model in self._models:  # the first pass makes buffers and orders
             self._seconds(model)

@@ -17,11 +17,13 @@ class Role:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process says of itself when it is ready."""
+    """What a process says of itself when it is ready; ``engine``: whose code shards its model."""
 
     torch: str
     threads: int
     weights: int
+    run: str
+    engine: str
 
 
 @dataclass(frozen=True)

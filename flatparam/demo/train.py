@@ -12,9 +12,13 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import flatparam
 from flatparam.demo.config import Config
 from flatparam.demo.data import Corpus
+from flatparam.demo.messages import FLATPARAM
 from flatparam.demo.model import GPT, Block, loss_of
+
+Wrapper = type[FullyShardedDataParallel] | type[flatparam.FullyShardedDataParallel]
 
 
 class Trainer:
@@ -107,17 +111,33 @@ class Unsharded(Trainer):
 
 
 class Sharded(Trainer):
-    """torch's FSDP1, on whichever handle is installed: one unit a block, and the root."""
+    """A wrapper's units: one a block, and the root."""
 
-    def __init__(self, config: Config, corpus: Corpus, rank: int) -> None:
-        self._sharded = shard(GPT(config), config)
+    def __init__(self, config: Config, corpus: Corpus, rank: int, wrapper: Wrapper) -> None:
+        self._sharded = shard(GPT(config), config, wrapper)
         super().__init__(config, corpus, self._sharded, range(rank, rank + 1))
 
     def clip(self, norm: float) -> None:
         self._sharded.clip_grad_norm_(norm)
 
 
-def shard(model: nn.Module, config: Config, backend: str = "gloo") -> FullyShardedDataParallel:
+def wrapper_of(run: str, config: Config) -> Wrapper:
+    """Whose wrapper a sharded run uses; with the drop-in it is torch's, on whichever handle is installed."""
+    own = run == FLATPARAM and config.runtime == "flatparam"
+    return flatparam.FullyShardedDataParallel if own else FullyShardedDataParallel
+
+
+def engine_of(model: nn.Module) -> str:
+    """Whose code shards ``model``: found on the model, not in the settings."""
+    if isinstance(model, flatparam.FullyShardedDataParallel):
+        return "flatparam's FullyShardedDataParallel"
+    if isinstance(model, FullyShardedDataParallel):
+        owner = "flatparam" if isinstance(model._handle, flatparam.FlatParamHandle) else "torch"
+        return f"torch's FullyShardedDataParallel on {owner}'s FlatParamHandle"
+    return "nothing"
+
+
+def shard(model: nn.Module, config: Config, wrapper: Wrapper, backend: str = "gloo") -> Any:
     """``model`` wrapped as ``config`` says, over new process groups of ``backend``. A collective call."""
     strategies = {
         "full-shard": ShardingStrategy.FULL_SHARD,
@@ -127,7 +147,7 @@ def shard(model: nn.Module, config: Config, backend: str = "gloo") -> FullyShard
         "hybrid-shard-zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
     }
     low = torch.bfloat16 if config.precision == "bf16" else None
-    return FullyShardedDataParallel(
+    return wrapper(
         model,
         process_group=process_groups(config, backend),
         sharding_strategy=strategies[config.strategy],

@@ -27,7 +27,7 @@ from flatparam.demo.hostcost import HostCost
 from flatparam.demo.memory import PeakMemory, optimizer_bytes, tensor_bytes
 from flatparam.demo.messages import FLATPARAM, UNSHARDED, Block, Difference, Facts, Memory, Role
 from flatparam.demo.model import GPT, generate
-from flatparam.demo.train import Sharded, Trainer, Unsharded
+from flatparam.demo.train import Sharded, Trainer, Unsharded, engine_of, wrapper_of
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,7 +37,7 @@ class Worker:
 
     def __init__(self, config: Config, role: Role) -> None:
         torch.set_num_threads(config.threads)
-        if role.run == FLATPARAM:
+        if role.run == FLATPARAM and config.runtime == "dropin":
             flatparam.install()
         if role.run != UNSHARDED:
             store = dist.FileStore(str(role.scratch / f"{role.run}.store"), config.ranks)
@@ -52,12 +52,18 @@ class Worker:
         if role.run == UNSHARDED:
             self._trainer = Unsharded(config, self._corpus)
         else:
-            self._trainer = Sharded(config, self._corpus, role.rank)
+            self._trainer = Sharded(config, self._corpus, role.rank, wrapper_of(role.run, config))
 
     def facts(self) -> Facts:
         """What the report says of this process."""
         weights = sum(parameter.numel() for parameter in self._trainer.model.parameters())
-        return Facts(torch=torch.__version__, threads=torch.get_num_threads(), weights=weights)
+        return Facts(
+            torch=torch.__version__,
+            threads=torch.get_num_threads(),
+            weights=weights,
+            run=self._role.run,
+            engine=engine_of(self._trainer.model),
+        )
 
     def train(self, first: int, count: int) -> Block:
         """Train on steps ``first`` to ``first + count - 1``."""
@@ -114,7 +120,7 @@ class Worker:
     def host_cost(self) -> list[tuple[float, float]]:
         """Seconds of (bare, wrapped) passes on rank 0; the other ranks only take part in the wrapping."""
         if self._host_cost is None:
-            self._host_cost = HostCost(self._config)
+            self._host_cost = HostCost(self._config, wrapper_of(self._role.run, self._config))
         return self._host_cost.measure() if self._role.rank == 0 else []
 
 
