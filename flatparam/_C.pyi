@@ -21,6 +21,7 @@ class Layout:
         world_size: SupportsIndex,
         itemsize: SupportsIndex,
         alignment: SupportsIndex,
+        blocks: Iterable[SupportsIndex] | None = None,
         /,
     ) -> Layout: ...
     @property

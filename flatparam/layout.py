@@ -57,26 +57,46 @@ class FlatLayout:
     Args: ``numels``: elements of each parameter in order, each >= 0 and one at least >= 1 (a 0-dim parameter has 1);
     ``world_size`` >= 1; ``itemsize``: bytes of an element, with which no size may pass 64 bits; ``alignment``:
     parameters start at multiples of so many elements, and the total is a multiple of the world size; 0: neither. torch
-    aligns to ``16 // itemsize`` with ``use_orig_params=True``, and to 0 without.
+    aligns to ``16 // itemsize`` with ``use_orig_params=True``, and to 0 without; ``blocks``: elements of each parameter
+    that stay on one rank, each >= 1 (all of it, if it has no more): a parameter is cut between ranks only at multiples
+    of its block, counted from its start, and every shard starts at a multiple of the alignment; None: as torch does.
     Shapes: the unsharded flat parameter is ``[numel]``, every rank's shard ``[shard_numel]``, what an all-gather fills
     ``[padded_numel]``.
+    With blocks the shards are as short as the order of the parameters allows; ``padding`` tells what it costs. A rank
+    more than an even split needs at most the longest block, if no parameter with blocks is longer than two shards; one
+    that is makes the shard a multiple of its block. The worst is a shard that holds everything.
     Raises: ShardError when a size, the world size, a rank or a range is out of range; TypeError for what is no int.
     Source: ``FlatParamHandle._init_flat_param_and_metadata``, ``_get_shard_metadata`` and ``_get_unpadded_shard``
     (torch 2.13), of which the attributes with torch's names are equal. Queries about one rank or range cost
     O(log parameters + what they return).
     """
 
-    def __init__(self, numels: Iterable[int], world_size: int, *, itemsize: int = 1, alignment: int = 0):
-        self._layout = _C.Layout(numels, world_size, itemsize, alignment)
+    def __init__(
+        self,
+        numels: Iterable[int],
+        world_size: int,
+        *,
+        itemsize: int = 1,
+        alignment: int = 0,
+        blocks: Iterable[int] | None = None,
+    ):
+        aligned = alignment if blocks is None else alignment or 1
+        self._layout = _C.Layout(numels, world_size, itemsize, aligned, blocks)
         self._num_params = len(self._layout.numels)
 
     @classmethod
     def of_shapes(
-        cls, shapes: Iterable[Sequence[int]], world_size: int, *, itemsize: int = 1, alignment: int = 0
+        cls,
+        shapes: Iterable[Sequence[int]],
+        world_size: int,
+        *,
+        itemsize: int = 1,
+        alignment: int = 0,
+        blocks: Iterable[int] | None = None,
     ) -> "FlatLayout":
         """Lay out parameters of these shapes; the shape ``()`` has one element, as ``(1,)`` has."""
         numels = [math.prod(shape) for shape in shapes]
-        return cls(numels, world_size, itemsize=itemsize, alignment=alignment)
+        return cls(numels, world_size, itemsize=itemsize, alignment=alignment, blocks=blocks)
 
     def __repr__(self) -> str:
         layout = self._layout
@@ -92,7 +112,7 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the unsharded flat parameter: parameters, alignment and world-size padding."""
+        """Elements of the unsharded flat parameter: parameters, alignment and world-size padding; all, with blocks."""
         return self._layout.numel
 
     @property

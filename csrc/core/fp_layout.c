@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/fp_alloc.h"
+#include "core/fp_atomic.h"
 
 /* Elements to add to numel for a multiple of unit (>= 1). */
 static int64_t
@@ -95,6 +96,50 @@ fp_layout_init(fp_layout *layout, const int64_t *numels, size_t n, int64_t align
     }
     made.shard_numel = 1 + (made.numel - 1) / world_size;
     made.padded_numel = made.shard_numel * world_size;
+    *layout = made;
+    return FP_OK;
+}
+
+fp_status
+fp_layout_init_atomic(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment,
+                      int64_t world_size, int64_t item_bytes)
+{
+    fp_layout made = {.world_size = world_size, .item_bytes = item_bytes, .alignment = alignment, .num_params = n};
+    fp_status status =
+        blocks == NULL || alignment < 1 ? FP_EINVAL : check_sizes(numels, n, alignment, world_size, item_bytes);
+    for (size_t i = 0; status == FP_OK && i < n; i++) {
+        status = blocks[i] < 1 ? FP_EINVAL : FP_OK;
+    }
+    if (status == FP_OK) {
+        status = allocate(&made, n);
+    }
+    if (status != FP_OK) {
+        return status;
+    }
+    int64_t *steps = made.item_numels; /* not in use yet */
+    for (size_t i = 0; i < n; i++) {
+        steps[i] = fp_atomic_step(numels[i], blocks[i], alignment);
+    }
+    const fp_atomic atomic = {.numels = numels,
+                              .steps = steps,
+                              .n = n,
+                              .alignment = alignment,
+                              .world_size = world_size,
+                              .most_padded = INT64_MAX / item_bytes};
+    status = fp_atomic_shard_numel(&atomic, &made.shard_numel);
+    if (status != FP_OK) {
+        fp_layout_clear(&made);
+        return status;
+    }
+    fp_atomic_starts(&atomic, made.shard_numel, made.starts);
+    for (size_t i = 0; i < n; i++) {
+        add_item(&made, made.starts[i] - made.numel, 1);
+        made.numels[i] = numels[i];
+        made.numel_params += numels[i];
+        add_item(&made, numels[i], 0);
+    }
+    made.padded_numel = made.shard_numel * world_size;
+    add_item(&made, made.padded_numel - made.numel, 1);
     *layout = made;
     return FP_OK;
 }

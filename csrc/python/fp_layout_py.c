@@ -26,37 +26,54 @@ module_of(PyObject *self)
     return PyType_GetModule(Py_TYPE(self)); /* borrowed */
 }
 
-/* Layout(numels, world_size, itemsize, alignment) */
+/* Layout(numels, world_size, itemsize, alignment[, blocks]) */
 static PyObject *
 layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *self = NULL;  /* owned */
-    int64_t *numels = NULL; /* owned */
-    Py_ssize_t n;
+    PyObject *self = NULL;                  /* owned */
+    int64_t *numels = NULL, *blocks = NULL; /* owned */
+    Py_ssize_t n, n_blocks;
     int64_t world_size, itemsize, alignment;
 
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
         PyErr_SetString(PyExc_TypeError, "Layout() takes no keyword arguments");
         return NULL;
     }
-    if (fp_check_nargs("Layout", PyTuple_GET_SIZE(args), 4) < 0 ||
+    if (fp_check_nargs_between("Layout", PyTuple_GET_SIZE(args), 4, 5) < 0 ||
         fp_as_int64(PyTuple_GET_ITEM(args, 1), &world_size) < 0 ||
         fp_as_int64(PyTuple_GET_ITEM(args, 2), &itemsize) < 0 ||
         fp_as_int64(PyTuple_GET_ITEM(args, 3), &alignment) < 0 ||
         fp_as_int64_array(PyTuple_GET_ITEM(args, 0), &numels, &n) < 0) {
         return NULL;
     }
-    self = type->tp_alloc(type, 0); /* zeroed */
-    if (self != NULL &&
-        fp_fail(PyType_GetModule(type),
-                fp_layout_init(layout_of(self), numels, (size_t)n, alignment, world_size, itemsize),
-                "expected at least one element, no negative size, world_size >= 1, itemsize >= 1 and alignment >= 0, "
-                "with all of it in 64 bits of bytes; got %zd parameters, world_size %lld, itemsize %lld, alignment "
-                "%lld",
-                n, (long long)world_size, (long long)itemsize, (long long)alignment) < 0) {
-        Py_CLEAR(self);
+    if (PyTuple_GET_SIZE(args) == 5 && PyTuple_GET_ITEM(args, 4) != Py_None) {
+        if (fp_as_int64_array(PyTuple_GET_ITEM(args, 4), &blocks, &n_blocks) < 0) {
+            goto done;
+        }
+        if (n_blocks != n) {
+            fp_fail(PyType_GetModule(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", n,
+                    n_blocks);
+            goto done;
+        }
     }
+    self = type->tp_alloc(type, 0); /* zeroed */
+    if (self != NULL) {
+        fp_layout *layout = layout_of(self);
+        const fp_status status =
+            blocks == NULL ? fp_layout_init(layout, numels, (size_t)n, alignment, world_size, itemsize)
+                           : fp_layout_init_atomic(layout, numels, blocks, (size_t)n, alignment, world_size, itemsize);
+        if (fp_fail(PyType_GetModule(type), status,
+                    "expected at least one element, no negative size, world_size >= 1, itemsize >= 1 and alignment >= "
+                    "%d%s, with all of it in 64 bits of bytes; got %zd parameters, world_size %lld, itemsize %lld, "
+                    "alignment %lld",
+                    blocks != NULL, blocks == NULL ? "" : ", blocks of at least 1", n, (long long)world_size,
+                    (long long)itemsize, (long long)alignment) < 0) {
+            Py_CLEAR(self);
+        }
+    }
+done:
     fp_free(numels);
+    fp_free(blocks);
     return self;
 }
 
@@ -203,7 +220,7 @@ static PyType_Slot layout_slots[] = {
     {Py_tp_methods, layout_methods},
     {Py_tp_members, layout_members},
     {Py_tp_getset, layout_getset},
-    {Py_tp_doc, "Layout(numels, world_size, itemsize, alignment, /)\n--\n\n"
+    {Py_tp_doc, "Layout(numels, world_size, itemsize, alignment, blocks=None, /)\n--\n\n"
                 "Where parameters lie in a flat parameter; use it by way of flatparam.FlatLayout."},
     {0, NULL},
 };

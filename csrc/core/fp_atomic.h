@@ -1,0 +1,40 @@
+/* core/fp_atomic.h -- parameters in shards that start aligned and cut no block: how long the shards are at least, and
+ * where each parameter starts. Pure C11: no Python.h, no torch. Sizes are in ELEMENTS.
+ *
+ * Parameters stay in their order, each in one run. A parameter may be cut between two shards only at a multiple of its
+ * block, counted from its start; so one that lies over more than two shards needs shards that are a multiple of its
+ * block long. Padding goes before parameters, and makes all shards equally long. */
+#ifndef FP_ATOMIC_H
+#define FP_ATOMIC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/fp_status.h"
+
+/* The distance of the places where a parameter may be cut; 0: nowhere. Shards and parameters start aligned, so cuts do
+ * too. block: elements that stay together, >= 1; alignment >= 1. */
+int64_t fp_atomic_step(int64_t numel, int64_t block, int64_t alignment);
+
+/* What is to be placed. Borrowed arrays. */
+typedef struct {
+    const int64_t *numels; /* [n] elements of each parameter, >= 0 */
+    const int64_t *steps;  /* [n] fp_atomic_step of each */
+    size_t n;
+    int64_t alignment;   /* parameters and shards start at its multiples, >= 1 */
+    int64_t world_size;  /* >= 1 */
+    int64_t most_padded; /* elements that world_size + 2 shards may have */
+} fp_atomic;
+
+enum { FP_ATOMIC_TRIES = 4096 };
+
+/* The least length of a shard with which all fit, into *shard_numel. The search is exact for its first FP_ATOMIC_TRIES
+ * tries; then it goes on in steps of at least 1 / FP_ATOMIC_TRIES of the length. Whatever it finds is no longer than all
+ * parameters, each rounded up to the alignment. FP_OK; FP_EOVERFLOW if the shards do not fit in most_padded. Allocates
+ * nothing; a try is O(n). */
+fp_status fp_atomic_shard_numel(const fp_atomic *atomic, int64_t *shard_numel);
+
+/* The start of each parameter in shards of this length, which fp_atomic_shard_numel gave. */
+void fp_atomic_starts(const fp_atomic *atomic, int64_t shard_numel, int64_t *starts);
+
+#endif
