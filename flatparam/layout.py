@@ -62,9 +62,9 @@ class FlatLayout:
     of its block, counted from its start, and every shard starts at a multiple of the alignment; None: as torch does.
     Shapes: the unsharded flat parameter is ``[numel]``, every rank's shard ``[shard_numel]``, what an all-gather fills
     ``[padded_numel]``.
-    With blocks the shards are as short as the order of the parameters allows; ``padding`` tells what it costs. A rank
-    more than an even split needs at most the longest block, if no parameter with blocks is longer than two shards; one
-    that is makes the shard a multiple of its block. The worst is a shard that holds everything.
+    With blocks the shards are as short as the order of the parameters allows; ``padding`` tells what it costs. A shard
+    is no longer than an even split, or the longest parameter, and one longest block; nor than an even split and one
+    longest block, rounded up to a common multiple of the blocks (blocks counted in multiples of the alignment).
     Raises: ShardError when a size, the world size, a rank or a range is out of range; TypeError for what is no int.
     Source: ``FlatParamHandle._init_flat_param_and_metadata``, ``_get_shard_metadata`` and ``_get_unpadded_shard``
     (torch 2.13), of which the attributes with torch's names are equal. Queries about one rank or range cost
@@ -129,6 +129,11 @@ class FlatLayout:
     def padded_numel(self) -> int:
         """``shard_numel * world_size``."""
         return self._layout.padded_numel
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self._layout.itemsize
 
     @property
     def shard_bytes(self) -> int:

@@ -282,7 +282,7 @@ VALID = {
     "pack_raw": lambda: [*segment_arguments(4), 0, 8],
     "unpack_raw": lambda: [*segment_arguments(4), 0, 8],
     "simd_level": lambda: ["baseline"],
-    "Layout": lambda: [[5, 1, 7], 3, 4, 16],
+    "Layout": lambda: [[5, 1, 7], 3, 4, 16, [1, 1, 7]],
     "Layout.params_in": lambda: [2, 9],
     "Layout.parts": lambda: [2, 9],
     "Layout.shard_range": lambda: [1],

@@ -34,6 +34,7 @@ INTO = [(RESULTS[0], 0, 4), (RESULTS[1], 8, 4)]
 # interpreter's own, which loses the exception when it cannot make a traceback.
 CALLS = {
     "Layout": (_C.Layout, NUMELS, 4, 4, 4),
+    "Layout with blocks": (_C.Layout, NUMELS, 4, 4, 4, [1, 300, 7]),
     "shard_range": (LAYOUT.shard_range, 3),
     "params_in": (LAYOUT.params_in, 300, 70000),
     "parts": (LAYOUT.parts, 2, 70000),
@@ -53,6 +54,9 @@ CALLS = {
     "simd_level": (_C.simd_level, _C.simd_level()),
     # and what is refused
     "Layout of a negative size": (_C.Layout, [1000, -(10**12)], 4, 4, 4),
+    "Layout of too few blocks": (_C.Layout, NUMELS, 4, 4, 4, [1]),
+    "Layout of no block": (_C.Layout, NUMELS, 4, 4, 4, [1, 0, 1]),
+    "Layout of a block of no number": (_C.Layout, NUMELS, 4, 4, 4, [1, "3", 1]),
     "Layout of no number": (_C.Layout, [1000, "3"], 4, 4, 4),
     "shard_range of no rank": (LAYOUT.shard_range, 4),
     "parts of no range": (LAYOUT.parts, 5, 4),

@@ -159,6 +159,30 @@ def test_every_strategy_shards_as_the_runtime(capsys, tmp_path, strategy):
         compare(found, wrapped, 0)
 
 
+def test_aligned_shards_and_whole_rows_are_those_of_the_runtime(capsys, tmp_path):
+    arguments = [
+        "--wrap",
+        "Block",
+        "--world-size",
+        "3",
+        "--shard-alignment",
+        "64",
+        "--atomic-rows",
+        "--use-orig-params",
+    ]
+    printed, found = inspect(capsys, tmp_path, "inspected:model", *arguments)
+    assert "shards aligned to 64 bytes, whole rows" in printed
+    with fake_world(3):
+        policy = ModuleWrapPolicy({Block})
+        shared = {"shard_alignment": 64, "atomic": "row", "use_orig_params": True}
+        wrapped = FSDP(inspected.model(), auto_wrap_policy=policy, **shared)
+        assert [unit["padding"] * 4 for unit in found["units"]] == [u.padding for u in wrapped.memory_plan().units]
+        for unit, wrapper in zip(found["units"], FSDP.fsdp_modules(wrapped), strict=True):
+            assert unit["shard_numel"] == sum(param.numel() for param in wrapper.params)
+            offsets = [one["offset"] for segment in unit["segments"] for one in segment["parameters"]]
+            assert offsets == [offset for segment in wrapper._unit.segments for offset in segment.layout.offsets]
+
+
 def test_units_by_size_are_those_of_the_runtime(capsys, tmp_path):
     _, found = inspect(capsys, tmp_path, "inspected:model", "--min-params", "60", "--world-size", "2")
     with fake_world(2):
@@ -231,6 +255,7 @@ ERRORS = [
         ["inspected:tied_beside", "--wrap", "Block"],
         "parameter `blocks.2.inner.weight` of unit blocks.2 is shared with `blocks.0.inner.weight`",
     ),
+    (["inspected:model", "--shard-alignment", "24"], "expected shard_alignment to be a power of two of bytes, got 24"),
     (["inspected:model", "--json", "no/such/folder/plan.json"], "No such file or directory"),
 ]
 

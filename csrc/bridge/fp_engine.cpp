@@ -768,13 +768,12 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
             }
             const fp::View &view = geometry->shared->views[i];
             const bool whole = numels[i] == view.numel && targets[i].sizes() == c10::IntArrayRef(view.shape);
-            TORCH_CHECK_VALUE(whole || (targets[i].dim() == 1 && targets[i].numel() == numels[i]),
-                              "expected parameter ", i, " to have ", numels[i],
-                              " elements in one dimension or its shape ", c10::IntArrayRef(view.shape), ", got shape ",
-                              targets[i].sizes());
+            TORCH_CHECK_VALUE(whole || (targets[i].numel() == numels[i] && targets[i].is_non_overlapping_and_dense()),
+                              "expected parameter ", i, " to have ", numels[i], " elements, dense, or its shape ",
+                              c10::IntArrayRef(view.shape), ", got shape ", targets[i].sizes());
             const int64_t offset = grad.storage_offset() + starts[i];
             at::Tensor piece = whole ? fp::alias(grad, view.shape, view.stride, offset)
-                                     : fp::alias(grad, numels[i], int64_t{1}, offset);
+                                     : fp::alias(grad, targets[i].sizes(), targets[i].strides(), offset);
             at::Tensor &slot = targets[i].mutable_grad();
             if (slot.defined()) {
                 TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,

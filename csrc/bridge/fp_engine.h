@@ -83,8 +83,8 @@ void fp_flat_forget(fp_flat *flat, int kept_too); /* drop reductions under way; 
 
 /* tensor.grad = grad whatever the shape and dtype; NULL: None. */
 int fp_engine_set_grad(PyObject *tensor, PyObject *grad);
-/* Add grad, the gradient of the shard, to params[i].grad, its pieces: numels[i] < 0: none here. Where numels[i] is all of
- * the parameter, and it has its shape, in that shape. Pieces that lie together in one gradient are added to in place. */
+/* Add grad, the gradient of the shard, to params[i].grad, its pieces, in the shape that params[i] has: numels[i] < 0: none
+ * here. Pieces that lie together in one gradient are added to in place. */
 int fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
                         const int64_t *numels, PyObject *grad);
 /* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one. */

@@ -36,7 +36,8 @@ def _describe(name: str, originals: list[Original], options: Options) -> list[tu
     settings = (
         f"{placement.shards} shards, {placement.replicas} replicas, reshard_after_forward="
         f"{placement.reshard_after_forward}, use_orig_params={options.use_orig_params}, segments={options.segments}, "
-        f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}"
+        f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}, "
+        f"shard_alignment={options.shard_alignment}, atomic={options.atomic is not None}"
     )
     return [
         (name, settings),
@@ -44,7 +45,8 @@ def _describe(name: str, originals: list[Original], options: Options) -> list[tu
             (
                 f"parameter `{original.fqn}`",
                 f"shape {tuple(original.shape)}, strides {original.stride}, {original.param.dtype}, "
-                f"requires_grad={original.param.requires_grad}, {len(original.names)} names",
+                f"requires_grad={original.param.requires_grad}, {len(original.names)} names, "
+                f"blocks of {original.block}",
             )
             for original in originals
         ),

@@ -29,6 +29,7 @@ from . import collectives
 from . import state_dict as state_dicts
 from .agreement import check_same_unit
 from .api import ShardingStrategy, TrainingState
+from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
 from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
@@ -36,7 +37,7 @@ from .outputs import cast_floats, find_tensors
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .summon import Summoned, summon
-from .unit import Options, Unit, find_originals, owner_of, units_of
+from .unit import Options, Unit, choose_blocks, find_originals, owner_of, units_of
 from .wrap import replace_modules, targets_of
 
 _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
@@ -83,6 +84,8 @@ class FullyShardedDataParallel(nn.Module):
         *,
         placement: Placement | None = None,
         segments: bool = False,
+        shard_alignment: int | None = None,
+        atomic: Atomic = None,
     ):
         super().__init__()
         _watch_optimizers()
@@ -93,6 +96,7 @@ class FullyShardedDataParallel(nn.Module):
             raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
         if backward_prefetch not in _PREFETCH:
             raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}")
+        check_layout_arguments(shard_alignment, atomic)
         self._strategy = ShardingStrategy.of(sharding_strategy)
         self._backward_prefetch = backward_prefetch
         self._forward_prefetch = forward_prefetch
@@ -129,6 +133,8 @@ class FullyShardedDataParallel(nn.Module):
                     "device_mesh": device_mesh,
                     "placement": placement,
                     "segments": segments,
+                    "shard_alignment": shard_alignment,
+                    "atomic": atomic,
                 },
             )
         for inner in module.modules():
@@ -145,12 +151,14 @@ class FullyShardedDataParallel(nn.Module):
         if sync_module_states:
             synchronize(own, ignored_params, self._placement)
         originals = find_originals(own, module, ignored_params, clean_tensor_name)
-        options = Options(self._placement, self.mixed_precision, use_orig_params, segments)
+        choose_blocks(originals, atomic)
+        options = Options(self._placement, self.mixed_precision, use_orig_params, segments, shard_alignment, atomic)
         name = f"the unit of {type(module).__name__}"
         check_same_unit(name, originals, options)
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self.add_module(FSDP_WRAPPED_MODULE, module)
         self._unit = Unit(module, originals, options, name)
+        _warn_of_padding(self._unit)
         self._is_root = False
         self._casts_to: torch.dtype | None = None
         self._loading: Summoned | None = None
@@ -706,6 +714,20 @@ def _refuse(**given: bool) -> None:
     for name, is_given in given.items():
         if is_given:
             raise ValueError(f"FullyShardedDataParallel: the argument {name} is not supported yet")
+
+
+def _warn_of_padding(unit: Unit) -> None:
+    """Say when blocks that may not be cut make more than half of the wire, and a mebibyte, padding."""
+    layouts = [segment.layout for segment in unit.segments]
+    padded = sum(layout.shard_bytes * layout.world_size for layout in layouts)
+    held = sum(sum(layout.numels) * layout.itemsize for layout in layouts)
+    if unit.options.atomic is not None and padded - held > max(held, 2**20):
+        shards = unit.options.placement.shards
+        warnings.warn(
+            f"{unit.name}: {1 - held / padded:.0%} of what is gathered and reduced is padding: with atomic= its {held} "
+            f"bytes take {shards} shards of {padded // shards}. Make larger units, or smaller blocks",
+            stacklevel=3,
+        )
 
 
 def _ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:

@@ -43,7 +43,7 @@ class UnitPlan:
     ``full``: its unsharded parameters, while it is full; ``always_full``: whether they stay; ``resharded``: freed
     between forward and backward; ``unpacked``: what autograd gives for its parameters; ``wire``: the same packed, while
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
-    micro-batches in ``no_sync``.
+    micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has.
     """
 
     name: str
@@ -57,6 +57,7 @@ class UnitPlan:
     wire: int
     reduced: int
     kept: int
+    padding: int
 
 
 class Moment(NamedTuple):
@@ -117,10 +118,11 @@ def plan_unit(
         full=total(full),
         always_full=spread.param is None and spread.optim is not None,
         resharded=spread.reshard_after_forward,
-        unpacked=of_gradients(lambda flat: flat.layout.numel, lambda flat: flat.compute_dtype or flat.dtype),
+        unpacked=of_gradients(lambda flat: sum(flat.layout.numels), lambda flat: flat.compute_dtype or flat.dtype),
         wire=total(wire),
         reduced=total(reduced),
         kept=of_gradients(lambda flat: flat.layout.padded_numel, lambda flat: flat.dtype),
+        padding=total(lambda f: (f.layout.padded_numel - sum(f.layout.numels)) * f.dtype.itemsize),
     )
 
 

@@ -148,10 +148,9 @@ def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
         return None
     dtype = next(grad.dtype for grad in have if grad is not None)
     shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
-    for grad, (original, start, numel, whole) in zip(have, segment.shapes_here(), strict=True):
-        if grad is not None and numel >= 0:
-            target = segment.view(shard, original, start) if whole else shard.narrow(0, start, numel)
-            target.copy_(grad)
+    for grad, here in zip(have, segment.here(), strict=True):
+        if grad is not None and here.numel >= 0:
+            here.of(shard).copy_(grad)
     return shard
 
 
@@ -160,10 +159,9 @@ def put_gradient(unit: Unit, segment: Segment, shard: Tensor) -> None:
     if not unit.options.use_orig_params:
         set_gradient(segment.flat, shard)
         return
-    for original, start, numel, whole in segment.shapes_here():
-        if numel >= 0 and original.param.requires_grad:
-            piece = segment.view(shard, original, start) if whole else shard.narrow(0, start, numel)
-            set_gradient(original.param, piece)
+    for here in segment.here():
+        if here.numel >= 0 and here.original.param.requires_grad:
+            set_gradient(here.original.param, here.of(shard))
 
 
 def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from .. import _C
 from .._flatten import in_storage_order, is_dense, is_truly_contiguous, row_major
 from ..layout import FlatLayout
+from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
 from .placement import Placement
 
 FLAT_PARAM = "_flat_param"
@@ -56,6 +57,7 @@ class Original:
     shape: torch.Size
     stride: tuple[int, ...]
     contiguous: bool
+    block: int = 1  # elements that stay on one rank
 
     @property
     def fqn(self) -> str:
@@ -70,6 +72,42 @@ class Options:
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     use_orig_params: bool = False
     segments: bool = False
+    shard_alignment: int | None = None
+    atomic: Atomic = None
+
+
+class Here(NamedTuple):
+    """What this rank's shard holds of one original parameter, and the shape that its piece has."""
+
+    original: Original
+    start: int  # in the shard
+    numel: int  # -1: nothing
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, shard: Tensor) -> Tensor:
+        """The piece of a tensor like the shard; empty where there is nothing."""
+        if self.numel < 0:
+            return shard.new_empty(self.shape)
+        return shard.as_strided(self.shape, self.stride, shard.storage_offset() + self.start)
+
+
+def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, torch.dtype | None]:
+    """Where parameters of one segment lie; and the dtype that they compute in, None for their own."""
+    first, precision = originals[0].param, options.mixed_precision
+    compute_dtype = precision.param_dtype if first.is_floating_point() else None
+    dtype = compute_dtype or first.dtype
+    arranged = options.atomic is not None or options.shard_alignment is not None
+    layout = FlatLayout.of_shapes(
+        [original.shape for original in originals],
+        shards,
+        itemsize=first.element_size(),
+        alignment=alignment_of(
+            options.shard_alignment, (first.dtype, dtype, precision.reduce_dtype or dtype), options.use_orig_params
+        ),
+        blocks=[original.block for original in originals] if arranged else None,
+    )
+    return layout, compute_dtype
 
 
 class Segment:
@@ -81,20 +119,15 @@ class Segment:
 
     def __init__(self, originals: list[Original], options: Options):
         placement = options.placement
-        first = originals[0].param
         self.originals = originals
         self.placement = placement
         self.use_orig_params = options.use_orig_params
-        precision = options.mixed_precision
-        self.compute_dtype = precision.param_dtype if first.is_floating_point() else None
-        self.reduce_dtype = precision.reduce_dtype
-        dtype = self.compute_dtype or first.dtype
-        self.layout = FlatLayout.of_shapes(
-            [original.shape for original in originals],
-            placement.shards,
-            itemsize=first.element_size(),
-            alignment=16 // dtype.itemsize if options.use_orig_params else 0,
-        )
+        self.reduce_dtype = options.mixed_precision.reduce_dtype
+        self.layout, self.compute_dtype = layout_of(originals, placement.shards, options)
+        self.in_rows = [
+            options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
+            for original in originals
+        ]
         self.pieces = self.layout.param_shards(placement.rank)
         self.flat = FlatParameter(
             self._flatten(), requires_grad=any(original.param.requires_grad for original in originals)
@@ -137,10 +170,20 @@ class Segment:
             for piece in self.pieces
         )
 
-    def shapes_here(self) -> Iterator[tuple[Original, int, int, bool]]:
-        """``(original, start, numel, whole)``: whole where the piece is all of the parameter and keeps its shape."""
-        for original, (start, numel) in zip(self.originals, self.piece_ranges(), strict=True):
-            yield original, start, numel, not self.is_sharded
+    def here(self) -> Iterator[Here]:
+        """What this rank holds of each original parameter.
+
+        A piece is 1-D; it has the parameter's own shape where that is not sharded, and whole rows of it,
+        ``(rows, *shape[1:])``, where ``atomic`` keeps them together.
+        """
+        for original, (start, numel), in_rows in zip(self.originals, self.piece_ranges(), self.in_rows, strict=True):
+            shape, stride = tuple(original.shape), original.stride
+            if self.is_sharded and not in_rows:
+                shape, stride = (max(numel, 0),), (1,)
+            elif self.is_sharded and numel < original.shape.numel():
+                rows = max(numel, 0) // max(1, row_numel(shape))
+                shape, stride = (rows, *shape[1:]), stride if shape else (1,)
+            yield Here(original, start, numel, shape, stride)
 
     def view(self, flat: Tensor, original: Original, start: int) -> Tensor:
         """``original``'s shape and strides at ``start`` of ``flat``."""
@@ -149,13 +192,8 @@ class Segment:
     def point_at_pieces(self) -> None:
         """Let the original parameters' data be their pieces of the shard."""
         shard = self.flat.detach()
-        for original, start, numel, whole in self.shapes_here():
-            if whole:
-                original.param.data = self.view(shard, original, start)
-            elif numel >= 0:
-                original.param.data = shard.narrow(0, start, numel)
-            else:
-                original.param.data = shard.new_empty(0)
+        for here in self.here():
+            here.original.param.data = here.of(shard)
 
     def unsharded(self, flat: Tensor) -> Iterator[Tensor]:
         """Views of an unsharded tensor ``[padded_numel]``, one an original parameter."""
@@ -295,7 +333,8 @@ class Unit:
         """
         for segment in self.segments:
             shard = segment.flat.detach()
-            for piece, (original, start, numel, _whole) in zip(segment.pieces, segment.shapes_here(), strict=True):
+            for piece, here in zip(segment.pieces, segment.here(), strict=True):
+                original, held = here.original, max(here.numel, 0)
                 place = original.names[0]
                 now = getattr(place.module, place.name, original.param)
                 value = now.detach()
@@ -303,20 +342,20 @@ class Unit:
                     for other in original.names:
                         delattr(other.module, other.name)
                         other.module.register_parameter(other.name, original.param)
-                if numel < 0 and value.numel() == 0:
+                if here.numel < 0 and value.numel() == 0:
                     continue
-                at = shard.narrow(0, start, max(numel, 0))
-                if value.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() and numel > 0:
+                if value.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() and held > 0:
                     continue
                 if value.shape == original.shape:
-                    value = in_storage_order(value).narrow(0, piece.intra_param_start_idx or 0, max(numel, 0))
-                elif value.numel() != max(numel, 0):
+                    value = in_order(value, original.stride).narrow(0, piece.intra_param_start_idx or 0, held)
+                elif value.shape == here.shape:
+                    value = in_order(value, here.stride)
+                elif value.numel() != held:
                     raise ValueError(
                         f"{self.name}: expected the new data of parameter `{original.fqn}` to have its shape "
-                        f"{tuple(original.shape)} or that of its piece here, ({max(numel, 0)},), got "
-                        f"{tuple(value.shape)}"
+                        f"{tuple(original.shape)} or that of its piece here, {here.shape}, got {tuple(value.shape)}"
                     )
-                at.copy_(value.reshape(-1))
+                shard.narrow(0, here.start, held).copy_(value.reshape(-1))
             segment.point_at_pieces()
 
     def parameters(self) -> Iterator[tuple[Segment, nn.Parameter]]:
@@ -327,6 +366,15 @@ class Unit:
                     yield segment, original.param
             else:
                 yield segment, segment.flat
+
+
+def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The elements of ``value`` as a 1-D tensor in the order of memory that dense strides give."""
+    if value.stride() == stride:
+        return in_storage_order(value)
+    ordered = value.new_empty(value.numel())
+    ordered.as_strided(value.shape, stride).copy_(value)
+    return ordered
 
 
 def _take_back(unit: "weakref.ref[Unit]") -> None:
@@ -403,6 +451,12 @@ def find_originals(
             elif (submodule, name) not in [(other.module, other.name) for other in original.names]:
                 original.names.append(place)
     return list(found.values())
+
+
+def choose_blocks(originals: Iterable[Original], atomic: Atomic) -> None:
+    """Note what of each parameter stays on one rank. Raises: ValueError, TypeError naming the parameter."""
+    for original in originals:
+        original.block = block_of(original.fqn, original.param, original.shape, original.stride, atomic)
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

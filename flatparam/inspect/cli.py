@@ -56,6 +56,13 @@ def parser() -> Parser:
     names.add_argument("--use-orig-params", action="store_true", help="use_orig_params=True")
     names.add_argument("--flat", action="store_true", help="use_orig_params=False, which is assumed")
     add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
+    add(
+        "--shard-alignment",
+        type=int,
+        metavar="BYTES",
+        help="shard_alignment=BYTES: parameters and shards start aligned",
+    )
+    add("--atomic-rows", action="store_true", help='atomic="row": no row of a parameter is cut between ranks')
     add("--no-prefetch", action="store_true", help="backward_prefetch=None: no unit is gathered ahead")
     add("--png", type=Path, metavar="FILE", help="draw the layout, a step and the other strategies (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write all numbers, and every parameter's place")
@@ -74,6 +81,8 @@ def inspect(options: argparse.Namespace) -> str:
         optimizer=options.optimizer,
         use_orig_params=options.use_orig_params,
         segments=options.segments,
+        shard_alignment=options.shard_alignment,
+        atomic_rows=options.atomic_rows,
         prefetch=not options.no_prefetch,
     )
     module = load(options.factory)

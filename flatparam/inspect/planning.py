@@ -15,13 +15,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from flatparam._C import ShardError
 from flatparam.fsdp.api import ShardingStrategy
+from flatparam.fsdp.blocks import check_layout_arguments
 from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
 from flatparam.fsdp.names import clean_tensor_name
 from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
-from flatparam.fsdp.unit import Options, Original, _by_segment, check_tensors, find_originals
+from flatparam.fsdp.unit import Options, Original, _by_segment, check_tensors, choose_blocks, find_originals, layout_of
 from flatparam.fsdp.wrap import targets_of
 from flatparam.inspect.source import BadInput
-from flatparam.layout import FlatLayout
 
 SUPPORTED = {strategy.name: strategy for strategy, row in TABLE.items() if row.param in (None, row.optim)}
 OPTIMIZERS: dict[str, Callable[[torch.dtype], int]] = {
@@ -49,6 +49,8 @@ class Settings:
     optimizer: str = "adam"
     use_orig_params: bool = False
     segments: bool = False
+    shard_alignment: int | None = None
+    atomic_rows: bool = False
     prefetch: bool = True
 
     def __post_init__(self) -> None:
@@ -191,11 +193,20 @@ def _policy(module: nn.Module, settings: Settings) -> Any:
 def _unit(
     path: str, module: nn.Module, originals: list[Original], precision: MixedPrecision, settings: Settings
 ) -> Unit:
-    options = Options(Placement(), precision, settings.use_orig_params, settings.segments)
+    options = Options(
+        Placement(),
+        precision,
+        settings.use_orig_params,
+        settings.segments,
+        settings.shard_alignment,
+        "row" if settings.atomic_rows else None,
+    )
     unit = path or "(root)"
     try:
+        check_layout_arguments(options.shard_alignment, options.atomic)
         check_tensors([_with_data(original) for original in originals], options)
-        segments = tuple(_segment(group, precision, settings) for group in _by_segment(originals, options))
+        choose_blocks(originals, options.atomic)
+        segments = tuple(_segment(group, options, settings) for group in _by_segment(originals, options))
     except (ValueError, ShardError) as error:
         raise BadInput(f"unit {unit} cannot be made: {' '.join(str(error).split())}") from error
     return Unit(path, type(module).__name__, segments)
@@ -209,16 +220,8 @@ def _with_data(original: Original) -> Original:
     return dataclasses.replace(original, param=nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad))
 
 
-def _segment(
-    originals: list[Original], precision: MixedPrecision, settings: Settings
-) -> tuple[Flat, tuple[Original, ...]]:
-    first = originals[0].param
-    compute_dtype = precision.param_dtype if first.is_floating_point() else None
-    layout = FlatLayout.of_shapes(
-        [original.shape for original in originals],
-        settings.shards,
-        itemsize=first.element_size(),
-        alignment=16 // (compute_dtype or first.dtype).itemsize if settings.use_orig_params else 0,
-    )
+def _segment(originals: list[Original], options: Options, settings: Settings) -> tuple[Flat, tuple[Original, ...]]:
+    layout, compute_dtype = layout_of(originals, settings.shards, options)
     trained = any(original.param.requires_grad for original in originals)
-    return Flat(layout, first.dtype, compute_dtype, precision.reduce_dtype, trained), tuple(originals)
+    dtype, reduce_dtype = originals[0].param.dtype, options.mixed_precision.reduce_dtype
+    return Flat(layout, dtype, compute_dtype, reduce_dtype, trained), tuple(originals)

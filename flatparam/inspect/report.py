@@ -49,6 +49,8 @@ def title(model: str, units: list[Unit], settings: Settings) -> str:
         f"optimizer {settings.optimizer}",
         "use_orig_params" if settings.use_orig_params else "",
         "segments" if settings.segments else "",
+        f"shards aligned to {settings.shard_alignment} bytes" if settings.shard_alignment else "",
+        "whole rows" if settings.atomic_rows else "",
         "" if settings.prefetch else "no prefetch",
     ]
     count = f"{len(units)} unit{'s' if len(units) > 1 else ''}"
@@ -113,6 +115,8 @@ def as_json(model: str, units: list[Unit], plan: MemoryPlan, settings: Settings)
         "param_dtype": None if settings.param_dtype is None else str(settings.param_dtype).removeprefix("torch."),
         "optimizer": settings.optimizer,
         "use_orig_params": settings.use_orig_params,
+        "shard_alignment": settings.shard_alignment,
+        "atomic": "row" if settings.atomic_rows else None,
         "bytes": {"between_steps": plan.between_steps, "peak": plan.peak, "no_sync": plan.no_sync},
         "moments": [
             {"unit": units[moment.unit].path, "phase": moment.phase, "bytes": moment.bytes} for moment in plan.moments
