@@ -34,6 +34,8 @@ from .fsdp import (  # noqa: E402
     StateDictSettings,
     StateDictType,
     TrainingState,
+    defer_init,
+    load_safetensors,
 )
 from .handle import FlatParamHandle  # noqa: E402
 from .install import install, is_installed, uninstall  # noqa: E402
@@ -68,7 +70,9 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "defer_init",
     "install",
     "is_installed",
+    "load_safetensors",
     "uninstall",
 ]

@@ -19,7 +19,9 @@ from .api import (
     StateDictType,
     TrainingState,
 )
+from .deferral import defer_init
 from .fully_sharded import FullyShardedDataParallel
+from .loading import load_safetensors
 from .placement import Placement
 from .plan import MemoryPlan, Piece, UnitPlan
 
@@ -46,4 +48,6 @@ __all__ = [
     "StateDictType",
     "TrainingState",
     "UnitPlan",
+    "defer_init",
+    "load_safetensors",
 ]

@@ -123,7 +123,7 @@ def move(modules: list[nn.Module], ignored_params: set[nn.Parameter], device: to
 
 def synchronize(modules: list[nn.Module], ignored_params: set[nn.Parameter], placement: Placement) -> None:
     """Give every rank the parameters and buffers of the first: over the replicas, then over the ranks that share."""
-    states = [tensor.detach() for tensor in own_state(modules, ignored_params)]
+    states = [tensor.detach() for tensor in own_state(modules, ignored_params) if tensor.numel() > 0]
     for group in (placement.replicate, placement.optim):
         if group is not None and states:
             _sync_params_and_buffers(group, states, _BUCKET_BYTES, 0)

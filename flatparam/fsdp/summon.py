@@ -108,7 +108,7 @@ class Summoned:
                 shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
                 if not torch.equal(shard, mine):  # what was not written is no change to a graph that waits for backward
                     shard.copy_(mine)
-                unit.step.invalidate()
+                unit.filled()
             grad = self.gradients[i]
             if grad is not None and self.writeback:
                 for param, place in zip(params, segment.unsharded(grad), strict=True):

@@ -20,6 +20,7 @@ from .. import _C
 from .._flatten import in_storage_order, is_dense, is_truly_contiguous, row_major
 from ..layout import FlatLayout
 from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
+from .deferral import blank, template_of
 from .placement import Placement
 
 FLAT_PARAM = "_flat_param"
@@ -58,6 +59,7 @@ class Original:
     stride: tuple[int, ...]
     contiguous: bool
     block: int = 1  # elements that stay on one rank
+    template: nn.Parameter | None = None  # where param is a placeholder: what it stands for, on the meta device
 
     @property
     def fqn(self) -> str:
@@ -146,6 +148,9 @@ class Segment:
                 if piece.in_shard and piece.numel_in_shard:
                     start: Any = piece.intra_param_start_idx
                     target = shard.narrow(0, piece.offset_in_shard or 0, piece.numel_in_shard)
+                    if original.template is not None:
+                        blank(target)
+                        continue
                     target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
                 original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
         return shard
@@ -158,6 +163,11 @@ class Segment:
     def is_trained(self) -> bool:
         """Whether any of it does, so that it has gradients."""
         return any(self.trains(original) for original in self.originals)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether some of its parameters have no values yet."""
+        return any(original.template is not None for original in self.originals)
 
     @property
     def is_sharded(self) -> bool:
@@ -324,6 +334,13 @@ class Unit:
             for name in self.flat_names():
                 self.module._parameters.pop(name, None)
 
+    def filled(self) -> None:
+        """Note that the shards were written, and have values."""
+        for segment in self.segments:
+            for original in segment.originals:
+                original.template = None
+        self.step.invalidate()
+
     def take_back(self) -> None:
         """Copy the values of parameters that were replaced, or whose data were, into the shard.
 
@@ -440,13 +457,16 @@ def find_originals(
             place = Name(submodule, name, clean(f"{path}.{name}" if path else name))
             original = found.get(param)
             if original is None:
-                dense = is_dense(param)
+                template = template_of(param)
+                whole = param if template is None else template
+                dense = is_dense(whole)
                 found[param] = Original(
                     param,
                     [place],
-                    param.shape,
-                    tuple(param.stride()) if dense else row_major(param.shape),
-                    is_truly_contiguous(param) if dense else True,
+                    whole.shape,
+                    tuple(whole.stride()) if dense else row_major(whole.shape),
+                    is_truly_contiguous(whole) if dense else True,
+                    template=template,
                 )
             elif (submodule, name) not in [(other.module, other.name) for other in original.names]:
                 original.names.append(place)
@@ -456,7 +476,8 @@ def find_originals(
 def choose_blocks(originals: Iterable[Original], atomic: Atomic) -> None:
     """Note what of each parameter stays on one rank. Raises: ValueError, TypeError naming the parameter."""
     for original in originals:
-        original.block = block_of(original.fqn, original.param, original.shape, original.stride, atomic)
+        whole = original.param if original.template is None else original.template
+        original.block = block_of(original.fqn, whole, original.shape, original.stride, atomic)
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

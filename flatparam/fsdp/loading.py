@@ -1,0 +1,225 @@
+"""Loading safetensors files into a wrapped model: each rank reads what its own shards hold."""
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from .._flatten import is_dense, row_major
+from .blocks import has_rows, row_numel
+from .deferral import blank
+from .names import clean_tensor_name
+from .safetensors_files import Entry, Files
+from .unit import Segment, Unit, in_order, units_of
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+@dataclass
+class Wanted:
+    """What this rank keeps of one tensor: elements ``[start, start + target.numel())`` in its memory order."""
+
+    names: list[str]  # all that the model has for it
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    target: Tensor  # 1-D
+    in_place: bool  # target has no values that a failure could take
+    read: Tensor | None = None
+
+
+def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) -> _IncompatibleKeys:
+    """Load parameters and buffers from safetensors files straight into the shards of the units in ``module``.
+
+    A collective call. Each rank reads the bytes of its own pieces and converts them a MiB at a time; parameters
+    that no unit manages, and buffers, are read whole. All ranks load, or none: files are checked and read before
+    anything is changed, for which a model that has values needs its shards a second time, in host memory, and one made
+    with ``defer_init`` nothing.
+
+    Args: ``files``: a file, an index of several (``*.index.json``), a folder that holds one under its usual name, or
+    several files. Names are those of the unwrapped model; one of a tied parameter's is enough. A tensor is converted
+    from a floating dtype to another, never from or to another kind. ``strict``: every name of the model must be there,
+    and no other.
+    Returns: ``missing_keys`` and ``unexpected_keys``.
+    Raises: RuntimeError on every rank, naming the rank and its error: missing or unexpected names, another shape or
+    kind of dtype, a file that is not in the format or cannot be read, other files on other ranks, a model in the
+    middle of a step.
+    """
+    units = list(units_of(module.modules()))
+    found: _IncompatibleKeys | None = None
+    wanted: list[Wanted] = []
+    reader: Files | None = None
+    error: Exception | None = None
+    try:
+        try:
+            _check_idle(module)
+            reader = Files(files)
+            wanted = list(_wanted(module))
+            found = _match(wanted, reader, strict)
+            for one in wanted:
+                _read(one, reader)
+        except Exception as caught:
+            error = caught
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        _agree(units, said, None if reader is None else reader.digest)
+    except BaseException as failure:
+        for one in wanted:
+            if one.in_place and one.read is not None:
+                blank(one.target)
+        raise failure from error
+    finally:
+        if reader is not None:
+            reader.close()
+    with torch.no_grad():
+        for one in wanted:
+            if one.read is not None and not one.in_place:
+                one.target.copy_(one.read)
+    for unit in units:
+        unit.filled()
+    assert found is not None
+    return found
+
+
+def _check_idle(module: nn.Module) -> None:
+    for inner in module.modules():
+        check = getattr(type(inner), "_check_idle_here", None)
+        if check is not None:
+            check(inner, "load_safetensors")
+
+
+def _wanted(module: nn.Module) -> Iterator[Wanted]:
+    """What this rank reads: its pieces of managed parameters, other parameters and persistent buffers whole."""
+    paths: dict[Unit, list[str]] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for unit in units_of([inner]):
+            paths.setdefault(unit, []).append(path)
+    managed: set[tuple[nn.Module, str]] = set()
+    for unit, places in paths.items():
+        if unit.options.use_orig_params:
+            unit.take_back()
+        managed.update((unit.module, name) for name in unit.flat_names())
+        for segment in unit.segments:
+            managed.update((name.module, name.name) for original in segment.originals for name in original.names)
+            yield from _pieces(places, segment)
+    yield from _unmanaged(module, managed)
+
+
+def _pieces(paths: list[str], segment: Segment) -> Iterator[Wanted]:
+    shard = segment.flat.detach()
+    for original, piece in zip(segment.originals, segment.pieces, strict=True):
+        yield Wanted(
+            [clean_tensor_name(_join(path, name.fqn)) for path in paths for name in original.names],
+            tuple(original.shape),
+            original.stride,
+            piece.intra_param_start_idx or 0,
+            shard.narrow(0, piece.offset_in_shard or 0, piece.numel_in_shard or 0),
+            original.template is not None,
+        )
+
+
+def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]]) -> Iterator[Wanted]:
+    found: dict[int, Wanted] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        persistent = {n: b for n, b in inner._buffers.items() if n not in inner._non_persistent_buffers_set}
+        for name, tensor in {**inner._parameters, **persistent}.items():
+            if tensor is None or (inner, name) in managed:
+                continue
+            key = clean_tensor_name(_join(path, name))
+            if id(tensor) in found:
+                found[id(tensor)].names.append(key)
+                continue
+            if tensor.is_meta or not is_dense(tensor):
+                raise ValueError(
+                    f"`{key}` is {'on the meta device' if tensor.is_meta else 'not dense'}: replace it first"
+                )
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+            found[id(tensor)] = Wanted([key], tuple(tensor.shape), tuple(tensor.stride()), 0, flat, False)
+    yield from found.values()
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _match(wanted: list[Wanted], files: Files, strict: bool) -> _IncompatibleKeys:
+    """Check every tensor that is to be read against its file. Raises: ValueError, RuntimeError."""
+    missing = [one.names[0] for one in wanted if not any(name in files.entries for name in one.names)]
+    known = {name for one in wanted for name in one.names}
+    unexpected = [name for name in files.entries if name not in known]
+    for one in wanted:
+        for name in one.names:
+            if name in files.entries:
+                _check(name, one, files.entries[name])
+    if strict and (missing or unexpected):
+        lines = []
+        for kind, names in (("Missing", missing), ("Unexpected", unexpected)):
+            if names:
+                lines.append(f"{kind} key(s) in the files: " + ", ".join(f'"{name}"' for name in names) + ".")
+        raise RuntimeError(" ".join(lines))
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _check(name: str, one: Wanted, entry: Entry) -> None:
+    if entry.shape != one.shape:
+        raise ValueError(f"{entry.path}: `{name}` has shape {entry.shape}, the model's has {one.shape}")
+    dtype = one.target.dtype
+    same_kind = entry.dtype is not None and (
+        entry.dtype == dtype
+        or (entry.dtype.is_floating_point and dtype.is_floating_point)
+        or (entry.dtype.is_complex and dtype.is_complex)
+    )
+    if not same_kind:
+        raise ValueError(f"{entry.path}: `{name}` has dtype {entry.dtype_name}, which cannot be loaded into {dtype}")
+
+
+def _read(one: Wanted, files: Files) -> None:
+    """Read a piece; of further names of a tied parameter, whether they have the same values."""
+    names = [name for name in one.names if name in files.entries]
+    for name in names[1:]:
+        again = torch.empty_like(one.target, device="cpu")
+        _read_piece(one, files.entries[name], again)
+        first = torch.empty_like(again)
+        _read_piece(one, files.entries[names[0]], first)
+        if not torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
+            raise ValueError(f"`{names[0]}` and `{name}` are one parameter, and have different values in the files")
+    if names:
+        one.read = one.target if one.in_place else torch.empty_like(one.target, device="cpu")
+        _read_piece(one, files.entries[names[0]], one.read)
+
+
+def _read_piece(one: Wanted, entry: Entry, out: Tensor) -> None:
+    """Elements of the file, which is row-major, in the order of the model's memory."""
+    if out.numel() == 0:
+        return
+    if one.stride == row_major(one.shape):
+        entry.read(one.start, out)
+        return
+    row = row_numel(one.shape) if has_rows(one.shape, one.stride) else math.prod(one.shape)
+    first, last = one.start // row, -(-(one.start + out.numel()) // row)
+    rows = torch.empty((last - first) * row, dtype=out.dtype)
+    entry.read(first * row, rows)
+    shape = (last - first, *one.shape[1:]) if row < math.prod(one.shape) else one.shape
+    out.copy_(in_order(rows.view(shape), one.stride).narrow(0, one.start - first * row, out.numel()))
+
+
+def _agree(units: list[Unit], error: str | None, digest: str | None) -> None:
+    """Raises: RuntimeError on every rank that shares a unit with one that has failed, or has read other files."""
+    told = (dist.get_rank() if dist.is_initialized() else 0, error, digest)
+    failed = told if error is not None else None
+    groups = {id(g): g for u in units for g in (u.options.placement.optim, u.options.placement.replicate) if g}
+    for group in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one group it tells in the others
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, failed or told, group=group)
+        failed = next((other for other in everyone if other[1] is not None), None)
+        if failed is None and len({other[2] for other in everyone}) > 1:
+            other = next(other for other in everyone if other[2] != everyone[0][2])
+            failed = (other[0], f"its files are not those of rank {everyone[0][0]}: their headers differ", None)
+    if failed is not None:
+        raise RuntimeError(f"load_safetensors: nothing was loaded: rank {failed[0]}: {failed[1]}")

@@ -1,0 +1,222 @@
+"""Files in the safetensors format: headers checked before anything is read, ranges of elements read into tensors.
+
+A file is eight bytes with the length of the header (little-endian), the header (JSON: name -> dtype, shape and the
+range of bytes behind the header), and the data, row-major, without holes. An index is JSON whose ``weight_map`` tells
+the file of each name.
+"""
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+CHUNK_BYTES = 2**20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class FileError(ValueError):
+    """A file that is not what it should be; the message names it."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: ``dtype`` None where torch has none of this name; ``begin``: its first byte in the file."""
+
+    path: Path
+    descriptor: int
+    dtype: torch.dtype | None
+    dtype_name: str
+    shape: tuple[int, ...]
+    begin: int
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Read elements ``[start, start + out.numel())`` into ``out``, 1-D, converted to its dtype a MiB at a time.
+
+        Raises: FileError, OSError.
+        """
+        assert self.dtype is not None
+        raw = torch.uint8 if self.dtype is torch.bool else self.dtype  # a byte of 2 is no bool
+        direct = raw == out.dtype and out.is_cpu and out.is_contiguous()
+        step = CHUNK_BYTES // raw.itemsize
+        buffer = out if direct else torch.empty(min(step, out.numel()), dtype=raw)
+        for done in range(0, out.numel(), step):
+            count = min(step, out.numel() - done)
+            into = out.narrow(0, done, count) if direct else buffer.narrow(0, 0, count)
+            self._read_bytes(self.begin + (start + done) * raw.itemsize, into)
+            if not direct:
+                out.narrow(0, done, count).copy_(into if raw is self.dtype else into != 0)
+
+    def _read_bytes(self, position: int, into: Tensor) -> None:
+        size = into.numel() * into.itemsize
+        memory = memoryview((ctypes.c_uint8 * size).from_address(into.data_ptr()))
+        done = 0
+        while done < size:
+            count = os.preadv(self.descriptor, [memory[done:]], position + done)
+            if count == 0:
+                raise FileError(f"{self.path}: ended at byte {position + done} while it was read")
+            done += count
+
+
+class Files:
+    """The tensors of some files by name, open until ``close()``.
+
+    Args: ``where``: a file, an index, a folder that holds one under its usual name, or several files.
+    Raises: FileError for what is not in the format, naming the file; OSError.
+    """
+
+    def __init__(self, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]):
+        self.entries: dict[str, Entry] = {}
+        self._open = ExitStack()
+        self._digest = hashlib.sha256()
+        try:
+            paths, mapped = _find(where)
+            for path in paths:
+                self._add(path, None if mapped is None else {name for name, file in mapped.items() if file == path})
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+    @property
+    def digest(self) -> str:
+        """The same for files with the same headers."""
+        return self._digest.hexdigest()
+
+    def _add(self, path: Path, names: set[str] | None) -> None:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FileError(f"{path}: expected a file")
+        descriptor = os.open(path, os.O_RDONLY)
+        self._open.callback(os.close, descriptor)
+        header, begin, size = _read_header(path, descriptor)
+        self._digest.update(header)
+        found = _entries(path, descriptor, header, begin, size)
+        for name in sorted(names or ()):
+            if name not in found:
+                raise FileError(f"{path}: the index says that `{name}` is in it, it is not")
+        for name, entry in found.items():
+            if names is not None and name not in names:
+                continue
+            if name in self.entries:
+                raise FileError(f"{path}: `{name}` is in {self.entries[name].path}, too")
+            self.entries[name] = entry
+
+
+def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
+    """The files, and which names are in which if there is an index."""
+    if not isinstance(where, str | os.PathLike):
+        return [Path(path) for path in where], None
+    path = Path(where)
+    if path.is_dir():
+        inside = [path / name for name in (INDEX_NAME, FILE_NAME) if (path / name).exists()]
+        if not inside:
+            raise FileError(f"{path}: has neither {INDEX_NAME} nor {FILE_NAME}; name the files")
+        path = inside[0]
+    if path.suffix != ".json":
+        return [path], None
+    index = _json(path, path.read_bytes())
+    mapping = index.get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
+        raise FileError(f"{path}: expected `weight_map` to map names to files")
+    for file in mapping.values():
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise FileError(f"{path}: expected files of the same folder, got {file!r}")
+    files = {name: path.parent / file for name, file in mapping.items()}
+    return sorted(set(files.values())), files
+
+
+def _json(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise FileError(f"{path}: `{twice}` is in it twice")
+        return dict(pairs)
+
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{path}: expected JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise FileError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _read_header(path: Path, descriptor: int) -> tuple[bytes, int, int]:
+    """The header, and where the data begin and end in the file."""
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+        raise FileError(f"{path}: expected a safetensors file: a header of {length} bytes in a file of {size}")
+    header = os.pread(descriptor, length, 8)
+    if len(header) != length:
+        raise FileError(f"{path}: ended while its header was read")
+    return header, 8 + length, size
+
+
+def _entries(path: Path, descriptor: int, header: bytes, begin: int, size: int) -> dict[str, Entry]:
+    """The tensors that a header tells of. Raises: FileError unless their data fill the file without holes."""
+    found, ranges = {}, []
+    for name, told in _json(path, header).items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(told, dict):
+            raise FileError(f"{path}: `{name}` has {told!r} where dtype, shape and data_offsets should be")
+        shape, offsets, dtype_name = _sizes(told.get("shape")), _sizes(told.get("data_offsets")), told.get("dtype")
+        if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype_name, str):
+            raise FileError(f"{path}: `{name}` has {told!r} where dtype, shape and data_offsets should be")
+        dtype = DTYPES.get(dtype_name)
+        if dtype is not None and offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+            raise FileError(
+                f"{path}: `{name}` of shape {shape} and dtype {dtype_name} should have "
+                f"{math.prod(shape) * dtype.itemsize} bytes, its data_offsets are {offsets}"
+            )
+        ranges.append((offsets[0], offsets[1], name))
+        found[name] = Entry(path, descriptor, dtype, dtype_name, shape, begin + offsets[0])
+    end = 0
+    for first, last, name in sorted(ranges):
+        if first != end or last < first:
+            raise FileError(
+                f"{path}: the data of `{name}` should begin at byte {end}, its data_offsets are {first, last}"
+            )
+        end = last
+    if begin + end != size:
+        raise FileError(f"{path}: expected {begin + end} bytes, it has {size}")
+    return found
+
+
+def _sizes(values: Any) -> tuple[int, ...] | None:
+    """``values`` if it is a list of sizes."""
+    are = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return tuple(values) if are else None
