@@ -460,31 +460,6 @@ def test_the_gradient_scaler():
     run_ranks(scaling, 2)
 
 
-class Swapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
-
-    def forward(self, x, swap):
-        for block in list(self.blocks)[:: -1 if swap else 1]:
-            x = block(x)
-        return x
-
-
-def order():
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    model = wrap_blocks(Swapped())
-    dist.set_debug_level(dist.DebugLevel.OFF)
-    model(data(0), False).sum().backward()
-    with pytest.raises(RuntimeError, match=r"blocks\.0`.*blocks\.1`|blocks\.1`.*blocks\.0`"):
-        model(data(0), dist.get_rank() == 1)
-    model(data(0), True).sum().backward()
-
-
-def test_ranks_that_run_units_in_another_order():
-    run_ranks(order, 2)
-
-
 def frozen_in_backward():
     """Frozen parameters are not all whole at once in backward, whether units are frozen or hold adapters."""
     for uo, adapters in itertools.product((False, True), (False, True)):

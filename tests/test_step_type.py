@@ -328,3 +328,97 @@ def test_each_allocation_of_the_core_may_fail(uo):
                     model(x).sum().backward()
                     assert all(p.grad is not None for p in model.parameters() if p.numel() > 0)
             assert failures > 1, what
+
+
+def test_an_order_asks_before_what_was_not_to_be_expected():
+    asked, waits = [], []
+    order = _C.Order(lambda *question: asked.append(question), lambda: waits.append(1))
+    for _ in range(3):
+        for event in range(4):
+            order.note(event, event == 0)
+    assert asked == [(0, 0, 1, 0), (1, 1, 0, 0), (2, 2, 0, 0), (3, 3, 0, 0), (4, 0, 1, 0)]
+    order.note(2, True)
+    assert asked[5:] == [(12, 2, 1, 1)]
+    assert (order.count, order.passes, order.at(12), order.at(13)) == (13, 4, (2, True), None)
+    assert not waits
+    order.broken = 1
+    order.note(3, False)
+    order.note(0, True)
+    assert len(asked) == 8  # from then on always
+
+    def refuse(*question):
+        raise KeyError(question)
+
+    order = _C.Order(refuse, refuse)
+    with pytest.raises(KeyError):
+        order.note(5, True)
+    assert order.count == 1
+
+
+def test_orders_that_are_refused():
+    order = _C.Order(print, print)
+    for call in (
+        lambda: _C.Order(print),
+        lambda: order.note(1),
+        lambda: order.note("1", True),
+        lambda: order.note(1, 1),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    for event in (-1, 2**62):
+        with pytest.raises(ValueError, match=r"below 2\*\*62"):
+            order.note(event, False)
+    with pytest.raises(TypeError):
+        order.at("1")
+    assert order.count == 0
+    step = step_of(part_of(module_with()))
+    step.follow(0, order, 0, True)
+    for arguments in ((0, 3, 0, True), (0, order, "0", True), (0, order, 0, 1), (0, order, 0)):
+        with pytest.raises(TypeError):
+            step.follow(*arguments)
+    for which, number in ((2, 0), (-1, 0), (0, -1), (0, 2**32)):
+        with pytest.raises(ValueError, match="group 0 or 1"):
+            step.follow(which, order, number, True)
+    run = run_of()
+    for orders in ([order], (order, 3)):
+        with pytest.raises(TypeError, match="tuple of Order"):
+            run.tell(orders)
+    run.tell((order,))
+
+
+def test_orders_leak_nothing_and_each_allocation_may_fail():
+    before = _C.alloc_live()
+
+    class Asker:
+        def __init__(self):
+            self.order = _C.Order(self.ask, self.ask)  # a cycle
+
+        def ask(self, *question):
+            pass
+
+    for failure in (1, 2):
+        _C.alloc_fail_at(failure)
+        with pytest.raises(MemoryError):
+            _C.Order(print, print)
+        _C.alloc_fail_at(0)
+    asker = Asker()
+    _C.alloc_fail_at(1)
+
+    def note_many(order=asker.order):
+        for event in range(1000):
+            order.note(event, event == 0)
+
+    with pytest.raises(MemoryError):
+        note_many()
+    noted = asker.order.count
+    assert 0 < noted < 1000
+    asker.order.note(noted, False)
+    assert asker.order.count == noted + 1
+    del note_many
+    run = run_of()
+    run.tell((asker.order,))
+    step = step_of(part_of(module_with()))
+    step.follow(1, asker.order, 0, False)
+    del asker, run, step
+    gc.collect()
+    assert _C.alloc_live() == before

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <optional>
 
 #include "bridge/fp_bridge.hpp"
@@ -25,6 +26,10 @@ extern "C" {
 struct fp_group {
     c10::intrusive_ptr<c10d::ProcessGroup> native; // or null: Python's way only
     PyObject *object = nullptr;                    // owned
+    PyObject *watcher = nullptr;                   // owned, or null: nobody is told of its collectives
+    const fp_group_calls *calls = nullptr;
+    uint32_t number = 0;
+    bool sliced = false; // waits are interrupted to tell the watcher
 };
 
 namespace fp {
@@ -75,6 +80,7 @@ struct fp_flat {
     c10::intrusive_ptr<c10d::Work> work; // of a gather
     at::Tensor kept;                     // [total] in the shard's dtype: gradients that are not reduced yet
     at::Tensor wire, reduced;            // of a reduction: its input and output
+    at::Tensor summed;                   // the part of wire that becomes reduced, if wire is added up in place
     c10::intrusive_ptr<c10d::Work> reduction;
     enum { NOTHING, FIRST, LAST } stage = NOTHING;
 
@@ -264,13 +270,96 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
 }
 
 void
-wait_for(c10::intrusive_ptr<c10d::Work> &work)
+announce(const fp_group &group, unsigned kind)
 {
-    if (work) {
-        const c10::intrusive_ptr<c10d::Work> waited = std::move(work);
+    if (group.watcher != nullptr && group.calls->before(group.watcher, fp_event(group.number, kind)) < 0) {
+        throw python_error();
+    }
+}
+
+constexpr std::chrono::milliseconds patience{300};
+
+// Wait for a while; whether the work has ended. What it raises is raised.
+bool
+wait_a_while(c10d::Work &work)
+{
+    const WithoutGil released;
+    try {
+        work.wait(patience);
+        return true;
+    }
+    catch (...) {
+        if (!work.isCompleted()) { /* it is the time that ran out */
+            return false;
+        }
+        work.wait();
+        return true;
+    }
+}
+
+// Whether work may never end, so that its memory cannot be freed; if it has, however it did, it is forgotten.
+bool
+is_lost(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
+{
+    if (!work || group == nullptr || group->watcher == nullptr || !group->calls->is_broken(group->watcher)) {
+        return false;
+    }
+    if (work->isCompleted()) {
         work.reset();
-        const WithoutGil released;
-        waited->wait();
+    }
+    return work != nullptr;
+}
+
+// Wait for what was started over group. If its watcher ends the wait, the work stays: its memory is still written to.
+void
+wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
+{
+    if (!work) {
+        return;
+    }
+    const c10::intrusive_ptr<c10d::Work> waited = work;
+    if (group != nullptr && group->sliced) {
+        while (!wait_a_while(*waited)) {
+            if (group->calls->waiting(group->watcher) < 0) {
+                throw python_error();
+            }
+        }
+        work.reset();
+        return;
+    }
+    work.reset();
+    const WithoutGil released;
+    waited->wait();
+}
+
+// The group of the reduction under way.
+const fp_group *
+reducing_over(const fp_flat &flat)
+{
+    return flat.stage == fp_flat::LAST && flat.replicate_group != nullptr ? flat.replicate_group : flat.shard_group;
+}
+
+// gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can.
+c10::intrusive_ptr<c10d::Work>
+start_reduction(fp_flat &flat, const fp_group &group)
+{
+    if (!group.sliced) {
+        return reduce_scatter(*group.native, flat.reduced, flat.wire);
+    }
+    const int64_t numel = flat.reduced.numel();
+    flat.summed = alias(flat.wire, numel, int64_t{1}, flat.wire.storage_offset() + group.native->getRank() * numel);
+    std::vector<at::Tensor> tensors = {flat.wire};
+    const WithoutGil released;
+    return group.native->allreduce(tensors);
+}
+
+void
+wait_for_reduction(fp_flat &flat)
+{
+    wait_for(flat.reduction, reducing_over(flat));
+    if (flat.summed.defined()) {
+        flat.reduced.copy_(flat.summed);
+        flat.summed.reset();
     }
 }
 
@@ -378,8 +467,18 @@ fp_group_free(fp_group *group)
 {
     if (group != nullptr) {
         Py_XDECREF(group->object);
+        Py_XDECREF(group->watcher);
         delete group;
     }
+}
+
+void
+fp_group_watch(fp_group *group, PyObject *watcher, const fp_group_calls *calls, uint32_t number, int sliced)
+{
+    group->calls = calls;
+    group->number = number;
+    group->sliced = sliced != 0;
+    Py_XSETREF(group->watcher, Py_NewRef(watcher));
 }
 
 fp_unit_ref *
@@ -521,7 +620,10 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
         if (flat->borrowed) {
             return 0;
         }
-        fp::wait_for(flat->work);
+        if (flat->shards > 1) {
+            fp::announce(*flat->shard_group, FP_EVENT_GATHERS);
+        }
+        fp::wait_for(flat->work, flat->shard_group);
         c10::StorageImpl *storage = fp::storage_of(flat->full);
         const size_t bytes = static_cast<size_t>(flat->geometry->total) * flat->full.element_size();
         if (storage->nbytes() != bytes) {
@@ -549,7 +651,7 @@ int
 fp_flat_wait(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
-        fp::wait_for(flat->work);
+        fp::wait_for(flat->work, flat->shard_group);
         return 0;
     });
 }
@@ -564,7 +666,10 @@ int
 fp_flat_release(fp_flat *flat, const char *reason)
 {
     return fp::guarded(-1, [&] {
-        fp::wait_for(flat->work);
+        if (fp::is_lost(flat->work, flat->shard_group)) {
+            return 0; /* it may still be written to */
+        }
+        fp::wait_for(flat->work, flat->shard_group);
         if (!flat->borrowed && !flat->stays_full && flat->full.defined()) {
             c10::StorageImpl *storage = fp::storage_of(flat->full);
             storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
@@ -636,11 +741,12 @@ fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_obj
         if (flat->shards > 1) {
             flat->reduced = at::empty({flat->shard_numel}, options);
             flat->stage = flat->replicate_group != nullptr ? fp_flat::FIRST : fp_flat::LAST;
+            fp::announce(*flat->shard_group, FP_EVENT_REDUCES);
             if (collectives != nullptr || !flat->shard_group->native) {
                 fp::call_python(collectives, "reduce_scatter", flat->reduced, flat->wire, *flat->shard_group);
             }
             else {
-                flat->reduction = fp::reduce_scatter(*flat->shard_group->native, flat->reduced, flat->wire);
+                flat->reduction = fp::start_reduction(*flat, *flat->shard_group);
             }
             return 0;
         }
@@ -660,13 +766,14 @@ fp_flat_advance(fp_flat *flat, PyObject *collectives)
         if (flat->stage == fp_flat::NOTHING) {
             return 0;
         }
-        fp::wait_for(flat->reduction);
+        fp::wait_for_reduction(*flat);
         if (flat->shards > 1) {
             flat->wire.reset();
         }
         if (flat->stage == fp_flat::LAST) {
             return 1;
         }
+        fp::announce(*flat->replicate_group, FP_EVENT_REDUCES);
         flat->stage = fp_flat::LAST;
         if (collectives != nullptr || !flat->replicate_group->native) {
             fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
@@ -692,7 +799,7 @@ fp_flat_take(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        fp::wait_for(flat->reduction);
+        fp::wait_for_reduction(*flat);
         at::Tensor result = std::move(flat->reduced);
         flat->reduced.reset();
         flat->wire.reset();
@@ -724,6 +831,7 @@ void
 fp_flat_forget(fp_flat *flat, int kept_too)
 {
     flat->reduction.reset();
+    flat->summed.reset();
     flat->wire.reset();
     flat->reduced.reset();
     flat->stage = fp_flat::NOTHING;

@@ -23,6 +23,23 @@ typedef struct fp_group fp_group;
 fp_group *fp_group_new(PyObject *group, const char *name);
 void fp_group_free(fp_group *group); /* NULL is allowed */
 
+/* What is told of a group's collectives: before each, which it is (see fp_event), and a few times a second while one is
+ * waited for, if sliced. Both are called with the GIL held and give 0, or -1 with an exception: then the collective does
+ * not begin, or the wait ends. is_broken: 1 if those under way may never end. watcher is kept; number: in the events. */
+typedef struct {
+    int (*before)(PyObject *watcher, uint64_t event);
+    int (*waiting)(PyObject *watcher);
+    int (*is_broken)(PyObject *watcher);
+} fp_group_calls;
+void fp_group_watch(fp_group *group, PyObject *watcher, const fp_group_calls *calls, uint32_t number, int sliced);
+
+enum { FP_EVENT_GATHERS = 0, FP_EVENT_REDUCES = 1, FP_EVENT_KINDS = 4 };
+static inline uint64_t
+fp_event(uint32_t number, unsigned kind)
+{
+    return (uint64_t)number * FP_EVENT_KINDS + kind;
+}
+
 /* What runs when autograd comes to a unit. Both are called with the GIL held and give 0, or -1 with an exception. */
 typedef struct fp_gradients fp_gradients; /* those of the views of one flat, during the call */
 typedef struct {

@@ -3,6 +3,7 @@
 
 #include "core/fp_alloc.h"
 #include "python/fp_layout_py.h"
+#include "python/fp_order_py.h"
 #include "python/fp_attributes.h"
 #include "python/fp_run.h"
 #include "python/fp_step.h"
@@ -195,6 +196,10 @@ fp_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "Step", state->Step) < 0) {
         return -1;
     }
+    state->Order = fp_order_type_new(module);
+    if (PyModule_AddObjectRef(module, "Order", state->Order) < 0) {
+        return -1;
+    }
     for (size_t i = 0; i < sizeof fp_method_tables / sizeof fp_method_tables[0]; i++) {
         if (PyModule_AddFunctions(module, fp_method_tables[i]) < 0) {
             return -1;
@@ -213,6 +218,7 @@ fp_traverse(PyObject *module, visitproc visit, void *arg)
         Py_VISIT(state->Unit);
         Py_VISIT(state->Run);
         Py_VISIT(state->Step);
+        Py_VISIT(state->Order);
     }
     return 0;
 }
@@ -227,6 +233,7 @@ fp_clear(PyObject *module)
         Py_CLEAR(state->Unit);
         Py_CLEAR(state->Run);
         Py_CLEAR(state->Step);
+        Py_CLEAR(state->Order);
     }
     return 0;
 }

@@ -11,6 +11,7 @@
 #include "python/fp_pass.h"
 
 #include "core/fp_alloc.h"
+#include "python/fp_order_py.h"
 
 enum { PREFETCH_NONE = 0, PREFETCH_PRE = 1, PREFETCH_POST = 2 };
 
@@ -253,6 +254,9 @@ begin_pass(fp_run *run)
         return -1;
     }
     run->pass++;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->orders); i++) {
+        fp_order_begin_pass(PyTuple_GET_ITEM(run->orders, i));
+    }
     for (Py_ssize_t i = 0; i < run->n_order; i++) {
         run->order[i]->position = -1;
     }
@@ -663,6 +667,9 @@ finish(void *run_pointer)
         Py_INCREF(step);
         status = finish_step(step);
         Py_DECREF(step);
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->orders); i++) {
+        fp_order_end_backward(PyTuple_GET_ITEM(run->orders, i), !run->synchronize);
     }
     run->n_order = 0;
     run->reducing = NULL;

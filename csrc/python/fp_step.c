@@ -5,6 +5,7 @@
 #include <structmember.h>
 
 #include "core/fp_alloc.h"
+#include "python/fp_order_py.h"
 #include "python/fp_pass.h"
 #include "python/fp_run.h"
 
@@ -131,6 +132,35 @@ step_join(PyObject *self, PyObject *run_object)
     step->run = (fp_run *)Py_NewRef(run);
     step->full_pass = -1;
     step->keep = 0;
+    Py_RETURN_NONE;
+}
+
+/* follow(which, order, number, sliced); which: 0 the group that shares the unit, 1 the one that replicates it */
+static PyObject *
+step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_step *step = (fp_step *)self;
+    int64_t which, number;
+    int sliced;
+    if (fp_check_nargs("follow", nargs, 4) < 0 || fp_as_int64(args[0], &which) < 0 ||
+        fp_as_int64(args[2], &number) < 0 || fp_as_bool(args[3], &sliced) < 0) {
+        return NULL;
+    }
+    if (which < 0 || which > 1 || number < 0 || number > UINT32_MAX - step->n_parts) {
+        PyErr_Format(PyExc_ValueError, "expected group 0 or 1 and a number of 32 bits, got %lld and %lld",
+                     (long long)which, (long long)number);
+        return NULL;
+    }
+    if (!fp_order_check(args[1])) {
+        PyErr_Format(PyExc_TypeError, "expected an Order, got %.200s", Py_TYPE(args[1])->tp_name);
+        return NULL;
+    }
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_group *group = which == 0 ? step->parts[k].shard_group : step->parts[k].replicate_group;
+        if (group != NULL) {
+            fp_group_watch(group, args[1], &fp_order_calls, (uint32_t)(number + k), sliced);
+        }
+    }
     Py_RETURN_NONE;
 }
 
@@ -261,6 +291,10 @@ step_is_full(PyObject *self, void *ignored)
 
 static PyMethodDef step_methods[] = {
     {"join", step_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
+    {"follow", FP_FASTCALL(step_follow), METH_FASTCALL,
+     "follow($self, which, order, number, sliced, /)\n--\n\nTell an Order of the collectives over a group: 0 the one "
+     "that shares the unit, 1 the one that replicates it.\nIts parts are called number and on; sliced: tell it also "
+     "while one is waited for."},
     {"pre_forward", fp_pass_pre_forward, METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
     {"post_forward", fp_pass_post_forward, METH_O,

@@ -22,6 +22,7 @@ from .api import (
 from .deferral import defer_init
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
+from .order import OrderError
 from .placement import Placement
 from .plan import MemoryPlan, Piece, UnitPlan
 
@@ -37,6 +38,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OrderError",
     "Piece",
     "Placement",
     "ShardedGradScaler",

@@ -33,6 +33,7 @@ from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
 from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
+from .order import follow
 from .outputs import cast_floats, find_tensors
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
@@ -163,7 +164,6 @@ class FullyShardedDataParallel(nn.Module):
         self._casts_to: torch.dtype | None = None
         self._loading: Summoned | None = None
         self._comm_hook: collectives.Hooked | None = None
-        self._checks_order = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self._settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -241,8 +241,6 @@ class FullyShardedDataParallel(nn.Module):
         if self._casts_to is not None:
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
         try:
-            if self._checks_order:
-                self._check_order()
             if step.has_frozen and torch.is_grad_enabled():
                 self._watch_inputs((args, kwargs))
             step.pre_forward()
@@ -296,6 +294,7 @@ class FullyShardedDataParallel(nn.Module):
             precision = wrapper.mixed_precision
             casts = precision.cast_root_forward_inputs if wrapper is root else precision.cast_forward_inputs
             wrapper._casts_to = precision.param_dtype if casts else None
+        follow(run, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
         root._cast_buffers(wrappers)
 
     def _cast_buffers(self, wrappers: list["FullyShardedDataParallel"]) -> None:
@@ -313,21 +312,6 @@ class FullyShardedDataParallel(nn.Module):
                         wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
                         module._buffers[name] = buffer.to(dtype)
                         done.add(id(module._buffers[name]))
-
-    def _check_order(self) -> None:
-        """Compare with the other ranks which unit comes next. Raises: RuntimeError naming both, on all ranks."""
-        group = self._placement.optim or self._placement.replicate
-        if group is None or torch._C._current_graph_task_id() >= 0:
-            return
-        name = self._unit.name
-        names: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(names, name, group=group)
-        for rank, other in enumerate(names):
-            if other != name:
-                raise RuntimeError(
-                    f"the ranks run units in different orders: rank {dist.get_rank(group)} comes to {name}, rank "
-                    f"{rank} to {other}"
-                )
 
     def _check_root(self, what: str) -> None:
         """Raises: StateError unless this is the outermost unit and nothing is under way."""

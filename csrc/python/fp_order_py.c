@@ -1,0 +1,244 @@
+/* python/fp_order_py.c -- the type _C.Order: who asks the other ranks, and when. What is expected is in core/fp_order.c;
+ * how they are asked is Python's. */
+#include "python/fp_order_py.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+#include "core/fp_order.h"
+
+typedef struct {
+    PyObject_HEAD
+    fp_order *order;
+    PyObject *agree;   /* agree(index, event, new_pass, alone) */
+    PyObject *waiting; /* waiting() */
+    int broken;        /* the ranks do not agree */
+    int began;         /* a pass, since the last event */
+    int ended;         /* a backward, since the last event */
+    int keeps;         /* the last backward kept its gradients */
+} order_object;
+
+static PyTypeObject *order_type; /* borrowed from the module, which lives as long as the process */
+
+static int
+call(PyObject *function, PyObject *args)
+{
+    PyObject *result = args == NULL ? NULL : PyObject_CallObject(function, args);
+    Py_XDECREF(args);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static int
+note(order_object *self, uint64_t event, int new_pass)
+{
+    fp_order_verdict verdict;
+    const int64_t index = fp_order_count(self->order);
+    switch (fp_order_note(self->order, event, new_pass, &verdict)) {
+        case FP_OK:
+            break;
+        case FP_ENOMEM:
+            PyErr_NoMemory();
+            return -1;
+        default:
+            PyErr_Format(PyExc_ValueError, "expected an event below 2**62, got %llu", (unsigned long long)event);
+            return -1;
+    }
+    if (verdict == FP_ORDER_EXPECTED && !self->broken) {
+        return 0;
+    }
+    return call(self->agree,
+                Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass, verdict != FP_ORDER_NEW));
+}
+
+static int
+before(PyObject *watcher, uint64_t event)
+{
+    order_object *self = (order_object *)watcher;
+    const int gathers = event % FP_EVENT_KINDS == FP_EVENT_GATHERS;
+    const int new_pass =
+        self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
+    self->ended = 0;
+    self->began = self->began && !new_pass;
+    return note(self, event + (!gathers && self->keeps ? 2 : 0), new_pass);
+}
+
+static int
+waiting(PyObject *watcher)
+{
+    return call(((order_object *)watcher)->waiting, PyTuple_New(0));
+}
+
+static int
+is_broken(PyObject *watcher)
+{
+    return ((order_object *)watcher)->broken;
+}
+
+const fp_group_calls fp_order_calls = {.before = before, .waiting = waiting, .is_broken = is_broken};
+
+void
+fp_order_begin_pass(PyObject *order)
+{
+    ((order_object *)order)->began = 1;
+}
+
+void
+fp_order_end_backward(PyObject *order, int keeps)
+{
+    order_object *self = (order_object *)order;
+    self->ended = 1;
+    self->keeps = keeps;
+}
+
+int
+fp_order_check(PyObject *object)
+{
+    return PyObject_TypeCheck(object, order_type);
+}
+
+/* ---- the type ---- */
+
+static PyObject *
+order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"agree", "waiting", NULL};
+    PyObject *agree, *waiting_function;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Order", keywords, &agree, &waiting_function)) {
+        return NULL;
+    }
+    order_object *self = (order_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->agree = Py_NewRef(agree);
+    self->waiting = Py_NewRef(waiting_function);
+    self->ended = 1; /* the first event begins a pass */
+    self->order = fp_order_new();
+    if (self->order == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static int
+order_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    order_object *self = (order_object *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->agree);
+    Py_VISIT(self->waiting);
+    return 0;
+}
+
+static int
+order_clear(PyObject *object)
+{
+    order_object *self = (order_object *)object;
+    Py_CLEAR(self->agree);
+    Py_CLEAR(self->waiting);
+    return 0;
+}
+
+static void
+order_dealloc(PyObject *object)
+{
+    order_object *self = (order_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)order_clear(object);
+    fp_order_free(self->order);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* note(event, new_pass) */
+static PyObject *
+order_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t event;
+    int new_pass;
+    if (fp_check_nargs("note", nargs, 2) < 0 || fp_as_int64(args[0], &event) < 0 ||
+        fp_as_bool(args[1], &new_pass) < 0 || note((order_object *)object, (uint64_t)event, new_pass) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* at(index) */
+static PyObject *
+order_at(PyObject *object, PyObject *argument)
+{
+    int64_t index;
+    uint64_t event;
+    int new_pass;
+    if (fp_as_int64(argument, &index) < 0) {
+        return NULL;
+    }
+    if (!fp_order_at(((order_object *)object)->order, index, &event, &new_pass)) {
+        Py_RETURN_NONE;
+    }
+    return Py_BuildValue("KO", (unsigned long long)event, new_pass ? Py_True : Py_False);
+}
+
+static PyObject *
+order_count(PyObject *object, void *ignored)
+{
+    return PyLong_FromLongLong(fp_order_count(((order_object *)object)->order));
+}
+
+static PyObject *
+order_passes(PyObject *object, void *ignored)
+{
+    return PyLong_FromLongLong(fp_order_passes(((order_object *)object)->order));
+}
+
+static PyMethodDef order_methods[] = {
+    {"note", FP_FASTCALL(order_note), METH_FASTCALL,
+     "note($self, event, new_pass, /)\n--\n\nAn event comes: ask the other ranks, unless all expect it."},
+    {"at", order_at, METH_O, "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef order_getset[] = {
+    {"count", order_count, NULL, "Events so far.", NULL},
+    {"passes", order_passes, NULL, "Passes that they began.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef order_members[] = {
+    {"broken", T_INT, offsetof(order_object, broken), 0, "1: the ranks do not agree; each event asks then."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot order_slots[] = {
+    {Py_tp_doc,
+     "Order(agree, waiting)\n--\n\n"
+     "The collectives over one group, in the order of this process.\n\n"
+     "agree(index, event, new_pass, alone) is called before one that was not to be expected; alone: ranks that did as\n"
+     "expected do not call it. waiting() is called a few times a second while one is waited for."},
+    {Py_tp_new, order_new},
+    {Py_tp_dealloc, order_dealloc},
+    {Py_tp_traverse, order_traverse},
+    {Py_tp_clear, order_clear},
+    {Py_tp_methods, order_methods},
+    {Py_tp_getset, order_getset},
+    {Py_tp_members, order_members},
+    {0, NULL},
+};
+
+static PyType_Spec order_spec = {
+    .name = "flatparam._C.Order",
+    .basicsize = sizeof(order_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = order_slots,
+};
+
+PyObject *
+fp_order_type_new(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &order_spec, NULL);
+    order_type = (PyTypeObject *)type;
+    return type;
+}

@@ -1,0 +1,243 @@
+"""Whether all ranks of a group come to the same collectives in one order: found out before they talk past each other.
+
+The C core (``_C.Order``) knows which collective comes next from those before. Where a rank comes to that one, it asks
+nobody. Where it comes to another, or nothing is known yet, it asks the others here, through the group's store:
+
+- nothing is known yet, so every rank asks: who comes first says what it does; the others compare, nobody waits;
+- another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked.
+
+A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store.
+"""
+
+import json
+import time
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from .unit import Unit
+
+_KINDS = ("gathers", "reduces the gradients of", "gathers", "reduces the gradients, and those kept in no_sync, of")
+_WITHOUT_STORE = ("fake", "threaded")  # groups whose ranks are not processes
+_LAST_MOMENT = 2.0  # seconds before the group's own time-out, to say more than it does
+
+
+class OrderError(RuntimeError):
+    """The ranks of a group have come to different collectives; the message is the same on all of them."""
+
+
+class _Post(NamedTuple):
+    """What one rank says of its next collective."""
+
+    rank: int
+    step: int
+    event: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.what}"
+
+
+class Sequence:
+    """The collectives of this process over one group.
+
+    Args: ``group``: not kept; ``backend``: its backend for the device of the units; ``store``: of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store):
+        self.names: list[str] = []
+        self.order = _C.Order(self._agree, self._look)
+        self._store = dist.PrefixStore("flatparam", store)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._me = dist.get_rank(group)
+        self._seconds = _time_out(backend)
+        self.sliced = _name(backend) == "gloo"
+        self._asked: list[int] = []
+        self._told = 0
+        self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
+        self._reason = ""
+        self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
+
+    def number(self, names: Iterable[str]) -> int:
+        """Numbers for the parts of a unit, one a name; returns the first."""
+        first = len(self.names)
+        self.names += names
+        return first
+
+    def _post(self, event: int, new_pass: int, step: int) -> _Post:
+        number, kind = divmod(event, len(_KINDS))
+        return _Post(
+            self._ranks[self._me], step, event * 2 + new_pass, f"{_KINDS[kind]} {self.names[number]}, in step {step}"
+        )
+
+    def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
+        """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
+        if self.order.broken:
+            raise OrderError(self._reason)
+        mine = self._post(event, new_pass, self.order.passes)
+        first = self._first(index, mine)
+        if first[1:] != mine[1:]:
+            self._differ(first, mine)
+        self._asked.append(index)
+        if alone:
+            self._wait_for_all(index, mine)
+            self._asked = [index]
+            self._tell(mine)
+
+    def _first(self, index: int, mine: _Post) -> _Post:
+        """What the first rank to ask has said."""
+        return _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
+
+    def _wait_for_all(self, index: int, mine: _Post) -> None:
+        self._point_at(index)
+        if self._store.add(f"{index}/asked", 1) == len(self._ranks):
+            self._forget(index)
+            self._store.compare_set("pending", str(index), "")
+            self._store.set(f"{index}/go", "1")
+            return
+        begin = looked = time.monotonic()
+        pause = 0.0
+        while not self._store.check([f"{index}/go"]):
+            time.sleep(pause)
+            pause = min(0.05, pause + 0.0005)
+            self._raise_if_broken()
+            now = time.monotonic()
+            if now - looked > 1.0:
+                looked = now
+                self._point_at(index)
+                self._store.set(f"at/{self._me}", json.dumps(mine))
+            if now - begin > self._seconds:
+                self._late(mine)
+
+    def _point_at(self, index: int) -> None:
+        """Let ranks that wait for a collective find what is asked: the first question that has no answer yet."""
+        now = self._store.compare_set("pending", "", str(index)).decode()
+        if int(now) < index:
+            self._compare(now)
+        elif int(now) > index:
+            self._store.compare_set("pending", now, str(index))
+
+    def _compare(self, index: str) -> None:
+        """Whether this rank did what is asked about, if it has come to it. Raises: OrderError, on every rank."""
+        passed = self.order.at(int(index))
+        if passed is not None and self._store.check([index]):
+            first = _Post(*json.loads(self._store.get(index)))
+            since = (self.order.at(later) for later in range(int(index) + 1, self.order.count))
+            mine = self._post(*passed, self.order.passes - sum(new_pass for _, new_pass in filter(None, since)))
+            if first.event != mine.event:
+                self._differ(first, mine)
+
+    def _forget(self, index: int) -> None:
+        """Every rank has asked about ``index``, so nobody will look at what was asked before it."""
+        for old in self._asked:
+            if old < index:
+                for key in (f"{old}", f"{old}/asked", f"{old}/go"):
+                    self._store.delete_key(key)
+
+    def _look(self) -> None:
+        """A collective that was expected has been waited for for another second. Raises: OrderError, on every rank."""
+        self._raise_if_broken()
+        if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
+            self._compare(pending)
+        last = self.order.at(self.order.count - 1)
+        now = time.monotonic()
+        if self._stuck[0] != self.order.count:
+            self._stuck = (self.order.count, now - 1.0)
+        if last is not None:
+            mine = self._post(*last, self.order.passes)
+            self._store.set(f"at/{self._me}", json.dumps(mine))
+            if now - self._stuck[1] > self._seconds:
+                self._late(mine)
+
+    def _raise_if_broken(self) -> None:
+        if self._store.check(["broken"]):
+            self._break(self._store.get("broken").decode())
+
+    def _differ(self, first: _Post, mine: _Post) -> NoReturn:
+        one, other = sorted((first, mine))
+        self._break(f"the ranks run units in different orders: {one}; {other}")
+
+    def _late(self, mine: _Post) -> NoReturn:
+        """Name the ranks that wait for nothing here."""
+        absent = [rank for i, rank in enumerate(self._ranks) if not self._store.check([f"at/{i}"])]
+        who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}" if absent else "all of them wait"
+        self._break(
+            f"{mine} and has waited {self._seconds:.0f} s for the others: {who} came to no collective of this model"
+        )
+
+    def _break(self, reason: str) -> NoReturn:
+        """Who is first to find a reason gives it to all."""
+        end = (
+            ". Every rank must run the same units in the same order, as often. Collectives of these ranks may be under "
+            "way that never end, so this process group cannot be used any more"
+        )
+        self._close(reason if reason.endswith(end) else reason + end)
+        for peer in self._peers:
+            peer._close(self._reason)
+        raise OrderError(self._reason)
+
+    def _close(self, reason: str) -> None:
+        self._reason = self._store.compare_set("broken", "", reason).decode()
+        self.order.broken = 1
+
+    def _tell(self, mine: _Post) -> None:
+        """All ranks do another thing than was to be expected: that is legal, and may be what a user looks for."""
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told != mine.step:
+            self._told = mine.step
+            warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)
+
+
+_sequences: "weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence | None]" = weakref.WeakKeyDictionary()
+
+
+def sequence_of(group: dist.ProcessGroup | None, device: torch.device) -> Sequence | None:
+    """The one of ``group``; None where its ranks are no processes that could disagree."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    if group not in _sequences:
+        _sequences[group] = _make(group, device)
+    return _sequences[group]
+
+
+def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    if store is None:
+        return None
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:  # it is no backend of torch's kind
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL has it
+    return None if _name(backend) in _WITHOUT_STORE else Sequence(group, backend, store)
+
+
+def _name(backend: Any) -> str:
+    return str(backend.name()) if hasattr(backend, "name") else ""
+
+
+def _time_out(backend: Any) -> float:
+    """Seconds after which to give up: a moment before the group does."""
+    options = getattr(backend, "options", None)
+    limit = getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds()
+    return float(max(limit - _LAST_MOMENT, limit / 2))
+
+
+def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
+    """Have the collectives of a tree's units checked: each with its device, in the same order on all ranks."""
+    found: dict[int, Sequence] = {}
+    for unit, device in units:
+        placement = unit.options.placement
+        for which, group in enumerate((placement.optim, placement.replicate)):
+            sequence = sequence_of(group, device)
+            if sequence is not None:
+                found[id(sequence)] = sequence
+                first = sequence.number(unit.name for _ in unit.segments)
+                unit.step.follow(which, sequence.order, first, sequence.sliced)
+    run.tell(tuple(sequence.order for sequence in found.values()))
+    for sequence in found.values():
+        sequence._peers.update(other for other in found.values() if other is not sequence)

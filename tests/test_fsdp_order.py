@@ -1,0 +1,301 @@
+"""Ranks that come to different collectives: an error on every rank that names rank, unit and step, and no hang."""
+
+import datetime
+import re
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import wrap_blocks
+from gloo import fake_world, note, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatparam import ShardingStrategy
+from flatparam.fsdp.order import OrderError, sequence_of
+
+pytestmark = pytest.mark.multiprocess
+
+LIMIT = 30.0  # seconds that a collective of these groups may take
+SOON = 8.0  # seconds in which a difference is told
+
+
+class Chosen(nn.Module):
+    """Runs the blocks that it is told, in that order."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x, which):
+        for i in which:
+            x = self.blocks[i](x)
+        return self.last(x)
+
+
+ALL = (0, 1, 2, 3)
+
+
+def made(strategy, limit=LIMIT):
+    """A model over a group of its own: one that cannot be used any more shall not disturb the others."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=limit))
+    torch.manual_seed(0)
+    return wrap_blocks(Chosen(), process_group=group, sharding_strategy=strategy)
+
+
+def step(model, which=ALL, backward=True):
+    loss = model(torch.ones(2, 3), which).sum()
+    if backward:
+        loss.backward()
+
+
+def another_block(model, me, step_of):
+    for now in range(1, step_of + 1):
+        step(model, (0, 2, 3) if me and now == step_of else ALL)
+
+
+def skipped_in_step_1(model, me):
+    another_block(model, me, 1)
+
+
+def skipped_in_step_3(model, me):
+    another_block(model, me, 3)
+
+
+def skipped_in_evaluation(model, me):
+    step(model)
+    with torch.no_grad():
+        step(model, (0, 2, 3) if me else ALL, backward=False)
+    step(model)
+
+
+def another_order(model, me):
+    step(model)
+    step(model, (0, 2, 1, 3) if me else ALL)
+
+
+def no_sync_on_one_rank(model, me):
+    step(model)
+    for _ in range(2):
+        if me:
+            with model.no_sync():
+                step(model)
+        else:
+            step(model)
+    step(model)
+
+
+def no_backward_on_one_rank(model, me):
+    step(model)
+    step(model, backward=not me)
+    step(model)
+
+
+GATHERS = (r"rank 0 gathers .*`blocks\.1`, in step %d", r"rank \d gathers .*`blocks\.2`, in step %d")
+DIFFERENT = {
+    skipped_in_step_1: [pattern % 1 for pattern in GATHERS],
+    skipped_in_step_3: [pattern % 3 for pattern in GATHERS],
+    skipped_in_evaluation: [pattern % 2 for pattern in GATHERS],
+    another_order: [pattern % 2 for pattern in GATHERS],
+    no_sync_on_one_rank: [r"rank 0 reduces the gradients of .*in step 2", r"rank \d .* in step [23]"],
+    no_backward_on_one_rank: [r"rank 0 .*in step 2", r"rank \d gathers .*in step 3"],
+}
+
+
+def told(scenario, strategy):
+    """What this rank was told, and after how many seconds."""
+    note(f"{scenario.__name__} with {strategy}")
+    model = made(ShardingStrategy[strategy])
+    begin = time.monotonic()
+    with pytest.raises(OrderError) as raised:
+        scenario(model, dist.get_rank() > 0)
+    first = str(raised.value)
+    seconds = time.monotonic() - begin
+    with pytest.raises(OrderError, match=re.escape(first)):  # nor is it forgotten
+        step(model)
+    return first, seconds
+
+
+def differences(*cases):
+    return {(scenario.__name__, strategy): told(scenario, strategy) for scenario, strategy in cases}
+
+
+CASES = {
+    2: [
+        *((scenario, "FULL_SHARD") for scenario in DIFFERENT),
+        (no_sync_on_one_rank, "NO_SHARD"),
+        (skipped_in_step_3, "SHARD_GRAD_OP"),
+        (skipped_in_step_3, "ZERO_1"),
+    ],
+    3: [(skipped_in_step_1, "FULL_SHARD"), (skipped_in_step_3, "FULL_SHARD"), (no_sync_on_one_rank, "NO_SHARD")],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks_that_differ_are_told_so_alike(ranks):
+    results = run_ranks(differences, ranks, *CASES[ranks])
+    for (name, strategy), (text, _) in results[0].items():
+        [patterns] = [patterns for scenario, patterns in DIFFERENT.items() if scenario.__name__ == name]
+        for pattern in patterns:
+            assert re.search(pattern, text), (name, strategy, text)
+        for result in results:
+            found, seconds = result[name, strategy]
+            assert found == text
+            assert seconds < SOON, (name, strategy)
+
+
+def differ_on_a_grid():
+    """Rank 3 alone skips a block, and the ranks that share nothing with it are told too."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    model = wrap_blocks(Chosen(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    step(model)
+    begin = time.monotonic()
+    with pytest.raises(OrderError, match=r"rank 2 gathers .*`blocks\.1`, in step 2; rank 3 gathers .*`blocks\.2`"):
+        step(model, (0, 2, 3) if dist.get_rank() == 3 else ALL)
+    return time.monotonic() - begin
+
+
+def test_all_ranks_of_a_grid_are_told():
+    assert max(run_ranks(differ_on_a_grid, 4)) < SOON
+
+
+def late():
+    """Rank 1 has one batch less, and goes on with something else."""
+    model = made(ShardingStrategy.FULL_SHARD, limit=5.0)
+    begin = time.monotonic()
+    for _ in range(3):
+        step(model)
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            OrderError, match=r"rank 0 gathers the unit of Chosen .*, in step 4 .* rank 1 came to no collective"
+        ):
+            step(model)
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_time_out():
+    assert max(run_ranks(late, 2)) < 5.0
+
+
+class Questions:
+    """How often this rank has asked the others since ``of`` was called the last time."""
+
+    def __init__(self, model):
+        self.sequence = sequence_of(model.process_group, torch.device("cpu"))
+        self.asked = 0
+        self.original = self.sequence._first
+        self.sequence._first = self._first
+
+    def _first(self, *args):
+        self.asked += 1
+        return self.original(*args)
+
+    def of(self, call):
+        self.asked = 0
+        call()
+        return self.asked
+
+
+def train(model, n=1):
+    for _ in range(n):
+        step(model)
+
+
+@torch.no_grad()
+def evaluate(model, n=1):
+    for _ in range(n):
+        step(model, backward=False)
+
+
+def accumulate(model):
+    with model.no_sync():
+        train(model, 3)
+    train(model)
+
+
+def drop(model, seed):
+    torch.manual_seed(seed)
+    for _ in range(10):
+        step(model, [i for i in ALL if torch.rand(()) > 0.3])
+
+
+def legal(strategy):
+    """What is the same on all ranks is never refused, and is asked about a few times only where it changes."""
+    model = made(ShardingStrategy[strategy])
+    step(model)
+    asked = Questions(model)
+    train(model)
+    assert asked.of(lambda: train(model, 5)) == 0
+    for _ in range(2):
+        evaluate(model, 3)
+        train(model, 3)
+    assert asked.of(lambda: evaluate(model, 5)) <= 1
+    assert asked.of(lambda: train(model, 5)) <= 2
+    for _ in range(8):
+        accumulate(model)
+    assert asked.of(lambda: accumulate(model)) == 0
+    step(model, (0, 1, 3))
+    step(model, (0, 1, 3))
+    assert asked.of(lambda: step(model, (0, 1, 3))) == 0
+    step(model, (3, 2, 1, 0))
+    for seed in range(3):
+        drop(model, seed)
+    step(model, ())
+    for _ in range(3):  # an exception on all ranks
+        with pytest.raises(IndexError):
+            step(model, (0, 9))
+    train(model, 2)
+    if strategy == "NO_SHARD" and dist.get_rank() == 0:  # nobody else is needed for it
+        evaluate(model)
+    train(model, 2)
+    assert asked.of(lambda: train(model, 2)) == 0
+    keys = [key for key in range(asked.sequence.order.count) if asked.sequence._store.check([str(key)])]
+    assert len(keys) < 20, keys  # they are not kept for ever
+    other = wrap_blocks(Chosen(), process_group=model.process_group, sharding_strategy=ShardingStrategy[strategy])
+
+    def both():
+        train(model)
+        train(other, 2)
+
+    for _ in range(20):
+        both()
+    assert asked.of(both) == 0
+
+
+def all_legal():
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        note(f"legal with {strategy}")
+        legal(strategy)
+
+
+def test_what_all_ranks_do_alike_is_legal():
+    run_ranks(all_legal, 2)
+
+
+def changes_are_told():
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    model = made(ShardingStrategy.FULL_SHARD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, 3)
+    with pytest.warns(UserWarning, match=r"order of collectives has changed: rank \d gathers .*`blocks\.3`, in step 4"):
+        step(model, (3, 2, 1, 0))
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model)
+
+
+def test_a_changed_order_warns_when_debugging():
+    run_ranks(changes_are_told, 2)
+
+
+def test_groups_whose_ranks_are_no_processes_are_not_asked():
+    with fake_world(4):
+        model = wrap_blocks(Chosen())
+        train(model, 2)
+        assert sequence_of(dist.group.WORLD, torch.device("cpu")) is None
