@@ -1,6 +1,7 @@
 """Whom the step is measured of. A contestant is one entry of ``CONTESTANTS``: a function that wraps a model."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ Wrap = Callable[[nn.Module, Wrapping], nn.Module]
 BARE, DDP = "bare", "DDP"
 FSDP1, FSDP1_FLAT, FSDP2 = "FSDP1 orig", "FSDP1 flat", "FSDP2"
 OURS, OURS_FLAT, RUNTIME = "flatparam orig", "flatparam flat", "flatparam runtime"
+REPLICATED, ZERO_1 = "flatparam NO_SHARD", "flatparam ZERO_1"  # the runtime, beside DDP
 
 CONTESTANTS: dict[str, Wrap] = {
     BARE: bare,
@@ -90,3 +92,6 @@ CONTESTANTS: dict[str, Wrap] = {
 RUNTIME_API: Any = getattr(flatparam, "FullyShardedDataParallel", None)
 if RUNTIME_API is not None:
     CONTESTANTS[RUNTIME] = lambda model, how: fsdp1(model, how, api=RUNTIME_API)
+    for kind in (REPLICATED, ZERO_1):
+        strategy = flatparam.ShardingStrategy[kind.split()[1]]
+        CONTESTANTS[kind] = functools.partial(fsdp1, api=RUNTIME_API, sharding_strategy=strategy)

@@ -7,7 +7,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.contestants import BARE, DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME
+from benchmarks.contestants import BARE, DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, REPLICATED, RUNTIME, ZERO_1
 from benchmarks.handles import OURS as OUR_HANDLE
 from benchmarks.handles import TORCH, UNSAFE
 from benchmarks.rows import Row, Table
@@ -21,6 +21,8 @@ COLOURS = {
     OURS: "#1f6fb4",
     OURS_FLAT: "#7fb0dc",
     RUNTIME: "#12406b",
+    REPLICATED: "#3f7d5c",
+    ZERO_1: "#7fbf9d",
     TORCH: "#e08a1e",
     UNSAFE: "#f2c27d",
     OUR_HANDLE: "#1f6fb4",
