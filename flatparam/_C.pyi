@@ -89,6 +89,7 @@ class Unit:
         flat: torch.Tensor,
         padded: torch.Tensor,
         tensors: list[torch.Tensor] | None,
+        again: bool,
         listed: bool,
         unsafe: bool,
         /,

@@ -59,7 +59,7 @@ class HandleBase(Interruptible):
 
     @property
     def uses_sharded_strategy(self) -> bool:
-        return self._sharding_strategy != HandleShardingStrategy.NO_SHARD
+        return self._sharding_strategy is not HandleShardingStrategy.NO_SHARD
 
     @property
     def _uses_param_mixed_precision(self) -> bool:

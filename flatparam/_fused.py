@@ -71,8 +71,9 @@ class Fused(Gradients):
         if not (orig or in_forward):
             flat_param.data = padded[: flat_param._unpadded_unsharded_size.numel()]
             return True
-        tensors = None if in_forward else flat_param._tensors
-        views = self._unit.use_unsharded(flat_param, padded, tensors, orig and in_forward, self._unsafe)
+        tensors = flat_param._tensors if orig else []
+        listed = orig and in_forward
+        views = self._unit.use_unsharded(flat_param, padded, tensors, not in_forward, listed, self._unsafe)
         if views is None:
             self._use_unsharded_flat_param(padded)
             return True

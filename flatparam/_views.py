@@ -143,19 +143,20 @@ class Views(HandleBase):
         return [primary[id(info.prim_module), info.prim_param_name] for info in flat_param._shared_param_infos]
 
     def _use_unsharded_tensors(self) -> None:
-        flat_param, unit, state = self.flat_param, self._unit, self._training_state
-        listed = self._use_orig_params and state == HandleTrainingState.FORWARD
-        if self._use_orig_params and state == HandleTrainingState.BACKWARD_PRE:
-            # The forward's tensors: autograd's graph, and so the post-backward hook, hangs on them
-            tensors = flat_param._tensors
-            if any(tensor is None for tensor in tensors):
-                raise AssertionError(self._about("no forward has made the views that backward needs"))
-            unit.point(tensors, flat_param)
-        else:
-            tensors = unit.views(flat_param)
-            if listed:
-                flat_param._tensors[:] = tensors
-        unit.register_tensors(tensors, listed, self._unsafe)
+        flat_param, orig, state = self.flat_param, self._use_orig_params, self._training_state
+        listed = orig and state == HandleTrainingState.FORWARD
+        again = orig and state == HandleTrainingState.BACKWARD_PRE
+        tensors = flat_param._tensors if orig else []
+        if again and any(tensor is None for tensor in tensors):
+            raise AssertionError(self._about("no forward has made the views that backward needs"))
+        # In backward the forward's tensors: autograd's graph, and so the post-backward hook, hangs on them
+        # Views of NO_SHARD would keep memory that the flat parameter leaves
+        last = tensors if again or self.uses_sharded_strategy else None
+        views = self._unit.use_unsharded(flat_param, flat_param, last, again, listed, self._unsafe)
+        if views is None:
+            self._use_unsharded_views_by_ops(as_params=False)
+        elif listed:
+            flat_param._tensors[:] = views
 
     @torch.enable_grad()
     def _use_unsharded_views_by_ops(self, as_params: bool) -> None:
@@ -225,11 +226,14 @@ class Views(HandleBase):
             return
         flat_param = self.flat_param
         self._check_sharded(flat_param)
-        params, shared = flat_param._params, flat_param._shared_params
-        if self._loops_in_c(flat_param, *params, *shared):
-            self._unit.register_parameters(params, shared, self._unsafe)
-            self._unit.point_pieces(params, shared, flat_param, flat_param._shard_param_infos)
-        else:
+        if not self._loops_in_c(flat_param) or not self._unit.use_sharded(
+            flat_param,
+            flat_param,
+            flat_param._params,
+            flat_param._shared_params,
+            flat_param._shard_param_infos,
+            self._unsafe,
+        ):
             self._use_sharded_views_by_ops()
         if self._training_state == HandleTrainingState.BACKWARD_POST:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go

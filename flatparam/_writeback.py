@@ -22,15 +22,14 @@ class Writeback(Zeroing):
         Source: torch 2.13 ``FlatParamHandle._writeback_orig_params``.
         Raises: RuntimeError naming the parameter if its shape no longer is the expected one.
         """
-        if self.uses_sharded_strategy and not self.is_sharded(self.flat_param) and not self._skipped_use_sharded_views:
+        flat_param, skipped, sharded = self.flat_param, self._skipped_use_sharded_views, self.uses_sharded_strategy
+        if sharded and not self.is_sharded(flat_param) and not skipped:
             return False
-        flat_param = self.flat_param
-        if self._skipped_use_sharded_views and self.uses_sharded_strategy:
+        owner = flat_param
+        if skipped and sharded:
             owner = self._unsharded_flat_param_for_skipped_views
             if not has_memory(owner):
                 raise AssertionError(self._about("the unsharded flat parameter was freed between forward and backward"))
-        else:
-            owner = flat_param
         if self._grad_is_unsharded():
             with torch.no_grad():
                 self._zero_dropped_grads()

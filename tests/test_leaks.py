@@ -246,7 +246,7 @@ def test_wrong_arguments_to_the_extension():
         lambda: unit.point([nn.Parameter(flat), None], flat),
         lambda: unit.set_grads(flat.double()),
         lambda: unit.register_tensors([flat], True, False),
-        lambda: unit.use_unsharded(flat.clone(), flat[:4], None, True, False),
+        lambda: unit.use_unsharded(flat.clone(), flat[:4], None, False, True, False),
         lambda: unit.use_sharded(flat.clone(), flat[:4], [linear.weight], [], SHARD, False),
         lambda: _C.is_as_defined(unit, {}, ["views"]),
         lambda: _C.grad_summary(3),

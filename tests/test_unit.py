@@ -59,8 +59,8 @@ def calls(net, unit, flat):
         "use_sharded": lambda: unit.use_sharded(
             other, torch.arange(4.0), params, shared, tuple(map(tuple, SHARD)), False
         ),
-        "use_unsharded": lambda: unit.use_unsharded(other, torch.arange(12.0), None, True, False),
-        "use_unsharded again": lambda: unit.use_unsharded(other, torch.arange(12.0), views, True, False),
+        "use_unsharded": lambda: unit.use_unsharded(other, torch.arange(12.0), None, False, True, False),
+        "use_unsharded again": lambda: unit.use_unsharded(other, torch.arange(12.0), views, True, True, False),
         "register_parameters again": lambda: unit.register_parameters(params, shared, False),
         "scan": lambda: unit.scan(params, flat, None, tuple(map(tuple, SHARD))),
         "set_grads": lambda: unit.set_grads(torch.zeros(10)),
@@ -199,7 +199,7 @@ def test_whole_switches_are_their_parts():
         oracle.register_parameters(*held[1], False)
         oracle.point_pieces(*held[1], oracle_flat, SHARD)
         same()
-        views = unit.use_unsharded(flat, padded[0], None, listed, False)
+        views = unit.use_unsharded(flat, padded[0], None, False, listed, False)
         oracle_flat.data = padded[1][:10]
         oracle_views = oracle.views(oracle_flat)
         oracle.register_tensors(oracle_views, listed, False)
@@ -207,7 +207,7 @@ def test_whole_switches_are_their_parts():
         assert nets[0].weight is views[0]
         assert views[0].grad_fn.name() == "FlatParamViewsBackward"
         other = torch.arange(20.0, 32.0)
-        assert unit.use_unsharded(flat, other, views, listed, False) is views
+        assert unit.use_unsharded(flat, other, views, True, listed, False) is views
         assert views[0].tolist() == [[20, 21, 22], [23, 24, 25]]
 
 
@@ -235,8 +235,8 @@ def test_whole_switches_do_nothing_where_torch_must():
     params, shared, views = [net.weight, net.bias], [net.tied], unit.views(flat)
     before, data = state(net), flat.data_ptr()
     meta = torch.zeros(12, device="meta")
-    assert unit.use_unsharded(flat, meta, None, True, False) is None
-    assert unit.use_unsharded(flat, torch.zeros(12), [views[0], None], True, False) is None
+    assert unit.use_unsharded(flat, meta, None, False, True, False) is None
+    assert unit.use_unsharded(flat, torch.zeros(12), [views[0], None], True, True, False) is None
     assert unit.use_sharded(flat, meta, params, shared, SHARD, False) is False
     assert unit.use_parameters(meta[:10], params, shared, False) is False
     assert unit.use_parameters(flat, [params[0], None], shared, False) is False
@@ -244,10 +244,10 @@ def test_whole_switches_do_nothing_where_torch_must():
     assert unit.set_grad_pieces(params, meta[:4], [False, False], False, SHARD) is False
     assert unit.use_sharded(flat, torch.zeros(4), [params[0], 3], shared, SHARD, False) is False
     with torch.overrides.BaseTorchFunctionMode():
-        assert unit.use_unsharded(flat, torch.zeros(12), None, True, False) is None
+        assert unit.use_unsharded(flat, torch.zeros(12), None, False, True, False) is None
         assert unit.use_sharded(flat, torch.zeros(4), params, shared, SHARD, False) is False
     with pytest.raises(ValueError, match="at least 10 elements"):
-        unit.use_unsharded(flat, torch.zeros(9), None, True, False)
+        unit.use_unsharded(flat, torch.zeros(9), None, False, True, False)
     assert (state(net), flat.data_ptr()) == (before, data)
 
 
@@ -480,7 +480,7 @@ def test_good_and_bad_calls_leak_no_reference():
             lambda: unit.point([net.weight, 5], flat),
             lambda: unit.register_tensors([net.weight, net.bias], 3, False),
             lambda: unit.set_grads("grad"),
-            lambda: unit.use_unsharded(flat, flat.detach(), [net.weight], True, False),
+            lambda: unit.use_unsharded(flat, flat.detach(), [net.weight], True, True, False),
             lambda: unit.use_sharded(flat, flat.detach(), [net.weight, net.bias], [], SHARD, False),
         ):
             with pytest.raises((TypeError, ValueError)):

@@ -148,6 +148,10 @@ at::Tensor flatten_in_place(const Geometry &geometry, const std::vector<at::Tens
 
 bool is_plain_tensor(const at::Tensor &tensor);
 
+// Whether tensor is at offset of source's storage in this shape, with these strides and source's dtype.
+bool is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
+           int64_t offset);
+
 // Whether tensor lies in memory as view says, so that its bytes can be copied in one run.
 bool same_layout(const at::Tensor &tensor, const View &view);
 

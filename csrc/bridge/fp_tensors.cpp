@@ -54,8 +54,6 @@ check_memory(const at::Tensor &tensor)
                       " elements, got one whose storage has ", present, " bytes of ", bytes, ": it is freed");
 }
 
-namespace {
-
 bool
 is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
       int64_t offset)
@@ -63,6 +61,8 @@ is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape
     return storage_of(tensor) == storage_of(source) && tensor.storage_offset() == offset &&
            tensor.dtype() == source.dtype() && tensor.sizes() == shape && tensor.strides() == stride;
 }
+
+namespace {
 
 // Throws unless set_data can give source's data to every target.
 void
@@ -361,26 +361,32 @@ fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometry, P
     return fp::guarded(-1, [&] {
         const std::vector<fp::View> &views = geometry->shared->views;
         const auto n = static_cast<Py_ssize_t>(views.size());
+        if (!fp_torch_all_plain(&grad_object, 1) || !fp_torch_all_plain(params, n)) {
+            return 1;
+        }
         const at::Tensor grad = fp::pinned_down(fp::unpack(grad_object));
         fp::check_pieces(grad, n, starts, numels, "the sharded flat gradient");
-        const fp::Targets targets(params, n);
-        for (size_t i = 0; i < targets.size(); i++) {
-            const at::Tensor &param = targets[i];
-            const bool whole = numels[i] == views[i].numel && param.sizes() == c10::IntArrayRef(views[i].shape);
-            const bool unused = numels[i] < 0 || none[i] || !param.requires_grad();
-            TORCH_CHECK_VALUE(unused || whole || (param.dim() == 1 && param.numel() == numels[i]),
-                              "expected parameter ", i, " to have ", numels[i],
-                              " elements in one dimension or its shape ", c10::IntArrayRef(views[i].shape),
-                              ", got shape ", param.sizes());
+        const auto is_whole = [&](const at::Tensor &param, size_t i) {
+            return numels[i] == views[i].numel && param.sizes() == c10::IntArrayRef(views[i].shape);
+        };
+        const auto gets_none = [&](const at::Tensor &param, size_t i) {
+            return numels[i] < 0 || none[i] || !param.requires_grad();
+        };
+        for (size_t i = 0; i < views.size(); i++) {
+            const at::Tensor &param = THPVariable_Unpack(params[i]);
+            TORCH_CHECK_VALUE(
+                gets_none(param, i) || is_whole(param, i) || (param.dim() == 1 && param.numel() == numels[i]),
+                "expected parameter ", i, " to have ", numels[i], " elements in one dimension or its shape ",
+                c10::IntArrayRef(views[i].shape), ", got shape ", param.sizes());
         }
-        for (size_t i = 0; i < targets.size(); i++) {
-            const at::Tensor &param = targets[i];
-            if (numels[i] < 0 || none[i] || !param.requires_grad()) {
+        for (size_t i = 0; i < views.size(); i++) {
+            const at::Tensor &param = THPVariable_Unpack(params[i]);
+            if (gets_none(param, i)) {
                 fp::drop_grad(param);
                 continue;
             }
-            const bool whole = numels[i] == views[i].numel && param.sizes() == c10::IntArrayRef(views[i].shape);
-            fp::set_grad(param, grad, param.sizes(), whole ? c10::IntArrayRef(views[i].stride) : fp::unit_stride,
+            fp::set_grad(param, grad, param.sizes(),
+                         is_whole(param, i) ? c10::IntArrayRef(views[i].stride) : fp::unit_stride,
                          grad.storage_offset() + starts[i], by_data || param.dtype() != grad.dtype());
         }
         return 0;

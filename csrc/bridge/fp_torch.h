@@ -47,8 +47,12 @@ int fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n)
 /* Make the views of flat that geometry describes, tracked by ONE autograd node (FlatParamViewsBackward) when flat
  * requires grad: the node packs the n gradients into one 1-D gradient of flat, zeros where there is none. The views
  * share flat's storage and version counter, and are views to autograd (in-place changes are refused as for
- * torch.split). out[n] receives new references; on failure none. */
-int fp_torch_make_views(PyObject *flat, const fp_geometry *geometry, PyObject **out);
+ * torch.split). out[n] receives new references; on failure none.
+ *
+ * spare: NULL, or n views that this made for geometry before, borrowed. Where idle[i] says that Python has no further use
+ * for spare[i], and libtorch has none, out[i] is that object once more, with a history of now: as good as a new one. */
+int fp_torch_make_views(PyObject *flat, const fp_geometry *geometry, PyObject *const *spare, const char *idle,
+                        PyObject **out);
 
 /* The same as leaves, which share flat's memory and version counter, but not its history. */
 int fp_torch_make_leaves(PyObject *flat, const fp_geometry *geometry, int requires_grad, PyObject **out);
@@ -79,7 +83,7 @@ int fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyO
 
 /* The same with pieces of the sharded gradient: 1-D ones, or where a parameter has its full shape (NO_SHARD), in that
  * shape and the geometry's strides. numels[i] < 0, none[i] != 0 or a parameter that requires no grad get None. by_data != 0
- * always takes the data path. */
+ * always takes the data path. 1: some tensor is not plain, nothing was done. */
 int fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometry, PyObject *grad,
                              const int64_t *starts, const int64_t *numels, const char *none, int by_data);
 

@@ -67,6 +67,12 @@ struct ViewsBackward final : torch::autograd::Node {
         input_metadata_.reserve(n);
     }
 
+    bool has_hooks() noexcept
+    {
+        return !tensor_pre_hooks().empty() || !pre_hooks().empty() || !post_hooks().empty() ||
+               !retains_grad_hooks().empty();
+    }
+
     torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override
     {
         if (!task_should_compute_output(0) ||
@@ -181,12 +187,12 @@ fp_torch_modes_active(void) noexcept
 
 namespace {
 
-// Calls make(flat, view) for each view of geometry, and wraps the results into out; none is left there on failure.
+// Lets out[i] be make(flat, i), new references, for each view of geometry; none is left there on failure.
 template <class Prepare>
 int
 make_each(PyObject *flat_object, const fp_geometry *geometry, PyObject **out, Prepare &&prepare)
 {
-    Py_ssize_t made = 0;
+    size_t made = 0;
     const int status = fp::guarded(-1, [&] {
         const at::Tensor &flat = fp::unpack(flat_object);
         const fp::Geometry &shape = *geometry->shared;
@@ -195,12 +201,11 @@ make_each(PyObject *flat_object, const fp_geometry *geometry, PyObject **out, Pr
                           "expected the unsharded flat parameter of ", shape.total, " elements, got shape ",
                           flat.sizes());
         auto make = prepare(flat);
-        for (const fp::View &view : shape.views) {
-            out[made] = THPVariable_Wrap(make(view));
+        for (; made < shape.views.size(); made++) {
+            out[made] = make(made);
             if (out[made] == nullptr) {
                 return -1;
             }
-            made++;
         }
         return 0;
     });
@@ -210,31 +215,102 @@ make_each(PyObject *flat_object, const fp_geometry *geometry, PyObject **out, Pr
     return status;
 }
 
+// The views of one flat, behind one new node if it requires grad.
+class Views {
+  public:
+    Views(const at::Tensor &flat, const fp_geometry *geometry)
+        : flat_(flat), base_(flat.is_view() ? at::Tensor(flat._base()) : flat), places_(geometry->shared->views),
+          tracked_(flat.requires_grad())
+    {
+        if (!tracked_) {
+            return;
+        }
+        node_->geometry = geometry->shared;
+        node_->options = flat.options();
+        node_->add_next_edge(torch::autograd::impl::gradient_edge(flat));
+        node_->reserve_inputs(places_.size());
+    }
+
+    // See fp_torch_make_views().
+    void take_again(PyObject *const *spare, const char *idle)
+    {
+        spare_ = spare;
+        taken_.assign(places_.size(), 0);
+        fp::ViewsBackward *const earlier = tracked_ ? node_behind(spare[0]) : nullptr;
+        if (earlier != nullptr && !earlier->has_hooks()) {
+            for (size_t i = 0; i < places_.size(); i++) {
+                taken_[i] = idle[i] != 0 && is_as_made(spare[i], earlier, i);
+            }
+        }
+    }
+
+    PyObject *operator()(size_t i)
+    {
+        if (!taken_.empty() && taken_[i]) {
+            const at::Tensor &view = THPVariable_Unpack(spare_[i]);
+            track(view);
+            return Py_NewRef(spare_[i]);
+        }
+        const fp::View &place = places_[i];
+        at::Tensor view = torch::autograd::make_variable_differentiable_view(
+            fp::alias(flat_, place.shape, place.stride, flat_.storage_offset() + place.offset),
+            torch::autograd::ViewInfo(base_, nullptr, nullptr), std::nullopt, /*shared_view_info=*/true,
+            torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
+        if (tracked_) {
+            track(view);
+        }
+        return THPVariable_Wrap(std::move(view));
+    }
+
+  private:
+    static torch::autograd::DifferentiableViewMeta *meta_of(PyObject *view)
+    {
+        return torch::autograd::impl::get_view_autograd_meta(THPVariable_Unpack(view));
+    }
+
+    static fp::ViewsBackward *node_behind(PyObject *view)
+    {
+        const auto *meta = meta_of(view);
+        return meta == nullptr ? nullptr : dynamic_cast<fp::ViewsBackward *>(meta->grad_fn_.get());
+    }
+
+    bool is_as_made(PyObject *object, const fp::ViewsBackward *earlier, size_t i) const
+    {
+        const at::Tensor &view = THPVariable_Unpack(object);
+        const auto *meta = meta_of(object);
+        return meta != nullptr && view.use_count() == 1 && meta->grad_fn_.get() == earlier && meta->output_nr_ == i &&
+               meta->hooks_.empty() && !meta->retains_grad_ && !meta->grad_.defined() && !meta->fw_grad_ &&
+               meta->name_.empty() && meta->has_bw_view() &&
+               meta->get_creation_meta() == torch::autograd::CreationMeta::MULTI_OUTPUT_NODE &&
+               meta->get_backward_view().base_.unsafeGetTensorImpl() == base_.unsafeGetTensorImpl() &&
+               fp::is_at(view, flat_, places_[i].shape, places_[i].stride, flat_.storage_offset() + places_[i].offset);
+    }
+
+    void track(const at::Tensor &view)
+    {
+        torch::autograd::impl::set_gradient_edge(view, {node_, node_->add_input_metadata(view)});
+    }
+
+    const at::Tensor flat_, base_;
+    const std::vector<fp::View> &places_;
+    const bool tracked_;
+    decltype(fp::make_node<fp::ViewsBackward>()) node_ = fp::make_node<fp::ViewsBackward>();
+    PyObject *const *spare_ = nullptr;
+    std::vector<char> taken_;
+};
+
 } // namespace
 
 extern "C" int
-fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject **out)
+fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject *const *spare, const char *idle,
+                    PyObject **out)
 {
     return make_each(flat_object, geometry, out, [&](const at::Tensor &flat) {
-        const at::Tensor base = flat.is_view() ? at::Tensor(flat._base()) : flat;
-        const bool tracked = flat.requires_grad();
-        auto node = fp::make_node<fp::ViewsBackward>();
-        if (tracked) {
-            node->geometry = geometry->shared;
-            node->options = flat.options();
-            node->add_next_edge(torch::autograd::impl::gradient_edge(flat));
-            node->reserve_inputs(geometry->shared->views.size());
+        auto views = std::make_unique<Views>(flat, geometry);
+        if (spare != nullptr) {
+            views->take_again(spare, idle);
         }
-        return [flat, base, tracked, node = std::move(node)](const fp::View &view) {
-            at::Tensor result = torch::autograd::make_variable_differentiable_view(
-                fp::alias(flat, view.shape, view.stride, flat.storage_offset() + view.offset),
-                torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt, /*shared_view_info=*/true,
-                torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
-            if (tracked) {
-                torch::autograd::impl::set_gradient_edge(result, {node, node->add_input_metadata(result)});
-            }
-            return result;
-        };
+        return [views = std::move(views)](size_t i) { return (*views)(i); };
     });
 }
 
@@ -242,11 +318,12 @@ extern "C" int
 fp_torch_make_leaves(PyObject *flat_object, const fp_geometry *geometry, int requires_grad, PyObject **out)
 {
     return make_each(flat_object, geometry, out, [&](const at::Tensor &flat) {
-        return [flat, requires_grad](const fp::View &view) {
-            at::Tensor leaf = fp::alias(flat, view.shape, view.stride, flat.storage_offset() + view.offset);
+        return [&](size_t i) {
+            const fp::View &place = geometry->shared->views[i];
+            at::Tensor leaf = fp::alias(flat, place.shape, place.stride, flat.storage_offset() + place.offset);
             leaf.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat));
             leaf.set_requires_grad(requires_grad != 0);
-            return leaf;
+            return THPVariable_Wrap(std::move(leaf));
         };
     });
 }

@@ -139,11 +139,10 @@ is_direct(fp_attribute *item)
     return direct;
 }
 
-static int
-remove_key(PyObject *dict, PyObject *key)
+int
+fp_attributes_is_direct(fp_attributes *attributes, Py_ssize_t i)
 {
-    const int found = PyDict_Contains(dict, key);
-    return found > 0 ? PyDict_DelItem(dict, key) : found;
+    return is_direct(&attributes->items[i]);
 }
 
 /* The __dict__ and _parameters of one module: parameters of one module mostly follow each other. */
@@ -182,23 +181,37 @@ get_dicts(PyObject *module, module_dicts *dicts)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Whether the name is known as a parameter or plain attribute: else it may be a buffer's or a module's by now. */
+/* 1: done; 0: the name is no parameter or plain attribute, so it may be a buffer's or a module's by now; -1. */
 static int
-is_in_dicts(PyObject *dict, PyObject *parameters, PyObject *name)
+put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_place place)
 {
-    const int found = PyDict_Contains(parameters, name);
-    return found != 0 ? found : PyDict_Contains(dict, name);
-}
-
-static int
-put_in_dicts(PyObject *dict, PyObject *parameters, PyObject *name, PyObject *value, fp_place place)
-{
-    const int in_dict = !place.is_parameter || place.unsafe;
-    const int in_parameters = place.is_parameter || place.listed;
-    if ((in_parameters ? PyDict_SetItem(parameters, name, value) : remove_key(parameters, name)) < 0) {
+    const int wants_dict = !place.is_parameter || place.unsafe;
+    const int wants_parameters = place.is_parameter || place.listed;
+    const int in_parameters = PyDict_Contains(dicts->parameters, name);
+    PyObject *in_dict = NULL; /* borrowed; not looked for where it is known and will be replaced */
+    if (in_parameters == 0 || !wants_dict) {
+        in_dict = PyDict_GetItemWithError(dicts->dict, name);
+    }
+    if (in_parameters < 0 || (in_dict == NULL && PyErr_Occurred())) {
         return -1;
     }
-    return in_dict ? PyDict_SetItem(dict, name, value) : remove_key(dict, name);
+    if (!in_parameters && in_dict == NULL && !place.unsafe) {
+        return 0;
+    }
+    int status = 0;
+    if (wants_parameters) {
+        status = PyDict_SetItem(dicts->parameters, name, value);
+    }
+    else if (in_parameters) {
+        status = PyDict_DelItem(dicts->parameters, name);
+    }
+    if (status == 0 && wants_dict && in_dict != value) {
+        status = PyDict_SetItem(dicts->dict, name, value);
+    }
+    else if (status == 0 && !wants_dict && in_dict != NULL) {
+        status = PyDict_DelItem(dicts->dict, name);
+    }
+    return status < 0 ? -1 : 1;
 }
 
 /* delattr if there is one, then setattr: what torch does for a class of any kind. */
@@ -231,14 +244,14 @@ put(fp_attribute *item, PyObject *value, fp_place place, module_dicts *dicts)
     if (direct > 0) {
         direct = get_dicts(item->module, dicts);
     }
-    if (direct > 0 && !place.unsafe) {
-        direct = is_in_dicts(dicts->dict, dicts->parameters, item->name);
-    }
     if (direct > 0) {
-        return put_in_dicts(dicts->dict, dicts->parameters, item->name, value, place);
+        direct = put_in_dicts(dicts, item->name, value, place);
+    }
+    if (direct != 0) {
+        return direct < 0 ? -1 : 0;
     }
     forget_dicts(dicts); /* a class's own setattr may exchange them */
-    return direct < 0 ? -1 : put_by_setattr(item->module, item->name, value, place);
+    return put_by_setattr(item->module, item->name, value, place);
 }
 
 int

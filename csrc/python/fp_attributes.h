@@ -48,6 +48,9 @@ int fp_attributes_put(fp_attributes *attributes, Py_ssize_t first, PyObject *con
 /* values[i] = a new reference to the attribute of item first + i, for n items; NULL if its module has none, or wanted[i] is
  * 0 (wanted may be NULL). On failure none is left. */
 int fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, const char *wanted, PyObject **values);
+/* 1 if nn.Module's own rules hold for item i, so that it is read and written in the module's dictionaries; 0 if its class
+ * has rules of its own, or somebody watches parameters being registered; -1. */
+int fp_attributes_is_direct(fp_attributes *attributes, Py_ssize_t i);
 /* The name of item i, borrowed. */
 PyObject *fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i);
 

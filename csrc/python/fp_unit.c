@@ -25,6 +25,7 @@ typedef struct {
     fp_geometry *geometry;
     PyObject *shard_infos; /* the tuple that pieces was read from, or NULL */
     fp_pieces *pieces;     /* or NULL */
+    PyObject **spare;      /* n: the views of the last forward, owned; or NULL */
 } fp_unit;
 
 /* A tuple of expected tensors from a sequence of the caller's: a copy of ours, which no callback can shrink. */
@@ -172,6 +173,9 @@ unit_traverse(PyObject *self, visitproc visit, void *arg)
     fp_unit *unit = (fp_unit *)self;
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(unit->shard_infos);
+    for (Py_ssize_t i = 0; unit->spare != NULL && i < unit->n; i++) {
+        Py_VISIT(unit->spare[i]);
+    }
     return fp_attributes_traverse(&unit->attributes, visit, arg);
 }
 
@@ -179,6 +183,9 @@ static int
 unit_clear(PyObject *self)
 {
     fp_unit *unit = (fp_unit *)self;
+    PyObject **spare = unit->spare;
+    unit->spare = NULL;
+    drop_all(spare, unit->n);
     Py_CLEAR(unit->shard_infos);
     fp_attributes_clear(&unit->attributes);
     return 0;
@@ -201,29 +208,122 @@ unit_dealloc(PyObject *self)
 
 /* ---- views and attributes ---- */
 
+/* The attributes that the modules have now, owned, as fp_attributes_get() says; to be given back with drop_all(). */
+static PyObject **
+get_all(fp_unit *unit, const char *wanted)
+{
+    PyObject **values = fp_calloc((size_t)unit->n, sizeof *values);
+    if (values == NULL) {
+        PyErr_NoMemory();
+    }
+    else if (fp_attributes_get(&unit->attributes, 0, unit->n, wanted, values) < 0) {
+        fp_free(values);
+        values = NULL;
+    }
+    return values;
+}
+
+/* A list of n values, which are taken over, also on failure. */
+static PyObject *
+list_of(PyObject **values, Py_ssize_t n)
+{
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyList_SET_ITEM(list, i, Py_NewRef(values[i]));
+    }
+    drop_all(values, n);
+    return list;
+}
+
+/* n new references, NULL with an exception set. */
+static PyObject **
+new_views(const fp_unit *unit, PyObject *flat)
+{
+    PyObject **views = fp_calloc((size_t)unit->n, sizeof(PyObject *)); /* not yet a list: a collection could show it */
+    if (views == NULL) {
+        PyErr_NoMemory();
+    }
+    else if (fp_torch_make_views(flat, unit->geometry, NULL, NULL, views) < 0) {
+        fp_free(views);
+        views = NULL;
+    }
+    return views;
+}
+
 static PyObject *
 unit_views(PyObject *self, PyObject *flat)
 {
     const fp_unit *unit = (fp_unit *)self;
-    PyObject *list = NULL;
-    PyObject **views =
-        fp_calloc((size_t)unit->n, sizeof(PyObject *)); /* not yet the list: a collection could show it */
-    if (views == NULL) {
-        return PyErr_NoMemory();
+    PyObject **views = new_views(unit, flat);
+    return views == NULL ? NULL : list_of(views, unit->n);
+}
+
+/* Whether view is known to Python only by so many references, and has no attributes of its own. -1 on failure. */
+static int
+is_known_by(PyObject *view, Py_ssize_t references)
+{
+    const Py_ssize_t weak = Py_TYPE(view)->tp_weaklistoffset;
+    if (Py_REFCNT(view) != references || (weak != 0 && *(PyObject **)((char *)view + weak) != NULL)) {
+        return 0;
     }
-    if (fp_torch_make_views(flat, unit->geometry, views) == 0) {
-        list = PyList_New(unit->n);
+    PyObject *dict = PyObject_GenericGetDict(view, NULL);
+    const int is_empty = dict == NULL ? -1 : PyDict_GET_SIZE(dict) == 0;
+    Py_XDECREF(dict);
+    return is_empty;
+}
+
+/* New references to views for a forward: those of the last one where only the list held and the module that they are of
+ * still have them, and else new ones. *shown_already: the modules have all of them, and nobody wants to know when they are
+ * set. NULL with an exception set. */
+static PyObject **
+forward_views(fp_unit *unit, PyObject *flat, PyObject *held, int *shown_already)
+{
+    PyObject **spare = unit->spare, **shown = NULL;
+    PyObject **views = fp_calloc((size_t)unit->n, sizeof *views), **kept = fp_calloc((size_t)unit->n, sizeof *kept);
+    char *idle = fp_calloc((size_t)unit->n, 1);
+    int status = -1;
+    unit->spare = NULL; /* Python code may run here, and come to this unit */
+    *shown_already = spare != NULL && unit->n_shared == 0;
+    if (views == NULL || kept == NULL || idle == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (spare != NULL) {
+        shown = get_all(unit, NULL);
+        if (shown == NULL) {
+            goto done;
+        }
         for (Py_ssize_t i = 0; i < unit->n; i++) {
-            if (list != NULL) {
-                PyList_SET_ITEM(list, i, views[i]); /* steals it */
+            const int is_held = i < PyList_GET_SIZE(held) && PyList_GET_ITEM(held, i) == spare[i];
+            const int known = is_known_by(spare[i], 1 + is_held + (shown[i] == spare[i] ? 2 : 0));
+            const int direct = known < 0 ? -1 : fp_attributes_is_direct(&unit->attributes, i);
+            if (direct < 0) {
+                goto done;
             }
-            else {
-                Py_DECREF(views[i]);
-            }
+            idle[i] = (char)known;
+            *shown_already = *shown_already && direct;
         }
     }
-    fp_free(views);
-    return list;
+    status = fp_torch_make_views(flat, unit->geometry, spare, idle, views);
+    if (status == 0) {
+        for (Py_ssize_t i = 0; i < unit->n; i++) {
+            kept[i] = Py_NewRef(views[i]);
+            *shown_already = *shown_already && shown[i] == views[i];
+        }
+        PyObject **other = unit->spare;
+        unit->spare = kept;
+        kept = other;
+    }
+done:
+    drop_all(kept, status == 0 ? unit->n : 0);
+    drop_all(shown, unit->n);
+    drop_all(spare, unit->n);
+    fp_free(idle);
+    if (status < 0) {
+        fp_free(views);
+        views = NULL;
+    }
+    return views;
 }
 
 static PyObject *
@@ -416,43 +516,45 @@ static PyObject *
 unit_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_unit *unit = (fp_unit *)self;
-    PyObject *tensors = NULL, *views = NULL; /* owned */
-    int listed, unsafe, status = -1;
-    if (fp_check_nargs("use_unsharded", nargs, 5) < 0 || fp_as_bool(args[3], &listed) < 0 ||
-        fp_as_bool(args[4], &unsafe) < 0) {
+    PyObject *tensors = NULL, *result = NULL; /* owned, as views */
+    PyObject **views = NULL;
+    int again, listed, unsafe, shown_already = 0;
+    if (fp_check_nargs("use_unsharded", nargs, 6) < 0 || fp_as_bool(args[3], &again) < 0 ||
+        fp_as_bool(args[4], &listed) < 0 || fp_as_bool(args[5], &unsafe) < 0) {
+        return NULL;
+    }
+    if (args[2] != Py_None && !PyList_Check(args[2])) {
+        PyErr_Format(PyExc_TypeError, "expected the views as a list or None, got %.200s", Py_TYPE(args[2])->tp_name);
         return NULL;
     }
     const fp_place place = {.is_parameter = 0, .listed = listed, .unsafe = unsafe};
-    const int again = args[2] != Py_None;
     tensors = again ? as_tensors(args[2], unit->n, "tensors") : NULL;
     if (again && tensors == NULL) {
         return NULL;
     }
     if (!fp_torch_all_plain(args, 2) || (again && !fp_torch_all_plain(items_of(tensors), unit->n))) {
-        Py_XDECREF(tensors);
-        Py_RETURN_NONE;
+        result = Py_NewRef(Py_None);
+        goto done;
     }
     if (fp_torch_point_flat(args[0], args[1], fp_torch_geometry_total(unit->geometry)) < 0) {
         goto done;
     }
     if (again) {
-        status = fp_torch_point(items_of(tensors), unit->geometry, args[0]);
-        views = Py_NewRef(args[2]);
+        if (fp_torch_point(items_of(tensors), unit->geometry, args[0]) == 0 &&
+            register_all(unit, items_of(tensors), NULL, place) == 0) {
+            result = Py_NewRef(args[2]);
+        }
+        goto done;
     }
-    else {
-        views = unit_views(self, args[0]);
-        tensors = views == NULL ? NULL : PyList_AsTuple(views);
-        status = tensors == NULL ? -1 : 0;
-    }
-    if (status == 0) {
-        status = register_all(unit, items_of(tensors), NULL, place);
+    views = args[2] == Py_None ? new_views(unit, args[0]) : forward_views(unit, args[0], args[2], &shown_already);
+    if (views != NULL && ((shown_already && !listed) || register_all(unit, views, NULL, place) == 0)) {
+        result = list_of(views, unit->n);
+        views = NULL;
     }
 done:
+    drop_all(views, unit->n);
     Py_XDECREF(tensors);
-    if (status < 0) {
-        Py_CLEAR(views);
-    }
-    return views;
+    return result;
 }
 
 static PyObject *
@@ -489,21 +591,6 @@ done:
 }
 
 /* ---- writeback ---- */
-
-/* The attributes that the modules have now, owned, as fp_attributes_get() says; to be given back with drop_all(). */
-static PyObject **
-get_all(fp_unit *unit, const char *wanted)
-{
-    PyObject **values = fp_calloc((size_t)unit->n, sizeof *values);
-    if (values == NULL) {
-        PyErr_NoMemory();
-    }
-    else if (fp_attributes_get(&unit->attributes, 0, unit->n, wanted, values) < 0) {
-        fp_free(values);
-        values = NULL;
-    }
-    return values;
-}
 
 static PyObject *
 unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -594,7 +681,7 @@ unit_set_grad_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *params = NULL, *mask = NULL; /* owned */
     char *none = NULL;
     fp_pieces *pieces = NULL;
-    int by_data, plain = 0, status = -1;
+    int by_data, status = -1;
     if (fp_check_nargs("set_grad_pieces", nargs, 5) < 0 || fp_as_bool(args[3], &by_data) < 0) {
         return NULL;
     }
@@ -612,11 +699,7 @@ unit_set_grad_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         none[i] = (char)is_none;
     }
     pieces = none == NULL ? NULL : pieces_of(unit, args[4]);
-    plain = pieces != NULL && fp_torch_all_plain(&args[1], 1) && fp_torch_all_plain(items_of(params), unit->n);
-    if (pieces != NULL && !plain) {
-        status = 0;
-    }
-    else if (pieces != NULL) {
+    if (pieces != NULL) {
         status = fp_torch_set_grad_pieces(items_of(params), unit->geometry, args[1], pieces->starts, pieces->numels,
                                           none, by_data);
     }
@@ -625,7 +708,7 @@ fail:
     fp_free(none);
     Py_XDECREF(params);
     Py_XDECREF(mask);
-    return status < 0 ? NULL : PyBool_FromLong(plain);
+    return status < 0 ? NULL : PyBool_FromLong(status == 0);
 }
 
 /* ---- the type ---- */
@@ -654,10 +737,11 @@ static PyMethodDef unit_methods[] = {
      "and "
      "the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
     {"use_unsharded", (PyCFunction)(void (*)(void))unit_use_unsharded, METH_FASTCALL,
-     "use_unsharded($self, flat, padded, tensors, listed, unsafe, /)\n--\n\nflat.data = the unpadded part of padded, "
-     "and "
-     "its views the modules' attributes: new ones, or tensors (not None) pointed there again.\n\nReturns the views; "
-     "None, "
+     "use_unsharded($self, flat, padded, tensors, again, listed, unsafe, /)\n--\n\nflat.data = the unpadded part of "
+     "padded, and its views the modules' attributes: with again, tensors, pointed there; else new ones, or those of "
+     "the "
+     "last call where only the modules and the list tensors still have them; with None always new ones.\n\nReturns the "
+     "views; None, "
      "with nothing done, if a tensor is not plain or a mode is on."},
     {"use_sharded", (PyCFunction)(void (*)(void))unit_use_sharded, METH_FASTCALL,
      "use_sharded($self, flat, shard, params, shared, infos, unsafe, /)\n--\n\nflat.data = shard, and the parameters "
