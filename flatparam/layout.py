@@ -5,7 +5,7 @@ All sizes are in elements unless a name ends in ``bytes``; ranges are half-open 
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import _C
 
@@ -81,7 +81,8 @@ class FlatLayout:
         blocks: Iterable[int] | None = None,
     ):
         aligned = alignment if blocks is None else alignment or 1
-        self._layout = _C.Layout(numels, world_size, itemsize, aligned, blocks)
+        self._blocks = None if blocks is None else tuple(blocks)
+        self._layout = _C.Layout(numels, world_size, itemsize, aligned, self._blocks)
         self._num_params = len(self._layout.numels)
 
     @classmethod
@@ -97,6 +98,10 @@ class FlatLayout:
         """Lay out parameters of these shapes; the shape ``()`` has one element, as ``(1,)`` has."""
         numels = [math.prod(shape) for shape in shapes]
         return cls(numels, world_size, itemsize=itemsize, alignment=alignment, blocks=blocks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        layout = self._layout
+        return _again, (layout.numels, layout.world_size, layout.itemsize, layout.alignment, self._blocks)
 
     def __repr__(self) -> str:
         layout = self._layout
@@ -183,6 +188,11 @@ class FlatLayout:
         """Return which ranks hold elements of a parameter, in order."""
         begin = self.offsets[index]
         return self.ranks_of(begin, begin + self.numels[index])
+
+
+def _again(numels: Any, world_size: int, itemsize: int, alignment: int, blocks: Any) -> FlatLayout:
+    """A layout from its pickle."""
+    return FlatLayout(numels, world_size, itemsize=itemsize, alignment=alignment, blocks=blocks)
 
 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:

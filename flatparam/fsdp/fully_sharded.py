@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import copyreg
 import functools
 import warnings
 import weakref
@@ -35,6 +36,7 @@ from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors
+from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .summon import Summoned, summon
@@ -552,11 +554,25 @@ class FullyShardedDataParallel(nn.Module):
                 inner._outer = weakref.ref(copied)
         return copied
 
+    def __copy__(self) -> "FullyShardedDataParallel":
+        """It shares everything, as a shallow copy of a module does."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{self._unit.name} cannot be pickled: its shards belong to the groups of this process. Save state_dict(), "
-            "or copy.deepcopy() it within the process"
-        )
+        """This rank's shards and the modules, between two steps, without gradients; loaded by the same rank."""
+        self._check_idle("pickling")
+        state = {**vars(self), "_outer": None}
+        return copyreg.__newobj__, (type(self),), pickled(state, units_of(self.modules()))  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _watch_optimizers()
+        vars(self).update(state)
+        self._unit.come_alive()
+        for inner in self.fsdp_modules(self)[1:]:
+            if inner._outer is None:
+                inner._outer = weakref.ref(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         self._check_idle_here("changing device or dtype")

@@ -4,6 +4,7 @@ A unit has one segment for each (dtype, requires_grad) that it holds apart: a fl
 """
 
 import copy
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -307,11 +308,23 @@ class Unit:
         for key, value in vars(self).items():
             if key != "step":
                 setattr(copied, key, copy.deepcopy(value, memo))
-        if self.options.use_orig_params:
-            for segment in copied.segments:
-                segment.point_at_pieces()
-        copied._make_step()
+        copied.come_alive()
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all but the step. The blocks were chosen, so what chose them need not be picklable."""
+        atomic = None if callable(self.options.atomic) else self.options.atomic
+        return {
+            **{key: value for key, value in vars(self).items() if key != "step"},
+            "options": dataclasses.replace(self.options, atomic=atomic),
+        }
+
+    def come_alive(self) -> None:
+        """Make the step of a copy, whose modules are all there, and let them have their pieces or views."""
+        if self.options.use_orig_params:
+            for segment in self.segments:
+                segment.point_at_pieces()
+        self._make_step()
 
     def _hide_originals(self) -> None:
         """Take the original parameters from their modules and register the flat ones instead."""
