@@ -354,6 +354,58 @@ def test_copies_moves_and_replacements():
     run_ranks(copies, 2)
 
 
+class Pair(nn.Module):
+    """A head that is tied to its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.table(x)))
+
+
+def ties():
+    """A parameter of two units is refused before anything is wrapped, naming both, whichever comes first."""
+    for uo, classes in itertools.product((False, True), ({nn.Embedding, nn.Linear}, {nn.Linear}, {nn.Embedding})):
+        note(f"uo={uo} {classes}")
+        module = Pair()
+        before = [module.table, module.body, module.head, module.head.weight.clone()]
+        with pytest.raises(
+            ValueError, match=r"`head\.weight` .* is shared with `table\.weight` of .*: each would train"
+        ):
+            FSDP(module, auto_wrap_policy=ModuleWrapPolicy(classes), use_orig_params=uo)
+        assert [module.table, module.body, module.head] == before[:3]
+        assert torch.equal(module.head.weight, before[3])
+        assert module.head.weight is module.table.weight
+        assert len(units(FSDP(module, use_orig_params=uo))) == 1
+        for first, second in (("table", "head"), ("head", "table")):
+            module = Pair()
+            setattr(module, first, FSDP(getattr(module, first), use_orig_params=uo))
+            kinds = {"table": "Embedding", "head": "Linear"}
+            message = rf"`weight` of a {kinds[second]} .* is shared with `weight` of the unit of {kinds[first]}"
+            with pytest.raises(ValueError, match=message):
+                FSDP(getattr(module, second), use_orig_params=uo)
+            with pytest.raises(ValueError, match=message):
+                FSDP(module, use_orig_params=uo)
+        # ignored, or of a unit that is no more, it is nobody's
+        module = Pair()
+        FSDP(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), ignored_states=[module.table.weight])
+        module = Pair()
+        FSDP(module, use_orig_params=uo)
+        below = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+        below[1][0].weight = below[0].weight
+        with pytest.raises(ValueError, match=r"`1\.0\.weight` .* is shared with `0\.weight`"):
+            FSDP(below, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Sequential}), use_orig_params=uo)
+
+
+def test_a_parameter_of_two_units():
+    run_ranks(ties, 2)
+
+
 def batch_norm():
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     for policy in (ModuleWrapPolicy({nn.Linear}), always_wrap_policy):

@@ -40,8 +40,8 @@ from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .summon import Summoned, summon
-from .unit import Options, Unit, choose_blocks, find_originals, owner_of, units_of
-from .wrap import replace_modules, targets_of
+from .unit import Options, Unit, choose_blocks, find_originals, owner_of, owner_of_param, units_of
+from .wrap import check_not_tied, replace_modules, targets_of
 
 _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
 
@@ -189,6 +189,8 @@ class FullyShardedDataParallel(nn.Module):
             for inner in module.modules():
                 if isinstance(inner, full_precision) and inner is not module and inner not in ignored_modules:
                     targets[inner] = {**arguments, "mixed_precision": None}
+        check_not_tied(module, targets, ignored_modules, ignored_params)
+        if full_precision:
             names = _override_module_mixed_precision(module, full_precision)
             if names:
                 warnings.warn(
@@ -210,12 +212,6 @@ class FullyShardedDataParallel(nn.Module):
 
     def _check_not_shared(self, module: nn.Module, own: list[nn.Module]) -> None:
         """Refuse a parameter, and a module with parameters, that another unit has. Raises: ValueError naming both."""
-        taken = {
-            id(original.param): (unit, original.fqn)
-            for unit in units_of(module.modules())
-            for segment in unit.segments
-            for original in segment.originals
-        }
         for inner in own:
             unit = owner_of(inner)
             if unit is not None:
@@ -225,12 +221,12 @@ class FullyShardedDataParallel(nn.Module):
                     "both places in one unit"
                 )
             for name, param in inner._parameters.items():
-                if id(param) in taken:
-                    unit, other = taken[id(param)]
+                owner = None if param is None else owner_of_param(param)
+                if owner is not None:
                     raise ValueError(
                         f"parameter `{name}` of a {type(inner).__name__} in {type(module).__name__} is shared with "
-                        f"`{other}` of {unit.name}: each would train a copy of its own. Wrap both in one unit, or "
-                        "ignore the parameter"
+                        f"`{owner[1]}` of {owner[0].name}: each would train a copy of its own. Wrap both in one unit, "
+                        "or ignore the parameter"
                     )
 
     # The step

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter, MixedPrecision
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
 from .._flatten import in_storage_order, is_dense, is_truly_contiguous, row_major
@@ -34,6 +35,16 @@ _FREED = (
 
 
 _owners: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.WeakKeyDictionary()
+
+
+_of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there)
+
+
+def owner_of_param(param: nn.Parameter) -> "tuple[Unit, str] | None":
+    """The unit that has ``param``, wherever that is, and the name it has there."""
+    owner, fqn = _of_params.get(param, (None, ""))
+    unit = None if owner is None else owner()
+    return None if unit is None else (unit, fqn)
 
 
 def owner_of(module: nn.Module) -> "Unit | None":
@@ -299,6 +310,7 @@ class Unit:
         owner = weakref.ref(self)
         for segment in self.segments:
             for original in segment.originals:
+                _of_params[original.param] = owner, original.fqn
                 _owners.update((place.module, owner) for place in original.names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":

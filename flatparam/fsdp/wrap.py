@@ -73,6 +73,38 @@ def _ask(
     return chosen
 
 
+def check_not_tied(
+    root: nn.Module, targets: Iterable[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> None:
+    """Refuse a parameter that would be in two units. Raises: ValueError naming both, before anything is wrapped."""
+    units = {root, *targets}
+    found: dict[nn.Parameter, tuple[nn.Module, str, str]] = {}
+    seen: set[tuple[nn.Module, nn.Module]] = set()
+
+    def visit(module: nn.Module, path: str, unit: nn.Module, at: str) -> None:
+        if module in units:
+            unit, at = module, path
+        if (module, unit) in seen:
+            return
+        seen.add((module, unit))
+        for name, param in module._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            fqn = f"{path}.{name}" if path else name
+            other, other_at, other_fqn = found.setdefault(param, (unit, at, fqn))
+            if other is not unit:
+                raise ValueError(
+                    f"parameter `{fqn}` of the unit of {type(unit).__name__} at `{at}` is shared with `{other_fqn}` of "
+                    f"the unit of {type(other).__name__} at `{other_at}`: each would train a copy of its own. Let the "
+                    "policy put both in one unit, or ignore the parameter"
+                )
+        for name, child in module._modules.items():
+            if child is not None and child not in ignored_modules:
+                visit(child, f"{path}.{name}" if path else name, unit, at)
+
+    visit(root, "", root, "")
+
+
 def replace_modules(
     root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]
 ) -> None:
