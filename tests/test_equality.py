@@ -1,6 +1,7 @@
 """Every pair of settings trains as the unsharded module and as torch's FSDP1 (see equality.py)."""
 
 import itertools
+import re
 
 import equality
 import pytest
@@ -52,3 +53,11 @@ def test_the_document_has_these_cases():
             cells = [cell.strip("| ") for cell in line.split(" | ")]
             width = len(cells) - 4 // ranks
             assert any(cells[:width] == found[:width] for found in lines) or line.startswith("|---"), line
+
+
+def test_the_promises_name_tests_that_are_there():
+    folder = equality.DOCS.parents[1] / "tests"
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (folder / "README.md").read_text())
+    assert len(named) > 60
+    for file, test in named:
+        assert re.search(rf"^def {test}\(", (folder / file).read_text(), re.MULTILINE), (file, test)
