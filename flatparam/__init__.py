@@ -11,14 +11,28 @@ from torch.distributed.fsdp._flat_param import (  # noqa: E402
     ParamInfo,
     SharedParamInfo,
 )
+from torch.distributed.fsdp.wrap import (  # noqa: E402
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
 
 from ._C import ShardError  # noqa: E402
 from .fsdp import (  # noqa: E402
+    FLAT_PARAM,
+    FSDP_PREFIX,
+    FSDP_WRAPPED_MODULE,
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    HandleTrainingState,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MemoryPlan,
@@ -34,16 +48,23 @@ from .fsdp import (  # noqa: E402
     StateDictSettings,
     StateDictType,
     TrainingState,
+    TrainingState_,
+    clean_tensor_name,
     defer_init,
     load_safetensors,
+    p_assert,
 )
 from .handle import FlatParamHandle  # noqa: E402
 from .install import install, is_installed, uninstall  # noqa: E402
 from .layout import FlatLayout  # noqa: E402
 
 __all__ = [
+    "FLAT_PARAM",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
     "BackwardPrefetch",
     "CPUOffload",
+    "CustomPolicy",
     "FlatLayout",
     "FlatParamHandle",
     "FlatParamShardMetadata",
@@ -52,10 +73,12 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "HandleShardingStrategy",
+    "HandleTrainingState",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MemoryPlan",
     "MixedPrecision",
+    "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ParamInfo",
@@ -70,9 +93,18 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "TrainingState_",
+    "always_wrap_policy",
+    "clean_tensor_name",
     "defer_init",
+    "enable_wrap",
     "install",
     "is_installed",
+    "lambda_auto_wrap_policy",
     "load_safetensors",
+    "p_assert",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
     "uninstall",
+    "wrap",
 ]

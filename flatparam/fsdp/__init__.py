@@ -5,6 +5,7 @@ from .api import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    HandleTrainingState,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
@@ -18,20 +19,26 @@ from .api import (
     StateDictSettings,
     StateDictType,
     TrainingState,
+    TrainingState_,
 )
 from .deferral import defer_init
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
+from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .order import OrderError
 from .placement import Placement
 from .plan import MemoryPlan, Piece, UnitPlan
 
 __all__ = [
+    "FLAT_PARAM",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
     "BackwardPrefetch",
     "CPUOffload",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "HandleTrainingState",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MemoryPlan",
@@ -49,7 +56,10 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "TrainingState_",
     "UnitPlan",
+    "clean_tensor_name",
     "defer_init",
     "load_safetensors",
+    "p_assert",
 ]

@@ -1,4 +1,4 @@
-"""The enums and settings that users name. All but the strategies and states are torch's own objects."""
+"""The enums and settings that users name. All but the strategies are torch's own objects, or stand for them."""
 
 from enum import Enum, auto
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "CPUOffload",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "HandleTrainingState",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -39,6 +41,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "TrainingState_",
 ]
 
 
@@ -72,9 +75,22 @@ class ShardingStrategy(Enum):
         raise TypeError(f"expected a ShardingStrategy, got {value!r}")
 
 
-class TrainingState(Enum):
-    """What a unit is doing."""
+class TrainingState_(Enum):
+    """torch 1.12's states, each equal to the state of today's that it is part of."""
 
     IDLE = auto()
-    FORWARD_BACKWARD = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
     SUMMON_FULL_PARAMS = auto()
+
+    @property
+    def today(self) -> TrainingState:
+        """The state of a unit that this one is part of."""
+        return TrainingState.__members__.get(self.name, TrainingState.FORWARD_BACKWARD)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, TrainingState) and other is self.today)
+
+    def __hash__(self) -> int:
+        return hash(self.today)

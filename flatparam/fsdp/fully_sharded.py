@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._common_utils import _override_module_mixed_precision
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _C
 from . import collectives
@@ -35,23 +35,20 @@ from .clip import clip_grad_norm
 from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
-from .outputs import cast_floats, find_tensors
+from .outputs import cast_floats, find_tensors, move_tensors
 from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
-from .summon import Summoned, summon
+from .summon import StateError, Summoned, refuse_step, summon
 from .unit import Options, Unit, choose_blocks, find_originals, owner_of, owner_of_param, units_of
 from .wrap import check_not_tied, replace_modules, targets_of
 
 _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
 
 
-class StateError(RuntimeError, AssertionError, ValueError):
-    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
-
-
 @functools.cache
 def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(refuse_step)
     register_optimizer_step_post_hook(_C.note_optimizer_step)
 
 
@@ -146,7 +143,7 @@ class FullyShardedDataParallel(nn.Module):
                 if inner._outer is None or inner._outer() is None:
                     inner._outer = weakref.ref(self)
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
-        device = device_of(device_id)
+        self._device_id = device = device_of(device_id)
         own = list(own_modules(module, _is_unit, ignored_modules_set))
         self._check_not_shared(module, own)
         materialize(own, ignored_params, param_init_fn, device)
@@ -164,6 +161,7 @@ class FullyShardedDataParallel(nn.Module):
         _warn_of_padding(self._unit)
         self._is_root = False
         self._casts_to: torch.dtype | None = None
+        self._moves_to: torch.device | None = None  # inputs of the root
         self._loading: Summoned | None = None
         self._comm_hook: collectives.Hooked | None = None
         self._settings = StateDictSettings(
@@ -233,9 +231,19 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its full parameters."""
-        step = self._unit.step
+        unit = self._unit
+        if unit.summoned is not None:
+            raise StateError(
+                f"{unit.name}: forward inside summon_full_params(), which has its full parameters: call it outside"
+            )
+        step = unit.step
         if step.run is None:
             self._lazy_init()
+        device = self._moves_to
+        if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
+            args = move_tensors(device, args, self._unit.name)
+        if device is not None and kwargs:
+            kwargs = move_tensors(device, kwargs, self._unit.name)
         if self._casts_to is not None:
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
         try:
@@ -244,8 +252,9 @@ class FullyShardedDataParallel(nn.Module):
             step.pre_forward()
             output = self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]
             return step.post_forward(output)
-        except BaseException:
+        except BaseException as error:
             step.abort_forward()
+            unit.check_shards(error)
             raise
 
     def _watch_inputs(self, inputs: Any) -> None:
@@ -292,6 +301,8 @@ class FullyShardedDataParallel(nn.Module):
             precision = wrapper.mixed_precision
             casts = precision.cast_root_forward_inputs if wrapper is root else precision.cast_forward_inputs
             wrapper._casts_to = precision.param_dtype if casts else None
+            has_any = any(True for _ in wrapper.parameters())
+            wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
         follow(run, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
         root._cast_buffers(wrappers)
 
@@ -669,12 +680,55 @@ class FullyShardedDataParallel(nn.Module):
             return segment.flat.device
         return next((param.device for param in self.module.parameters()), torch.device("cpu"))
 
+    # Names of torch 1.12
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient, those of units below too."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed over the ranks."""
+        return self._placement.factors[0]
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """And after."""
+        return self._placement.factors[1]
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether the unsharded parameters are freed between forward and backward."""
+        return self._placement.reshard_after_forward
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Of each flat parameter of this unit: how many elements at the end of this rank's shard are padding."""
+        return [segment.layout.shard(segment.placement.rank).padding for segment in self._unit.segments]
+
+    @property
+    def device_id(self) -> torch.device | None:
+        """The device that was asked for."""
+        return self._device_id
+
+    def _summon_full_params(
+        self, recurse: bool = True, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """``summon_full_params`` of this unit, and with ``recurse`` those below it."""
+        return self.summon_full_params(self, recurse, writeback, rank0_only, offload_to_cpu)
+
     @property
     def params(self) -> list[nn.Parameter]:
         """The flat parameters of this unit."""
         return [segment.flat for segment in self._unit.segments]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_unit":
+            raise StateError(
+                "this FullyShardedDataParallel was not wrapped to the end: its constructor has raised an error, or is "
+                "still running"
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:

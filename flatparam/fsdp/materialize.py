@@ -10,13 +10,10 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.utils import _sync_params_and_buffers
 
+from .outputs import DeviceError
 from .placement import Placement
 
 _BUCKET_BYTES = 250 * 1024 * 1024
-
-
-class DeviceError(ValueError, RuntimeError):
-    """Parameters are not where they should be; of both types that torch's versions raise."""
 
 
 def own_modules(

@@ -1,5 +1,10 @@
 """Names of modules and parameters, and the parts of them that wrappers add."""
 
+from typing import Any
+
+from torch.distributed.utils import _p_assert
+
+FLAT_PARAM = "_flat_param"
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
@@ -13,3 +18,8 @@ def clean_tensor_name(name: str) -> str:
 def without_units(name: str) -> str:
     """``name`` without the parts that units add to it; those of checkpoint wrappers stay."""
     return name.replace(FSDP_PREFIX, "")
+
+
+def p_assert(cond: Any, s: str, raise_assertion_error: bool = True) -> None:
+    """torch 1.12's: print ``s`` and the stack, and raise AssertionError, unless ``cond`` holds; also under ``-O``."""
+    _p_assert(cond, s, raise_assertion_error)

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+
+class DeviceError(ValueError, RuntimeError):
+    """Something is not on the device where it should be; of both types that torch's versions raise."""
+
+
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -81,3 +86,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def cast_floats(dtype: torch.dtype, value: Any) -> Any:
     """Floating-point tensors in ``value`` as ``dtype``."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def move_tensors(device: torch.device, value: Any, name: str) -> Any:
+    """The tensors in ``value`` on ``device``. Raises: DeviceError for one that is on the meta device."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.is_meta and device.type != "meta":
+            raise DeviceError(
+                f"{name} computes on {device}, and got an input of shape {tuple(tensor.shape)} on the meta device, "
+                "which has no data: pass one that has"
+            )
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+    return map_tensors(move, value)

@@ -11,6 +11,32 @@ from torch import Tensor
 
 from .unit import Original, Segment, Unit
 
+_active: "list[Summoned]" = []  # what is summoned now, in this process
+
+
+class StateError(RuntimeError, AssertionError, ValueError):
+    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
+
+
+def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: refuse one whose result the end of ``summon_full_params`` would throw away.
+
+    Raises: StateError naming the parameter and its unit.
+    """
+    for state in _active:
+        unit = state.unit
+        if state.writeback and state.with_grads and unit.options.use_orig_params:
+            continue  # whole parameters with whole gradients, written back
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+        for segment, param in unit.parameters():
+            if id(param) in stepped:
+                fqn = next((o.fqn for o in segment.originals if o.param is param), "the flat parameter")
+                raise StateError(
+                    f"optimizer.step() inside summon_full_params(): `{fqn}` of {unit.name} is whole there, and its "
+                    "optimizer steps the shard, so the step would be lost: step outside of it (or, with "
+                    "use_orig_params=True, summon with_grads=True and writeback=True for an optimizer without state)"
+                )
+
 
 class Summoned:
     """The full parameters of one unit, from ``enter`` to ``leave``.
@@ -49,6 +75,7 @@ class Summoned:
                 self.gradients.append(grad.cpu() if grad is not None and self.offload_to_cpu else grad)
             del whole, grad
         unit.summoned = self
+        _active.append(self)
         if not self.shown:
             return
         unit.unregister_flat()
@@ -94,6 +121,7 @@ class Summoned:
         """Write back what was asked for, and let the modules have what they had before."""
         unit = self.unit
         unit.summoned = None
+        _active.remove(self)
         if not self.shown:
             return
         values = [

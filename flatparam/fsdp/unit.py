@@ -23,9 +23,10 @@ from .._flatten import in_storage_order, is_dense, is_truly_contiguous, row_majo
 from ..layout import FlatLayout
 from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
 from .deferral import blank, template_of
+from .names import FLAT_PARAM
+from .outputs import DeviceError
 from .placement import Placement
 
-FLAT_PARAM = "_flat_param"
 PADDING_VALUE = 42.0  # torch's: it is never read
 _FREED = (
     "flatparam: a parameter of {} was used while it is sharded. It has its full data during the forward and backward "
@@ -366,6 +367,15 @@ class Unit:
                 original.template = None
         self.step.invalidate()
 
+    def check_shards(self, error: BaseException) -> None:
+        """Raises: ValueError from ``error`` if a flat parameter was given data of another shape: it comes from that."""
+        for name, segment in zip(self.flat_names(), self.segments, strict=True):
+            if segment.flat.shape != (segment.layout.shard_numel,):
+                raise ValueError(
+                    f"{self.name}: expected the data of its flat parameter `{name}` to have shape "
+                    f"({segment.layout.shard_numel},), got {tuple(segment.flat.shape)}: a shard keeps its size"
+                ) from error
+
     def take_back(self) -> None:
         """Copy the values of parameters that were replaced, or whose data were, into the shard.
 
@@ -434,6 +444,10 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
     for original in originals:
         param = original.param
         what = f"parameter `{original.fqn}` (shape {tuple(original.shape)}, {param.dtype} on {param.device})"
+        if param.device != first.param.device:
+            raise DeviceError(
+                f"Must flatten tensors on the same device but got both {first.param.device} (`{first.fqn}`) and {what}"
+            )
         if not _C.is_plain(param):
             raise ValueError(f"Cannot flatten {what}: a {type(param).__name__} that is not plain and dense; ignore it")
         if not param.is_floating_point() and not param.is_complex():
@@ -449,10 +463,6 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
             raise ValueError(
                 "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
                 f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
-            )
-        if param.device != first.param.device:
-            raise ValueError(
-                f"Must flatten tensors on the same device but got both {first.param.device} (`{first.fqn}`) and {what}"
             )
 
 

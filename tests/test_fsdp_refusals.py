@@ -1,0 +1,304 @@
+"""What may not be done is refused on every rank, in the types of both of torch's versions, and names the culprit."""
+
+import contextlib
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import Block, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import Placement, ShardedGradScaler, ShardingStrategy
+from flatparam.fsdp.materialize import move
+from flatparam.fsdp.unit import Options, check_tensors, find_originals
+
+HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@contextlib.contextmanager
+def refused(message, *types):
+    """The block raises, as each of ``types``, with ``message``, on every rank."""
+    note(message)
+    raised = None
+    try:
+        yield
+    except Exception as error:
+        raised = error
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if raised is None else f"{type(raised).__name__}: {raised}")
+    assert all(other is not None for other in everyone), everyone
+    assert re.search(message, str(raised)), (message, everyone)
+    assert all(isinstance(raised, kind) for kind in types), (type(raised).__mro__, everyone)
+
+
+def calling(function, *args):
+    """A forward hook that calls ``function``."""
+    return lambda *ignored: function(*args)
+
+
+def arguments():
+    """Arguments that contradict each other, or name what cannot be."""
+    line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    world = dist.group.WORLD
+    with refused("both process_group and device_mesh", ValueError):
+        FSDP(make(), process_group=world, device_mesh=line)
+    with refused("both ignored_modules and ignored_states", ValueError):
+        FSDP(make(), ignored_modules=[], ignored_states=[])
+    with refused(r"all nn.Parameter or all nn.Module, got Linear, Parameter", ValueError):
+        FSDP(make(), ignored_states=[nn.Linear(1, 1), nn.Parameter(torch.ones(1))])
+    for given in ({"process_group": world}, {"device_mesh": line}, {"sharding_strategy": ShardingStrategy.FULL_SHARD}):
+        with refused("placement= replaces", ValueError):
+            FSDP(make(), placement=Placement(world, world, world), **given)
+    for hybrid in HYBRIDS:
+        for policy in (None, ModuleWrapPolicy({Block})):
+            with refused(rf"{hybrid.name} must know .* got process_group=None", ValueError):
+                FSDP(make(), sharding_strategy=hybrid, auto_wrap_policy=policy)
+        with refused(rf"{hybrid.name} must know which ranks share", ValueError):
+            FSDP(make(), process_group=world, sharding_strategy=hybrid)
+        with refused(rf"{hybrid.name} takes a 2-D device_mesh \(replicate, shard\), got 1-D", ValueError):
+            FSDP(make(), device_mesh=line, sharding_strategy=hybrid)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"):
+        with refused(rf"{strategy} takes one process group, got 2", TypeError):
+            FSDP(make(), process_group=(world, world), sharding_strategy=ShardingStrategy[strategy])
+        with refused(rf"{strategy} takes a 1-D device_mesh, got 2-D", ValueError):
+            FSDP(make(), device_mesh=grid, sharding_strategy=ShardingStrategy[strategy])
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    for others in (alone[1 - dist.get_rank()], 3):
+        with refused(rf"a process group that this rank {dist.get_rank()} is in", ValueError):
+            FSDP(make(), process_group=others)
+    with refused("this rank is not in the group", ValueError):
+        Placement(optim=alone[1 - dist.get_rank()], grad=alone[1 - dist.get_rank()])
+    with refused("ShardingStrategy", TypeError):
+        FSDP(make(), sharding_strategy="FULL_SHARD")
+    with refused("backward_prefetch", TypeError):
+        FSDP(make(), backward_prefetch="pre")
+    with refused("auto_wrap_policy", TypeError):
+        FSDP(make(), auto_wrap_policy={Block})
+    with refused("3 to be callable", ValueError):
+        FSDP(make(), param_init_fn=3)
+    with refused("False/True or a kwarg dict, but it returned 3", ValueError):
+        FSDP(make(), auto_wrap_policy=CustomPolicy(lambda module: 3))
+
+
+def parameters():
+    """Parameters that one unit cannot hold."""
+    counted = nn.Module()
+    counted.weight, counted.counts = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).int(), requires_grad=False)
+    with refused(r"integer dtype tensors: parameter `counts` \(shape \(2,\), torch.int32 on cpu\)", ValueError):
+        FSDP(counted, segments=True)
+    mixed = nn.Module()
+    mixed.first, mixed.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())
+    with refused("uniform dtype but got torch.float32 .`first`. and torch.float64 .*`second`", ValueError):
+        FSDP(mixed)
+    frozen = nn.Linear(2, 2)
+    frozen.bias.requires_grad_(False)
+    with refused("`weight` has True, .*`bias`.* has False; pass segments=True", ValueError):
+        FSDP(frozen)
+    apart = nn.Linear(2, 2)
+    apart.bias = nn.Parameter(torch.empty(2, device="meta"))
+    originals = find_originals([apart], apart, set(), str)
+    with refused("same device but got both cpu .`weight`. and .*`bias` .* on meta", ValueError, RuntimeError):
+        check_tensors(originals, Options(Placement()))
+    with refused("device_id=cpu, but parameter `bias` of Linear is on meta", ValueError, RuntimeError):
+        move([apart], set(), torch.device("cpu"))
+    with refused("device_id=0 names an accelerator", ValueError, RuntimeError):
+        FSDP(make(), device_id=0)
+    scalar = nn.Module()
+    scalar.one, scalar.more = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3))
+    scalar.forward = lambda x: x * scalar.one + scalar.more.sum()
+    for uo in (False, True):  # accepted
+        model = FSDP(copy.deepcopy(scalar), use_orig_params=uo)
+        assert full_params(model)["one"].shape == ()
+    with refused("wrap it once", ValueError):
+        FSDP(FSDP(make()))
+    with refused("this one has FullyShardedDataParallel already", ValueError):
+        FSDP(wrap_blocks(make()).module, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    tied = make()
+    tied.blocks[1].scale = tied.blocks[0].scale
+    with refused(r"`blocks.1.scale` of the unit of Block .* with `blocks.0.scale` of the unit of Block", ValueError):
+        FSDP(tied, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+class Kept(FSDP):
+    """Lets itself be used after its constructor has failed."""
+
+    made = []
+
+    def __new__(cls, *args, **kwargs):
+        cls.made.append(super().__new__(cls))
+        return cls.made[-1]
+
+
+def calls():
+    """Calls at a wrong time; the model trains on as if they had not been made."""
+    for uo in (False, True):
+        model, module = wrap_blocks(make(), use_orig_params=uo), make()
+        mixed = make()
+        mixed.blocks[0] = FSDP(mixed.blocks[0], use_orig_params=not uo)
+        with refused("one use_orig_params: the unit of Model has", ValueError):
+            FSDP(mixed, use_orig_params=uo)(data(0))
+        mixed = make()
+        mixed.blocks[0] = FSDP(mixed.blocks[0], use_orig_params=uo, limit_all_gathers=False)
+        with refused("one limit_all_gathers", ValueError):
+            FSDP(mixed, use_orig_params=uo)(data(0))
+
+        with (
+            refused("writeback=True with rank0_only=True", ValueError, NotImplementedError),
+            FSDP.summon_full_params(model, rank0_only=True),
+        ):
+            pass
+        with FSDP.summon_full_params(model):
+            idle = (ValueError, AssertionError, RuntimeError)
+            with refused("summon_full_params: expected the unit of Model", *idle), FSDP.summon_full_params(model):
+                pass
+            with refused("apply: expected the unit of Model.* SUMMON_FULL_PARAMS", *idle):
+                model.apply(lambda module: None)
+            with refused("the unit of Model.*summon_full_params", *idle):
+                model(data(0))
+            with refused("the unit of Block.*summon_full_params", *idle):
+                model.blocks[0](torch.ones(2, 5))
+        handle = model.blocks[1].inner.register_forward_hook(calling(FSDP.summon_full_params(model).__enter__))
+        with refused("summon_full_params: expected .* it is in FORWARD_BACKWARD", *idle):
+            model(data(0))
+        handle.remove()
+        handle = model.blocks[1].inner.register_forward_hook(calling(model.clip_grad_norm_, 1.0))
+        with refused("clip_grad_norm_: expected .* it is in FORWARD_BACKWARD", *idle):
+            model(data(0))
+        handle.remove()
+        child = model.blocks[0]
+        with refused(r"`no_sync\(\)` should only be called on the root .* the unit of Block", *idle), child.no_sync():
+            pass
+        with refused(r"`clip_grad_norm_\(\)` should only be called on the root .* the unit of Block", *idle):
+            child.clip_grad_norm_(1.0)
+        with refused(r"`register_comm_hook\(\)` should only be called on the root", *idle):
+            child.register_comm_hook(None, print)
+        with refused("expected hook to be callable, got int", ValueError):
+            model.register_comm_hook(None, 3)
+        with refused("once, before the first forward", *idle):
+            model.register_comm_hook(None, print)
+        hooked = wrap_blocks(make(), use_orig_params=uo)
+        hooked.register_comm_hook(None, print)
+        with refused("once, before the first forward", *idle):
+            hooked.register_comm_hook(None, print)
+        loss_of(model, data(0)).backward()
+        one = copy.deepcopy(module)
+        for rank in range(2):
+            (loss_of(one, data(0, rank)) / 2).backward()
+        assert_same_grads(model, one)
+
+        # with_grads, offloaded or not sharded: no refusal
+        with FSDP.summon_full_params(model, with_grads=True, offload_to_cpu=True, rank0_only=True, writeback=False):
+            pass
+        whole = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=ShardingStrategy.NO_SHARD)
+        with FSDP.summon_full_params(whole, offload_to_cpu=True, rank0_only=True, writeback=False):
+            pass
+
+        Kept.made.clear()
+        with refused("`bias`", ValueError):
+            broken = nn.Linear(2, 2)
+            broken.bias.requires_grad_(False)
+            Kept(broken, use_orig_params=False)
+        with refused("not wrapped to the end", *idle):
+            Kept.made[0](torch.ones(1, 2))
+        with refused(
+            "the unit of Model at ``.* on cpu, and got an input of shape .4, 3. on the meta device|meta", *idle[::2]
+        ):
+            model(data(0).to("meta"))
+        with refused("input of shape .2, 3. on the meta device", *idle[::2]):
+            model(x=torch.empty(2, 3, device="meta"))
+        model.zero_grad()
+        assert_same(model, module)
+
+
+def grids():
+    """Hooks where there is a grid of ranks."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for hybrid in HYBRIDS:
+        model = FSDP(make(), device_mesh=mesh, sharding_strategy=hybrid)
+        with refused(rf"not for a grid of ranks \({hybrid.name}\)", ValueError, AssertionError, RuntimeError):
+            model.register_comm_hook(None, print)
+
+
+def steps():
+    """Steps in summoned parameters, shapes that change between steps, gradients that are not finite."""
+    for uo in (False, True):
+        model, module = wrap_blocks(make(), use_orig_params=uo), make()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer.step()  # without gradients
+        loss_of(model, data(0)).backward()
+        name = "`first.weight`" if uo else "`the flat parameter`"
+        for flags in ({"writeback": False}, {}, {"with_grads": True, "writeback": False}):
+            with FSDP.summon_full_params(model, **flags):
+                held = any(p.grad is not None for p in model.parameters())
+                if uo and flags.get("with_grads") is None and not held:
+                    continue
+                message = rf"inside summon_full_params\(\): (`[a-z.]*[a-z]`|{name}) of the unit of"
+                with refused(message, ValueError, RuntimeError, AssertionError):
+                    optimizer.step()
+        assert_same(model, module)
+        optimizer.step()
+        if uo:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = full_params(model)
+            with FSDP.summon_full_params(model, with_grads=True):
+                grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+                sgd.step()
+            after = full_params(model)
+            assert all(torch.equal(after[name], before[name].add(grad, alpha=-0.1)) for name, grad in grads.items())
+
+        model = wrap_blocks(make(), use_orig_params=uo)
+        loss_of(model, data(0)).backward()
+        kept = full_params(model)
+        block = model.blocks[1]
+        if uo:
+            place, old = block.inner, block.inner.weight.data
+            place.weight.data = torch.ones(7, 7)
+            with refused(
+                r"`inner.weight` to have its shape \(11, 5\) or that of its piece .* got \(7, 7\)", ValueError
+            ):
+                loss_of(model, data(0))
+            place.weight.data = old
+        else:
+            flat = block.params[0]
+            old = flat.data
+            flat.data = torch.ones(7)
+            with refused(r"unit of Block at `blocks.1`: .* to have shape \(63,\), got \(7,\)", ValueError):
+                loss_of(model, data(0))
+            flat.data = old
+        loss_of(model, data(0)).backward()
+        assert all(torch.equal(value, kept[name]) for name, value in full_params(model).items())
+
+        for rank in range(2):  # one rank alone has a NaN: nobody steps, and the scale is halved
+            model = wrap_blocks(make(), use_orig_params=uo)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
+            x = data(0)
+            if dist.get_rank() == rank:
+                x[0, 0] = torch.nan
+            scaler.scale(loss_of(model, x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 4.0
+            optimizer.zero_grad()
+            assert_same(model, make())
+
+
+def everything():
+    for part in (arguments, parameters, calls, steps):
+        part()
+
+
+@pytest.mark.multiprocess
+def test_refusals():
+    run_ranks(everything, 2)
+
+
+@pytest.mark.multiprocess
+def test_refusals_in_a_grid():
+    run_ranks(grids, 4)
