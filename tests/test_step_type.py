@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 
 import pytest
 import torch
@@ -422,3 +423,67 @@ def test_orders_leak_nothing_and_each_allocation_may_fail():
     del asker, run, step
     gc.collect()
     assert _C.alloc_live() == before
+
+
+def test_profilers_see_each_unit(capfd):
+    with fake_world(2):
+        model, x = model_and_data(True)
+        model(x).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as taken:
+            model(x).sum().backward()
+    capfd.readouterr()  # the profiler tells when it starts and stops
+    names = [event.name for event in taken.events() if event.name.startswith("flatparam ")]
+    for path in ("", "0", "1"):
+        kind = "Linear" if path else "Sequential"
+        phases = ("pre_forward", "forward", "post_forward", "end of backward")
+        # the outermost has no parameters, so nothing comes to it after its backward
+        for phase in (*phases, "pre_backward", *(("post_backward",) if path else ())):
+            assert names.count(f"flatparam {phase}: the unit of {kind} at `{path}`") == 1, (phase, path, names)
+
+
+def in_another_thread(call):
+    """What ``call`` raised there, or None."""
+    raised = []
+
+    def run():
+        try:
+            call()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_second_thread_is_refused_while_one_is_in_the_model(uo, strategy):
+    with fake_world(1):
+        model, x = model_and_data(uo, strategy)
+        model(x).sum().backward()
+        wanted = [param.grad.clone() for param in model.parameters()]
+        said = []
+        inner = next(module for module in model.modules() if isinstance(module, nn.Linear))
+
+        def intrude(*ignored):
+            said.append(in_another_thread(lambda: model(x)))
+            said.append(in_another_thread(lambda: model[0](x)))
+
+        for where in ("forward", "backward"):
+            model.zero_grad()
+            if where == "forward":
+                handle = inner.register_forward_hook(intrude)
+            else:
+                handle = inner.register_full_backward_hook(intrude)
+            model(x).sum().backward()
+            handle.remove()
+            for param, grad in zip(model.parameters(), wanted, strict=True):
+                assert torch.equal(param.grad, grad), where
+        assert len(said) == 4
+        assert all("another thread is in a forward or backward" in text for text in said)
+        assert in_another_thread(lambda: model(x).sum().backward()) is None  # one after the other is fine
+        for param, grad in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(param.grad, 2 * grad)

@@ -2,6 +2,7 @@
 #include "bridge/fp_engine.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -38,6 +39,7 @@ struct UnitRef {
     void *unit = nullptr; // null once it is gone; changed with the GIL held
     std::string name;
     fp_unit_calls calls{};
+    std::weak_ptr<const void> task; // of the last callback, which goes with its graph task
 };
 
 // Call the unit behind ref, from a thread of autograd; an exception goes on through the engine.
@@ -56,6 +58,12 @@ call_unit(const UnitRef &ref, Call &&call)
 }
 
 } // namespace fp
+
+struct fp_range {
+    at::RecordFunction function;
+
+    explicit fp_range(at::StepCallbacks &&callbacks) : function(std::move(callbacks)) {}
+};
 
 struct fp_unit_ref {
     std::shared_ptr<fp::UnitRef> shared;
@@ -1004,10 +1012,38 @@ int
 fp_engine_at_end(fp_unit_ref *ref)
 {
     return fp::guarded(-1, [&] {
+        const auto task = std::make_shared<const char>();
         torch::autograd::Engine::get_default_engine().queue_callback(
-            [shared = ref->shared] { fp::call_unit(*shared, shared->calls.before_backward); });
+            [shared = ref->shared, task] { fp::call_unit(*shared, shared->calls.before_backward); });
+        ref->shared->task = task;
         return 0;
     });
+}
+
+int
+fp_engine_is_running(const fp_unit_ref *ref) noexcept
+{
+    return !ref->shared->task.expired();
+}
+
+fp_range *
+fp_range_begin(const char *what, PyObject *name) noexcept
+{
+    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+    const char *text = callbacks ? PyUnicode_AsUTF8(name) : nullptr;
+    if (text == nullptr) {
+        PyErr_Clear();
+        return nullptr;
+    }
+    auto range = std::make_unique<fp_range>(std::move(*callbacks));
+    range->function.before(std::string("flatparam ") + what + ": " + text);
+    return range.release();
+}
+
+void
+fp_range_end(fp_range *range)
+{
+    delete range;
 }
 
 int

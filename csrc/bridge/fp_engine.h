@@ -121,7 +121,14 @@ int fp_engine_hook(PyObject *tensor, fp_unit_ref *ref);
 int fp_engine_task(void) FP_NOEXCEPT;
 /* Call ref's unit's before_backward when the running graph task ends. */
 int fp_engine_at_end(fp_unit_ref *ref);
+/* Whether the graph task of the last fp_engine_at_end(ref) is under way, in whichever thread. */
+int fp_engine_is_running(const fp_unit_ref *ref) FP_NOEXCEPT;
 int fp_engine_grad_enabled(void) FP_NOEXCEPT;
+
+/* A range of time for profilers, from here to fp_range_end in the same thread; NULL when nobody measures. */
+typedef struct fp_range fp_range;
+fp_range *fp_range_begin(const char *what, PyObject *name) FP_NOEXCEPT; /* name: str */
+void fp_range_end(fp_range *range);                                     /* NULL is allowed */
 /* Sum of the versions of tensors: it changes when one of them is changed in place. */
 int64_t fp_engine_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;
 /* 1 if some parameter's data is not the piece of shard that starts and numels say, or has another requires_grad than

@@ -342,6 +342,14 @@ check_joined(const fp_step *step)
     return 0;
 }
 
+/* Whether another thread than this is in the model. */
+static int
+is_elsewhere(const fp_run *run)
+{
+    return run->in_backward ? fp_engine_task() < 0 && fp_engine_is_running(run->ref)
+                            : run->depth > 0 && run->thread != PyThread_get_thread_ident();
+}
+
 PyObject *
 fp_pass_pre_forward(PyObject *self, PyObject *ignored)
 {
@@ -350,12 +358,20 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
     if (check_joined(step) < 0) {
         return NULL;
     }
+    if (is_elsewhere(run)) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
+                     "reductions of two would come in another order on each rank",
+                     step->name);
+        return NULL;
+    }
     if (run->in_backward && fp_engine_task() < 0 && fp_pass_recover(run) < 0) { /* an exception ended that backward */
         return NULL;
     }
     if (run->depth == 0 && !run->in_backward && begin_pass(run) < 0) {
         return NULL;
     }
+    run->thread = run->depth == 0 ? PyThread_get_thread_ident() : run->thread;
     run->depth++;
     step->depth++;
     if (make_full(step) < 0) {
@@ -493,6 +509,9 @@ fp_pass_abort_forward(PyObject *self, PyObject *ignored)
 {
     fp_step *step = (fp_step *)self;
     fp_run *run = step->run;
+    if (run != NULL && is_elsewhere(run)) {
+        Py_RETURN_NONE; /* it was refused */
+    }
     if (run != NULL && step->depth > 0) {
         step->depth--;
         run->depth--;
@@ -537,7 +556,9 @@ before_backward(void *unit)
 {
     fp_step *step = unit;
     Py_INCREF(step);
+    fp_range *range = fp_range_begin("pre_backward", step->name);
     const int status = step->run == NULL ? check_joined(step) : before_backward_of(step);
+    fp_range_end(range);
     Py_DECREF(step);
     return status;
 }
@@ -620,8 +641,10 @@ gradients_ready(void *unit, int index, const fp_gradients *gradients)
 {
     fp_step *step = unit;
     Py_INCREF(step);
+    fp_range *range = fp_range_begin("post_backward", step->name);
     const int status =
         step->run == NULL ? check_joined(step) : gradients_ready_of(step, &step->parts[index], gradients);
+    fp_range_end(range);
     Py_DECREF(step);
     return status;
 }
@@ -665,7 +688,9 @@ finish(void *run_pointer)
     for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
         Py_INCREF(step);
+        fp_range *range = fp_range_begin("end of backward", step->name);
         status = finish_step(step);
+        fp_range_end(range);
         Py_DECREF(step);
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->orders); i++) {

@@ -21,11 +21,12 @@ typedef struct {
     struct fp_step *reducing;     /* borrowed: the unit whose reduction was started last */
     fp_unit_ref *ref;
     int backward_prefetch, forward_prefetch;
-    int synchronize;    /* 0: no_sync */
-    int through_python; /* for this pass */
-    int always_python;  /* a hook is set */
-    int in_backward;    /* between the first before_backward and the end of that pass */
-    Py_ssize_t depth;   /* units whose forward is under way */
+    int synchronize;      /* 0: no_sync */
+    int through_python;   /* for this pass */
+    int always_python;    /* a hook is set */
+    int in_backward;      /* between the first before_backward and the end of that pass */
+    Py_ssize_t depth;     /* units whose forward is under way */
+    unsigned long thread; /* in which it began */
     int64_t pass;
     int64_t gathers, reductions; /* how many there were: for tests and plans */
 } fp_run;

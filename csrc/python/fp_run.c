@@ -106,10 +106,8 @@ static PyObject *
 run_state(PyObject *self, void *ignored)
 {
     const fp_run *run = (fp_run *)self;
-    const char *state = run->in_backward && fp_engine_task() >= 0 ? "BACKWARD"
-                        : run->in_backward                        ? "INTERRUPTED"
-                        : run->depth > 0                          ? "FORWARD"
-                                                                  : "IDLE";
+    const int runs = fp_engine_task() >= 0 || fp_engine_is_running(run->ref);
+    const char *state = run->in_backward ? (runs ? "BACKWARD" : "INTERRUPTED") : run->depth > 0 ? "FORWARD" : "IDLE";
     return PyUnicode_FromString(state);
 }
 

@@ -165,6 +165,24 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
+step_pre_forward(PyObject *self, PyObject *ignored)
+{
+    fp_range *range = fp_range_begin("pre_forward", ((fp_step *)self)->name);
+    PyObject *result = fp_pass_pre_forward(self, ignored);
+    fp_range_end(range);
+    return result;
+}
+
+static PyObject *
+step_post_forward(PyObject *self, PyObject *output)
+{
+    fp_range *range = fp_range_begin("post_forward", ((fp_step *)self)->name);
+    PyObject *result = fp_pass_post_forward(self, output);
+    fp_range_end(range);
+    return result;
+}
+
+static PyObject *
 step_release(PyObject *self, PyObject *ignored)
 {
     fp_step *step = (fp_step *)self;
@@ -295,9 +313,9 @@ static PyMethodDef step_methods[] = {
      "follow($self, which, order, number, sliced, /)\n--\n\nTell an Order of the collectives over a group: 0 the one "
      "that shares the unit, 1 the one that replicates it.\nIts parts are called number and on; sliced: tell it also "
      "while one is waited for."},
-    {"pre_forward", fp_pass_pre_forward, METH_NOARGS,
+    {"pre_forward", step_pre_forward, METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
-    {"post_forward", fp_pass_post_forward, METH_O,
+    {"post_forward", step_post_forward, METH_O,
      "post_forward($self, output, /)\n--\n\nPut hooks on the tensors in output, free what is not kept; returns "
      "output."},
     {"abort_forward", fp_pass_abort_forward, METH_NOARGS,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._common_utils import _override_module_mixed_precision
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
 from .. import _C
 from . import collectives
@@ -250,7 +252,12 @@ class FullyShardedDataParallel(nn.Module):
             if step.has_frozen and torch.is_grad_enabled():
                 self._watch_inputs((args, kwargs))
             step.pre_forward()
-            output = self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]
+            module: Any = self._modules[FSDP_WRAPPED_MODULE]
+            if profiler._is_profiler_enabled:
+                with record_function(f"flatparam forward: {self._unit.name}"):
+                    output = module(*args, **kwargs)
+            else:
+                output = module(*args, **kwargs)
             return step.post_forward(output)
         except BaseException as error:
             step.abort_forward()
