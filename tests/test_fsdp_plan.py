@@ -22,13 +22,14 @@ from torch import nn
 from gloo import fake_world
 from flatparam import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision, BackwardPrefetch
 
-strategy, low, prefetch = sys.argv[1], sys.argv[2] == "low", sys.argv[3] == "prefetch"
+strategy, low, prefetch, whole = sys.argv[1], sys.argv[2] == "low", sys.argv[3] == "prefetch", sys.argv[4] == "whole"
 
 
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Parameter(torch.ones(2**20)) for _ in range(4))
+        small = 2**19 if whole else 2**20  # then a quarter of the shards is padding
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.ones(n)) for n in (2**20, 2**20, small, small))
 
     def forward(self, x):
         return x * (self.a * self.b).sum() * (self.c * self.d).sum()
@@ -45,6 +46,7 @@ with fake_world(4):
         "sharding_strategy": ShardingStrategy[strategy],
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None,
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if prefetch else None,
+        "atomic": torch.Tensor.numel if whole else None,
     }
     tiny = FSDP(nn.Sequential(*(FSDP(nn.Linear(1, 1), **settings) for _ in range(2))), **settings)
     tiny(torch.ones(1, 1)).sum().backward()
@@ -61,17 +63,18 @@ with fake_world(4):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("strategy", "precision", "prefetch"),
+    "settings",
     [
-        ("FULL_SHARD", "same", "prefetch"),
-        ("FULL_SHARD", "low", "none"),
-        ("SHARD_GRAD_OP", "same", "prefetch"),
-        ("ZERO_1", "low", "prefetch"),
-        ("NO_SHARD", "same", "prefetch"),
+        ("FULL_SHARD", "same", "prefetch", "even"),
+        ("FULL_SHARD", "low", "none", "whole"),
+        ("SHARD_GRAD_OP", "same", "prefetch", "even"),
+        ("ZERO_1", "low", "prefetch", "even"),
+        ("NO_SHARD", "same", "prefetch", "even"),
     ],
+    ids="-".join,
 )
-def test_the_plan_is_what_a_process_takes(strategy, precision, prefetch):
-    arguments = [sys.executable, "-c", PEAK, strategy, precision, prefetch]
+def test_the_plan_is_what_a_process_takes(settings):
+    arguments = [sys.executable, "-c", PEAK, *settings]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.getcwd()}
     printed = subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True).stdout
     measured, planned = map(int, printed.split())

@@ -129,6 +129,12 @@ def shared_between_units(seed, arguments):
     return False
 
 
+def layout_of(source):
+    """What may not be cut between ranks, and to how many bytes shards are aligned."""
+    atomic = source.choice([None, None, "row", torch.Tensor.numel, lambda param: 2])
+    return {"atomic": atomic, "shard_alignment": source.choice([None, None, 16, 64])}
+
+
 def programs():
     tried = 0
     for seed in range(FIRST, FIRST + RUNS):
@@ -140,6 +146,7 @@ def programs():
             "backward_prefetch": source.choice([None, *BackwardPrefetch]),
             "forward_prefetch": source.random() < 0.5,
             "segments": True,
+            **layout_of(random.Random(seed + 3)),
         }
         note(f"seed {seed}: {arguments}")
         if shared_between_units(seed, arguments):

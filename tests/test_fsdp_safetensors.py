@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from fsdp_models import Block, Model, assert_same, data, full_params, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -307,6 +310,37 @@ def test_files_that_are_not_what_they_say(kind, tmp_path):
     path.write_bytes(file_of({**GOOD, "__metadata__": {"format": "pt"}}))
     load_safetensors(module, tmp_path)  # a module without units, and no process group
     assert module.weight.tolist() == [0.0] * 3
+
+
+VALID = file_of(
+    {"__metadata__": {"a": "b"}, **GOOD, "n": {"dtype": "I64", "shape": [2], "data_offsets": [12, 28]}}, bytes(28)
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    edits=st.lists(
+        st.tuples(
+            st.integers(0, len(VALID) - 29), st.integers(0, 3), st.binary(max_size=4) | st.sampled_from([b"9" * 5000])
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    cut=st.integers(0, 40),
+)
+def test_mutated_files_are_read_right_or_refused(tmp_path_factory, edits, cut):
+    content = bytearray(VALID)
+    for at, removed, added in edits:
+        content[at : at + removed] = added
+    path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    path.write_bytes(bytes(content[: len(content) - cut] if cut < 20 else content))
+    try:
+        files = Files(path)
+    except FileError:
+        return
+    for entry in files.entries.values():  # what is accepted lies in the file
+        assert entry.dtype is None or entry.begin + math.prod(entry.shape) * entry.dtype.itemsize <= path.stat().st_size
+    files.close()
 
 
 @pytest.mark.parametrize(
