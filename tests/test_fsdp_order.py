@@ -94,6 +94,13 @@ def no_backward_on_one_rank(model, me):
     step(model)
 
 
+def saved_by_one_rank(model, me):
+    step(model)
+    if not me:
+        model.state_dict()
+    step(model)
+
+
 GATHERS = (r"rank 0 gathers .*`blocks\.1`, in step %d", r"rank \d gathers .*`blocks\.2`, in step %d")
 DIFFERENT = {
     skipped_in_step_1: [pattern % 1 for pattern in GATHERS],
@@ -101,6 +108,7 @@ DIFFERENT = {
     skipped_in_evaluation: [pattern % 2 for pattern in GATHERS],
     another_order: [pattern % 2 for pattern in GATHERS],
     no_sync_on_one_rank: [r"rank 0 reduces the gradients of .*in step 2", r"rank \d .* in step [23]"],
+    saved_by_one_rank: [r"rank 0 gathers, to show or to save it, the unit", r"rank \d gathers the unit .*in step 2"],
     no_backward_on_one_rank: [r"rank 0 .*in step 2", r"rank \d gathers .*in step 3"],
 }
 
@@ -264,6 +272,11 @@ def legal(strategy):
     for _ in range(20):
         both()
     assert asked.of(both) == 0
+    for _ in range(3):
+        model.state_dict()
+        train(model, 2)
+    assert asked.of(model.state_dict) <= 1
+    assert asked.of(lambda: train(model, 2)) <= 1
 
 
 def all_legal():
@@ -299,3 +312,29 @@ def test_groups_whose_ranks_are_no_processes_are_not_asked():
         model = wrap_blocks(Chosen())
         train(model, 2)
         assert sequence_of(dist.group.WORLD, torch.device("cpu")) is None
+
+
+def through_a_server():
+    """With a TCPStore, as torchrun has it; the same one for two groups, one after the other."""
+    port = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)] if dist.get_rank() == 0 else []
+    ports = [server.port for server in port]
+    everyone = [None, None]
+    dist.all_gather_object(everyone, ports)
+    store = port[0] if port else dist.TCPStore("127.0.0.1", everyone[0][0], is_master=False)
+    for _ in range(2):
+        model = made(ShardingStrategy.FULL_SHARD)
+        group = model.process_group
+        groups = dist.distributed_c10d._world.pg_map
+        groups[group] = (groups[group][0], store)
+        for _ in range(3):
+            train(model)
+            evaluate(model)
+            accumulate(model)
+            model.state_dict()
+        with pytest.raises(OrderError, match=r"rank 0 gathers .*`blocks\.1`, in step 19; rank 1 gathers .*`blocks\.2`"):
+            step(model, (0, 2, 1, 3) if dist.get_rank() else ALL)
+    dist.barrier()  # the server ends last
+
+
+def test_any_store_will_do():
+    run_ranks(through_a_server, 2)

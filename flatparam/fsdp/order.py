@@ -9,6 +9,7 @@ nobody. Where it comes to another, or nothing is known yet, it asks the others h
 A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store.
 """
 
+import datetime
 import json
 import time
 import warnings
@@ -20,10 +21,17 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .unit import Unit
+from .unit import Segment, Unit
 
-_KINDS = ("gathers", "reduces the gradients of", "gathers", "reduces the gradients, and those kept in no_sync, of")
+_KINDS = (
+    "gathers",
+    "reduces the gradients of",
+    "gathers, to show or to save it,",
+    "reduces the gradients, and those kept in no_sync, of",
+)
+_OUTSIDE = 2  # of a step
 _WITHOUT_STORE = ("fake", "threaded")  # groups whose ranks are not processes
+_PATIENCE = datetime.timedelta(seconds=0.3)
 _LAST_MOMENT = 2.0  # seconds before the group's own time-out, to say more than it does
 
 
@@ -52,9 +60,10 @@ class Sequence:
     def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store):
         self.names: list[str] = []
         self.order = _C.Order(self._agree, self._look)
-        self._store = dist.PrefixStore("flatparam", store)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
+        life = store.add(f"flatparam/lives of {self._me}", 1)  # a store may outlive the groups that were made with it
+        self._store = dist.PrefixStore(f"flatparam {life}", store)
         self._seconds = _time_out(backend)
         self.sliced = _name(backend) == "gloo"
         self._asked: list[int] = []
@@ -68,6 +77,18 @@ class Sequence:
         first = len(self.names)
         self.names += names
         return first
+
+    def wait(self, work: dist.Work) -> None:
+        """For a collective. Raises: OrderError, when another rank does not come to it."""
+        while self.sliced:
+            try:
+                work.wait(_PATIENCE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+            self._look()
+        work.wait()
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
         number, kind = divmod(event, len(_KINDS))
@@ -227,6 +248,17 @@ def _time_out(backend: Any) -> float:
     return float(max(limit - _LAST_MOMENT, limit / 2))
 
 
+_followed: "weakref.WeakKeyDictionary[Segment, tuple[Sequence, int]]" = weakref.WeakKeyDictionary()
+
+
+def before_gather(segment: Segment) -> Sequence | None:
+    """Outside of a step; who waits for it. Raises: OrderError, when the other ranks do another thing."""
+    sequence, number = _followed.get(segment, (None, 0))
+    if sequence is not None:
+        sequence.order.note(number * len(_KINDS) + _OUTSIDE, False)
+    return sequence
+
+
 def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
     """Have the collectives of a tree's units checked: each with its device, in the same order on all ranks."""
     found: dict[int, Sequence] = {}
@@ -238,6 +270,8 @@ def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
                 found[id(sequence)] = sequence
                 first = sequence.number(unit.name for _ in unit.segments)
                 unit.step.follow(which, sequence.order, first, sequence.sliced)
+                if which == 0:
+                    _followed.update((part, (sequence, first + i)) for i, part in enumerate(unit.segments))
     run.tell(tuple(sequence.order for sequence in found.values()))
     for sequence in found.values():
         sequence._peers.update(other for other in found.values() if other is not sequence)

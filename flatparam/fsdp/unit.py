@@ -228,10 +228,11 @@ class Segment:
         if not self.is_sharded:
             return shard
         whole = shard.new_empty(self.layout.padded_numel)
-        from . import collectives
+        from . import collectives, order
 
         group: Any = self.placement.optim
-        collectives.all_gather(whole, shard.contiguous(), group)
+        sequence = order.before_gather(self)
+        collectives.all_gather(whole, shard.contiguous(), group, None if sequence is None else sequence.wait)
         return whole
 
     def own(self, whole: Tensor) -> Tensor:
