@@ -1,10 +1,12 @@
 """Loading safetensors files into shards. The oracle: the safetensors library's own files, and the unsharded module."""
 
+import gc
 import itertools
 import json
 import math
 import os
 import struct
+import weakref
 from pathlib import Path
 
 import pytest
@@ -389,3 +391,7 @@ def test_what_a_deferred_model_takes_before_it_is_loaded():
         model = FSDP(on_meta(Wide), param_init_fn=defer_init, use_orig_params=True, atomic="row")
         assert sum(param.untyped_storage().nbytes() for param in model.params) == 8 * 1024 * 2048 * 4 // 8
         assert flatparam.defer_init is defer_init
+        pieces = [weakref.ref(param) for param in model.parameters()]
+        del model
+        gc.collect()
+        assert [piece() for piece in pieces] == [None] * 8

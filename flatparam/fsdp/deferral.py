@@ -1,5 +1,6 @@
 """Wrapping a model from the meta device without giving its parameters values or memory of their own."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn as nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _templates: Any = WeakIdKeyDictionary()  # placeholder -> the meta parameter that it stands for
-_placeholders: Any = WeakIdKeyDictionary()  # and back, for parameters with several names
+_placeholders: Any = WeakIdKeyDictionary()  # and back, as weak references, for parameters with several names
 
 
 def defer_init(module: nn.Module) -> None:
@@ -32,11 +33,12 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    made = _placeholders.get(param)
+    known = _placeholders.get(param)
+    made = None if known is None else known()
     if made is None:
         made = nn.Parameter(torch.empty(0, dtype=param.dtype, device=device), requires_grad=param.requires_grad)
         vars(made).update(vars(param))
-        _placeholders[param] = made
+        _placeholders[param] = weakref.ref(made)
         _templates[made] = param
     return made
 
