@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import re
 
 import pytest
@@ -289,8 +290,46 @@ def steps():
             assert_same(model, make())
 
 
+@dataclasses.dataclass
+class Batch:
+    """An input that counts how often it was made."""
+
+    x: torch.Tensor
+    made: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self):
+        self.made += 1
+
+
+class Appends(nn.Module):
+    """Writes to what it is given, as models with caches do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, batch, cache, more=None):
+        cache.append(batch.x)
+        batch.made += 1
+        more["seen"] = batch
+        return (batch.x * self.weight).sum()
+
+
+def inputs():
+    """Inputs that are where they should be are passed on as the objects that they are; else their tensors are found."""
+    for uo in (False, True):
+        model = FSDP(Appends(), use_orig_params=uo)
+        batch, cache, more = Batch(torch.ones(3)), [], {}
+        model(batch, cache, more=more).backward()
+        assert (len(cache), more["seen"] is batch, batch.made) == (1, True, 2)
+        elsewhere = torch.empty(3, device="meta")
+        for given in (Batch(elsewhere), [elsewhere], {"x": (1, elsewhere)}, (torch.ones(1), [[elsewhere]])):
+            with refused("input of shape .3,. on the meta device", ValueError, RuntimeError):
+                model(given, [], more={})
+
+
 def everything():
-    for part in (arguments, parameters, calls, steps):
+    for part in (arguments, parameters, calls, steps, inputs):
         part()
 
 

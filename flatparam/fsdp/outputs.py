@@ -88,8 +88,28 @@ def cast_floats(dtype: torch.dtype, value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
+def _any_tensor(holds: Callable[[Tensor], bool], value: Any) -> bool:
+    """Whether ``holds`` for a tensor that ``map_tensors`` finds in ``value``."""
+    if isinstance(value, Tensor):
+        return holds(value)
+    if isinstance(value, _PLAIN):
+        return False
+    if type(value) in (tuple, list):
+        return any(_any_tensor(holds, item) for item in value)
+    if type(value) is dict:
+        return any(_any_tensor(holds, item) for item in value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(_any_tensor(holds, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+    return any(isinstance(leaf, Tensor) and holds(leaf) for leaf in pytree.tree_leaves(value))
+
+
 def move_tensors(device: torch.device, value: Any, name: str) -> Any:
-    """The tensors in ``value`` on ``device``. Raises: DeviceError for one that is on the meta device."""
+    """The tensors in ``value`` on ``device``; ``value`` itself if they are there.
+
+    Raises: DeviceError for one that is on the meta device.
+    """
+    if not _any_tensor(lambda tensor: tensor.device != device, value):
+        return value
 
     def move(tensor: Tensor) -> Tensor:
         if tensor.is_meta and device.type != "meta":
