@@ -32,7 +32,8 @@ _KINDS = (
 _OUTSIDE = 2  # of a step
 _WITHOUT_STORE = ("fake", "threaded")  # groups whose ranks are not processes
 _PATIENCE = datetime.timedelta(seconds=0.3)
-_LAST_MOMENT = 2.0  # seconds before the group's own time-out, to say more than it does
+_BEAT = 0.5  # seconds in which who waits says so once at least
+_LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 
 
 class OrderError(RuntimeError):
@@ -67,6 +68,7 @@ class Sequence:
         self._seconds = _time_out(backend)
         self.sliced = _name(backend) == "gloo"
         self._asked: list[int] = []
+        self._beats = 0
         self._told = 0
         self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
         self._reason = ""
@@ -128,10 +130,10 @@ class Sequence:
             pause = min(0.05, pause + 0.0005)
             self._raise_if_broken()
             now = time.monotonic()
-            if now - looked > 1.0:
+            if now - looked > _BEAT:
                 looked = now
                 self._point_at(index)
-                self._store.set(f"at/{self._me}", json.dumps(mine))
+                self._beat()
             if now - begin > self._seconds:
                 self._late(mine)
 
@@ -170,10 +172,9 @@ class Sequence:
         if self._stuck[0] != self.order.count:
             self._stuck = (self.order.count, now - 1.0)
         if last is not None:
-            mine = self._post(*last, self.order.passes)
-            self._store.set(f"at/{self._me}", json.dumps(mine))
+            self._beat()
             if now - self._stuck[1] > self._seconds:
-                self._late(mine)
+                self._late(self._post(*last, self.order.passes))
 
     def _raise_if_broken(self) -> None:
         if self._store.check(["broken"]):
@@ -185,11 +186,23 @@ class Sequence:
 
     def _late(self, mine: _Post) -> NoReturn:
         """Name the ranks that wait for nothing here."""
-        absent = [rank for i, rank in enumerate(self._ranks) if not self._store.check([f"at/{i}"])]
+        before = self._pulses()
+        time.sleep(3 * _BEAT)
+        pairs = zip(self._ranks, before, self._pulses(), strict=True)
+        absent = [rank for rank, then, now in pairs if then == now and rank != mine.rank]
         who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}" if absent else "all of them wait"
         self._break(
             f"{mine} and has waited {self._seconds:.0f} s for the others: {who} came to no collective of this model"
         )
+
+    def _beat(self) -> None:
+        """Say that this rank waits, still."""
+        self._beats += 1
+        self._store.set(f"beats of {self._me}", str(self._beats))
+
+    def _pulses(self) -> list[bytes]:
+        keys = [f"beats of {i}" for i in range(len(self._ranks))]
+        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
     def _break(self, reason: str) -> NoReturn:
         """Who is first to find a reason gives it to all."""
