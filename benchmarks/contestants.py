@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import flatparam
+from benchmarks.free_handle import set_free
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ BARE, DDP = "bare", "DDP"
 FSDP1, FSDP1_FLAT, FSDP2 = "FSDP1 orig", "FSDP1 flat", "FSDP2"
 OURS, OURS_FLAT, RUNTIME = "flatparam orig", "flatparam flat", "flatparam runtime"
 REPLICATED, ZERO_1 = "flatparam NO_SHARD", "flatparam ZERO_1"  # the runtime, beside DDP
+FREE = "free handle"  # only of benchmarks.models
 
 CONTESTANTS: dict[str, Wrap] = {
     BARE: bare,
@@ -87,6 +89,7 @@ CONTESTANTS: dict[str, Wrap] = {
     FSDP2: fsdp2,
     OURS: lambda model, how: on_flatparam(model, how, use_orig_params=True),
     OURS_FLAT: lambda model, how: on_flatparam(model, how, use_orig_params=False),
+    FREE: lambda model, how: set_free(on_flatparam(model, how, use_orig_params=True), how.low),
     DDP: ddp,
 }
 RUNTIME_API: Any = getattr(flatparam, "FullyShardedDataParallel", None)
