@@ -3,6 +3,7 @@ vmap wrappers, sparse gradients, active modes. Oracle: torch's handle under the 
 """
 
 import collections
+import threading
 
 import pytest
 import torch
@@ -496,3 +497,20 @@ def test_environment_switches(switch, mode, monkeypatch):
         return seen, [describe(p) for p in module.parameters()], sorted(vars(module[0])), list(module[0]._parameters)
 
     assert_same(scenario)
+
+
+def test_dispatch_keys_of_plain_kernels_are_no_mode():
+    """libtorch may leave "Dense" included in a thread; the loops in C are still what torch would do."""
+    found = []
+
+    def run():
+        for key, plain in (("Dense", True), ("CPU", True), ("AutogradCPU", False), ("Functionalize", False)):
+            torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+            found.append((key, flatparam._C.is_plain(torch.zeros(2)) == plain))
+            torch._C._dispatch_tls_set_dispatch_key_included(key, False)
+        found.append(("none", flatparam._C.is_plain(torch.zeros(2))))
+
+    thread = threading.Thread(target=run)  # the keys are the thread's
+    thread.start()
+    thread.join()
+    assert found == [("Dense", True), ("CPU", True), ("AutogradCPU", True), ("Functionalize", True), ("none", True)]

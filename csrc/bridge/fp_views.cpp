@@ -179,10 +179,13 @@ extern "C" int
 fp_torch_modes_active(void) noexcept
 {
     using c10::DispatchKey;
-    static const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;
+    // Dense: libtorch's own guards may leave it there, where it changes nothing.
+    static const c10::DispatchKeySet usual =
+        c10::default_included_set | c10::autocast_dispatch_keyset | c10::DispatchKeySet(DispatchKey::Dense);
     return c10::impl::dispatch_mode_enabled() || at::impl::torch_function_mode_enabled() ||
            torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
-           !(c10::impl::tls_local_dispatch_key_set().included_ - usual).empty();
+           (c10::impl::tls_local_dispatch_key_set().included_ - usual).highestFunctionalityKey() !=
+               DispatchKey::Undefined; // backends alone are no mode
 }
 
 namespace {

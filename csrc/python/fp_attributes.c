@@ -187,22 +187,24 @@ put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_plac
 {
     const int wants_dict = !place.is_parameter || place.unsafe;
     const int wants_parameters = place.is_parameter || place.listed;
-    const int in_parameters = PyDict_Contains(dicts->parameters, name);
-    PyObject *in_dict = NULL; /* borrowed; not looked for where it is known and will be replaced */
-    if (in_parameters == 0 || !wants_dict) {
-        in_dict = PyDict_GetItemWithError(dicts->dict, name);
-    }
-    if (in_parameters < 0 || (in_dict == NULL && PyErr_Occurred())) {
+    const Py_ssize_t before = PyDict_GET_SIZE(dicts->parameters);
+    int status = wants_parameters ? PyDict_SetItem(dicts->parameters, name, value) : 0;
+    if (status < 0) {
         return -1;
     }
-    if (!in_parameters && in_dict == NULL && !place.unsafe) {
-        return 0;
+    const int was_listed =
+        wants_parameters ? PyDict_GET_SIZE(dicts->parameters) == before : PyDict_Contains(dicts->parameters, name);
+    PyObject *in_dict = NULL; /* borrowed; not looked for where the name is known and this will be replaced */
+    if (was_listed == 0 || !wants_dict) {
+        in_dict = PyDict_GetItemWithError(dicts->dict, name);
     }
-    int status = 0;
-    if (wants_parameters) {
-        status = PyDict_SetItem(dicts->parameters, name, value);
+    if (was_listed < 0 || (in_dict == NULL && PyErr_Occurred())) {
+        return -1;
     }
-    else if (in_parameters) {
+    if (!was_listed && in_dict == NULL && !place.unsafe) {
+        return wants_parameters ? PyDict_DelItem(dicts->parameters, name) : 0;
+    }
+    if (was_listed && !wants_parameters) {
         status = PyDict_DelItem(dicts->parameters, name);
     }
     if (status == 0 && wants_dict && in_dict != value) {
