@@ -247,10 +247,10 @@ def grids():
         FSDP(make(), device_mesh=mesh)
     with pytest.raises(ValueError, match="shard group, replicate group"):
         FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    with pytest.raises(ValueError, match=r"LAYER_ZERO.*not supported"):
+    with pytest.raises(ValueError, match="LAYER_ZERO: the zero1 group must hold the zero3 group"):
         FSDP(make(), sharding_strategy=ShardingStrategy.LAYER_ZERO, process_group=groups)
-    with pytest.raises(ValueError, match=r"LayerZero.*not supported"):
-        Placement(param=groups[0], grad=groups[1], optim=groups[1])
+    with pytest.raises(ValueError, match="Placement: the zero1 group must hold the zero3 group"):
+        FSDP(make(), placement=Placement(param=groups[0], grad=groups[1], optim=groups[1]))
     with pytest.raises(ValueError, match="both"):
         FSDP(make(), device_mesh=mesh, process_group=groups[0])
     with pytest.raises(ValueError, match="rank"):

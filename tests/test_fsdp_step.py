@@ -58,6 +58,8 @@ def logged(model):
     def replaced(name, original):
         def call(*args, **kwargs):
             tensor = args[1] if NAMES[name] == "RS" else args[0]
+            if tensor.dtype == torch.int32:  # which units are out of date
+                return original(*args, **kwargs)
             log.append(NAMES[name] + "/".join(sizes.get(tensor.numel(), ["?"])))
             return original(*args, **kwargs)
 
@@ -111,14 +113,17 @@ def collectives():
             forward_prefetch=ahead,
             use_orig_params=uo,
         )
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
         with logged(model) as log:
             for _ in range(2):
+                optim.step()  # or what ZERO_1 has is good still
                 log.clear()
                 output = model(data(0)).sum()
                 log.append("|")
                 output.backward()
                 assert " ".join(log) == order, what
             # no_sync reduces nothing and gathers as always
+            optim.step()
             log.clear()
             with model.no_sync():
                 output = model(data(0)).sum()
@@ -133,7 +138,7 @@ def collectives():
             log.clear()
             with torch.no_grad():
                 model(data(0))
-            assert log == forward.split(), what
+            assert log == ([] if strategy == "ZERO_1" else forward.split()), what
 
 
 def test_the_order_of_collectives():

@@ -44,6 +44,10 @@ FIELDS = [
     "reduce",
     "keep",
     "stays_full",
+    "param_rank",
+    "param_shards",
+    "param_group",
+    "refresh_group",
 ]
 
 
@@ -67,6 +71,10 @@ def part_of(module, **changes):
         "reduce": None,
         "keep": False,
         "stays_full": False,
+        "param_rank": 0,
+        "param_shards": 1,
+        "param_group": None,
+        "refresh_group": None,
     }
     assert list(fields) == FIELDS
     return tuple({**fields, **changes}.values())
@@ -112,6 +120,13 @@ BAD_PARTS = [
     ({"rank": -1}, ValueError),
     ({"shard_group": 3}, TypeError),
     ({"shard_group": ("group", "no such group")}, RuntimeError),
+    ({"param_rank": 1}, ValueError),
+    ({"param_rank": -1}, ValueError),
+    ({"param_shards": 0}, ValueError),
+    ({"param_shards": 2}, ValueError),
+    ({"param_group": 3}, TypeError),
+    ({"refresh_group": 3}, TypeError),
+    ({"refresh_group": ("group", None)}, ValueError),
     ({"compute": "bfloat16"}, TypeError),
     ({"reduce": 3}, TypeError),
 ]
@@ -377,8 +392,8 @@ def test_orders_that_are_refused():
     for arguments in ((0, 3, 0, True), (0, order, "0", True), (0, order, 0, 1), (0, order, 0)):
         with pytest.raises(TypeError):
             step.follow(*arguments)
-    for which, number in ((2, 0), (-1, 0), (0, -1), (0, 2**32)):
-        with pytest.raises(ValueError, match="group 0 or 1"):
+    for which, number in ((4, 0), (-1, 0), (0, -1), (0, 2**32)):
+        with pytest.raises(ValueError, match="a group from 0 to 3"):
             step.follow(which, order, number, True)
     run = run_of()
     for orders in ([order], (order, 3)):

@@ -78,6 +78,8 @@ struct fp_flat {
     int64_t shard_numel = 0;
     int rank = 0, shards = 1;
     fp_group *shard_group = nullptr, *replicate_group = nullptr;
+    int param_rank = 0, param_shards = 1;
+    fp_group *param_group = nullptr, *refresh_group = nullptr;
     double predivide = 1.0, postdivide = 1.0;
     std::optional<at::ScalarType> compute_dtype, reduce_dtype;
     bool keep_reduce_dtype = false, stays_full = false;
@@ -85,12 +87,22 @@ struct fp_flat {
     at::Tensor full; // [total] in the compute dtype; its storage has 0 bytes while freed
     at::Tensor io;   // the same memory under another version counter: what is written here is no change to autograd
     bool borrowed = false;               // full is the shard itself
+    bool whole = false;                  // full has, or is about to get, what was gathered
+    at::Tensor copy;                     // [total / param_shards] in the compute dtype: what param_group gathers from
     c10::intrusive_ptr<c10d::Work> work; // of a gather
+    fp_group *work_group = nullptr;      // over which
     at::Tensor kept;                     // [total] in the shard's dtype: gradients that are not reduced yet
+    at::Tensor partial;                  // nested: [total / param_shards] of it, added over param_group
     at::Tensor wire, reduced;            // of a reduction: its input and output
     at::Tensor summed;                   // the part of wire that becomes reduced, if wire is added up in place
     c10::intrusive_ptr<c10d::Work> reduction;
     enum { NOTHING, FIRST, LAST } stage = NOTHING;
+    bool stops_at_partial = false; // nested: the reduction under way goes no further
+
+    int64_t part_numel() const
+    {
+        return geometry->total / param_shards;
+    }
 
     at::ScalarType dtype_of(const at::Tensor &shard) const
     {
@@ -344,7 +356,13 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
 const fp_group *
 reducing_over(const fp_flat &flat)
 {
-    return flat.stage == fp_flat::LAST && flat.replicate_group != nullptr ? flat.replicate_group : flat.shard_group;
+    if (flat.stage == fp_flat::LAST && flat.replicate_group != nullptr) {
+        return flat.replicate_group;
+    }
+    if (flat.refresh_group != nullptr) {
+        return flat.stage == fp_flat::LAST ? flat.refresh_group : flat.param_group;
+    }
+    return flat.shard_group;
 }
 
 // gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can.
@@ -371,11 +389,47 @@ wait_for_reduction(fp_flat &flat)
     }
 }
 
+// Start gathering or reducing over group; Python, where it does it, waits itself.
+void
+gather_over(fp_flat &flat, fp_group &group, at::Tensor &output, at::Tensor &input, PyObject *collectives)
+{
+    announce(group, FP_EVENT_GATHERS);
+    flat.work_group = &group;
+    if (collectives != nullptr || !group.native) {
+        call_python(collectives, "all_gather", output, input, group);
+    }
+    else {
+        flat.work = all_gather(*group.native, output, input);
+    }
+}
+
+void
+reduce_over(fp_flat &flat, fp_group &group, PyObject *collectives)
+{
+    announce(group, FP_EVENT_REDUCES);
+    if (collectives != nullptr || !group.native) {
+        call_python(collectives, "reduce_scatter", flat.reduced, flat.wire, group);
+    }
+    else {
+        flat.reduction = start_reduction(flat, group);
+    }
+}
+
 bool
 is_piece(const at::Tensor &piece, const at::Tensor &whole, int64_t start, int64_t numel)
 {
     return piece.has_storage() && storage_of(piece) == storage_of(whole) && piece.numel() == numel &&
            piece.storage_offset() == whole.storage_offset() + start;
+}
+
+// Elements [start, start + numel) of saved, which may be null, are 0 from now on; nothing where numel < 0.
+void
+clear_piece(PyObject *saved, int64_t start, int64_t numel)
+{
+    if (saved != nullptr && numel > 0) {
+        const at::Tensor &whole = unpack(saved);
+        alias(whole, numel, int64_t{1}, whole.storage_offset() + start).zero_();
+    }
 }
 
 // The tensor, like model, of which the gradients of all params are the pieces; undefined if they lie otherwise.
@@ -445,6 +499,75 @@ struct BeforeBackward final : torch::autograd::FunctionPreHook {
         return grads;
     }
 };
+
+at::TensorOptions
+wire_options(const fp_flat &flat, const at::Tensor &shard)
+{
+    return shard.options().device(flat.full.device()).requires_grad(false).dtype(flat.wire_dtype_of(shard));
+}
+
+// target (+)= source * scale where nothing else is to be done to source, else source itself, changed.
+at::Tensor
+on_the_wire(at::Tensor source, const at::TensorOptions &options, std::optional<double> scale)
+{
+    if (source.dtype() == options.dtype() && source.device() == options.device()) {
+        if (scale) {
+            source.mul_(*scale);
+        }
+        return source;
+    }
+    at::Tensor wire = at::empty(source.sizes(), options);
+    convert(wire, source, {.scale = scale, .accumulate = false});
+    return wire;
+}
+
+// What is kept and the gradients, which may be null, as they are reduced.
+void
+make_wire(fp_flat &flat, const fp_gradients *gradients, const at::TensorOptions &options)
+{
+    const std::optional<double> scale =
+        flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
+    const WithoutGil released;
+    if (flat.kept.defined()) {
+        if (gradients != nullptr) {
+            pack_gradients(flat, flat.kept, gradients->list, {.scale = std::nullopt, .accumulate = true});
+        }
+        flat.wire = on_the_wire(std::move(flat.kept), options, scale);
+        flat.kept.reset();
+    }
+    else if (gradients != nullptr) {
+        flat.wire = at::empty({flat.geometry->total}, options);
+        pack_gradients(flat, flat.wire, gradients->list, {.scale = scale, .accumulate = false});
+    }
+    else {
+        flat.wire = at::zeros({flat.geometry->total}, options);
+    }
+}
+
+// What the ranks that share the copy have added up joins what they have added up before, in the shard's dtype.
+void
+add_to_partial(fp_flat &flat, const at::Tensor &shard)
+{
+    const WithoutGil released;
+    if (flat.partial.defined()) {
+        convert(flat.partial, flat.reduced, {.scale = std::nullopt, .accumulate = true});
+    }
+    else {
+        flat.partial = flat.reduced.to(shard.scalar_type());
+    }
+    flat.reduced.reset();
+}
+
+void
+reduce_partial(fp_flat &flat, const at::Tensor &shard, PyObject *collectives)
+{
+    const at::TensorOptions options = wire_options(flat, shard);
+    flat.wire = on_the_wire(std::move(flat.partial), options, std::nullopt);
+    flat.partial.reset();
+    flat.reduced = at::empty({flat.shard_numel}, options);
+    flat.stage = fp_flat::LAST;
+    reduce_over(flat, *flat.refresh_group, collectives);
+}
 
 // Everything below runs outside of autograd and of inference mode, whatever mode the caller is in.
 struct Plainly {
@@ -523,6 +646,17 @@ fp_flat_new(const fp_flat_options *options)
                           options->geometry->shared->total);
         TORCH_CHECK_VALUE((options->shards == 1) == (options->shard_group == nullptr),
                           "a group to shard over goes with more than one shard");
+        const int per_part = options->param_shards >= 1 ? options->shards / options->param_shards : 0;
+        TORCH_CHECK_VALUE(per_part >= 1 && options->shards % options->param_shards == 0 && options->param_rank >= 0 &&
+                              options->param_rank < options->param_shards,
+                          "expected the copy to be shared by a divisor of ", options->shards, " ranks, got rank ",
+                          options->param_rank, " of ", options->param_shards);
+        TORCH_CHECK_VALUE((options->param_shards == 1) == (options->param_group == nullptr) &&
+                              (options->param_group != nullptr || options->refresh_group == nullptr),
+                          "a group to gather over goes with a copy that is shared");
+        TORCH_CHECK_VALUE(options->refresh_group == nullptr || options->rank / per_part == options->param_rank,
+                          "expected shard ", options->rank, " to lie in part ", options->param_rank, " of ",
+                          options->param_shards);
         auto flat = std::make_unique<fp_flat>();
         flat->geometry = options->geometry->shared;
         flat->shard_numel = options->shard_numel;
@@ -530,6 +664,10 @@ fp_flat_new(const fp_flat_options *options)
         flat->shards = options->shards;
         flat->shard_group = options->shard_group;
         flat->replicate_group = options->replicate_group;
+        flat->param_rank = options->param_rank;
+        flat->param_shards = options->param_shards;
+        flat->param_group = options->param_group;
+        flat->refresh_group = options->refresh_group;
         flat->predivide = options->predivide;
         flat->postdivide = options->postdivide;
         flat->compute_dtype = fp::dtype_from(options->compute_dtype);
@@ -568,6 +706,8 @@ fp_flat_prepare(fp_flat *flat, PyObject *shard_object)
         flat->full = fp::alias(source, total, int64_t{1}, borrowed ? shard.storage_offset() : 0);
         flat->io = fp::alias(source, total, int64_t{1}, borrowed ? shard.storage_offset() : 0);
         flat->borrowed = borrowed;
+        flat->whole = false;
+        flat->copy.reset();
         return 1;
     });
 }
@@ -610,7 +750,8 @@ fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObjec
 }
 
 int
-fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives, int changed)
+fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives, int changed,
+               int refresh)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -626,12 +767,14 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
             }
         }
         if (flat->borrowed) {
-            return 0;
+            return 1;
         }
-        if (flat->shards > 1) {
-            fp::announce(*flat->shard_group, FP_EVENT_GATHERS);
+        fp::wait_for(flat->work, flat->work_group);
+        flat->whole = false;
+        const bool from_shards = refresh || !flat->copy.defined();
+        if (from_shards) {
+            flat->copy.reset();
         }
-        fp::wait_for(flat->work, flat->shard_group);
         c10::StorageImpl *storage = fp::storage_of(flat->full);
         const size_t bytes = static_cast<size_t>(flat->geometry->total) * flat->full.element_size();
         if (storage->nbytes() != bytes) {
@@ -640,18 +783,27 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
             storage->set_nbytes(bytes);
         }
         fp::set_freed_reason(storage, nullptr);
-        at::Tensor slot = fp::alias(flat->io, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
-        fp::convert(slot, shard, {});
-        if (flat->shards == 1) {
-            return 0;
+        if (from_shards && flat->refresh_group != nullptr) {
+            at::Tensor copy = at::empty({flat->part_numel()}, flat->io.options());
+            const int64_t first = flat->param_rank * flat->part_numel();
+            at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel - first);
+            fp::convert(slot, shard, {});
+            fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives);
+            fp::wait_for(flat->work, flat->work_group);
+            flat->copy = std::move(copy);
         }
-        if (collectives != nullptr || !flat->shard_group->native) {
-            fp::call_python(collectives, "all_gather", flat->io, slot, *flat->shard_group);
+        if (flat->copy.defined()) {
+            fp::gather_over(*flat, *flat->param_group, flat->io, flat->copy, collectives);
         }
         else {
-            flat->work = fp::all_gather(*flat->shard_group->native, flat->io, slot);
+            at::Tensor slot = fp::alias(flat->io, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
+            fp::convert(slot, shard, {});
+            if (flat->shards > 1) {
+                fp::gather_over(*flat, *flat->shard_group, flat->io, slot, collectives);
+            }
         }
-        return 0;
+        flat->whole = true;
+        return from_shards ? 1 : 0;
     });
 }
 
@@ -659,7 +811,7 @@ int
 fp_flat_wait(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
-        fp::wait_for(flat->work, flat->shard_group);
+        fp::wait_for(flat->work, flat->work_group);
         return 0;
     });
 }
@@ -674,11 +826,17 @@ int
 fp_flat_release(fp_flat *flat, const char *reason)
 {
     return fp::guarded(-1, [&] {
-        if (fp::is_lost(flat->work, flat->shard_group)) {
+        if (fp::is_lost(flat->work, flat->work_group)) {
             return 0; /* it may still be written to */
         }
-        fp::wait_for(flat->work, flat->shard_group);
+        fp::wait_for(flat->work, flat->work_group);
         if (!flat->borrowed && !flat->stays_full && flat->full.defined()) {
+            if (flat->whole && flat->param_group != nullptr && !flat->copy.defined()) {
+                const int64_t numel = flat->part_numel();
+                const fp::Plainly plainly;
+                flat->copy = fp::alias(flat->io, numel, int64_t{1}, flat->param_rank * numel).clone();
+            }
+            flat->whole = false;
             c10::StorageImpl *storage = fp::storage_of(flat->full);
             storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
             storage->set_nbytes(0);
@@ -686,6 +844,46 @@ fp_flat_release(fp_flat *flat, const char *reason)
         }
         return 0;
     });
+}
+
+int
+fp_flat_is_whole(const fp_flat *flat) noexcept
+{
+    return flat->whole;
+}
+
+int
+fp_flat_has_values(const fp_flat *flat) noexcept
+{
+    return flat->whole || flat->copy.defined();
+}
+
+int
+fp_flat_forget_whole(fp_flat *flat)
+{
+    return fp::guarded(-1, [&] {
+        if (!fp::is_lost(flat->work, flat->work_group)) {
+            fp::wait_for(flat->work, flat->work_group);
+        }
+        flat->whole = false;
+        return 0;
+    });
+}
+
+int
+fp_flat_forget_values(fp_flat *flat)
+{
+    flat->copy.reset();
+    return fp_flat_forget_whole(flat);
+}
+
+PyObject *
+fp_flat_copy(fp_flat *flat)
+{
+    if (!flat->copy.defined()) {
+        Py_RETURN_NONE;
+    }
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->copy); });
 }
 
 void
@@ -718,57 +916,37 @@ fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_objec
 }
 
 int
-fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_object, PyObject *collectives)
+fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_object, PyObject *collectives, int last)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        const at::TensorOptions options =
-            shard.options().device(flat->full.device()).requires_grad(false).dtype(flat->wire_dtype_of(shard));
-        const std::optional<double> scale =
-            flat->predivide != 1.0 ? std::optional<double>(1.0 / flat->predivide) : std::nullopt;
-        {
-            const fp::WithoutGil released;
-            if (flat->kept.defined() && gradients != nullptr) {
-                fp::pack_gradients(*flat, flat->kept, gradients->list, {.scale = std::nullopt, .accumulate = true});
-            }
-            if (!flat->kept.defined() && gradients != nullptr) {
-                flat->wire = at::empty({flat->geometry->total}, options);
-                fp::pack_gradients(*flat, flat->wire, gradients->list, {.scale = scale, .accumulate = false});
-            }
-            else if (flat->kept.defined()) {
-                flat->wire = at::empty({flat->geometry->total}, options);
-                fp::convert(flat->wire, flat->kept, {.scale = scale, .accumulate = false});
-                flat->kept.reset();
-            }
-            else {
-                flat->wire = at::zeros({flat->geometry->total}, options);
-            }
+        flat->stops_at_partial = flat->refresh_group != nullptr && !last;
+        if (flat->partial.defined() && gradients == nullptr && !flat->kept.defined() && last) {
+            fp::reduce_partial(*flat, shard, collectives);
+            return 0;
         }
+        const at::TensorOptions options = fp::wire_options(*flat, shard);
+        fp::make_wire(*flat, gradients, options);
         flat->stage = fp_flat::LAST;
         if (flat->shards > 1) {
-            flat->reduced = at::empty({flat->shard_numel}, options);
-            flat->stage = flat->replicate_group != nullptr ? fp_flat::FIRST : fp_flat::LAST;
-            fp::announce(*flat->shard_group, FP_EVENT_REDUCES);
-            if (collectives != nullptr || !flat->shard_group->native) {
-                fp::call_python(collectives, "reduce_scatter", flat->reduced, flat->wire, *flat->shard_group);
-            }
-            else {
-                flat->reduction = fp::start_reduction(*flat, *flat->shard_group);
-            }
+            const bool nested = flat->refresh_group != nullptr;
+            flat->reduced = at::empty({nested ? flat->part_numel() : flat->shard_numel}, options);
+            flat->stage = nested || flat->replicate_group != nullptr ? fp_flat::FIRST : fp_flat::LAST;
+            fp::reduce_over(*flat, nested ? *flat->param_group : *flat->shard_group, collectives);
             return 0;
         }
         flat->reduced = flat->wire;
         if (flat->replicate_group != nullptr) {
             flat->stage = fp_flat::FIRST;
-            return fp_flat_advance(flat, collectives);
+            return fp_flat_advance(flat, shard_object, collectives);
         }
         return 0;
     });
 }
 
 int
-fp_flat_advance(fp_flat *flat, PyObject *collectives)
+fp_flat_advance(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
 {
     return fp::guarded(-1, [&] {
         if (flat->stage == fp_flat::NOTHING) {
@@ -780,6 +958,16 @@ fp_flat_advance(fp_flat *flat, PyObject *collectives)
         }
         if (flat->stage == fp_flat::LAST) {
             return 1;
+        }
+        const fp::Plainly plainly;
+        if (flat->refresh_group != nullptr) {
+            const at::Tensor &shard = fp::unpack(shard_object);
+            fp::add_to_partial(*flat, shard);
+            flat->stage = fp_flat::NOTHING;
+            if (!flat->stops_at_partial) {
+                fp::reduce_partial(*flat, shard, collectives);
+            }
+            return 0;
         }
         fp::announce(*flat->replicate_group, FP_EVENT_REDUCES);
         flat->stage = fp_flat::LAST;
@@ -801,8 +989,11 @@ fp_flat_take(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
     if (flat->stage == fp_flat::NOTHING) {
         Py_RETURN_NONE;
     }
-    if (flat->stage == fp_flat::FIRST && fp_flat_advance(flat, collectives) < 0) {
+    if (flat->stage == fp_flat::FIRST && fp_flat_advance(flat, shard_object, collectives) < 0) {
         return nullptr;
+    }
+    if (flat->stage == fp_flat::NOTHING) { /* it went no further than to partial */
+        Py_RETURN_NONE;
     }
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         const fp::Plainly plainly;
@@ -823,16 +1014,17 @@ fp_flat_take(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
 int
 fp_flat_has_kept(const fp_flat *flat) noexcept
 {
-    return flat->kept.defined();
+    return flat->kept.defined() || flat->partial.defined();
 }
 
 PyObject *
 fp_flat_kept(fp_flat *flat)
 {
-    if (!flat->kept.defined()) {
+    const at::Tensor &kept = flat->refresh_group != nullptr ? flat->partial : flat->kept;
+    if (!kept.defined()) {
         Py_RETURN_NONE;
     }
-    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->kept); });
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(kept); });
 }
 
 void
@@ -845,6 +1037,7 @@ fp_flat_forget(fp_flat *flat, int kept_too)
     flat->stage = fp_flat::NOTHING;
     if (kept_too) {
         flat->kept.reset();
+        flat->partial.reset();
     }
 }
 
@@ -959,7 +1152,60 @@ fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
 }
 
 Py_ssize_t
-fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept_object)
+fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                     const int64_t *numels, PyObject *kept_object, PyObject *saved)
+{
+    return fp::guarded<Py_ssize_t>(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        Py_ssize_t shown = 0;
+        bool zeroed = true;
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
+                zeroed = zeroed && own._version() != 0 && !own.any().item<bool>();
+                shown++;
+                continue;
+            }
+            at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            if (own.defined() && own.sizes() == place.sizes()) { /* the user's own: that is what is to be reduced */
+                place.copy_(own);
+                zeroed = false;
+                shown++;
+            }
+            else {
+                place.zero_();
+                fp::clear_piece(saved, starts[i], numels[i]);
+            }
+        }
+        return zeroed ? 0 : shown;
+    });
+}
+
+int
+fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                      PyObject *kept_object, int64_t own)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            if (targets[i].requires_grad()) {
+                const int64_t numel = std::max<int64_t>(numels[i], 0);
+                targets[i].mutable_grad() =
+                    fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
+            }
+        }
+        return 0;
+    });
+}
+
+Py_ssize_t
+fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                       const int64_t *numels, PyObject *kept_object, PyObject *saved, int64_t first, int64_t own,
+                       const char *name)
 {
     return fp::guarded<Py_ssize_t>(-1, [&] {
         const fp::Plainly plainly;
@@ -968,18 +1214,22 @@ fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *g
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = geometry->shared->views[i];
-            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
+            const int64_t numel = std::max<int64_t>(numels[i], 0);
+            const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
+            const bool ours = grad.defined() && fp::is_piece(grad, kept, own + (numel > 0 ? starts[i] : 0), numel);
+            if (ours && grad._version() == 0) {
                 shown++;
                 continue;
             }
-            at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
-            if (own.defined() && own.sizes() == place.sizes()) { /* the user's own: that is what is to be reduced */
-                place.copy_(own);
-                shown++;
-            }
-            else {
-                place.zero_();
+            TORCH_CHECK_VALUE(
+                !grad.defined() || (ours && (numel == 0 || !grad.any().item<bool>())), name,
+                ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
+                "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
+            fp::clear_piece(saved, starts[i], numels[i]);
+            const int64_t begin = std::max(view.offset - first, int64_t{0});
+            const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
+            if (begin < end) {
+                fp::alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
             }
         }
         return shown;
@@ -1090,6 +1340,37 @@ int
 fp_engine_is_tensor(PyObject *object) noexcept
 {
     return THPVariable_Check(object);
+}
+
+int
+fp_group_is_same(const fp_group *a, const fp_group *b) noexcept
+{
+    return a->object == b->object;
+}
+
+int
+fp_engine_agree(fp_group *group, PyObject *like, int32_t *flags, Py_ssize_t n, PyObject *collectives)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor here = at::from_blob(flags, {static_cast<int64_t>(n)}, at::kInt);
+        const at::Tensor there = here.to(fp::unpack(like).device(), at::kInt, false, /*copy=*/true);
+        fp::announce(*group, FP_EVENT_AGREES);
+        if (collectives != nullptr || !group->native) {
+            fp::call_python(collectives, "agree", there, there, *group);
+        }
+        else {
+            std::vector<at::Tensor> tensors = {there};
+            c10::intrusive_ptr<c10d::Work> work;
+            {
+                const fp::WithoutGil released;
+                work = group->native->allreduce(tensors);
+            }
+            fp::wait_for(work, group);
+        }
+        here.copy_(there);
+        return 0;
+    });
 }
 
 PyObject *

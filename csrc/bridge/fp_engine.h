@@ -3,7 +3,9 @@
  *
  * One flat at work:
  *     prepare -> views        (once; again when dtype or device of the shard have changed)
- *     gather -> wait          before forward and backward: the shard of every rank into one buffer
+ *     gather -> wait          before forward and backward: the shard of every rank into one buffer. Where forward and
+ *                             backward share it over other ranks than the optimizer does (param_group), the first gather
+ *                             after a change of the shards leaves a copy, from which the others gather
  *     free                    when nobody needs it: its storage has 0 bytes, the views stay
  *     keep -> reduce -> take  the gradients of the views, packed, reduced over the ranks, as the gradient of the shard */
 #ifndef FP_ENGINE_H
@@ -33,7 +35,7 @@ typedef struct {
 } fp_group_calls;
 void fp_group_watch(fp_group *group, PyObject *watcher, const fp_group_calls *calls, uint32_t number, int sliced);
 
-enum { FP_EVENT_GATHERS = 0, FP_EVENT_REDUCES = 1, FP_EVENT_KINDS = 4 };
+enum { FP_EVENT_GATHERS = 0, FP_EVENT_REDUCES = 1, FP_EVENT_AGREES = 4, FP_EVENT_KINDS = 5 };
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind)
 {
@@ -55,9 +57,12 @@ void fp_unit_ref_drop(fp_unit_ref *ref); /* the unit is gone; NULL is allowed */
 typedef struct {
     const fp_geometry *geometry; /* its total is shards * shard_numel */
     int64_t shard_numel;
-    int rank, shards;          /* ours in the group that shares the flat parameter, and how many share it */
-    fp_group *shard_group;     /* NULL if shards == 1; borrowed, outlives the flat */
-    fp_group *replicate_group; /* gradients of the shard are added over it too; NULL: none; borrowed */
+    int rank, shards;             /* which shard is ours, and how many there are */
+    fp_group *shard_group;        /* NULL if shards == 1; borrowed, outlives the flat, as the other groups */
+    fp_group *replicate_group;    /* gradients of the shard are added over it too; NULL: none */
+    int param_rank, param_shards; /* the same of the copy for forward and backward */
+    fp_group *param_group;        /* the ranks that share the copy; NULL: there is none */
+    fp_group *refresh_group;      /* nested: the ranks whose shards make up our part of the copy, in their order */
     double predivide, postdivide;
     PyObject *compute_dtype, *reduce_dtype; /* torch.dtype, or NULL: the shard's; reduce: compute_dtype */
     int keep_reduce_dtype;                  /* the gradient stays in reduce_dtype */
@@ -75,25 +80,35 @@ int fp_flat_prepare(fp_flat *flat, PyObject *shard);
 int fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
 
 /* Write the shard to its place and start gathering. collectives: NULL, or the Python object that does it. changed: the
- * shard's values are not those of the gather before, so a graph that still needs those shall be refused by autograd. */
-int fp_flat_gather(fp_flat *flat, PyObject *shard, PyObject *const *views, PyObject *collectives, int changed);
+ * shard's values are not those of the gather before, so a graph that still needs those shall be refused by autograd.
+ * refresh: from the shards, also where there is a copy. Returns 1: from the shards; 0: from the copy; -1. */
+int fp_flat_gather(fp_flat *flat, PyObject *shard, PyObject *const *views, PyObject *collectives, int changed,
+                   int refresh);
 int fp_flat_wait(fp_flat *flat); /* until the gather has ended */
 int fp_flat_is_allocated(const fp_flat *flat) FP_NOEXCEPT;
-int fp_flat_release(fp_flat *flat, const char *reason); /* free the memory; see fp_torch_resize_storage for reason */
-PyObject *fp_flat_unsharded(fp_flat *flat);             /* the tensor, new reference */
-void fp_flat_average_elsewhere(fp_flat *flat);          /* from now on gradients are summed, not averaged */
+int fp_flat_is_whole(const fp_flat *flat) FP_NOEXCEPT;   /* what was gathered is still there */
+int fp_flat_has_values(const fp_flat *flat) FP_NOEXCEPT; /* the same, or a copy is */
+/* Free the memory; see fp_torch_resize_storage for reason. Our part of what was gathered becomes the copy. */
+int fp_flat_release(fp_flat *flat, const char *reason);
+int fp_flat_forget_whole(fp_flat *flat);       /* what was gathered shall not become the copy */
+int fp_flat_forget_values(fp_flat *flat);      /* the same, and there is no copy any more */
+PyObject *fp_flat_copy(fp_flat *flat);         /* the copy, new reference; Py_None */
+PyObject *fp_flat_unsharded(fp_flat *flat);    /* the tensor, new reference */
+void fp_flat_average_elsewhere(fp_flat *flat); /* from now on gradients are summed, not averaged */
 
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype. */
 int fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
-/* Start reducing what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros. */
-int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives);
+/* Start reducing what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros. last: to the shard;
+ * else, nested only, over param_group alone, added to what earlier calls have left. */
+int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives, int last);
 /* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
  * nothing was being reduced; -1. */
-int fp_flat_advance(fp_flat *flat, PyObject *collectives);
+int fp_flat_advance(fp_flat *flat, PyObject *shard, PyObject *collectives);
 /* Wait for all; the reduced gradient of the shard, new reference; Py_None if there is none. */
 PyObject *fp_flat_take(fp_flat *flat, PyObject *shard, PyObject *collectives);
 int fp_flat_has_kept(const fp_flat *flat) FP_NOEXCEPT;
-PyObject *fp_flat_kept(fp_flat *flat);            /* the unsharded gradient, new reference; Py_None */
+/* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */
+PyObject *fp_flat_kept(fp_flat *flat);
 void fp_flat_forget(fp_flat *flat, int kept_too); /* drop reductions under way; and what is kept */
 
 /* ---- gradients as attributes ---- */
@@ -110,8 +125,18 @@ PyObject *fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t
 int fp_engine_add(PyObject *target, PyObject *source); /* target += source, both 1-D */
 /* Make params[i].grad its place in the unsharded gradient. */
 int fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept);
-/* How many of params still show kept; where one does not, its place in kept is set to 0. -1: error. */
-Py_ssize_t fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept);
+/* How many of params still show kept; where one does not, its place in kept is set to 0, and so is its piece of saved
+ * (NULL: none), a gradient of the shard. All of them written to and zero now counts as none. -1: error. */
+Py_ssize_t fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
+                                const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *saved);
+/* The same where kept is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
+ * each parameter shows its piece of the shard, which begins at own in kept (numels < 0: nothing). A parameter's gradient
+ * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. */
+int fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                          PyObject *kept, int64_t own);
+Py_ssize_t fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
+                                  const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *saved,
+                                  int64_t first, int64_t own, const char *name);
 
 /* ---- graph ---- */
 
@@ -137,6 +162,9 @@ int fp_engine_moved(PyObject *const *params, Py_ssize_t n, PyObject *shard, cons
                     const int64_t *numels, const char *mask) FP_NOEXCEPT;
 int fp_engine_requires_grad(PyObject *tensor) FP_NOEXCEPT;
 int fp_engine_is_tensor(PyObject *object) FP_NOEXCEPT;
+int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* of one process group */
+/* Add flags over the ranks of group, on the device of like. */
+int fp_engine_agree(fp_group *group, PyObject *like, int32_t *flags, Py_ssize_t n, PyObject *collectives);
 PyObject *fp_engine_grad(PyObject *tensor); /* .grad, new reference */
 
 #ifdef __cplusplus

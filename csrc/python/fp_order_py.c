@@ -55,7 +55,7 @@ static int
 before(PyObject *watcher, uint64_t event)
 {
     order_object *self = (order_object *)watcher;
-    const int gathers = event % FP_EVENT_KINDS == FP_EVENT_GATHERS;
+    const int gathers = event % FP_EVENT_KINDS != FP_EVENT_REDUCES; /* or is about to */
     const int new_pass =
         self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
     self->ended = 0;

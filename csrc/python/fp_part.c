@@ -4,7 +4,16 @@
 #include "core/fp_alloc.h"
 #include "python/fp_entries.h"
 
+int64_t fp_part_unreduced;
+
 /* ---- what modules and .grad show ---- */
+
+static void
+set_shows_kept(fp_part *part, int shows)
+{
+    fp_part_unreduced += part->shard_group == NULL ? 0 : shows - part->shows_kept;
+    part->shows_kept = shows;
+}
 
 int
 fp_part_show(fp_part *part, int views)
@@ -35,6 +44,13 @@ fp_part_show_params(fp_part *part)
     return !part->shows_views || part->params == NULL ? 0 : fp_part_show(part, 0);
 }
 
+int64_t
+fp_part_versions(const fp_part *part)
+{
+    return fp_engine_versions(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners)) +
+           fp_engine_versions(&part->master, 1);
+}
+
 int
 fp_part_was_registered_anew(fp_part *part)
 {
@@ -53,25 +69,30 @@ fp_part_was_registered_anew(fp_part *part)
 }
 
 int
-fp_part_read_kept(fp_part *part)
+fp_part_read_kept(fp_part *part, const char *name)
 {
     if (!part->shows_kept) {
         return 0;
     }
-    part->shows_kept = 0;
+    set_shows_kept(part, 0);
     PyObject *kept = fp_flat_kept(part->flat);
     if (kept == NULL) {
         return -1;
     }
+    PyObject *const *owners = fp_part_items(part->owners);
+    const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
     const Py_ssize_t shown =
-        fp_engine_check_kept(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->owner_geometry, kept);
+        part->refresh_group == NULL
+            ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->saved)
+            : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->saved,
+                                     part->kept_first, part->own, name);
     Py_DECREF(kept);
     if (shown == 0) {
         fp_flat_forget(part->flat, 1);
         Py_CLEAR(part->saved);
     }
-    for (Py_ssize_t i = 0; shown >= 0 && i < PyTuple_GET_SIZE(part->owners); i++) {
-        if (fp_engine_set_grad(PyTuple_GET_ITEM(part->owners, i), NULL) < 0) {
+    for (Py_ssize_t i = 0; shown >= 0 && i < n; i++) {
+        if (fp_engine_set_grad(owners[i], NULL) < 0) {
             return -1;
         }
     }
@@ -96,10 +117,13 @@ fp_part_show_kept(fp_part *part)
         part->saved = saved;
     }
     if (status == 0) {
-        status = fp_engine_show_kept(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->owner_geometry,
-                                     kept);
+        PyObject *const *owners = fp_part_items(part->owners);
+        const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
+        status = part->refresh_group == NULL
+                     ? fp_engine_show_kept(owners, n, part->owner_geometry, kept)
+                     : fp_engine_show_pieces(owners, n, part->starts, part->numels, kept, part->own);
     }
-    part->shows_kept = status == 0;
+    set_shows_kept(part, status == 0);
     Py_DECREF(kept);
     return status;
 }
@@ -195,17 +219,18 @@ int
 fp_part_read(fp_part *part, PyObject *tuple)
 {
     PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *compute, *reduce;
+    PyObject *param_group, *refresh_group;
     long long numel, shard_numel;
-    int rank, shards, keep_reduce_dtype, stays_full;
+    int rank, shards, keep_reduce_dtype, stays_full, param_rank, param_shards;
     double predivide, postdivide;
     if (!PyTuple_Check(tuple)) {
         PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOpp", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
+    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOO", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
                           &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
-                          &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype,
-                          &stays_full)) {
+                          &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype, &stays_full,
+                          &param_rank, &param_shards, &param_group, &refresh_group)) {
         return -1;
     }
     if (params != Py_None && !PyTuple_Check(params)) {
@@ -224,7 +249,8 @@ fp_part_read(fp_part *part, PyObject *tuple)
     part->n_shared = PyTuple_GET_SIZE(shared);
     if (fp_entries_read(entries, shared, total, &part->attributes, &part->primary, &part->geometry) < 0 ||
         check_tensors(part) < 0 || read_owners(part, pieces, numel, total) < 0 ||
-        read_group(shard_group, &part->shard_group) < 0 || read_group(replicate_group, &part->replicate_group) < 0) {
+        read_group(shard_group, &part->shard_group) < 0 || read_group(replicate_group, &part->replicate_group) < 0 ||
+        read_group(param_group, &part->param_group) < 0 || read_group(refresh_group, &part->refresh_group) < 0) {
         return -1;
     }
     const fp_flat_options options = {
@@ -234,6 +260,10 @@ fp_part_read(fp_part *part, PyObject *tuple)
         .shards = shards,
         .shard_group = part->shard_group,
         .replicate_group = part->replicate_group,
+        .param_rank = param_rank,
+        .param_shards = param_shards,
+        .param_group = part->param_group,
+        .refresh_group = part->refresh_group,
         .predivide = predivide,
         .postdivide = postdivide,
         .compute_dtype = compute == Py_None ? NULL : compute,
@@ -241,9 +271,15 @@ fp_part_read(fp_part *part, PyObject *tuple)
         .keep_reduce_dtype = keep_reduce_dtype,
         .stays_full = stays_full,
     };
-    part->versions = -1;
+    part->versions = part->synced = -1;
     part->flat = fp_flat_new(&options);
-    return part->flat == NULL ? -1 : 0;
+    if (part->flat == NULL) {
+        return -1;
+    }
+    part->copied = shards > 1 && (stays_full || part->param_group != NULL);
+    part->kept_first = param_rank * (total / param_shards);
+    part->own = rank * (int64_t)shard_numel - part->kept_first;
+    return 0;
 }
 
 static void
@@ -260,11 +296,14 @@ clear_part(fp_part *part)
 void
 fp_part_free(fp_part *part)
 {
+    set_shows_kept(part, 0);
     clear_part(part);
     fp_attributes_free(&part->attributes);
     fp_flat_free(part->flat);
     fp_group_free(part->shard_group);
     fp_group_free(part->replicate_group);
+    fp_group_free(part->param_group);
+    fp_group_free(part->refresh_group);
     if (part->owner_geometry != part->geometry) {
         fp_torch_geometry_free(part->owner_geometry);
     }

@@ -11,7 +11,7 @@ typedef struct {
     Py_ssize_t *primary;         /* n_shared: which parameter each further name stands for */
     fp_geometry *geometry;       /* of the parameters */
     fp_geometry *owner_geometry; /* of the owners */
-    fp_group *shard_group, *replicate_group;
+    fp_group *shard_group, *replicate_group, *param_group, *refresh_group;
     fp_flat *flat;
     PyObject *master;         /* the flat Parameter that holds the shard */
     PyObject *params;         /* tuple of the original Parameters, or NULL: then the modules have views all the time */
@@ -25,7 +25,11 @@ typedef struct {
     int shows_views;          /* the modules have views now */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */
     int deferred;             /* gradients of this pass are kept though they are to be reduced */
-    int64_t versions;         /* of the owners at the last gather */
+    int64_t versions;         /* of the owners and the master at the last gather */
+    int copied;               /* what is gathered is good until the masters change, not for one pass */
+    int64_t synced;           /* versions at the last gather from the shards; -1: what it gave is out of date */
+    int64_t synced_steps;     /* optimizer steps then */
+    int64_t kept_first, own;  /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
 } fp_part;
 
 /* Read one from Python into zeroed memory; give it to fp_part_free also after a failure. See the docstring of _C.Step. */
@@ -44,12 +48,15 @@ fp_part_items(PyObject *tuple)
 int fp_part_show(fp_part *part, int views);
 int fp_part_show_views(fp_part *part);
 int fp_part_show_params(fp_part *part);
+int64_t fp_part_versions(const fp_part *part);
 /* 1 if a module has another object in place of an original parameter, -1 on failure. */
 int fp_part_was_registered_anew(fp_part *part);
+
+extern int64_t fp_part_unreduced; /* how many, of those that are spread over ranks, show a gradient kept in no_sync */
 
 /* Show the gradients that were kept in no_sync, and put a reduced one aside. */
 int fp_part_show_kept(fp_part *part);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. */
-int fp_part_read_kept(fp_part *part);
+int fp_part_read_kept(fp_part *part, const char *name);
 
 #endif

@@ -7,7 +7,9 @@
  * calls gradients_ready; the first before_backward of a pass has the engine call finish when the pass is over.
  *
  * A pass is one forward of the outermost unit and the backward that follows. What was gathered in a pass is good for that
- * pass only: the optimizer may have stepped since. */
+ * pass only: the optimizer may have stepped since. Where there is a copy (a part that is `copied`), it is good until the
+ * masters change: at the beginning of a pass each rank looks which of its masters have, and all gather anew what one of
+ * them calls out of date. */
 #include "python/fp_pass.h"
 
 #include "core/fp_alloc.h"
@@ -109,7 +111,8 @@ static int
 start_gather(fp_step *step)
 {
     fp_run *run = step->run;
-    if (!run->in_backward && look_for_moved(step) < 0) {
+    int gathered = 0;
+    if (!run->in_backward && !step->copied && look_for_moved(step) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
@@ -120,19 +123,30 @@ start_gather(fp_step *step)
         if (run->in_backward && part->full) {
             continue; /* only others were freed since */
         }
-        const int64_t versions = fp_engine_versions(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners)) +
-                                 fp_engine_versions(&part->master, 1);
-        if (fp_flat_gather(part->flat, part->master, fp_part_items(part->views), collectives_of(step),
-                           versions != part->versions) < 0) {
+        const int refresh = !part->copied || (step->stale && !run->in_backward);
+        if (!refresh && fp_flat_is_whole(part->flat)) {
+            part->full = 1;
+            continue; /* it stays full and is up to date */
+        }
+        const int64_t versions = fp_part_versions(part);
+        const int from_shards = fp_flat_gather(part->flat, part->master, fp_part_items(part->views),
+                                               collectives_of(step), versions != part->versions, refresh);
+        if (from_shards < 0) {
             return -1;
+        }
+        if (from_shards) {
+            part->synced = versions;
+            part->synced_steps = fp_pass_optimizer_steps;
+            run->refreshes += k == 0 && step->copied;
         }
         part->versions = versions;
         part->full = 1;
+        gathered = 1;
     }
     step->gathering = step->full = 1;
-    step->keep = 0;
+    step->keep = step->stale = 0;
     step->full_pass = run->pass;
-    run->gathers += step->sharded;
+    run->gathers += gathered && step->sharded;
     return 0;
 }
 
@@ -140,8 +154,12 @@ start_gather(fp_step *step)
 static int
 is_fresh(const fp_step *step)
 {
-    return step->full && (step->run->in_backward || step->full_pass == step->run->pass ||
-                          (step->keep && step->kept_steps == fp_pass_optimizer_steps));
+    if (!step->full || step->run->in_backward) {
+        return step->full;
+    }
+    return step->copied
+               ? !step->stale
+               : step->full_pass == step->run->pass || (step->keep && step->kept_steps == fp_pass_optimizer_steps);
 }
 
 static int
@@ -224,6 +242,9 @@ fp_pass_recover(fp_run *run)
             fp_part *part = &step->parts[k];
             part->deferred = 0;
             fp_flat_forget(part->flat, !part->shows_kept);
+            if (part->copied && fp_flat_forget_values(part->flat) < 0) {
+                PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
+            }
         }
         if (fp_pass_release(step) < 0 || fp_pass_show_params(step) < 0) {
             return -1;
@@ -247,6 +268,80 @@ was_replaced(fp_run *run, int *replaced)
     return 0;
 }
 
+/* Whether this rank needs what the masters of the unit, which keeps a copy, have now. */
+static int
+is_stale(const fp_step *step)
+{
+    int stale = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        const fp_part *part = &step->parts[k];
+        stale = stale || !fp_flat_has_values(part->flat) || part->synced != fp_part_versions(part) ||
+                part->synced_steps != fp_pass_optimizer_steps;
+    }
+    return stale;
+}
+
+/* Agree with the ranks of a group on what is stale of units that are spread over it. */
+static int
+agree_with(fp_run *run, fp_step *const *steps, Py_ssize_t n)
+{
+    const fp_part *first = &steps[0]->parts[0];
+    int32_t *flags = fp_calloc((size_t)n, sizeof *flags);
+    if (flags == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        flags[i] = steps[i]->stale;
+    }
+    const int status = fp_engine_agree(first->shard_group, first->master, flags, n, collectives_of(steps[0]));
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        steps[i]->stale = flags[i] != 0;
+    }
+    fp_free(flags);
+    return status;
+}
+
+/* Agree on which units the next pass gathers from the shards: what a rank sees of its own masters may be less than what
+ * has changed, and ranks that gather over different groups would wait for each other for ever. */
+static int
+agree(fp_run *run)
+{
+    Py_ssize_t n = 0, done = 0;
+    fp_step **steps = fp_calloc((size_t)run->n_steps, sizeof *steps);
+    int status = steps == NULL ? -1 : 0;
+    if (status < 0) {
+        PyErr_NoMemory();
+    }
+    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
+        if (run->steps[s]->copied) {
+            steps[n++] = (fp_step *)Py_NewRef(run->steps[s]);
+        }
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        status = look_for_moved(steps[i]);
+        steps[i]->stale = is_stale(steps[i]);
+    }
+    while (status == 0 && done < n) { /* those of one group at a time, in the order in which they joined */
+        const fp_group *group = steps[done]->parts[0].shard_group;
+        Py_ssize_t end = done;
+        for (Py_ssize_t i = done; i < n; i++) {
+            if (fp_group_is_same(steps[i]->parts[0].shard_group, group)) {
+                fp_step *other = steps[end];
+                steps[end++] = steps[i];
+                steps[i] = other;
+            }
+        }
+        status = agree_with(run, &steps[done], end - done);
+        done = end;
+    }
+    while (n > 0) {
+        Py_DECREF(steps[--n]);
+    }
+    fp_free(steps);
+    return status;
+}
+
 static int
 begin_pass(fp_run *run)
 {
@@ -262,7 +357,22 @@ begin_pass(fp_run *run)
     }
     run->n_order = 0;
     run->last_forward = NULL;
-    return was_replaced(run, &run->through_python);
+    return was_replaced(run, &run->through_python) < 0 || (run->copies && agree(run) < 0) ? -1 : 0;
+}
+
+int
+fp_pass_refresh(fp_run *run)
+{
+    int status = begin_pass(run);
+    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
+        fp_step *step = run->steps[s];
+        if (step->copied && step->stale) {
+            Py_INCREF(step);
+            status = make_full(step) < 0 || fp_pass_release(step) < 0 ? -1 : 0;
+            Py_DECREF(step);
+        }
+    }
+    return status;
 }
 
 static int
@@ -587,14 +697,14 @@ start_reduction(fp_step *step, fp_part *part, const fp_gradients *gradients)
 {
     fp_run *run = step->run;
     part->deferred = 0;
-    if (fp_flat_reduce(part->flat, gradients, part->master, collectives_of(step)) < 0) {
+    if (fp_flat_reduce(part->flat, gradients, part->master, collectives_of(step), run->synchronize) < 0) {
         return -1;
     }
     run->reductions++;
     fp_step *previous = run->reducing;
     run->reducing = step;
     for (Py_ssize_t k = 0; previous != NULL && previous != step && k < previous->n_parts; k++) {
-        const int done = fp_flat_advance(previous->parts[k].flat, collectives_of(previous));
+        const int done = fp_flat_advance(previous->parts[k].flat, previous->parts[k].master, collectives_of(previous));
         if (done < 0 || (done && take_reduced(previous, &previous->parts[k]) < 0)) {
             return -1;
         }
@@ -608,17 +718,20 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
     fp_run *run = step->run;
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
     const int more = step->task >= 0 && step->task != fp_engine_task();
-    const int reduce = run->synchronize && !more;
+    const int reduces = run->synchronize || part->refresh_group != NULL; /* nested: in part, in each micro-batch */
     if (!run->in_backward) { /* no output of the unit had a hook: who called backward went around it */
         if (fp_engine_at_end(run->ref) < 0) {
             return -1;
         }
         run->in_backward = 1;
     }
-    if (fp_part_read_kept(part) < 0) {
+    if (fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
         return -1;
     }
     if (!more && (run->synchronize || step->reshard_after_forward)) {
+        if (run->synchronize && part->param_group != NULL && fp_flat_forget_whole(part->flat) < 0) {
+            return -1; /* the optimizer steps next: a copy of what it steps is of no use */
+        }
         if (release_part(step, part) < 0 || fp_part_show_params(part) < 0) {
             return -1;
         }
@@ -626,8 +739,8 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
     if (!more && run->backward_prefetch == PREFETCH_POST && prefetch_backward(step) < 0) {
         return -1;
     }
-    if (!reduce) {
-        part->deferred = run->synchronize;
+    if (!reduces || more) {
+        part->deferred = reduces;
         return fp_flat_keep(part->flat, gradients, part->master);
     }
     if (take_reduced(step, part) < 0) { /* of another graph in this pass */
@@ -659,6 +772,12 @@ finish_step(fp_step *step)
     step->pending = 0;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
+        if (run->synchronize && part->shows_kept) { /* of micro-batches before; no gradient came in this one */
+            if (fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
+                return -1;
+            }
+            part->deferred = fp_flat_has_kept(part->flat);
+        }
         if (part->deferred && start_reduction(step, part, NULL) < 0) {
             return -1;
         }
@@ -675,6 +794,11 @@ finish_step(fp_step *step)
     }
     else if (is_partly_full(step) && fp_pass_release(step) < 0) {
         return -1;
+    }
+    for (Py_ssize_t k = 0; run->synchronize && k < step->n_parts; k++) { /* the optimizer steps next */
+        if (step->parts[k].param_group != NULL && fp_flat_forget_values(step->parts[k].flat) < 0) {
+            return -1;
+        }
     }
     return fp_pass_show_params(step);
 }

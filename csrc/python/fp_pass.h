@@ -27,8 +27,9 @@ typedef struct {
     int in_backward;      /* between the first before_backward and the end of that pass */
     Py_ssize_t depth;     /* units whose forward is under way */
     unsigned long thread; /* in which it began */
+    int copies;           /* some unit keeps a copy */
     int64_t pass;
-    int64_t gathers, reductions; /* how many there were: for tests and plans */
+    int64_t gathers, refreshes, reductions; /* how many there were: for tests and plans; refreshes: gathers of shards */
 } fp_run;
 
 /* One unit: _C.Step. */
@@ -44,6 +45,8 @@ typedef struct fp_step {
     fp_unit_ref *ref;
     int reshard_after_forward;
     int sharded;         /* some part is spread over ranks */
+    int copied;          /* so is what parts gather from until the masters change, or it stays full */
+    int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
     Py_ssize_t depth;    /* forwards of this unit that are under way */
     int gathering;       /* gathers were started and not waited for */
     int full;            /* all parts are */
@@ -67,6 +70,8 @@ void fp_pass_leave(fp_step *step);
 
 /* Make the views of a part, if there are none that fit the shard's dtype and device and who requires grad. */
 int fp_pass_make_views(fp_step *step, Py_ssize_t index);
+/* Gather anew, and free, what is out of date of the units that keep a copy. Nothing may be under way. */
+int fp_pass_refresh(fp_run *run);
 /* Free the unsharded data. */
 int fp_pass_release(fp_step *step);
 /* Let the modules have the original parameters. */

@@ -103,6 +103,20 @@ run_recover(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
+run_refresh(PyObject *self, PyObject *ignored)
+{
+    fp_run *run = (fp_run *)self;
+    if (run->in_backward || run->depth > 0) {
+        PyErr_SetString(PyExc_RuntimeError, "refresh: expected no forward or backward to be under way");
+        return NULL;
+    }
+    Py_INCREF(run);
+    const int status = fp_pass_refresh(run);
+    Py_DECREF(run);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
 run_state(PyObject *self, void *ignored)
 {
     const fp_run *run = (fp_run *)self;
@@ -117,6 +131,9 @@ static PyMethodDef run_methods[] = {
     {"recover", run_recover, METH_NOARGS,
      "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
      "then."},
+    {"refresh", run_refresh, METH_NOARGS,
+     "refresh($self, /)\n--\n\nGather from the shards what is out of date of the units that keep a copy. A collective "
+     "call."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -129,6 +146,8 @@ static PyMemberDef run_members[] = {
     {"synchronize", T_INT, offsetof(fp_run, synchronize), 0, "0: gradients are kept and not reduced."},
     {"always_python", T_INT, offsetof(fp_run, always_python), 0, "1: every collective goes through collectives."},
     {"gathers", T_LONGLONG, offsetof(fp_run, gathers), READONLY, "Gathers of sharded units so far."},
+    {"refreshes", T_LONGLONG, offsetof(fp_run, refreshes), READONLY,
+     "Gathers from the shards so far, of units that keep a copy."},
     {"reductions", T_LONGLONG, offsetof(fp_run, reductions), READONLY, "Reductions of gradients so far."},
     {NULL, 0, 0, 0, NULL},
 };

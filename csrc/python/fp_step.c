@@ -48,6 +48,7 @@ step_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             goto fail;
         }
         step->sharded = step->sharded || step->parts[k].shard_group != NULL;
+        step->copied = step->copied || step->parts[k].copied;
     }
     PyObject_GC_Track(step);
     return (PyObject *)step;
@@ -132,10 +133,12 @@ step_join(PyObject *self, PyObject *run_object)
     step->run = (fp_run *)Py_NewRef(run);
     step->full_pass = -1;
     step->keep = 0;
+    run->copies = run->copies || step->copied;
     Py_RETURN_NONE;
 }
 
-/* follow(which, order, number, sliced); which: 0 the group that shares the unit, 1 the one that replicates it */
+/* follow(which, order, number, sliced); which: the group that shares the unit, replicates it, shares the copy, refreshes
+ * it */
 static PyObject *
 step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -146,8 +149,8 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         fp_as_int64(args[2], &number) < 0 || fp_as_bool(args[3], &sliced) < 0) {
         return NULL;
     }
-    if (which < 0 || which > 1 || number < 0 || number > UINT32_MAX - step->n_parts) {
-        PyErr_Format(PyExc_ValueError, "expected group 0 or 1 and a number of 32 bits, got %lld and %lld",
+    if (which < 0 || which > 3 || number < 0 || number > UINT32_MAX - step->n_parts) {
+        PyErr_Format(PyExc_ValueError, "expected a group from 0 to 3 and a number of 32 bits, got %lld and %lld",
                      (long long)which, (long long)number);
         return NULL;
     }
@@ -156,7 +159,9 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        fp_group *group = which == 0 ? step->parts[k].shard_group : step->parts[k].replicate_group;
+        const fp_part *part = &step->parts[k];
+        fp_group *const groups[] = {part->shard_group, part->replicate_group, part->param_group, part->refresh_group};
+        fp_group *group = groups[which];
         if (group != NULL) {
             fp_group_watch(group, args[1], &fp_order_calls, (uint32_t)(number + k), sliced);
         }
@@ -235,6 +240,9 @@ step_invalidate(PyObject *self, PyObject *ignored)
     fp_step *step = (fp_step *)self;
     step->keep = 0;
     step->full_pass = -1;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        step->parts[k].synced = -1;
+    }
     Py_RETURN_NONE;
 }
 
@@ -258,6 +266,17 @@ step_is_partly_full(PyObject *self, void *ignored)
         full = full || fp_flat_is_allocated(step->parts[k].flat);
     }
     return PyBool_FromLong(full);
+}
+
+static PyObject *
+step_shows_kept(PyObject *self, void *ignored)
+{
+    const fp_step *step = (fp_step *)self;
+    int shows = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        shows = shows || step->parts[k].shows_kept;
+    }
+    return PyBool_FromLong(shows);
 }
 
 static PyObject *
@@ -297,6 +316,23 @@ step_read_kept(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
+step_copies(PyObject *self, PyObject *ignored)
+{
+    const fp_step *step = (fp_step *)self;
+    PyObject *list = PyList_New(step->n_parts);
+    for (Py_ssize_t k = 0; list != NULL && k < step->n_parts; k++) {
+        PyObject *copy = fp_flat_copy(step->parts[k].flat);
+        if (copy == NULL) {
+            Py_CLEAR(list);
+        }
+        else {
+            PyList_SET_ITEM(list, k, copy);
+        }
+    }
+    return list;
+}
+
+static PyObject *
 step_is_full(PyObject *self, void *ignored)
 {
     const fp_step *step = (fp_step *)self;
@@ -311,7 +347,9 @@ static PyMethodDef step_methods[] = {
     {"join", step_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
     {"follow", FP_FASTCALL(step_follow), METH_FASTCALL,
      "follow($self, which, order, number, sliced, /)\n--\n\nTell an Order of the collectives over a group: 0 the one "
-     "that shares the unit, 1 the one that replicates it.\nIts parts are called number and on; sliced: tell it also "
+     "that shares the unit, 1 the one that replicates it, 2 the one that shares the copy, 3 the one that refreshes "
+     "it.\n"
+     "Its parts are called number and on; sliced: tell it also "
      "while one is waited for."},
     {"pre_forward", step_pre_forward, METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
@@ -338,7 +376,11 @@ static PyMethodDef step_methods[] = {
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
     {"views", step_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},
     {"kept", step_read_kept, METH_NOARGS,
-     "kept($self, /)\n--\n\nThe unsharded gradient that no_sync has kept for each part, or None."},
+     "kept($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this rank's "
+     "part of it, added over the ranks that share the parameter."},
+    {"copies", step_copies, METH_NOARGS,
+     "copies($self, /)\n--\n\nThis rank's part of the copy that forward and backward gather from, for each part, or "
+     "None."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -346,6 +388,7 @@ static PyGetSetDef step_getset[] = {
     {"is_full", step_is_full, NULL, "Whether the unsharded data have memory.", NULL},
     {"is_partly_full", step_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
     {"has_frozen", step_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
+    {"shows_kept", step_shows_kept, NULL, "Whether .grad is what no_sync has kept, which is not reduced.", NULL},
     {"shows_views", step_shows_views, NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -395,6 +438,12 @@ note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
+unreduced(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return fp_check_nargs("unreduced", nargs, 0) < 0 ? NULL : PyLong_FromLongLong(fp_part_unreduced);
+}
+
+static PyObject *
 set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (fp_check_nargs("set_grad", nargs, 2) < 0 || fp_engine_set_grad(args[0], args[1]) < 0) {
@@ -408,5 +457,8 @@ PyMethodDef fp_step_methods_of_module[] = {
      "set_grad($module, tensor, grad, /)\n--\n\ntensor.grad = grad, also of another shape or dtype than torch allows."},
     {"note_optimizer_step", FP_FASTCALL(note_optimizer_step), METH_FASTCALL,
      "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now."},
+    {"unreduced", FP_FASTCALL(unreduced), METH_FASTCALL,
+     "unreduced($module, /)\n--\n\nHow many flat parameters that are spread over ranks show a gradient kept in "
+     "no_sync."},
     {NULL, NULL, 0, NULL},
 };

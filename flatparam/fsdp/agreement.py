@@ -34,7 +34,8 @@ def _describe(name: str, originals: list[Original], options: Options) -> list[tu
     """``(name, what it is)`` of everything that must be the same on all ranks."""
     placement, precision = options.placement, options.mixed_precision
     settings = (
-        f"{placement.shards} shards, {placement.replicas} replicas, reshard_after_forward="
+        f"{placement.shards} shards, {placement.replicas} replicas, parameters over {placement.param_shards}, "
+        f"nested={placement.outer is not None}, full_precision={placement.full_precision}, reshard_after_forward="
         f"{placement.reshard_after_forward}, use_orig_params={options.use_orig_params}, segments={options.segments}, "
         f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}, "
         f"shard_alignment={options.shard_alignment}, atomic={options.atomic is not None}"

@@ -48,7 +48,8 @@ __all__ = [
 class ShardingStrategy(Enum):
     """How a unit is spread over ranks; each is a row of the table in ``placement.py``.
 
-    Equal to the member of the same name of torch's enum, which is accepted wherever this one is.
+    Equal to the member of the same name of torch's enum, which is accepted wherever this one is. Torch has no ZERO_1
+    (the parameter stays whole), LAYER_ZERO and LAYER_ZERO_NESTED (docs/layerzero.md).
     """
 
     FULL_SHARD = auto()
@@ -58,6 +59,7 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
     ZERO_1 = auto()
     LAYER_ZERO = auto()
+    LAYER_ZERO_NESTED = auto()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Enum) and type(other).__name__ == "ShardingStrategy" and other.name == self.name

@@ -35,6 +35,10 @@ class Hooked:
         """As without a hook."""
         all_gather(output, shard, group)
 
+    def agree(self, flags: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
+        """As without a hook."""
+        agree(flags, same, group)
+
     def reduce_scatter(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
         """Let the hook fill ``output``."""
         self.hook(self.state, whole, output)
@@ -73,3 +77,8 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> N
 def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
     """The sum over ranks, in place."""
     _function("all_reduce")(tensor, group=group)
+
+
+def agree(flags: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
+    """The sum over ranks of ``flags`` ``[units]``, in place: what some rank calls out of date."""
+    _function("all_reduce")(flags, group=group)

@@ -38,11 +38,21 @@ from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
+from .pairs import check_pair
 from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .summon import StateError, Summoned, refuse_step, summon
-from .unit import Options, Unit, choose_blocks, find_originals, owner_of, owner_of_param, units_of
+from .unit import (
+    Options,
+    Unit,
+    check_reduced,
+    choose_blocks,
+    find_originals,
+    owner_of,
+    owner_of_param,
+    units_of,
+)
 from .wrap import check_not_tied, replace_modules, targets_of
 
 _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
@@ -51,6 +61,7 @@ _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWAR
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(refuse_step)
+    register_optimizer_step_pre_hook(check_reduced)
     register_optimizer_step_post_hook(_C.note_optimizer_step)
 
 
@@ -111,8 +122,15 @@ class FullyShardedDataParallel(nn.Module):
             if process_group is not None or device_mesh is not None or sharding_strategy is not None:
                 raise ValueError("placement= replaces process_group, device_mesh and sharding_strategy: pass only one")
             self._placement = placement
+            if placement.copied:
+                check_pair(placement.param, placement.optim, "Placement")
         else:
             self._placement = place(self._strategy, groups_of(self._strategy, process_group, device_mesh))
+        if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
+            raise ValueError(
+                f"{self._strategy.name} adds gradients in the parameter's own precision: keep_low_precision_grads=True "
+                "would lose that; leave it out"
+            )
         self._ignored_params = ignored_params
         if auto_wrap_policy is not None:
             self._wrap_descendants(
@@ -337,9 +355,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _check_idle(self, what: str) -> None:
         for wrapper in self.fsdp_modules(self):
-            run = wrapper._unit.step.run
-            if run is not None and run.state == "INTERRUPTED":
-                run.recover()
+            wrapper._forget_interrupted()
             if wrapper.training_state is not TrainingState.IDLE:
                 raise StateError(
                     f"{what}: expected {wrapper._unit.name} to be IDLE, it is in {wrapper.training_state.name}"
@@ -358,6 +374,18 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             run.synchronize = 1
 
+    def sync_params(self) -> None:
+        """Gather the parameters anew wherever they have changed, into what forward and backward gather from.
+
+        For LAYER_ZERO and ZERO_1, whose first forward after a change does it otherwise; nothing for other strategies.
+        A collective call, for the root, between steps. Raises: StateError naming the state and those allowed.
+        """
+        self._check_root("sync_params")
+        if self._unit.step.run is None:
+            self._lazy_init()
+        run: Any = self._unit.step.run
+        run.refresh()
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
 
@@ -370,7 +398,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._comm_hook is not None or self._unit.step.run is not None:
             raise StateError("register_comm_hook: once, before the first forward")
         for wrapper in self.fsdp_modules(self):
-            if wrapper._placement.shards > 1 and wrapper._placement.replicas > 1:
+            if wrapper._placement.shards > 1 and (wrapper._placement.replicas > 1 or wrapper._placement.outer):
                 raise StateError(f"register_comm_hook: not for a grid of ranks ({wrapper.sharding_strategy.name})")
         self._comm_hook = collectives.Hooked(hook, state)
 
@@ -441,6 +469,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; while this unit is summoned, with the names of the unwrapped model."""
+        self._forget_interrupted()
         for name, param in super().named_parameters(*args, **kwargs):
             yield (without_units(name) if self._unit.summoned is not None else name), param
 
@@ -600,10 +629,14 @@ class FullyShardedDataParallel(nn.Module):
         unit.step.make_views()
         return self
 
-    def _check_idle_here(self, what: str) -> None:
+    def _forget_interrupted(self) -> None:
+        """After an exception in a backward the modules shall have their parameters again."""
         run = self._unit.step.run
         if run is not None and run.state == "INTERRUPTED":
             run.recover()
+
+    def _check_idle_here(self, what: str) -> None:
+        self._forget_interrupted()
         if self.training_state is not TrainingState.IDLE:
             raise StateError(f"{what}: expected {self._unit.name} to be IDLE, it is in {self.training_state.name}")
 

@@ -28,6 +28,7 @@ _KINDS = (
     "reduces the gradients of",
     "gathers, to show or to save it,",
     "reduces the gradients, and those kept in no_sync, of",
+    "compares changes of",
 )
 _OUTSIDE = 2  # of a step
 _WITHOUT_STORE = ("fake", "threaded")  # groups whose ranks are not processes
@@ -277,7 +278,9 @@ def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
     found: dict[int, Sequence] = {}
     for unit, device in units:
         placement = unit.options.placement
-        for which, group in enumerate((placement.optim, placement.replicate)):
+        # all ranks of optim go through their smaller groups alike, and wait for each other across them
+        wide = placement.optim if placement.copied else None
+        for which, group in enumerate((placement.optim, placement.replicate, wide, wide and placement.outer and wide)):
             sequence = sequence_of(group, device)
             if sequence is not None:
                 found[id(sequence)] = sequence

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .api import ShardingStrategy
+from .pairs import check_pair, inner_groups, outer_group
 
 
 class Row(NamedTuple):
@@ -14,7 +15,11 @@ class Row(NamedTuple):
     dimensions of a grid (ranks that share the parameter; the replicas of one shard), None is this rank alone.
 
     ``param``: in forward and backward; ``optim``: the shard that the optimizer steps, and its gradient's;
-    ``replicate``: the gradient is all-reduced over it, after it was reduce-scattered over ``grad``.
+    ``replicate``: the gradient is all-reduced over it, after it was reduce-scattered over ``grad``. Where ``param`` is
+    another group than ``optim``, the unsharded data are gathered over ``optim`` once after a change of the shards.
+    ``nested``: the shards of the ranks of ``outer`` make up one rank's part over ``param``, so parameters and gradients
+    go through ``outer`` and ``inner`` one after the other. ``full_precision``: gradients are reduced in the precision
+    of the shard unless MixedPrecision.reduce_dtype says otherwise, and the shard must not be of a low one.
     """
 
     param: str | None
@@ -22,6 +27,8 @@ class Row(NamedTuple):
     optim: str | None
     replicate: str | None
     reshard_after_forward: bool
+    nested: bool = False
+    full_precision: bool = False
 
 
 TABLE: dict[ShardingStrategy, Row] = {
@@ -31,7 +38,8 @@ TABLE: dict[ShardingStrategy, Row] = {
     ShardingStrategy.NO_SHARD: Row(None, None, None, "wide", False),
     ShardingStrategy.HYBRID_SHARD: Row("inner", "inner", "inner", "outer", True),
     ShardingStrategy._HYBRID_SHARD_ZERO2: Row("inner", "inner", "inner", "outer", False),
-    ShardingStrategy.LAYER_ZERO: Row("inner", "wide", "wide", None, True),
+    ShardingStrategy.LAYER_ZERO: Row("inner", "wide", "wide", None, True, full_precision=True),
+    ShardingStrategy.LAYER_ZERO_NESTED: Row("inner", "wide", "wide", None, True, nested=True, full_precision=True),
 }
 
 
@@ -42,7 +50,8 @@ class Placement:
     Args: ``param``: the ranks that share the parameter in forward and backward; ``grad``: over which the gradient is
     reduce-scattered; ``optim``: over which the optimizer's shard and state are spread; ``replicate``: over which the
     gradient of the shard is all-reduced as well; ``reshard_after_forward``: free the parameter between forward and
-    backward.
+    backward; ``outer``: nested (see docs/layerzero.md): the ranks of ``optim`` that have this one's place in ``param``;
+    ``full_precision``: reduce gradients in the precision of the shard, which must not be a low one.
     Raises: ValueError for groups that do not fit together.
     """
 
@@ -51,21 +60,29 @@ class Placement:
     optim: dist.ProcessGroup | None = None
     replicate: dist.ProcessGroup | None = None
     reshard_after_forward: bool = True
+    outer: dist.ProcessGroup | None = None
+    full_precision: bool = False
 
     def __post_init__(self) -> None:
+        for group in (self.param, self.grad, self.optim, self.replicate, self.outer):
+            if group is not None and dist.get_rank(group) < 0:
+                raise ValueError(f"Placement: this rank is not in the group of ranks {_ranks(group)}")
         if self.grad is not self.optim:
             raise ValueError(
                 "Placement: the gradient is reduce-scattered to the shards that the optimizer steps, so grad and optim "
                 f"must be one group, got {_ranks(self.grad)} and {_ranks(self.optim)}"
             )
-        if self.param is not None and self.param is not self.optim:
-            raise ValueError(
-                "Placement: a parameter spread over other ranks than the optimizer's shards (LayerZero) is not "
-                f"supported yet: param is {_ranks(self.param)}, optim {_ranks(self.optim)}"
-            )
-        for group in (self.param, self.grad, self.optim, self.replicate):
-            if group is not None and dist.get_rank(group) < 0:
-                raise ValueError(f"Placement: this rank is not in the group of ranks {_ranks(group)}")
+        if self.copied and self.replicate is not None:
+            raise ValueError("Placement: a parameter that is spread over other ranks than its shards has no replicas")
+        if self.outer is not None and not self.copied:
+            raise ValueError("Placement: outer is for a parameter that is spread over other ranks than its shards")
+        if self.copied:
+            param, optim, outer = self.param_shards, self.shards, self.outer
+            if optim % param or (outer is not None and dist.get_world_size(outer) * param != optim):
+                raise ValueError(
+                    f"Placement: the optimizer's shards are over {_ranks(self.optim)}, which param {_ranks(self.param)}"
+                    f"{'' if outer is None else f' and outer {_ranks(outer)}'} must divide"
+                )
 
     def __deepcopy__(self, memo: Any) -> "Placement":
         return self  # groups belong to the process, and nothing here changes
@@ -77,8 +94,25 @@ class Placement:
 
     @property
     def rank(self) -> int:
-        """Ours among them."""
+        """Which of these shards is ours."""
+        if self.outer is not None:
+            return self.param_rank * dist.get_world_size(self.outer) + dist.get_rank(self.outer)
         return 0 if self.optim is None else dist.get_rank(self.optim)
+
+    @property
+    def copied(self) -> bool:
+        """Whether forward and backward gather over other ranks than the optimizer's shards are spread over."""
+        return self.param is not None and self.param is not self.optim
+
+    @property
+    def param_shards(self) -> int:
+        """How many ranks share what forward and backward gather from; 1 where that is the shards themselves."""
+        return dist.get_world_size(self.param) if self.copied else 1
+
+    @property
+    def param_rank(self) -> int:
+        """Ours among them."""
+        return dist.get_rank(self.param) if self.copied else 0
 
     @property
     def replicas(self) -> int:
@@ -94,6 +128,14 @@ class Placement:
     def factors(self) -> tuple[float, float]:
         """What a gradient is divided by before and after it is summed over the ranks."""
         return averaging_factors(self.shards * self.replicas)
+
+    def holder(self, shard: int) -> int:
+        """The rank in ``optim`` that holds shard ``shard``; it is another one where shards are nested."""
+        if self.outer is None or self.optim is None:
+            return shard
+        inner, outer = divmod(shard, dist.get_world_size(self.outer))
+        rows = inner_groups(self.param, self.optim)
+        return dist.get_group_rank(self.optim, sorted(row[inner] for row in rows)[outer])
 
 
 def averaging_factors(ranks: int) -> tuple[float, float]:
@@ -114,8 +156,13 @@ def place(strategy: ShardingStrategy, groups: dict[str, dist.ProcessGroup]) -> P
     def group(name: str | None) -> dist.ProcessGroup | None:
         return groups[name] if name is not None and dist.get_world_size(groups[name]) > 1 else None
 
+    param, optim = group(row.param), group(row.optim)
+    if param is not None and optim is not None and dist.get_world_size(param) == dist.get_world_size(optim):
+        param = optim
+    nested = row.nested and param is not None and param is not optim
+    outer = outer_group(param, optim, groups.get("outer")) if nested else None
     return Placement(
-        group(row.param), group(row.grad), group(row.optim), group(row.replicate), row.reshard_after_forward
+        param, group(row.grad), optim, group(row.replicate), row.reshard_after_forward, outer, row.full_precision
     )
 
 
@@ -125,28 +172,42 @@ def is_grid(strategy: ShardingStrategy) -> bool:
     return "inner" in (row.param, row.grad, row.optim)
 
 
+def takes_a_wide_group(strategy: ShardingStrategy) -> bool:
+    """Whether the second group of a pair is the whole grid, not its other dimension."""
+    return is_grid(strategy) and "wide" in TABLE[strategy]
+
+
 def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> dict[str, dist.ProcessGroup]:
     """The groups, by the names in the table, that the user's arguments give.
 
     Raises: ValueError and TypeError as torch does, saying which argument the strategy takes.
     """
-    if TABLE[strategy].param not in (None, TABLE[strategy].optim):
-        raise ValueError(
-            f"{strategy.name} spreads the parameter over other ranks than the optimizer's shards: not supported yet"
-        )
     if process_group is not None and device_mesh is not None:
         raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one.")
     if device_mesh is not None:
         return _groups_of_mesh(strategy, device_mesh)
     if is_grid(strategy):
-        if not (isinstance(process_group, Sequence) and len(process_group) == 2):
-            raise ValueError(
-                f"{strategy.name} must know which ranks share a parameter and which replicate it: pass process_group="
-                f"(shard group, replicate group) or a 2-D device_mesh, got process_group={process_group!r}"
+        wide = takes_a_wide_group(strategy)
+        lengths = (2, 3) if TABLE[strategy].nested else (2,)
+        if not (isinstance(process_group, Sequence) and len(process_group) in lengths):
+            what, pair, mesh = (
+                (
+                    "the optimizer's state",
+                    "(zero3 group, zero1 group), the second holding the first,",
+                    " (outer, inner)",
+                )
+                if wide
+                else ("replicate it", "(shard group, replicate group)", "")
             )
-        inner, outer = process_group
-        _check_groups(inner, outer)
-        return {"inner": inner, "outer": outer}
+            raise ValueError(
+                f"{strategy.name} must know which ranks share a parameter and which {what}: pass process_group="
+                f"{pair} or a 2-D device_mesh{mesh}, got process_group={process_group!r}"
+            )
+        _check_groups(*process_group)
+        if not wide:
+            return dict(zip(("inner", "outer"), process_group, strict=True))
+        check_pair(process_group[0], process_group[1], strategy.name)
+        return dict(zip(("inner", "wide", "outer"), process_group, strict=False))
     if isinstance(process_group, Sequence):
         raise TypeError(
             f"{strategy.name} takes one process group, got {len(process_group)}; a pair is for HYBRID_SHARD"
@@ -160,14 +221,21 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
 
 def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.ProcessGroup]:
     dimensions = 2 if is_grid(strategy) else 1
+    names = "" if dimensions == 1 else " (outer, inner)" if takes_a_wide_group(strategy) else " (replicate, shard)"
     if mesh.ndim != dimensions:
         raise ValueError(
-            f"{strategy.name} takes a {dimensions}-D device_mesh"
-            f"{' (replicate, shard)' if dimensions == 2 else ''}, got {mesh.ndim}-D of shape {tuple(mesh.mesh.shape)}"
+            f"{strategy.name} takes a {dimensions}-D device_mesh{names}, got {mesh.ndim}-D of shape "
+            f"{tuple(mesh.mesh.shape)}"
         )
     if dimensions == 1:
         return {"wide": mesh.get_group(0)}
-    return {"outer": mesh.get_group(0), "inner": mesh.get_group(1)}
+    if not takes_a_wide_group(strategy):
+        return {"outer": mesh.get_group(0), "inner": mesh.get_group(1)}
+    ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
+    inner = mesh.get_group(1)
+    wide = world if sorted(ranks) == dist.get_process_group_ranks(world) else mesh._flatten().get_group()
+    check_pair(inner, wide, strategy.name)
+    return {"outer": mesh.get_group(0), "inner": inner, "wide": wide}
 
 
 def _check_groups(*groups: Any) -> None:

@@ -51,7 +51,7 @@ def _pieces(units: Iterable[tuple[str, Unit]]) -> Iterator[Piece]:
                         fqn=f"{path}.{original.fqn}" if path else original.fqn,
                         shape=tuple(original.shape),
                         dtype=segment.flat.dtype,
-                        rank=held.rank,
+                        rank=segment.placement.holder(held.rank),
                         start=start,
                         numel=held.numel,
                         boxes=boxes,

@@ -134,9 +134,12 @@ class Summoned:
                     if param.data_ptr() != place.data_ptr() or param.device != place.device:
                         place.copy_(param)
                 shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
-                if not torch.equal(shard, mine):  # what was not written is no change to a graph that waits for backward
+                changed = not torch.equal(shard, mine)
+                if changed:  # what was not written is no change to a graph that waits for backward
                     shard.copy_(mine)
-                unit.filled()
+                placement = unit.options.placement
+                if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
+                    unit.filled()
             grad = self.gradients[i]
             if grad is not None and self.writeback:
                 for param, place in zip(params, segment.unsharded(grad), strict=True):

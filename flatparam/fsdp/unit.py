@@ -35,6 +35,7 @@ _FREED = (
 )
 
 
+_units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 _owners: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.WeakKeyDictionary()
 
 
@@ -137,7 +138,9 @@ class Segment:
         self.originals = originals
         self.placement = placement
         self.use_orig_params = options.use_orig_params
-        self.reduce_dtype = options.mixed_precision.reduce_dtype
+        self.reduce_dtype = options.mixed_precision.reduce_dtype or (
+            originals[0].param.dtype if placement.full_precision else None
+        )
         self.layout, self.compute_dtype = layout_of(originals, placement.shards, options)
         self.in_rows = [
             options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
@@ -227,13 +230,17 @@ class Segment:
         """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype."""
         if not self.is_sharded:
             return shard
-        whole = shard.new_empty(self.layout.padded_numel)
         from . import collectives, order
 
-        group: Any = self.placement.optim
+        placement = self.placement
+        groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
         sequence = order.before_gather(self)
-        collectives.all_gather(whole, shard.contiguous(), group, None if sequence is None else sequence.wait)
-        return whole
+        for group in groups:
+            assert group is not None
+            whole = shard.new_empty(shard.numel() * dist.get_world_size(group))
+            collectives.all_gather(whole, shard.contiguous(), group, None if sequence is None else sequence.wait)
+            shard = whole
+        return shard
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of an unsharded tensor."""
@@ -248,6 +255,8 @@ class Segment:
         )
         shared = tuple((n.module, n.name, i) for i, item in enumerate(self.originals) for n in item.names[1:])
         before, after = placement.factors
+        if placement.full_precision and self.reduce_dtype in (torch.float32, torch.float64):
+            before, after = 1.0, before * after  # nothing overflows: divide the shard instead of the whole
         use_orig_params = options.use_orig_params
         return (
             entries,
@@ -267,6 +276,10 @@ class Segment:
             self.reduce_dtype,
             precision.keep_low_precision_grads,
             placement.stays_full,
+            placement.param_rank,
+            placement.param_shards,
+            describe_group(placement.param) if placement.copied else None,
+            describe_group(placement.outer),
         )
 
 
@@ -309,6 +322,7 @@ class Unit:
             _FREED.format(name, name),
         )
         self.step.make_views()
+        _units.add(self)
         owner = weakref.ref(self)
         for segment in self.segments:
             for original in segment.originals:
@@ -430,6 +444,26 @@ def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
     return ordered
 
 
+def check_reduced(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+    """Before ``optimizer`` steps. Raises: ValueError naming a parameter whose gradient no_sync has kept."""
+    if _C.unreduced() == 0:
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+    for unit in _units:
+        if not unit.step.shows_kept:
+            continue
+        kept = {tensor.untyped_storage().data_ptr() for tensor in unit.step.kept() if tensor is not None}
+        for segment, param in unit.parameters():
+            grad = param.grad
+            if id(param) in stepped and segment.is_sharded and grad.untyped_storage().data_ptr() in kept:  # type: ignore[union-attr]
+                names = [original.fqn for original in segment.originals if original.param is param]
+                raise ValueError(
+                    f"{type(optimizer).__name__}.step(): the gradient of {names[0] if names else FLAT_PARAM} of "
+                    f"{unit.name} comes from no_sync() and is not reduced over the ranks yet: run the last micro-batch "
+                    "outside of no_sync(), or clear the gradients"
+                )
+
+
 def _take_back(unit: "weakref.ref[Unit]") -> None:
     """``take_back`` of a unit that the step must not keep alive."""
     alive = unit()
@@ -454,6 +488,11 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
         if not param.is_floating_point() and not param.is_complex():
             raise ValueError(
                 f"Cannot flatten integer dtype tensors: {what}; register it as a buffer, or ignore it (ignored_states)"
+            )
+        if options.placement.full_precision and param.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"LayerZero keeps master weights and adds gradients in the parameter's own precision, which is low for "
+                f"{what}: build the module in torch.float32 and pass MixedPrecision(param_dtype={param.dtype})"
             )
         if param.dtype != first.param.dtype and not options.segments:
             raise ValueError(

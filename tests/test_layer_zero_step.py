@@ -1,0 +1,411 @@
+"""What a step of LAYER_ZERO moves, keeps and shows: collectives, copies, accumulators, freshness."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import assert_same, assert_same_grads, data, full_params, loss_of, make
+from gloo import note, run_ranks
+from layer_zero_ranks import MODES, Reference, counted, layer_zero, micro_batches, run_of
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import MixedPrecision
+
+pytestmark = pytest.mark.multiprocess
+
+BF16 = torch.bfloat16
+LOW = MixedPrecision(param_dtype=BF16)
+
+
+def batches(step, count, rank=None):
+    return [data(100 * step + k, rank) for k in range(count)]
+
+
+def sizes(model):
+    """Padded elements of each unit, the root first."""
+    return [unit._unit.segments[0].layout.padded_numel for unit in FSDP.fsdp_modules(model)]
+
+
+def pieces_of(model):
+    """The copies and kept gradients of all units, and who is full."""
+    steps = [unit._unit.step for unit in FSDP.fsdp_modules(model)]
+    return [step.copies()[0] for step in steps], [step.kept()[0] for step in steps], [step.is_full for step in steps]
+
+
+def expected_bytes(mode, numels, count, world, inner):
+    """The collectives of one step of ``count`` micro-batches, as ``{(kind, group): bytes of the wholes}``.
+
+    Parameters are gathered in bf16, gradients reduced in fp32. A rank receives (ranks - 1) / ranks of each. The root,
+    the first of ``numels``, is kept from forward to backward.
+    """
+    total, root = sum(numels), numels[0]
+    inner_gathers = 2 * (total * (2 * count - 1) - root * count)  # the first forward gathers over the other group
+    if mode == "LAYER_ZERO":
+        return {("gather", "wide"): 2 * total, ("gather", "inner"): inner_gathers, ("reduce", "wide"): 4 * total}
+    return {
+        ("gather", "outer"): 2 * total // inner,
+        ("gather", "inner"): inner_gathers + 2 * total,
+        ("reduce", "inner"): 4 * total * count,
+        ("reduce", "outer"): 4 * total // inner,
+    }
+
+
+def collectives():
+    """Which group, how often and how many bytes: once a step over the wide group, whatever the micro-batches."""
+    for mode, count, uo in itertools.product(MODES, (1, 2, 3), (False, True)):
+        note(f"{mode} {count} {uo}")
+        model = layer_zero(2, mode, mixed_precision=LOW, use_orig_params=uo)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, data(0)).backward()
+        optim.step()
+        optim.zero_grad()
+        numels = sizes(model)
+        with counted(2) as log:
+            for k in range(count):
+                del log[:]
+                micro_batches(model, batches(0, 1)) if k == count - 1 else hold_back(model)
+                kinds = [entry[:2] for entry in log]
+                over = "wide" if mode == "LAYER_ZERO" else "outer"
+                assert kinds.count(("gather", over)) == (len(numels) if k == 0 else 0)
+                assert kinds.count(("reduce", over)) == (len(numels) if k == count - 1 else 0)
+                from_copies = 2 if k > 0 or mode == "LAYER_ZERO_NESTED" else 1
+                assert kinds.count(("gather", "inner")) == from_copies * len(numels) - 1  # the root stays
+            del log[:]
+            optim.step()
+            optim.zero_grad()
+            micro_batches(model, batches(0, count))
+        found = {}
+        for kind, group, size, dtype in log:
+            assert dtype == (torch.float32 if kind == "reduce" else BF16)
+            found[kind, group] = found.get((kind, group), 0) + size
+        assert found == expected_bytes(mode, numels, count, 4, 2), (mode, count)
+        # evaluation, before and between, gathers over the wide group once
+        optim.step()
+        before = run_of(model).refreshes
+        for _ in range(3):
+            with torch.no_grad():
+                model(data(0))
+            hold_back(model)
+        assert run_of(model).refreshes - before == len(numels)
+
+
+def hold_back(model):
+    with model.no_sync():
+        loss_of(model, data(0)).backward()
+
+
+def buffers():
+    """What has memory after each phase, and what it holds."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for mode, uo in itertools.product(MODES, (False, True)):
+        note(f"{mode} {uo}")
+        model = layer_zero(2, mode, mixed_precision=LOW, use_orig_params=uo)
+        numels = sizes(model)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def state(model=model, numels=numels):
+            copies, kept, full = pieces_of(model)
+            assert all(copy is None or copy.numel() * 2 == n for copy, n in zip(copies, numels, strict=True))
+            return [copy is not None for copy in copies], [part is not None for part in kept], full
+
+        none, all_ = [False] * 4, [True] * 4
+        assert state() == (none, none, none)
+        for step in range(2):
+            output = loss_of(model, data(step))
+            root = mode == "LAYER_ZERO_NESTED"  # there the copy comes first
+            assert state() == ([root, True, True, True], none, [True, False, False, False])
+            values = {name: value.to(BF16) for name, value in full_params(model).items()}
+            with model.no_sync():
+                output.backward()
+                assert state() == (all_, all_, none)
+            for unit, copy, kept in zip(FSDP.fsdp_modules(model), *pieces_of(model)[:2], strict=True):
+                segment = unit._unit.segments[0]
+                part = segment.layout.padded_numel // 2
+                place = (rank % 2) * part
+                whole = torch.zeros(segment.layout.padded_numel, dtype=BF16)
+                mask = torch.zeros(segment.layout.padded_numel, dtype=torch.bool)
+                path = next(path for path, inner in model.named_modules() if inner is unit)
+                prefix = path.replace("_fsdp_wrapped_module", "").strip(".").replace("..", ".")
+                for original, view, held in zip(
+                    segment.originals, segment.unsharded(whole), segment.unsharded(mask), strict=True
+                ):
+                    view.copy_(values[f"{prefix}.{original.fqn}" if prefix else original.fqn])
+                    held.fill_(True)
+                mine = slice(place, place + part)
+                assert torch.equal(copy[mask[mine]], whole[mine][mask[mine]])
+                assert kept.dtype == torch.float32
+                assert kept.numel() == (segment.layout.padded_numel if mode == "LAYER_ZERO" else part)
+                assert not kept[~(mask if mode == "LAYER_ZERO" else mask[mine])].any()
+            loss_of(model, data(step)).backward()
+            assert state() == (none, none, none)
+            for segment in (unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)):
+                assert all(param.grad is None or param.grad.dtype == torch.float32 for param in model.parameters())
+                assert segment.layout.padded_numel % world == 0
+            optim.step()
+            optim.zero_grad()
+
+
+class Three(nn.Module):
+    """The example of docs/layerzero.md."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+        self.b = nn.Parameter(torch.arange(3.0) + 10)
+        self.c = nn.Parameter(torch.arange(2.0) + 20)
+
+    def forward(self, x):
+        return (self.a.sum() + self.b.sum() * self.c.prod()) * x.sum()
+
+
+PIECES = {  # rank: {parameter: (offset in the shard, elements, first of the parameter)}
+    "LAYER_ZERO": {
+        0: {"a": (0, 5, 0)},
+        1: {"a": (0, 1, 5), "b": (3, 2, 0)},
+        2: {"b": (0, 1, 2)},
+        3: {"c": (1, 2, 0)},
+    },
+    "LAYER_ZERO_NESTED": {
+        0: {"a": (0, 5, 0)},
+        2: {"a": (0, 1, 5), "b": (3, 2, 0)},
+        1: {"b": (0, 1, 2)},
+        3: {"c": (1, 2, 0)},
+    },
+}
+
+
+def layout():
+    for mode in MODES:
+        model = layer_zero(2, mode, Three(), FSDP, mixed_precision=LOW, use_orig_params=True)
+        found = {rank: {} for rank in range(4)}
+        for piece in model.shard_map():
+            found[piece.rank][piece.fqn] = (piece.flat_start, piece.numel, piece.start)
+        assert found == PIECES[mode]
+        own = {name: param for name, param in model.named_parameters() if param.numel()}
+        assert {name.rsplit(".", 1)[-1]: param.numel() for name, param in own.items()} == {
+            name: numel for name, (_, numel, _) in PIECES[mode][dist.get_rank()].items()
+        }
+        segment = model._unit.segments[0]
+        assert segment.layout.offsets == (0, 8, 16)
+        assert (segment.layout.padded_numel, segment.layout.shard_numel) == (20, 5)
+        assert_same(model, Three())
+        with torch.no_grad():
+            model(torch.ones(1))
+        [copy] = model._unit.step.copies()
+        first = 10 * (dist.get_rank() % 2)
+        whole = torch.full((20,), -1.0)
+        for offset, param in zip(segment.layout.offsets, Three().parameters(), strict=True):
+            whole[offset : offset + param.numel()] = param.detach().flatten()
+        mine = whole[first : first + 10]
+        assert torch.equal(copy[mine >= 0].float(), mine[mine >= 0])
+
+
+def padding():
+    """Weight decay leaves the padding alone; its gradient is zero."""
+    for mode in MODES:
+        model = layer_zero(2, mode, use_orig_params=True)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        shards = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
+        of = [torch.ones(segment.layout.shard_numel, dtype=torch.bool) for segment in shards]
+        for segment, mask in zip(shards, of, strict=True):
+            for start, numel in segment.piece_ranges():
+                mask[start : start + max(numel, 0)] = False
+        before = [segment.flat.detach()[mask].clone() for segment, mask in zip(shards, of, strict=True)]
+        assert sum(map(len, before)) > 0 or dist.get_rank() < 3
+        for step in range(100 if mode == "LAYER_ZERO" else 3):
+            loss_of(model, data(step)).backward()
+            optim.step()
+            optim.zero_grad()
+        for segment, mask, old in zip(shards, of, before, strict=True):
+            assert torch.equal(segment.flat.detach()[mask], old)
+        whole = layer_zero(2, mode)
+        micro_batches(whole, batches(0, 2))
+        for unit in FSDP.fsdp_modules(whole):
+            segment = unit._unit.segments[0]
+            end = segment.layout.numel - segment.placement.rank * segment.layout.shard_numel
+            assert not segment.flat.grad[max(0, end) :].any()
+
+
+def many_micro_batches():
+    """64 gradients in bf16 that are the same everywhere add up to 64 times one; in bf16 they would not."""
+    for mode in MODES:
+        low = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=True)
+        one, model = (layer_zero(2, mode, mixed_precision=low) for _ in range(2))
+        loss_of(one, data(0, rank=0)).backward()
+        micro_batches(model, [data(0, rank=0)] * 64)
+        for a, b in zip(one.parameters(), model.parameters(), strict=True):
+            assert torch.equal(b.grad, 64 * a.grad)
+            assert torch.equal(a.grad, a.grad.to(BF16).float())
+
+
+def accumulation():
+    """Synced backwards add up; what was cleared leaves no trace, however it was cleared."""
+    for mode, uo in itertools.product(MODES, (False, True)):
+        note(f"{mode} {uo}")
+        module = make()
+        model = layer_zero(2, mode, use_orig_params=uo)
+        oracle = Reference(module, mode, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for clear in ("none", "zeros", "by hand"):
+            micro_batches(model, batches(0, 2))
+            hold_back(model)
+            with pytest.raises(ValueError, match=r"SGD\.step\(\): the gradient of .* is not reduced"):
+                optim.step()
+            if clear == "by hand":
+                for param in model.parameters():
+                    param.grad = None
+            else:
+                optim.zero_grad(set_to_none=clear == "none")
+            module.zero_grad()
+            for step in (1, 2):
+                micro_batches(model, batches(step, 2))
+                oracle.backward(lambda rank, step=step: batches(step, 2, rank), 2)
+            close_grads(model, module, mode, f"{mode} {uo} {clear}")
+            optim.step()
+            with torch.no_grad():
+                for value, param in zip(full_params(model).values(), module.parameters(), strict=True):
+                    param.copy_(value)
+            optim.zero_grad()
+        if mode == "LAYER_ZERO_NESTED":
+            hold_back(model)
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+            with pytest.raises(ValueError, match=r"was changed between micro-batches"):
+                loss_of(model, data(0)).backward()
+
+
+def close_grads(model, module, mode, what=""):
+    if mode == "LAYER_ZERO_NESTED":
+        assert_same_grads(model, module, what)
+        return
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        for (name, param), wanted in zip(model.named_parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, wanted.grad, rtol=1e-5, atol=1e-6, msg=f"{what} {name}")
+
+
+def freshness():
+    """Whatever writes to a master weight, at any idle moment, on all ranks or one: the next forward uses it."""
+    for (mode, inner), uo in itertools.product((*((mode, 2) for mode in MODES), ("LAYER_ZERO", 1)), (False, True)):
+        module = make()
+        model = layer_zero(inner, mode, use_orig_params=uo)
+        x = data(0, rank=0)
+
+        def in_place(model, module):
+            with torch.no_grad():
+                for param in (*model.parameters(), *module.parameters()):
+                    param.mul_(0.5)
+
+        def load(model, module):
+            state = {name: value + 1.0 for name, value in module.state_dict().items()}
+            model.load_state_dict(state)
+            module.load_state_dict(state)
+
+        def summoned(model, module):
+            with FSDP.summon_full_params(model):
+                for param in model.parameters():
+                    param.data.add_(0.25)
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.add_(0.25)
+
+        def optimizer(model, module):
+            for m in (model, module):
+                for param in m.parameters():
+                    param.grad = torch.ones_like(param)
+                torch.optim.SGD(m.parameters(), lr=0.5).step()
+                m.zero_grad()
+
+        def one_rank(model, module):
+            mine = dist.get_rank() == 3
+            shards = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
+            with torch.no_grad():
+                for segment in shards:
+                    for start, numel in segment.piece_ranges() if mine else ():
+                        segment.flat[start : start + max(numel, 0)] *= 2.0
+            for value, param in zip(full_params(model).values(), module.parameters(), strict=True):
+                param.data.copy_(value)
+
+        def replaced(model, module, uo=uo):
+            if uo:
+                for param in model.parameters():
+                    param.data = param.data * 3.0
+            else:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(3.0)
+            for param in module.parameters():
+                param.data.mul_(3.0)
+
+        def nothing(model, module):
+            model.state_dict()
+            with FSDP.summon_full_params(model, writeback=True):
+                pass
+
+        with torch.no_grad():
+            model(x)
+        for write, moment in itertools.product(
+            (in_place, load, summoned, optimizer, one_rank, replaced, nothing), ("eval", "accumulating")
+        ):
+            note(f"{mode} {inner} {uo} {write.__name__} {moment}")
+            if moment == "accumulating":
+                hold_back(model)
+                model.zero_grad()
+            before = run_of(model).refreshes
+            write(model, module)
+            for _ in range(2):
+                with torch.no_grad():
+                    assert torch.equal(model(x), module(x)), write.__name__
+            loss = loss_of(model, x)
+            assert torch.equal(loss, loss_of(module, x))
+            assert run_of(model).refreshes - before == (0 if write is nothing else 4), write.__name__
+            with model.no_sync():
+                loss.backward()
+            model.zero_grad()
+        if inner == 1:  # backward has what forward had
+            continue
+        # between forward and backward it is refused, as for the bare module
+        loss = loss_of(model, x)
+        in_place(model, module)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def explicit_sync():
+    for mode in MODES:
+        model = layer_zero(2, mode)
+        model.sync_params()
+        run = run_of(model)
+        assert run.refreshes == 4
+        model.sync_params()
+        with torch.no_grad():
+            model(data(0))
+        assert run.refreshes == 4
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.sync_params()
+        assert run.refreshes == 8
+        with pytest.raises(RuntimeError, match="root"):
+            model.blocks[0].sync_params()
+
+        outer = layer_zero(2, mode, nn.Sequential(nn.Linear(3, 3)), FSDP)
+        outer.module[0].register_forward_hook(lambda *_, outer=outer: outer.sync_params())
+        with pytest.raises(RuntimeError, match=r"sync_params: expected .* to be IDLE, it is in FORWARD_BACKWARD"):
+            outer(data(0))
+        with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="it is in SUMMON_FULL_PARAMS"):
+            model.sync_params()
+
+
+def on_four_ranks(checks):
+    for check in checks:
+        note(check.__name__)
+        check()
+        dist.barrier()
+
+
+def test_what_a_step_moves_and_keeps():
+    run_ranks(on_four_ranks, 4, [layout, collectives, buffers, padding, many_micro_batches])
+
+
+def test_accumulators_and_freshness():
+    run_ranks(on_four_ranks, 4, [accumulation, freshness, explicit_sync])
