@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flatparam
@@ -213,6 +214,28 @@ def test_values_are_those_of_the_files(tmp_path):
     (tmp_path / "several" / "model.safetensors.index.json").write_text(json.dumps(index))
     run_ranks(loading, 2, str(tmp_path))
     run_ranks(meta, 2, str(tmp_path))
+
+
+def in_a_grid(folder):
+    """Whichever rank of a grid fails, all four are told, though no group has all of them; blocks stay whole."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    shared = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "param_init_fn": defer_init}
+    model = wrap_blocks(on_meta(), use_orig_params=True, atomic=torch.Tensor.numel, **shared)
+    for failing in range(4):
+        for name, message in (("absent", "FileNotFoundError"), ("bf16", "their headers differ")):
+            mine = name if dist.get_rank() == failing else "model"
+            with pytest.raises(RuntimeError, match=rf"nothing was loaded: rank \d: .*{message}"):
+                load_safetensors(model, f"{folder}/{mine}.safetensors")
+    assert all(value.isnan().all() for value in full_params(model).values())
+    load_safetensors(model, f"{folder}/model.safetensors")
+    assert_same(model, make(seed=7))
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_of_a_grid_load_or_none(tmp_path):
+    save(make(seed=7), tmp_path / "model.safetensors")
+    save(make(seed=7), tmp_path / "bf16.safetensors", torch.bfloat16)
+    run_ranks(in_a_grid, 4, str(tmp_path))
 
 
 def resident():
