@@ -12,6 +12,7 @@ import sys
 import torch
 from fsdp_models import Model, data, full_grads, full_params, loss_of, wrap_blocks
 from gloo import note, run_ranks
+from layer_zero_ranks import pair
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,15 @@ from flatparam.fsdp.placement import averaging_factors
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "equality.md"
 STEPS = 3
 FACTORS = {
-    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
+    "strategy": (
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "ZERO_1",
+        "HYBRID_SHARD",
+        "_HYBRID_SHARD_ZERO2",
+        "LAYER_ZERO",
+    ),
     "precision": ("fp32", "bf16", "bf16, reduced in fp32", "fp32, reduced in bf16"),
     "accumulation": ("none", "no_sync", "synced", "both"),
     "checkpointing": ("none", "inside", "around", "around, reentrant"),
@@ -49,7 +58,9 @@ OPTIMIZERS = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
 }
 # What torch has of the same arithmetic at two ranks, where the strategy itself is not there or not right.
-TORCHS = {"ZERO_1": "SHARD_GRAD_OP", "HYBRID_SHARD": "NO_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+TORCHS = {"ZERO_1": "SHARD_GRAD_OP", "HYBRID_SHARD": "NO_SHARD"} | dict.fromkeys(
+    ("_HYBRID_SHARD_ZERO2", "LAYER_ZERO"), "SHARD_GRAD_OP"
+)
 GRIDS = {"HYBRID_SHARD": (2, 1), "_HYBRID_SHARD_ZERO2": (1, 2)}  # replicas and shards of two ranks
 # Of differences over the largest value, where sums are taken in another order: some roundings in the wire's dtype.
 BOUNDS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-6}
@@ -120,6 +131,8 @@ def wrapped(case, wrapper, **arguments):
 def ours(case, ranks):
     """The model on the runtime."""
     strategy = case["strategy"]
+    if strategy == "LAYER_ZERO":
+        return wrapped(case, FSDP, sharding_strategy=ShardingStrategy[strategy], process_group=pair(ranks // 2))
     if strategy in GRIDS:
         grid = GRIDS[strategy] if ranks == 2 else (2, 2)
         return wrapped(
@@ -210,12 +223,14 @@ def furthest(found, wanted):
 def wire_of(case):
     """The dtype in which gradients are added over ranks."""
     low, reduced = PRECISIONS[case["precision"]]
-    return reduced or low or torch.float32
+    return reduced or (None if case["strategy"] == "LAYER_ZERO" else low) or torch.float32
 
 
 def torch_adds_alike(case):
-    """Whether torch's sum of what no_sync has kept is in the dtype of ours: it is in that of computation."""
-    return PRECISIONS[case["precision"]][0] is None or case["accumulation"] not in ("no_sync", "both")
+    """Whether torch adds in the dtypes of ours: what no_sync has kept in that of computation, ranks in the wire's."""
+    low, reduced = PRECISIONS[case["precision"]]
+    kept = low is None or case["accumulation"] not in ("no_sync", "both")
+    return kept and wire_of(case) == (reduced or low or torch.float32)
 
 
 def torch_reduces_alike(case):
