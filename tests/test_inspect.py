@@ -140,9 +140,12 @@ def test_layouts_and_bytes_are_those_of_a_wrapped_model(capsys, tmp_path, case, 
             compare(found, wrapped, rank)
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
+GRIDS = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO", "LAYER_ZERO_NESTED"]
+
+
+@pytest.mark.parametrize("strategy", [*GRIDS, "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
 def test_every_strategy_shards_as_the_runtime(capsys, tmp_path, strategy):
-    grid = ["--shard-size", "3"] if "HYBRID" in strategy else []
+    grid = ["--shard-size", "3"] if strategy in GRIDS else []
     _, found = inspect(
         capsys, tmp_path, "inspected:model", "--wrap", "Block", "--world-size", "6", "--strategy", strategy, *grid
     )
@@ -277,7 +280,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
     [
         ([], "required: package.module:factory"),
         (["a:b", "--world-size", "two"], "invalid int value: 'two'"),
-        (["a:b", "--strategy", "LAYER_ZERO"], "invalid choice: 'LAYER_ZERO'"),
+        (["a:b", "--strategy", "ZERO_4"], "invalid choice: 'ZERO_4'"),
         (["a:b", "--wrap", "Block", "--min-params", "3"], "not allowed with argument"),
         (["a:b", "--flat", "--use-orig-params"], "not allowed with argument"),
     ],

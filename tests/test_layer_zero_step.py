@@ -120,6 +120,10 @@ def buffers():
             with model.no_sync():
                 output.backward()
                 assert state() == (all_, all_, none)
+            plan = model.memory_plan()
+            assert [unit.copy for unit in plan.units] == [copy.nbytes for copy in pieces_of(model)[0]]
+            assert [unit.kept for unit in plan.units] == [kept.nbytes for kept in pieces_of(model)[1]]
+            assert plan.no_sync == sum(unit.kept for unit in plan.units)
             for unit, copy, kept in zip(FSDP.fsdp_modules(model), *pieces_of(model)[:2], strict=True):
                 segment = unit._unit.segments[0]
                 part = segment.layout.padded_numel // 2
@@ -396,6 +400,40 @@ def explicit_sync():
             model.sync_params()
 
 
+def offloading():
+    """Between micro-batches no accumulator is on the device; bit for bit as without offloading."""
+    for (mode, inner), uo in itertools.product((*((mode, 2) for mode in MODES), ("LAYER_ZERO", 1)), (False, True)):
+        models = [layer_zero(inner, mode, use_orig_params=uo, offload_grads=offload) for offload in (False, True)]
+        optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        steps = [unit._unit.step for unit in FSDP.fsdp_modules(models[1])]
+        share = 4 // inner if mode == "LAYER_ZERO_NESTED" else 1
+        for count, to_none in itertools.product((1, 2, 3), (True, False)):
+            note(f"{mode} {inner} {uo} {count} {to_none}")
+            for step in range(2):
+                for model in models:
+                    hold_back(model)  # abandoned
+                    model.zero_grad(set_to_none=to_none)
+                    for k in range(count - 1):
+                        with model.no_sync():
+                            loss_of(model, data(step + k)).backward()
+                        held = [unit._unit.step.kept_bytes() for unit in FSDP.fsdp_modules(model)]
+                        numels = [4 * numel // share for numel in sizes(model)]
+                        offloads = model is models[1]
+                        assert held == [(0, numel) if offloads else (numel, 0) for numel in numels]
+                    loss_of(model, data(step)).backward()
+                    assert all(unit._unit.step.kept_bytes()[0] == 0 for unit in FSDP.fsdp_modules(model))
+                for optim in optims:
+                    optim.step()
+                    optim.zero_grad(set_to_none=to_none)
+                wanted = full_params(models[0])
+                assert all(torch.equal(value, wanted[name]) for name, value in full_params(models[1]).items())
+        assert all(step.kept_bytes()[1] > 0 for step in steps)
+    with pytest.raises(
+        ValueError, match=r"FULL_SHARD does not offload gradients: offload_grads=True is for LAYER_ZERO"
+    ):
+        FSDP(nn.Linear(1, 1), offload_grads=True)
+
+
 def on_four_ranks(checks):
     for check in checks:
         note(check.__name__)
@@ -408,4 +446,4 @@ def test_what_a_step_moves_and_keeps():
 
 
 def test_accumulators_and_freshness():
-    run_ranks(on_four_ranks, 4, [accumulation, freshness, explicit_sync])
+    run_ranks(on_four_ranks, 4, [accumulation, freshness, explicit_sync, offloading])

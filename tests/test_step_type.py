@@ -48,6 +48,7 @@ FIELDS = [
     "param_shards",
     "param_group",
     "refresh_group",
+    "offloads",
 ]
 
 
@@ -75,6 +76,7 @@ def part_of(module, **changes):
         "param_shards": 1,
         "param_group": None,
         "refresh_group": None,
+        "offloads": False,
     }
     assert list(fields) == FIELDS
     return tuple({**fields, **changes}.values())

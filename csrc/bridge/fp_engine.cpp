@@ -6,6 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -14,6 +17,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
+#include <array>
+#include <mutex>
 #include <optional>
 
 #include "bridge/fp_bridge.hpp"
@@ -98,6 +103,10 @@ struct fp_flat {
     c10::intrusive_ptr<c10d::Work> reduction;
     enum { NOTHING, FIRST, LAST } stage = NOTHING;
     bool stops_at_partial = false; // nested: the reduction under way goes no further
+    bool offloads = false;
+    at::Tensor host;         // where kept, nested: partial, is between backwards; pinned beside an accelerator
+    bool host_valid = false; // it is there now
+    std::optional<c10::Event> has_left; // recorded after the copy to it
 
     int64_t part_numel() const
     {
@@ -521,6 +530,104 @@ on_the_wire(at::Tensor source, const at::TensorOptions &options, std::optional<d
     return wire;
 }
 
+// Whether copies to and from host memory go over a stream of their own.
+bool
+has_streams(const at::Tensor &tensor)
+{
+    return !tensor.is_cpu();
+}
+
+// The stream for them, and what the last unit has copied out over it: freed when the next one comes, so that two units'
+// gradients are on the device at most.
+struct Copying {
+    std::mutex mutex;
+    std::optional<c10::Stream> stream;
+    at::Tensor leaving;
+    std::optional<c10::Event> has_left;
+};
+
+Copying &
+copying_of(const c10::Device &device)
+{
+    static std::array<Copying, 64> all;
+    const auto index = static_cast<size_t>(device.index());
+    TORCH_CHECK(index < all.size(), "flatparam: gradients on ", device, " cannot be offloaded");
+    const std::lock_guard<std::mutex> lock(all[index].mutex);
+    if (!all[index].stream) {
+        const c10::impl::VirtualGuardImpl guard(device.type());
+        all[index].stream = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+    }
+    return all[index];
+}
+
+// target = source over the stream for it, in the order of the current one. The event is recorded after it.
+c10::Event
+copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device)
+{
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const c10::Stream own = *copying_of(device).stream;
+    c10::Event before(device.type()), after(device.type());
+    before.record(guard.getStream(device));
+    before.block(own);
+    {
+        const c10::StreamGuard on_own(own);
+        target.copy_(source, /*non_blocking=*/true);
+    }
+    after.record(own);
+    return after;
+}
+
+// What lies in host memory comes back into an empty accumulator, in time for what the current stream does next.
+void
+reload(fp_flat &flat, at::Tensor &accumulator)
+{
+    if (!flat.host_valid) {
+        return;
+    }
+    const c10::Device device = flat.full.device();
+    accumulator = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
+    if (has_streams(accumulator)) {
+        const c10::impl::VirtualGuardImpl guard(device.type());
+        copy_over(accumulator, flat.host, device).block(guard.getStream(device));
+        flat.has_left.reset();
+    }
+    else {
+        accumulator.copy_(flat.host);
+    }
+    flat.host_valid = false;
+}
+
+// What was accumulated goes to host memory.
+void
+offload(fp_flat &flat, at::Tensor &accumulator)
+{
+    if (!flat.offloads) {
+        return;
+    }
+    if (!flat.host.defined() || flat.host.sizes() != accumulator.sizes() || flat.host.dtype() != accumulator.dtype()) {
+        const at::TensorOptions options = accumulator.options().device(at::kCPU);
+        flat.host = at::empty(accumulator.sizes(), options.pinned_memory(has_streams(accumulator)));
+    }
+    if (has_streams(accumulator)) {
+        const c10::Device device = accumulator.device();
+        const c10::impl::VirtualGuardImpl guard(device.type());
+        Copying &copying = copying_of(device);
+        if (copying.has_left) {
+            copying.has_left->block(guard.getStream(device));
+        }
+        flat.has_left = copy_over(flat.host, accumulator, device);
+        c10::Event after(device.type());
+        after.record(*copying.stream);
+        copying.has_left = std::move(after);
+        copying.leaving = std::move(accumulator);
+    }
+    else {
+        flat.host.copy_(accumulator);
+    }
+    accumulator.reset();
+    flat.host_valid = true;
+}
+
 // What is kept and the gradients, which may be null, as they are reduced.
 void
 make_wire(fp_flat &flat, const fp_gradients *gradients, const at::TensorOptions &options)
@@ -528,6 +635,9 @@ make_wire(fp_flat &flat, const fp_gradients *gradients, const at::TensorOptions 
     const std::optional<double> scale =
         flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
     const WithoutGil released;
+    if (flat.refresh_group == nullptr) {
+        reload(flat, flat.kept);
+    }
     if (flat.kept.defined()) {
         if (gradients != nullptr) {
             pack_gradients(flat, flat.kept, gradients->list, {.scale = std::nullopt, .accumulate = true});
@@ -549,6 +659,7 @@ void
 add_to_partial(fp_flat &flat, const at::Tensor &shard)
 {
     const WithoutGil released;
+    reload(flat, flat.partial);
     if (flat.partial.defined()) {
         convert(flat.partial, flat.reduced, {.scale = std::nullopt, .accumulate = true});
     }
@@ -556,11 +667,15 @@ add_to_partial(fp_flat &flat, const at::Tensor &shard)
         flat.partial = flat.reduced.to(shard.scalar_type());
     }
     flat.reduced.reset();
+    if (flat.stops_at_partial) {
+        offload(flat, flat.partial);
+    }
 }
 
 void
 reduce_partial(fp_flat &flat, const at::Tensor &shard, PyObject *collectives)
 {
+    reload(flat, flat.partial);
     const at::TensorOptions options = wire_options(flat, shard);
     flat.wire = on_the_wire(std::move(flat.partial), options, std::nullopt);
     flat.partial.reset();
@@ -674,6 +789,7 @@ fp_flat_new(const fp_flat_options *options)
         flat->reduce_dtype = fp::dtype_from(options->reduce_dtype);
         flat->keep_reduce_dtype = options->keep_reduce_dtype != 0;
         flat->stays_full = options->stays_full != 0;
+        flat->offloads = options->offloads != 0;
         return flat.release();
     });
 }
@@ -905,12 +1021,18 @@ fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_objec
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         const fp::WithoutGil released;
+        if (flat->refresh_group == nullptr) {
+            fp::reload(*flat, flat->kept);
+        }
         const bool first = !flat->kept.defined();
         at::Tensor target =
             first ? at::empty({flat->geometry->total}, shard.options().device(flat->full.device()).requires_grad(false))
                   : flat->kept;
         fp::pack_gradients(*flat, target, gradients->list, {.scale = std::nullopt, .accumulate = !first});
         flat->kept = std::move(target);
+        if (flat->refresh_group == nullptr) {
+            fp::offload(*flat, flat->kept);
+        }
         return 0;
     });
 }
@@ -922,7 +1044,8 @@ fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_obj
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         flat->stops_at_partial = flat->refresh_group != nullptr && !last;
-        if (flat->partial.defined() && gradients == nullptr && !flat->kept.defined() && last) {
+        const bool has_partial = flat->partial.defined() || (flat->refresh_group != nullptr && flat->host_valid);
+        if (has_partial && gradients == nullptr && !flat->kept.defined() && last) {
             fp::reduce_partial(*flat, shard, collectives);
             return 0;
         }
@@ -1014,17 +1137,25 @@ fp_flat_take(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
 int
 fp_flat_has_kept(const fp_flat *flat) noexcept
 {
-    return flat->kept.defined() || flat->partial.defined();
+    return flat->kept.defined() || flat->partial.defined() || flat->host_valid;
 }
 
 PyObject *
 fp_flat_kept(fp_flat *flat)
 {
-    const at::Tensor &kept = flat->refresh_group != nullptr ? flat->partial : flat->kept;
+    const at::Tensor &kept = flat->host_valid                 ? flat->host
+                             : flat->refresh_group != nullptr ? flat->partial
+                                                              : flat->kept;
     if (!kept.defined()) {
         Py_RETURN_NONE;
     }
-    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(kept); });
+    return fp::guarded<PyObject *>(nullptr, [&] {
+        if (flat->host_valid && flat->has_left) { /* it may be read */
+            const fp::WithoutGil released;
+            flat->has_left->synchronize();
+        }
+        return THPVariable_Wrap(kept);
+    });
 }
 
 void
@@ -1038,7 +1169,18 @@ fp_flat_forget(fp_flat *flat, int kept_too)
     if (kept_too) {
         flat->kept.reset();
         flat->partial.reset();
+        flat->host_valid = false;
     }
+}
+
+void
+fp_flat_kept_bytes(const fp_flat *flat, int64_t *device, int64_t *host) noexcept
+{
+    *device = *host = 0;
+    for (const at::Tensor &tensor : {flat->kept, flat->partial}) {
+        *device += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+    }
+    *host = flat->host.defined() ? static_cast<int64_t>(flat->host.nbytes()) : 0;
 }
 
 // ---- gradients as attributes ----

@@ -67,6 +67,7 @@ typedef struct {
     PyObject *compute_dtype, *reduce_dtype; /* torch.dtype, or NULL: the shard's; reduce: compute_dtype */
     int keep_reduce_dtype;                  /* the gradient stays in reduce_dtype */
     int stays_full;                         /* free() keeps the memory */
+    int offloads;                           /* what is kept lies in host memory between backwards */
 } fp_flat_options;
 
 typedef struct fp_flat fp_flat;
@@ -110,6 +111,8 @@ int fp_flat_has_kept(const fp_flat *flat) FP_NOEXCEPT;
 /* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */
 PyObject *fp_flat_kept(fp_flat *flat);
 void fp_flat_forget(fp_flat *flat, int kept_too); /* drop reductions under way; and what is kept */
+/* Bytes of what is kept: on the device that the shard is on, and of the buffer for it in host memory. */
+void fp_flat_kept_bytes(const fp_flat *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;
 
 /* ---- gradients as attributes ---- */
 

@@ -221,16 +221,16 @@ fp_part_read(fp_part *part, PyObject *tuple)
     PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *compute, *reduce;
     PyObject *param_group, *refresh_group;
     long long numel, shard_numel;
-    int rank, shards, keep_reduce_dtype, stays_full, param_rank, param_shards;
+    int rank, shards, keep_reduce_dtype, stays_full, param_rank, param_shards, offloads;
     double predivide, postdivide;
     if (!PyTuple_Check(tuple)) {
         PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOO", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
+    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOp", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
                           &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
                           &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype, &stays_full,
-                          &param_rank, &param_shards, &param_group, &refresh_group)) {
+                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads)) {
         return -1;
     }
     if (params != Py_None && !PyTuple_Check(params)) {
@@ -270,6 +270,7 @@ fp_part_read(fp_part *part, PyObject *tuple)
         .reduce_dtype = reduce == Py_None ? NULL : reduce,
         .keep_reduce_dtype = keep_reduce_dtype,
         .stays_full = stays_full,
+        .offloads = offloads,
     };
     part->versions = part->synced = -1;
     part->flat = fp_flat_new(&options);

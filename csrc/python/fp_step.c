@@ -316,6 +316,20 @@ step_read_kept(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
+step_kept_bytes(PyObject *self, PyObject *ignored)
+{
+    const fp_step *step = (fp_step *)self;
+    int64_t device = 0, host = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        int64_t on_device, on_host;
+        fp_flat_kept_bytes(step->parts[k].flat, &on_device, &on_host);
+        device += on_device;
+        host += on_host;
+    }
+    return Py_BuildValue("LL", (long long)device, (long long)host);
+}
+
+static PyObject *
 step_copies(PyObject *self, PyObject *ignored)
 {
     const fp_step *step = (fp_step *)self;
@@ -378,6 +392,8 @@ static PyMethodDef step_methods[] = {
     {"kept", step_read_kept, METH_NOARGS,
      "kept($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this rank's "
      "part of it, added over the ranks that share the parameter."},
+    {"kept_bytes", step_kept_bytes, METH_NOARGS,
+     "kept_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host memory."},
     {"copies", step_copies, METH_NOARGS,
      "copies($self, /)\n--\n\nThis rank's part of the copy that forward and backward gather from, for each part, or "
      "None."},

@@ -99,6 +99,7 @@ class FullyShardedDataParallel(nn.Module):
         segments: bool = False,
         shard_alignment: int | None = None,
         atomic: Atomic = None,
+        offload_grads: bool = False,
     ):
         super().__init__()
         _watch_optimizers()
@@ -131,6 +132,11 @@ class FullyShardedDataParallel(nn.Module):
                 f"{self._strategy.name} adds gradients in the parameter's own precision: keep_low_precision_grads=True "
                 "would lose that; leave it out"
             )
+        if offload_grads and not self._placement.full_precision:
+            raise ValueError(
+                f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
+                "LAYER_ZERO_NESTED, which add them up over micro-batches"
+            )
         self._ignored_params = ignored_params
         if auto_wrap_policy is not None:
             self._wrap_descendants(
@@ -155,6 +161,7 @@ class FullyShardedDataParallel(nn.Module):
                     "segments": segments,
                     "shard_alignment": shard_alignment,
                     "atomic": atomic,
+                    "offload_grads": offload_grads,
                 },
             )
         for inner in module.modules():
@@ -172,7 +179,9 @@ class FullyShardedDataParallel(nn.Module):
             synchronize(own, ignored_params, self._placement)
         originals = find_originals(own, module, ignored_params, clean_tensor_name)
         choose_blocks(originals, atomic)
-        options = Options(self._placement, self.mixed_precision, use_orig_params, segments, shard_alignment, atomic)
+        options = Options(
+            self._placement, self.mixed_precision, use_orig_params, segments, shard_alignment, atomic, offload_grads
+        )
         name = f"the unit of {type(module).__name__}"
         check_same_unit(name, originals, options)
         self._buffer_dtypes: dict[str, torch.dtype] = {}

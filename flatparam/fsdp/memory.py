@@ -43,7 +43,9 @@ class UnitPlan:
     ``full``: its unsharded parameters, while it is full; ``always_full``: whether they stay; ``resharded``: freed
     between forward and backward; ``unpacked``: what autograd gives for its parameters; ``wire``: the same packed, while
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
-    micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has.
+    micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
+    this rank's part of what forward and backward gather from, where that is not the shards, during a step;
+    ``offloads``: whether ``kept`` lies in host memory then, but for that of two units.
     """
 
     name: str
@@ -58,6 +60,8 @@ class UnitPlan:
     reduced: int
     kept: int
     padding: int
+    copy: int = 0
+    offloads: bool = False
 
 
 class Moment(NamedTuple):
@@ -85,11 +89,20 @@ class MemoryPlan:
 
 
 def plan_unit(
-    name: str, flats: Sequence[Flat], spread: Spread, optimizer_bytes: Callable[[torch.dtype], int]
+    name: str,
+    flats: Sequence[Flat],
+    spread: Spread,
+    optimizer_bytes: Callable[[torch.dtype], int],
+    *,
+    copy_shards: int = 0,
+    nested: bool = False,
+    offloads: bool = False,
 ) -> UnitPlan:
     """The plan of a unit of these flat parameters.
 
-    ``optimizer_bytes``: of state for each element of a shard of a dtype (Adam in fp32: 8).
+    ``optimizer_bytes``: of state for each element of a shard of a dtype (Adam in fp32: 8); ``copy_shards``: how many
+    ranks share the copy that forward and backward gather from (0: there is none), and when ``nested`` what is kept of
+    gradients too; ``offloads``: which lies in host memory between micro-batches.
     """
 
     def total(of: Callable[[Flat], int]) -> int:
@@ -121,8 +134,13 @@ def plan_unit(
         unpacked=of_gradients(lambda flat: sum(flat.layout.numels), lambda flat: flat.compute_dtype or flat.dtype),
         wire=total(wire),
         reduced=total(reduced),
-        kept=of_gradients(lambda flat: flat.layout.padded_numel, lambda flat: flat.dtype),
+        kept=of_gradients(
+            lambda flat: flat.layout.padded_numel // (copy_shards if nested and copy_shards else 1),
+            lambda flat: flat.dtype,
+        ),
         padding=total(lambda f: (f.layout.padded_numel - sum(f.layout.numels)) * f.dtype.itemsize),
+        copy=total(full) // copy_shards if copy_shards else 0,
+        offloads=offloads,
     )
 
 
@@ -130,12 +148,15 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
     """The plan of a tree, the outermost unit first; ``prefetch``: whether a further unit is gathered ahead."""
     plans = tuple(units)
     base = sum(plan.shard + plan.optimizer + (plan.full if plan.always_full else 0) for plan in plans)
-    moments = tuple(Moment(unit, phase, base + more) for unit, phase, more in _moments(plans, prefetch))
+    copies = sum(plan.copy for plan in plans)
+    moments = tuple(Moment(unit, phase, base + copies + more) for unit, phase, more in _moments(plans, prefetch))
+    on_device = [plan.kept for plan in plans if not plan.offloads]
+    coming_and_going = sorted(plan.kept for plan in plans if plan.offloads)[-2:]
     return MemoryPlan(
         units=plans,
         between_steps=base,
         peak=max((moment.bytes for moment in moments), default=base),
-        no_sync=sum(plan.kept for plan in plans),
+        no_sync=sum(on_device) + sum(coming_and_going),
         moments=moments,
     )
 

@@ -71,4 +71,13 @@ def memory_plan(units: Iterable[Unit], optimizer_bytes: int, prefetch: bool) -> 
 
 def _plan(unit: Unit, optimizer_bytes: int) -> UnitPlan:
     flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.segments]
-    return plan_unit(unit.name, flats, unit.options.placement, lambda dtype: optimizer_bytes)
+    placement = unit.options.placement
+    return plan_unit(
+        unit.name,
+        flats,
+        placement,
+        lambda dtype: optimizer_bytes,
+        copy_shards=placement.param_shards if placement.copied else 0,
+        nested=placement.outer is not None,
+        offloads=unit.options.offload_grads,
+    )

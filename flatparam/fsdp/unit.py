@@ -90,6 +90,7 @@ class Options:
     segments: bool = False
     shard_alignment: int | None = None
     atomic: Atomic = None
+    offload_grads: bool = False
 
 
 class Here(NamedTuple):
@@ -280,6 +281,7 @@ class Segment:
             placement.param_shards,
             describe_group(placement.param) if placement.copied else None,
             describe_group(placement.outer),
+            options.offload_grads,
         )
 
 

@@ -23,7 +23,7 @@ from flatparam.fsdp.unit import Options, Original, _by_segment, check_tensors, c
 from flatparam.fsdp.wrap import targets_of
 from flatparam.inspect.source import BadInput
 
-SUPPORTED = {strategy.name: strategy for strategy, row in TABLE.items() if row.param in (None, row.optim)}
+SUPPORTED = {strategy.name: strategy for strategy in TABLE}
 OPTIMIZERS: dict[str, Callable[[torch.dtype], int]] = {
     "adam": lambda dtype: 2 * dtype.itemsize,
     "sgd": lambda dtype: dtype.itemsize,
@@ -66,7 +66,10 @@ class Settings:
                     f"--shard-size must divide the world size, got {self.shard_size} for {self.world_size} ranks"
                 )
         elif self.shard_size is not None:
-            raise BadInput(f"--shard-size is for HYBRID_SHARD and _HYBRID_SHARD_ZERO2, not {self.strategy.name}")
+            raise BadInput(
+                "--shard-size is for HYBRID_SHARD and _HYBRID_SHARD_ZERO2, LAYER_ZERO and LAYER_ZERO_NESTED, not "
+                f"{self.strategy.name}"
+            )
 
     @property
     def row(self) -> Row:
@@ -75,7 +78,15 @@ class Settings:
         inner = self.shard_size or 1
         sizes = {"wide": self.world_size, "inner": inner, "outer": self.world_size // inner, None: 1}
         param, grad, optim, replicate = (name if sizes[name] > 1 else None for name in row[:4])
-        return Row(param, grad, optim, replicate, row.reshard_after_forward)
+        if param is not None and sizes[param] == sizes[optim]:
+            param = optim
+        nested = row.nested and param not in (None, optim)
+        return Row(param, grad, optim, replicate, row.reshard_after_forward, nested, row.full_precision)
+
+    @property
+    def copy_shards(self) -> int:
+        """How many ranks share the copy that forward and backward gather from; 0: there is none."""
+        return (self.shard_size or 1) if self.row.param not in (None, self.row.optim) else 0
 
     @property
     def shards(self) -> int:
@@ -141,7 +152,17 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
 def plan_of(units: list[Unit], settings: Settings) -> MemoryPlan:
     """The bytes that each rank will hold."""
     row, optimizer_bytes = settings.row, OPTIMIZERS[settings.optimizer]
-    plans = [plan_unit(unit.name, [flat for flat, _ in unit.segments], row, optimizer_bytes) for unit in units]
+    plans = [
+        plan_unit(
+            unit.name,
+            [flat for flat, _ in unit.segments],
+            row,
+            optimizer_bytes,
+            copy_shards=settings.copy_shards,
+            nested=row.nested,
+        )
+        for unit in units
+    ]
     return plan_tree(plans, settings.prefetch)
 
 
@@ -194,7 +215,7 @@ def _unit(
     path: str, module: nn.Module, originals: list[Original], precision: MixedPrecision, settings: Settings
 ) -> Unit:
     options = Options(
-        Placement(),
+        Placement(full_precision=settings.row.full_precision),
         precision,
         settings.use_orig_params,
         settings.segments,
@@ -223,5 +244,6 @@ def _with_data(original: Original) -> Original:
 def _segment(originals: list[Original], options: Options, settings: Settings) -> tuple[Flat, tuple[Original, ...]]:
     layout, compute_dtype = layout_of(originals, settings.shards, options)
     trained = any(original.param.requires_grad for original in originals)
-    dtype, reduce_dtype = originals[0].param.dtype, options.mixed_precision.reduce_dtype
+    dtype = originals[0].param.dtype
+    reduce_dtype = options.mixed_precision.reduce_dtype or (dtype if settings.row.full_precision else None)
     return Flat(layout, dtype, compute_dtype, reduce_dtype, trained), tuple(originals)
