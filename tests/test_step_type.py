@@ -1,11 +1,13 @@
 """_C.Run and _C.Step by themselves: what they refuse, that nothing leaks, that each allocation may fail."""
 
+import functools
 import gc
 import sys
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo import fake_world
 from torch import nn
 
@@ -213,10 +215,24 @@ def test_a_step_by_hand():
         graph.backward()
 
 
+LAYER_ZERO = ["LAYER_ZERO", "LAYER_ZERO_NESTED"]
+
+
 def model_and_data(uo, strategy="FULL_SHARD"):
-    layers = [FSDP(nn.Linear(3, 3), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy]) for _ in range(2)]
-    model = FSDP(nn.Sequential(*layers), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
-    return model, torch.ones(2, 3)
+    arguments = {"use_orig_params": uo, "sharding_strategy": ShardingStrategy[strategy]}
+    if strategy in LAYER_ZERO:
+        arguments |= {"process_group": layer_zero_groups(), "offload_grads": uo}
+    layers = [FSDP(nn.Linear(3, 3), **arguments) for _ in range(2)]
+    return FSDP(nn.Sequential(*layers), **arguments), torch.ones(2, 3)
+
+
+@functools.cache
+def groups_in(world):
+    return dist.new_group([0, 1]), world
+
+
+def layer_zero_groups():
+    return groups_in(dist.group.WORLD)
 
 
 def exercise(model, x):
@@ -290,9 +306,9 @@ def test_compiled_models_train_as_before():
 
 
 @pytest.mark.parametrize("uo", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1", *LAYER_ZERO])
 def test_steps_leak_nothing(uo, strategy):
-    with fake_world(2):
+    with fake_world(4 if strategy in LAYER_ZERO else 2):
         model, x = model_and_data(uo, strategy)
 
         def count(model=model):
@@ -317,21 +333,21 @@ def test_steps_leak_nothing(uo, strategy):
             assert _C.alloc_live() == empty
 
 
-@pytest.mark.parametrize("uo", [False, True])
-def test_each_allocation_of_the_core_may_fail(uo):
+@pytest.mark.parametrize(("uo", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "LAYER_ZERO_NESTED")])
+def test_each_allocation_of_the_core_may_fail(uo, strategy):
     """A MemoryError, and the model goes on as if nothing had been."""
-    with fake_world(2):
+    with fake_world(4):
         for what in ("make", "first step", "join"):
             reached = failures = 0
             while reached == 0:
                 failures += 1
                 assert failures < 200
-                model, x = (None, None) if what == "make" else model_and_data(uo)
+                model, x = (None, None) if what == "make" else model_and_data(uo, strategy)
                 step = None if model is None else model._unit.step
                 _C.alloc_fail_at(failures)
                 try:
                     if what == "make":
-                        model, x = model_and_data(uo)
+                        model, x = model_and_data(uo, strategy)
                     elif what == "join":
                         step.join(run_of())
                     else:
