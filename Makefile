@@ -25,7 +25,7 @@ demo:
 	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m flatparam demo $(ARGS)
 
 test:
-	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest $(ARGS)
+	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 equality:
 	@$(call ENVIRONMENT,build test) $(BUILD) PYTHONPATH=.:tests "$$py" tests/equality.py --docs $(ARGS)
