@@ -250,9 +250,7 @@ def test_a_sample_cannot_disturb_the_terminal():
 def test_help_names_every_option():
     done = run("--help")
     assert done.returncode == 0
-    options = (
-        "ranks steps width depth context batch runtime strategy precision orig-params clip lr seed threads out quick"
-    )
+    options = "ranks steps width depth context batch micro-batches runtime strategy precision orig-params clip lr seed threads out quick"
     for option in options.split():
         assert f"--{option}" in done.stdout
     assert "full-shard" in done.stdout
@@ -273,6 +271,9 @@ def test_help_names_every_option():
         ("--threads 0", "--threads must be at least 1, got 0"),
         ("--runtime fast", "argument --runtime: invalid choice: 'fast'"),
         ("--strategy zero", "argument --strategy: invalid choice: 'zero'"),
+        ("--micro-batches 0", "--micro-batches must be at least 1, got 0"),
+        ("--strategy layer-zero --ranks 3", "--ranks must be even"),
+        ("--strategy zero-1 --runtime dropin", "is not one of torch's: it needs --runtime flatparam"),
         ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
         ("--strategy hybrid-shard --ranks 3", "--ranks must be even"),
         ("--out /dev/null/x", "Not a directory"),

@@ -21,6 +21,12 @@ QUICK = Config(
 )
 
 
+STRATEGY_HELP = (
+    "what FSDP shards, and when; hybrids shard over pairs of ranks, layer-zero gathers parameters within each half of "
+    "the ranks (of two: within one), as on two machines; torch, which lacks it and zero-1, then trains with full-shard"
+)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line."""
 
@@ -45,9 +51,10 @@ def parser(defaults: Config) -> Parser:
     add("--width", type=int, metavar="N", help="width of the model, a multiple of 32")
     add("--depth", type=int, metavar="N", help="blocks of the model, one FSDP unit each")
     add("--context", type=int, metavar="N", help="bytes that the model sees")
-    add("--batch", type=int, metavar="N", help="rows of a batch, for each rank")
+    add("--batch", type=int, metavar="N", help="rows of a micro-batch, for each rank")
+    add("--micro-batches", type=int, metavar="N", help="micro-batches a step, all but the last in no_sync()")
     add("--runtime", choices=RUNTIMES, help="flatparam's own FullyShardedDataParallel, or torch's on its handle")
-    add("--strategy", choices=STRATEGIES, help="what FSDP shards, and when")
+    add("--strategy", choices=STRATEGIES, help=STRATEGY_HELP)
     add("--precision", choices=PRECISIONS, help="of forward, backward and gradients; the weights are kept in fp32")
     add("--orig-params", action=argparse.BooleanOptionalAction, help="FSDP's use_orig_params")
     add("--clip", type=float, metavar="NORM", help="clip gradients; equality to unsharded training is then inexact")

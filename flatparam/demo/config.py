@@ -8,7 +8,8 @@ from pathlib import Path
 
 HEAD_WIDTH = 32
 MAX_CONTEXT = 4096  # the validation text has room for some such rows
-STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
+TORCH_STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
+STRATEGIES = (*TORCH_STRATEGIES, "zero-1", "layer-zero", "layer-zero-nested")
 PRECISIONS = ("fp32", "bf16")
 RUNTIMES = ("flatparam", "dropin")  # flatparam's own class, or torch's FSDP1 on flatparam's handle
 PARTIAL = ".partial"  # the end of the name of a file that is being written
@@ -23,9 +24,10 @@ class BadSetting(ValueError):
 class Config:
     """What every process of a run has to know.
 
-    Args: ``batch`` sequences a rank and step, so a step sees ``ranks * batch * context`` bytes; ``threads`` for torch,
-    the same in every process; ``block`` steps of one run before the next has its turn; ``validate_every`` steps, over
-    ``validation_batches`` batches a rank; ``extra_steps`` trained after the checkpoint, to compare a reloaded model;
+    Args: ``micro_batches`` a rank and step, each of ``batch`` sequences, so a step sees
+    ``ranks * micro_batches * batch * context`` bytes; ``threads`` for torch, the same in every process;
+    ``block`` steps of one run before the next has its turn; ``validate_every`` steps, over ``validation_batches``
+    batches a rank; ``extra_steps`` trained after the checkpoint, to compare a reloaded model;
     ``target`` is the validation loss to reach in ``target_steps`` steps (None: it has to fall, no more).
     Raises: BadSetting when one is out of range.
     """
@@ -36,6 +38,7 @@ class Config:
     depth: int = 6
     context: int = 64
     batch: int = 8
+    micro_batches: int = 1
     runtime: str = "flatparam"
     strategy: str = "full-shard"
     precision: str = "fp32"
@@ -55,9 +58,9 @@ class Config:
     out: Path = Path("demo-out")
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps", "depth", "context", "batch", "threads"):
+        for name in ("ranks", "steps", "depth", "context", "batch", "micro_batches", "threads"):
             if getattr(self, name) < 1:
-                raise BadSetting(f"--{name} must be at least 1, got {getattr(self, name)}")
+                raise BadSetting(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.context > MAX_CONTEXT:
             raise BadSetting(f"--context must be at most {MAX_CONTEXT}, got {self.context}")
         if self.width < HEAD_WIDTH or self.width % HEAD_WIDTH:
@@ -70,11 +73,30 @@ class Config:
             raise BadSetting(f"--seed must be from 0 to 2**32 - 1, got {self.seed}")
         if self.strategy.startswith("hybrid") and self.ranks % 2:
             raise BadSetting(f"--strategy {self.strategy} shards over pairs of ranks: --ranks must be even")
+        if self.is_layer_zero and self.ranks % 2:
+            raise BadSetting(f"--strategy {self.strategy} gathers within halves of the ranks: --ranks must be even")
+        if self.runtime == "dropin" and self.strategy not in TORCH_STRATEGIES:
+            raise BadSetting(f"--strategy {self.strategy} is not one of torch's: it needs --runtime flatparam")
 
     @property
     def heads(self) -> int:
         """Attention heads in a block."""
         return self.width // HEAD_WIDTH
+
+    @property
+    def is_layer_zero(self) -> bool:
+        """Whether parameters are gathered over other ranks than the optimizer's state is spread over."""
+        return self.strategy.startswith("layer-zero")
+
+    @property
+    def torch_strategy(self) -> str:
+        """What torch's FSDP1 trains with: the same, or the nearest it has."""
+        return self.strategy if self.strategy in TORCH_STRATEGIES else "full-shard"
+
+    @property
+    def adds_in_fp32(self) -> bool:
+        """Whether the gradients of micro-batches are added in fp32 where they are computed in bf16."""
+        return self.is_layer_zero
 
     @property
     def exact(self) -> bool:
@@ -83,6 +105,13 @@ class Config:
         A sum of two is order-free, that of more is not; and a clipping norm is summed in another order.
         """
         return self.ranks <= 2 and self.clip is None
+
+    @property
+    def as_torch(self) -> bool:
+        """Whether flatparam must equal torch's FSDP1 bit for bit: both take the same sums in the same order."""
+        nested = self.strategy == "layer-zero-nested" and self.ranks > 2
+        rounded = self.adds_in_fp32 and self.precision == "bf16" and self.micro_batches > 2  # two round alike
+        return not nested and not rounded
 
     @property
     def loss_to_reach(self) -> float | None:

@@ -18,7 +18,7 @@ def load_text() -> bytes:
 
 
 class Corpus:
-    """Training and validation batches, a function of (seed, step, rank) and of nothing else.
+    """Training and validation batches, a function of (seed, step, rank) and the settings' sizes.
 
     Args: ``config``; ``text`` as bytes, of which the last tenth is for validation.
     Shapes: a batch is ``[batch, context + 1]`` int64 bytes: all but the last are input, all but the first are target.
@@ -35,12 +35,13 @@ class Corpus:
         self.training = data[:split].unfold(0, row, 1)  # every window of a row, as a view
         self.validation = data[split:].unfold(0, row, 1)
 
-    def training_batch(self, step: int, rank: int) -> Tensor:
-        """The batch of one rank in one step: random windows of the training text."""
+    def training_batch(self, step: int, rank: int, micro_batch: int = 0) -> Tensor:
+        """A micro-batch of one rank in one step: random windows of the training text."""
         config = self._config
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        picks = torch.randint(len(self.training), (config.ranks, config.batch), generator=generator)
-        return self.training[picks[rank]]
+        shape = (config.micro_batches, config.ranks, config.batch)
+        picks = torch.randint(len(self.training), shape, generator=generator)
+        return self.training[picks[micro_batch, rank]]
 
     def validation_batches(self, rank: int) -> list[Tensor]:
         """One rank's validation batches, the same at every step: windows at equal distances over the whole part."""

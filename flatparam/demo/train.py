@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flatparam
-from flatparam.demo.config import Config
+from flatparam.demo.config import STRATEGIES, Config
 from flatparam.demo.data import Corpus
 from flatparam.demo.messages import FLATPARAM
 from flatparam.demo.model import GPT, Block, loss_of
 
+MEMBERS = {name: name.upper().replace("-", "_") for name in STRATEGIES} | {"hybrid-shard-zero2": "_HYBRID_SHARD_ZERO2"}
 Wrapper = type[FullyShardedDataParallel] | type[flatparam.FullyShardedDataParallel]
 
 
@@ -37,8 +40,15 @@ class Trainer:
         """The module that runs forward and backward."""
         return self.model
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around the forward and backward of each micro-batch but the last."""
+        return nullcontext()
+
+    def take_micro_batch(self) -> None:
+        """Called after each backward pass."""
+
     def take_gradients(self, share: int) -> None:
-        """Called after the backward pass of one share."""
+        """Called after the backward passes of one share."""
 
     def clip(self, norm: float) -> None:
         """Scale the gradients so that their norm over all ranks is at most ``norm``."""
@@ -50,12 +60,18 @@ class Trainer:
             group["lr"] = self.config.learning_rate_at(step)
         self.optimizer.zero_grad()
         module = self.computing()
+        count = self.config.micro_batches
         losses = []
         for share in self.shares:
-            loss = loss_of(module, self.corpus.training_batch(step, share))
-            torch.autograd.backward(loss)
+            total = 0.0
+            for micro_batch in range(count):
+                with self.no_sync() if micro_batch < count - 1 else nullcontext():
+                    loss = loss_of(module, self.corpus.training_batch(step, share, micro_batch)) / count
+                    torch.autograd.backward(loss)
+                self.take_micro_batch()
+                total += loss.item()
             self.take_gradients(share)
-            losses.append(loss.item())
+            losses.append(total)
         if self.config.clip is not None:
             self.clip(self.config.clip)
         self.optimizer.step()
@@ -83,6 +99,7 @@ class Unsharded(Trainer):
     def __init__(self, config: Config, corpus: Corpus) -> None:
         super().__init__(config, corpus, GPT(config), range(config.ranks))
         self._low = copy.deepcopy(self.model).bfloat16() if config.precision == "bf16" else None
+        self._added: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._divide_first = DefaultState._get_gradient_predivide_factor(config.ranks)
 
@@ -94,7 +111,21 @@ class Unsharded(Trainer):
                 low.copy_(parameter)
         return self._low
 
+    def take_micro_batch(self) -> None:
+        if self._low is None or not self.config.adds_in_fp32:
+            return  # autograd adds, in the precision it computes in
+        for i, parameter in enumerate(self._low.parameters()):
+            assert parameter.grad is not None
+            if i == len(self._added):
+                self._added.append(parameter.grad.float())
+            else:
+                self._added[i].add_(parameter.grad)
+            parameter.grad = None
+
     def take_gradients(self, share: int) -> None:
+        for parameter, added in zip((self._low or self.model).parameters(), self._added, strict=False):
+            parameter.grad = added.to(parameter.dtype)
+        self._added = []
         gradients = []
         for parameter in (self._low or self.model).parameters():
             assert parameter.grad is not None  # every weight takes part in every batch
@@ -116,6 +147,10 @@ class Sharded(Trainer):
     def __init__(self, config: Config, corpus: Corpus, rank: int, wrapper: Wrapper) -> None:
         self._sharded = shard(GPT(config), config, wrapper)
         super().__init__(config, corpus, self._sharded, range(rank, rank + 1))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        held: AbstractContextManager[None] = self._sharded.no_sync()
+        return held
 
     def clip(self, norm: float) -> None:
         self._sharded.clip_grad_norm_(norm)
@@ -139,18 +174,16 @@ def engine_of(model: nn.Module) -> str:
 
 def shard(model: nn.Module, config: Config, wrapper: Wrapper, backend: str = "gloo") -> Any:
     """``model`` wrapped as ``config`` says, over new process groups of ``backend``. A collective call."""
-    strategies = {
-        "full-shard": ShardingStrategy.FULL_SHARD,
-        "shard-grad-op": ShardingStrategy.SHARD_GRAD_OP,
-        "no-shard": ShardingStrategy.NO_SHARD,
-        "hybrid-shard": ShardingStrategy.HYBRID_SHARD,
-        "hybrid-shard-zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }
+    if wrapper is FullyShardedDataParallel:
+        config = dataclasses.replace(config, strategy=config.torch_strategy)
+        strategy: Any = ShardingStrategy[MEMBERS[config.strategy]]
+    else:
+        strategy = flatparam.ShardingStrategy[MEMBERS[config.strategy]]
     low = torch.bfloat16 if config.precision == "bf16" else None
     return wrapper(
         model,
         process_group=process_groups(config, backend),
-        sharding_strategy=strategies[config.strategy],
+        sharding_strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low) if low else None,
         device_id=torch.device("cpu"),
@@ -159,11 +192,20 @@ def shard(model: nn.Module, config: Config, wrapper: Wrapper, backend: str = "gl
 
 
 def process_groups(config: Config, backend: str) -> Any:
-    """The group to shard over; for the hybrid strategies, pairs to shard over and the group that replicates them."""
-    world = range(config.ranks)
-    if not config.strategy.startswith("hybrid"):
-        return dist.new_group(list(world), backend=backend)
-    me = dist.get_rank()
-    pairs = [dist.new_group([i, i + 1], backend=backend) for i in world[::2]]
-    replicas = [dist.new_group(list(world[i::2]), backend=backend) for i in (0, 1)]
-    return pairs[me // 2], replicas[me % 2]
+    """The group to shard over, or those of a grid of ranks.
+
+    For the hybrid strategies, pairs to shard over and the group that replicates them; for layer-zero, a half of the
+    ranks and all of them, nested also the ranks that have this one's place in the halves.
+    """
+    world = list(range(config.ranks))
+    hybrid = config.strategy.startswith("hybrid")
+    if not hybrid and not config.is_layer_zero:
+        return dist.new_group(world, backend=backend)
+    me, row = dist.get_rank(), 2 if hybrid else config.ranks // 2
+    rows = [dist.new_group(world[i : i + row], backend=backend) for i in world[::row]]
+    columns = [dist.new_group(world[i::row], backend=backend) for i in range(row)]
+    inner, outer = rows[me // row], columns[me % row]
+    if hybrid:
+        return inner, outer
+    wide = dist.new_group(world, backend=backend)
+    return (inner, wide, outer) if config.strategy == "layer-zero-nested" else (inner, wide)
