@@ -250,7 +250,10 @@ def test_a_sample_cannot_disturb_the_terminal():
 def test_help_names_every_option():
     done = run("--help")
     assert done.returncode == 0
-    options = "ranks steps width depth context batch micro-batches runtime strategy precision orig-params clip lr seed threads out quick"
+    options = (
+        "ranks steps width depth context batch micro-batches runtime strategy precision "
+        "orig-params clip lr seed threads out quick"
+    )
     for option in options.split():
         assert f"--{option}" in done.stdout
     assert "full-shard" in done.stdout
