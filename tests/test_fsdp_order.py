@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import ShardingStrategy
-from flatparam.fsdp.order import OrderError, sequence_of
+from flatparam.fsdp.order import OrderError, Sequence, _time_out, sequence_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -343,3 +343,37 @@ def through_a_server():
 
 def test_any_store_will_do():
     run_ranks(through_a_server, 2)
+
+
+def test_backends_without_options_have_the_default_time_out():
+    class Backend:
+        @property
+        def options(self):
+            raise RuntimeError("Backend x does not implement getBackendOptions")
+
+    assert _time_out(Backend()) == dist.constants.default_pg_timeout.total_seconds() - 3
+
+
+def test_a_group_has_an_order_for_each_kind_of_device():
+    """One may be gloo's, whose waits can be given up, and one NCCL's, whose cannot."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = dist.HashStore()
+        made = [
+            Sequence(dist.group.WORLD, Named(name), store, kind) for name, kind in (("gloo", "cpu"), ("nccl", "cuda"))
+        ]
+        assert [one.sliced for one in made] == [True, False]
+        assert [one.order.broken for one in made] == [0, 0]
+        with pytest.raises(OrderError):
+            made[0]._break("for a reason")
+        made[1]._look()  # knows nothing of it
+    finally:
+        dist.destroy_process_group()
+
+
+class Named:
+    def __init__(self, name):
+        self._name = name
+
+    def name(self):
+        return self._name

@@ -418,3 +418,26 @@ def test_what_a_deferred_model_takes_before_it_is_loaded():
         del model
         gc.collect()
         assert [piece() for piece in pieces] == [None] * 8
+
+
+def test_hostile_headers_are_refused_at_once(tmp_path):
+    twice = ",".join(f'"n{i % 40000}":1' for i in range(40001))
+    many = json.dumps({"x": {"dtype": "F32", "shape": [2**62] * 4000, "data_offsets": [0, 12]}})
+    for header, message in (("{" + twice + "}", "n0` is in it twice"), (many, "where dtype, shape")):
+        (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 12)
+        with pytest.raises(FileError, match=message) as caught:
+            Files(tmp_path / "x.safetensors")
+        assert len(str(caught.value)) < 1000
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(FileError, match="expected a file"):
+        Files(tmp_path / "pipe.json")
+
+
+def test_files_in_another_order_are_the_same_files(tmp_path):
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path in paths:
+        save_file({path.stem: torch.zeros(2)}, path)
+    found = [Files(paths), Files(paths[::-1]), Files(paths[:1])]
+    assert found[0].digest == found[1].digest != found[2].digest
+    for files in found:
+        files.close()

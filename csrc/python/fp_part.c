@@ -68,6 +68,17 @@ fp_part_was_registered_anew(fp_part *part)
     return 0;
 }
 
+static int
+clear_grads(fp_part *part)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
+        if (fp_engine_set_grad(PyTuple_GET_ITEM(part->owners, i), NULL) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 int
 fp_part_read_kept(fp_part *part, const char *name)
 {
@@ -91,12 +102,32 @@ fp_part_read_kept(fp_part *part, const char *name)
         fp_flat_forget(part->flat, 1);
         Py_CLEAR(part->saved);
     }
-    for (Py_ssize_t i = 0; shown >= 0 && i < n; i++) {
-        if (fp_engine_set_grad(owners[i], NULL) < 0) {
+    PyObject *type, *value, *traceback; /* what the check has raised: no optimizer shall step with what it refuses */
+    PyErr_Fetch(&type, &value, &traceback);
+    const int cleared = clear_grads(part);
+    if (shown < 0) {
+        PyErr_Restore(type, value, traceback);
+    }
+    return shown < 0 || cleared < 0 ? -1 : 0;
+}
+
+int
+fp_part_drop_kept(fp_part *part)
+{
+    if (part->shows_kept) {
+        set_shows_kept(part, 0);
+        if (clear_grads(part) < 0) {
             return -1;
         }
     }
-    return shown < 0 ? -1 : 0;
+    fp_flat_forget(part->flat, 1);
+    PyObject *saved = part->saved;
+    part->saved = NULL;
+    const int status = saved == NULL ? 0
+                                     : fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
+                                                           part->owner_geometry, part->starts, part->numels, saved);
+    Py_XDECREF(saved);
+    return status;
 }
 
 int

@@ -58,5 +58,7 @@ extern int64_t fp_part_unreduced; /* how many, of those that are spread over ran
 int fp_part_show_kept(fp_part *part);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. */
 int fp_part_read_kept(fp_part *part, const char *name);
+/* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
+int fp_part_drop_kept(fp_part *part);
 
 #endif

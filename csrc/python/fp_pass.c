@@ -157,9 +157,10 @@ is_fresh(const fp_step *step)
     if (!step->full || step->run->in_backward) {
         return step->full;
     }
-    return step->copied
-               ? !step->stale
-               : step->full_pass == step->run->pass || (step->keep && step->kept_steps == fp_pass_optimizer_steps);
+    if (step->copied) {
+        return !step->stale && step->full_pass == step->run->pass; /* else requires_grad may have changed since */
+    }
+    return step->full_pass == step->run->pass || (step->keep && step->kept_steps == fp_pass_optimizer_steps);
 }
 
 static int
@@ -223,10 +224,12 @@ fp_pass_show_params(fp_step *step)
 
 /* ---- the pass ---- */
 
-/* Forget whatever a pass that was broken off has left. */
+/* Forget whatever a pass that was broken off has left. After a backward that is also what no_sync has kept before: of some
+ * units the gradients of that backward are in it, of others not. */
 int
 fp_pass_recover(fp_run *run)
 {
+    const int in_backward = run->in_backward;
     run->in_backward = 0;
     run->depth = 0;
     run->n_order = 0;
@@ -242,6 +245,9 @@ fp_pass_recover(fp_run *run)
             fp_part *part = &step->parts[k];
             part->deferred = 0;
             fp_flat_forget(part->flat, !part->shows_kept);
+            if (in_backward && fp_part_drop_kept(part) < 0) {
+                return -1;
+            }
             if (part->copied && fp_flat_forget_values(part->flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
             }
@@ -276,7 +282,7 @@ is_stale(const fp_step *step)
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         const fp_part *part = &step->parts[k];
         stale = stale || !fp_flat_has_values(part->flat) || part->synced != fp_part_versions(part) ||
-                part->synced_steps != fp_pass_optimizer_steps;
+                (!part->untracked && part->synced_steps != fp_pass_optimizer_steps);
     }
     return stale;
 }
@@ -778,7 +784,7 @@ finish_step(fp_step *step)
             }
             part->deferred = fp_flat_has_kept(part->flat);
         }
-        if (part->deferred && start_reduction(step, part, NULL) < 0) {
+        if (part->deferred && (take_reduced(step, part) < 0 || start_reduction(step, part, NULL) < 0)) {
             return -1;
         }
         if (take_reduced(step, part) < 0) {
@@ -796,7 +802,8 @@ finish_step(fp_step *step)
         return -1;
     }
     for (Py_ssize_t k = 0; run->synchronize && k < step->n_parts; k++) { /* the optimizer steps next */
-        if (step->parts[k].param_group != NULL && fp_flat_forget_values(step->parts[k].flat) < 0) {
+        const fp_part *part = &step->parts[k]; /* whose masters may be written in ways that no version tells of */
+        if (part->copied && !part->untracked && fp_flat_forget_values(part->flat) < 0) {
             return -1;
         }
     }

@@ -38,7 +38,7 @@ from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
-from .pairs import check_pair
+from .pairs import check_pair, outer_group
 from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
@@ -125,6 +125,8 @@ class FullyShardedDataParallel(nn.Module):
             self._placement = placement
             if placement.copied:
                 check_pair(placement.param, placement.optim, "Placement")
+            if placement.outer is not None:
+                outer_group(placement.param, placement.optim, placement.outer)
         else:
             self._placement = place(self._strategy, groups_of(self._strategy, process_group, device_mesh))
         if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
@@ -628,6 +630,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         self._check_idle_here("changing device or dtype")
+        for wrapper in self.fsdp_modules(self):
+            wrapper._check_stays_precise(fn)
         super()._apply(fn, recurse)
         unit = self._unit
         if self._use_orig_params:
@@ -637,6 +641,15 @@ class FullyShardedDataParallel(nn.Module):
         unit.step.invalidate()
         unit.step.make_views()
         return self
+
+    def _check_stays_precise(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for segment in self._unit.segments if self._placement.full_precision else ():
+            dtype = fn(segment.flat.new_empty(0)).dtype
+            if dtype.itemsize < min(4, segment.flat.dtype.itemsize):
+                raise ValueError(
+                    f"{self._unit.name} keeps its parameters in full precision with {self._strategy.name}: {dtype} "
+                    "would lose that. Use MixedPrecision(param_dtype=...)"
+                )
 
     def _forget_interrupted(self) -> None:
         """After an exception in a backward the modules shall have their parameters again."""

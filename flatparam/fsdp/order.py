@@ -14,7 +14,7 @@ import json
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -56,18 +56,19 @@ class _Post(NamedTuple):
 class Sequence:
     """The collectives of this process over one group.
 
-    Args: ``group``: not kept; ``backend``: its backend for the device of the units; ``store``: of the group.
+    Args: ``group``: not kept; ``backend``: its backend for units on ``device``, a type; ``store``: of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store):
+    def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store, device: str = "cpu"):
         self.names: list[str] = []
         self.order = _C.Order(self._agree, self._look)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
-        life = store.add(f"flatparam/lives of {self._me}", 1)  # a store may outlive the groups that were made with it
-        self._store = dist.PrefixStore(f"flatparam {life}", store)
+        store = _own_connection(store)
+        life = store.add(f"flatparam/{device} lives of {self._me}", 1)  # a store may outlive the groups made with it
+        self._store = dist.PrefixStore(f"flatparam {device} {life}", store)
         self._seconds = _time_out(backend)
-        self.sliced = _name(backend) == "gloo"
+        self.sliced = _name(backend) == "gloo"  # its waits may be given up and begun again; those of others abort
         self._asked: list[int] = []
         self._beats = 0
         self._told = 0
@@ -105,7 +106,7 @@ class Sequence:
             raise OrderError(self._reason)
         mine = self._post(event, new_pass, self.order.passes)
         first = self._first(index, mine)
-        if first[1:] != mine[1:]:
+        if (first.step, first.event) != (mine.step, mine.event):
             self._differ(first, mine)
         self._asked.append(index)
         if alone:
@@ -137,6 +138,7 @@ class Sequence:
                 self._beat()
             if now - begin > self._seconds:
                 self._late(mine)
+        self._store.compare_set("pending", str(index), "")  # it may have been pointed at after the answer
 
     def _point_at(self, index: int) -> None:
         """Let ranks that wait for a collective find what is asked: the first question that has no answer yet."""
@@ -164,7 +166,13 @@ class Sequence:
                     self._store.delete_key(key)
 
     def _look(self) -> None:
-        """A collective that was expected has been waited for for another second. Raises: OrderError, on every rank."""
+        """A collective that was expected has been waited for for another while. Raises: OrderError, on every rank."""
+        try:
+            self._look_into_store()
+        except (dist.DistStoreError, dist.DistNetworkError):
+            pass  # who has the store is gone, and the collective that is waited for may end all the same
+
+    def _look_into_store(self) -> None:
         self._raise_if_broken()
         if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
             self._compare(pending)
@@ -188,7 +196,9 @@ class Sequence:
     def _late(self, mine: _Post) -> NoReturn:
         """Name the ranks that wait for nothing here."""
         before = self._pulses()
-        time.sleep(3 * _BEAT)
+        for _ in range(3):
+            self._beat()  # others may be here too
+            time.sleep(_BEAT)
         pairs = zip(self._ranks, before, self._pulses(), strict=True)
         absent = [rank for rank, then, now in pairs if then == now and rank != mine.rank]
         who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}" if absent else "all of them wait"
@@ -227,16 +237,20 @@ class Sequence:
             warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)
 
 
-_sequences: "weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence | None]" = weakref.WeakKeyDictionary()
+_sequences: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence | None]]" = weakref.WeakKeyDictionary()
 
 
 def sequence_of(group: dist.ProcessGroup | None, device: torch.device) -> Sequence | None:
-    """The one of ``group``; None where its ranks are no processes that could disagree."""
+    """The one of ``group`` for units on ``device``: a group may have a backend for each type of device.
+
+    None where its ranks are no processes that could disagree.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return None
-    if group not in _sequences:
-        _sequences[group] = _make(group, device)
-    return _sequences[group]
+    of_group = _sequences.setdefault(group, {})
+    if device.type not in of_group:
+        of_group[device.type] = _make(group, device)
+    return of_group[device.type]
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
@@ -248,7 +262,16 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     except RuntimeError:  # it is no backend of torch's kind
         return None
     backend = getattr(backend, "wrapped_pg", backend)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL has it
-    return None if _name(backend) in _WITHOUT_STORE else Sequence(group, backend, store)
+    return None if _name(backend) in _WITHOUT_STORE else Sequence(group, backend, store, device.type)
+
+
+def _own_connection(store: dist.Store) -> dist.Store:
+    """One that does not wait until another thread's ``store.wait()`` or ``get()`` has ended."""
+    try:
+        clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]
+        return clone()
+    except (AttributeError, RuntimeError):  # before torch 2.8; a kind that has none
+        return store
 
 
 def _name(backend: Any) -> str:
@@ -257,7 +280,10 @@ def _name(backend: Any) -> str:
 
 def _time_out(backend: Any) -> float:
     """Seconds after which to give up: a moment before the group does."""
-    options = getattr(backend, "options", None)
+    try:
+        options = getattr(backend, "options", None)
+    except RuntimeError:  # what backends say that have none
+        options = None
     limit = getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds()
     return float(max(limit - _LAST_MOMENT, limit / 2))
 

@@ -5,11 +5,13 @@ range of bytes behind the header), and the data, row-major, without holes. An in
 the file of each name.
 """
 
+import collections
 import ctypes
 import hashlib
 import json
 import math
 import os
+import reprlib
 import stat
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -94,7 +96,7 @@ class Files:
     def __init__(self, where: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]):
         self.entries: dict[str, Entry] = {}
         self._open = ExitStack()
-        self._digest = hashlib.sha256()
+        self._headers: list[bytes] = []
         try:
             paths, mapped = _find(where)
             for path in paths:
@@ -109,8 +111,9 @@ class Files:
 
     @property
     def digest(self) -> str:
-        """The same for files with the same headers."""
-        return self._digest.hexdigest()
+        """The same for files with the same headers, in any order, of which the same names are taken."""
+        parts = [*sorted(self._headers), *sorted(name.encode("utf-8", "surrogatepass") for name in self.entries)]
+        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
     def _add(self, path: Path, names: set[str] | None) -> None:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -118,7 +121,7 @@ class Files:
         descriptor = os.open(path, os.O_RDONLY)
         self._open.callback(os.close, descriptor)
         header, begin, size = _read_header(path, descriptor)
-        self._digest.update(header)
+        self._headers.append(hashlib.sha256(header).digest())
         found = _entries(path, descriptor, header, begin, size)
         for name in sorted(names or ()):
             if name not in found:
@@ -143,6 +146,9 @@ def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
         path = inside[0]
     if path.suffix != ".json":
         return [path], None
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_HEADER_BYTES:
+        raise FileError(f"{path}: expected a file of at most {MOST_HEADER_BYTES} bytes")
     index = _json(path, path.read_bytes())
     mapping = index.get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
@@ -156,11 +162,11 @@ def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
 
 def _json(path: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
             raise FileError(f"{path}: `{twice}` is in it twice")
-        return dict(pairs)
+        return found
 
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
@@ -192,10 +198,10 @@ def _entries(path: Path, descriptor: int, header: bytes, begin: int, size: int) 
         if name == "__metadata__":
             continue
         if not isinstance(told, dict):
-            raise FileError(f"{path}: `{name}` has {told!r} where dtype, shape and data_offsets should be")
+            raise FileError(f"{path}: `{name}` has {reprlib.repr(told)} where dtype, shape and data_offsets should be")
         shape, offsets, dtype_name = _sizes(told.get("shape")), _sizes(told.get("data_offsets")), told.get("dtype")
         if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype_name, str):
-            raise FileError(f"{path}: `{name}` has {told!r} where dtype, shape and data_offsets should be")
+            raise FileError(f"{path}: `{name}` has {reprlib.repr(told)} where dtype, shape and data_offsets should be")
         dtype = DTYPES.get(dtype_name)
         if dtype is not None and offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
             raise FileError(
@@ -217,6 +223,12 @@ def _entries(path: Path, descriptor: int, header: bytes, begin: int, size: int) 
 
 
 def _sizes(values: Any) -> tuple[int, ...] | None:
-    """``values`` if it is a list of sizes."""
-    are = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    """``values`` if it is a list of sizes; no tensor has more than 64."""
+    if not isinstance(values, list) or len(values) > 64:
+        return None
+    are = (
+        isinstance(values, list)
+        and len(values) <= 64
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )
     return tuple(values) if are else None
