@@ -161,6 +161,8 @@ def wire():
                 loss_of(model, data(0)).backward()
             reduced = reduce or param or fp32
             wanted = {("all", reduced)} if strategy == "NO_SHARD" else {("all", param or fp32), ("reduce", reduced)}
+            if strategy == "ZERO_1":
+                wanted.add(("all", torch.int32))  # whether the shards have changed
             assert seen == wanted, (strategy, uo, param, reduce, seen)
             assert all(param.dtype == fp32 for param in model.parameters())
 

@@ -39,9 +39,8 @@ class Pair(nn.Module):
         return self.b(Failing.apply(self.a(x))).sum()
 
 
-def wrapped(uo, module=None, strategy=ShardingStrategy.FULL_SHARD):
-    policy = ModuleWrapPolicy({nn.Linear})
-    return FSDP(module or Pair(), auto_wrap_policy=policy, use_orig_params=uo, sharding_strategy=strategy)
+def wrapped(uo):
+    return FSDP(Pair(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=uo)
 
 
 def grads(model):
@@ -87,7 +86,7 @@ def test_an_exception_drops_the_micro_batches_of_all_units_alike(uo):
 
 
 @every_uo
-def test_a_reentrant_checkpoint_before_a_unit_that_stays_full_loses_nothing(uo):
+def test_a_reentrant_checkpoint_inside_a_unit_that_stays_full_loses_nothing(uo):
     class Checkpointed(Pair):
         def forward(self, x):
             return self.b(checkpoint(self.a, x, use_reentrant=True)).sum()
@@ -95,7 +94,7 @@ def test_a_reentrant_checkpoint_before_a_unit_that_stays_full_loses_nothing(uo):
     x = torch.ones(2, 3, requires_grad=True)
     plain = Checkpointed()
     with fake_world(1):
-        model = wrapped(uo, Checkpointed())
+        model = FSDP(Checkpointed(), use_orig_params=uo)
         model(x).backward()
         plain(x).backward()
         found = [p.grad.reshape(-1) for p in model.parameters()]
