@@ -258,7 +258,7 @@ VALID = {
     "Unit.point_pieces": lambda: [params(), [nn.Parameter(torch.ones(2))], a_flat()[:6].clone(), infos()],
     "Unit.parameters": lambda: [a_flat(), True],
     "Unit.use_parameters": lambda: [a_flat(), params(), [nn.Parameter(torch.ones(2))], False],
-    "Unit.use_unsharded": lambda: [a_flat(), torch.ones(12), [torch.ones(2, 3), torch.ones(2)], True, False],
+    "Unit.use_unsharded": lambda: [a_flat(), torch.ones(12), [torch.ones(2, 3), torch.ones(2)], False, True, False],
     "Unit.use_sharded": lambda: [
         a_flat(),
         a_flat()[:6].clone(),
