@@ -155,6 +155,26 @@ bool is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef 
 // Whether tensor lies in memory as view says, so that its bytes can be copied in one run.
 bool same_layout(const at::Tensor &tensor, const View &view);
 
+inline c10::StorageImpl *
+storage_of(const at::Tensor &tensor)
+{
+    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Whether piece is the numel elements from start on of whole's memory.
+inline bool
+is_piece(const at::Tensor &piece, const at::Tensor &whole, int64_t start, int64_t numel)
+{
+    return piece.has_storage() && storage_of(piece) == storage_of(whole) && piece.numel() == numel &&
+           piece.storage_offset() == whole.storage_offset() + start;
+}
+
+// Outside of autograd and of inference mode, whatever mode the caller is in.
+struct Plainly {
+    c10::InferenceMode inference{false};
+    at::NoGradGuard no_grad;
+};
+
 // The GIL for a thread of autograd, which has none.
 struct WithGil {
     PyGILState_STATE state = PyGILState_Ensure();

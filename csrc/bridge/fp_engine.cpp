@@ -1,7 +1,6 @@
 // bridge/fp_engine.cpp -- one flat parameter at work: gathered into one buffer, its gradients packed and reduced.
 #include "bridge/fp_engine.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -16,16 +15,13 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <chrono>
 #include <array>
+#include <chrono>
 #include <mutex>
 #include <optional>
 
 #include "bridge/fp_bridge.hpp"
-
-extern "C" {
-#include "core/fp_pack.h"
-}
+#include "bridge/fp_convert.hpp"
 
 // ---- what the C names stand for ----
 
@@ -126,92 +122,6 @@ struct fp_flat {
 namespace fp {
 namespace {
 
-// The bytes of one copied range that keep a thread busy for longer than waking it costs.
-constexpr int64_t grain_bytes = 1 << 18;
-
-std::optional<fp_dtype>
-core_dtype(at::ScalarType dtype)
-{
-    switch (dtype) {
-        case at::kDouble:
-            return FP_F64;
-        case at::kFloat:
-            return FP_F32;
-        case at::kBFloat16:
-            return FP_BF16;
-        case at::kHalf:
-            return FP_F16;
-        default:
-            return std::nullopt;
-    }
-}
-
-c10::StorageImpl *
-storage_of(const at::Tensor &tensor)
-{
-    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
-// What converting and packing do to the elements of target.
-struct How {
-    std::optional<double> scale; // multiply by it, in target's dtype
-    bool accumulate = false;     // add to target
-};
-
-// The segments of sources into target in one pass over memory. Both on the CPU; false: not for these dtypes.
-bool
-pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments, const How &how)
-{
-    const std::optional<fp_dtype> to = core_dtype(target.scalar_type()), from = core_dtype(source_dtype);
-    const bool raw = target.scalar_type() == source_dtype && !how.scale && !how.accumulate;
-    if (!raw && (!to || !from)) {
-        return false;
-    }
-    const fp_pack_opts opts = {.scale = how.scale.value_or(1.0),
-                               .fill = 0.0,
-                               .has_scale = how.scale.has_value(),
-                               .accumulate = how.accumulate};
-    const auto item_bytes = static_cast<int64_t>(target.element_size());
-    void *memory = target.mutable_data_ptr();
-    at::parallel_for(
-        0, target.numel(), std::max<int64_t>(1, grain_bytes / item_bytes), [&](int64_t begin, int64_t end) {
-            const fp_status status =
-                raw ? fp_pack_raw(segments.data(), segments.size(), item_bytes, memory, begin, end, nullptr)
-                    : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
-            TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
-        });
-    return true;
-}
-
-void
-convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how)
-{
-    at::Tensor values = source.to(target.scalar_type());
-    if (how.scale) {
-        values = values.mul(*how.scale);
-    }
-    if (how.accumulate) {
-        target.add_(values);
-    }
-    else {
-        target.copy_(values);
-    }
-}
-
-// target (+)= source * scale, both 1-D and equally long; in one pass where both are on the CPU.
-void
-convert(const at::Tensor &target, const at::Tensor &source, const How &how)
-{
-    if (target.is_cpu() && source.is_cpu() && source.is_contiguous() && target.is_contiguous()) {
-        const std::vector<fp_segment> whole = {
-            {.data = const_cast<void *>(source.const_data_ptr()), .start = 0, .numel = source.numel()}};
-        if (pack(target, source.scalar_type(), whole, how)) {
-            return;
-        }
-    }
-    convert_by_ops(target, source, how);
-}
-
 // target (+)= the gradients at their places * scale; zeros where there is none.
 void
 pack_gradients(const fp_flat &flat, const at::Tensor &target, const std::vector<at::Tensor> &gradients, const How &how)
@@ -222,20 +132,10 @@ pack_gradients(const fp_flat &flat, const at::Tensor &target, const std::vector<
             return !grad.defined() || (is_plain_tensor(grad) && grad.is_cpu() && grad.scalar_type() == dtype);
         });
     const std::vector<View> &views = flat.geometry->views;
-    if (plain && (core_dtype(dtype) || target.scalar_type() == dtype)) {
-        std::vector<fp_segment> segments(gradients.size());
-        std::vector<size_t> strided;
-        for (size_t i = 0; i < gradients.size(); i++) {
-            const bool direct = gradients[i].defined() && same_layout(gradients[i], views[i]);
-            if (gradients[i].defined() && !direct) {
-                strided.push_back(i);
-            }
-            segments[i] = {.data = direct ? const_cast<void *>(gradients[i].const_data_ptr()) : nullptr,
-                           .start = views[i].offset,
-                           .numel = views[i].numel};
-        }
-        if (pack(target, dtype, segments, how)) {
-            for (const size_t i : strided) {
+    if (plain && (is_known_to_core(dtype) || target.scalar_type() == dtype)) {
+        const Sources sources = sources_of(*flat.geometry, gradients);
+        if (pack(target, dtype, sources.segments, how)) {
+            for (const size_t i : sources.strided) {
                 convert_by_ops(alias(target, views[i].shape, views[i].stride, views[i].offset), gradients[i], how);
             }
             return;
@@ -422,53 +322,6 @@ reduce_over(fp_flat &flat, fp_group &group, PyObject *collectives)
     else {
         flat.reduction = start_reduction(flat, group);
     }
-}
-
-bool
-is_piece(const at::Tensor &piece, const at::Tensor &whole, int64_t start, int64_t numel)
-{
-    return piece.has_storage() && storage_of(piece) == storage_of(whole) && piece.numel() == numel &&
-           piece.storage_offset() == whole.storage_offset() + start;
-}
-
-// Elements [start, start + numel) of saved, which may be null, are 0 from now on; nothing where numel < 0.
-void
-clear_piece(PyObject *saved, int64_t start, int64_t numel)
-{
-    if (saved != nullptr && numel > 0) {
-        const at::Tensor &whole = unpack(saved);
-        alias(whole, numel, int64_t{1}, whole.storage_offset() + start).zero_();
-    }
-}
-
-// The tensor, like model, of which the gradients of all params are the pieces; undefined if they lie otherwise.
-at::Tensor
-shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels,
-               const at::Tensor &model)
-{
-    at::Tensor whole;
-    for (size_t i = 0; i < params.size(); i++) {
-        if (numels[i] < 0 || !params[i].requires_grad()) {
-            continue;
-        }
-        const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
-        if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != model.scalar_type() ||
-            own.device() != model.device() || own.numel() != numels[i] || !own.is_non_overlapping_and_dense()) {
-            return at::Tensor();
-        }
-        if (!whole.defined()) {
-            const int64_t offset = own.storage_offset() - starts[i];
-            const auto room = static_cast<int64_t>(own.storage().nbytes() / own.element_size());
-            if (offset < 0 || offset + model.numel() > room) {
-                return at::Tensor();
-            }
-            whole = alias(own, model.numel(), int64_t{1}, offset);
-        }
-        if (!is_piece(own, whole, starts[i], numels[i])) {
-            return at::Tensor();
-        }
-    }
-    return whole;
 }
 
 // Autograd's part of one flat: packs nothing itself, but tells the unit that all gradients of its views are there.
@@ -683,12 +536,6 @@ reduce_partial(fp_flat &flat, const at::Tensor &shard, PyObject *collectives)
     flat.stage = fp_flat::LAST;
     reduce_over(flat, *flat.refresh_group, collectives);
 }
-
-// Everything below runs outside of autograd and of inference mode, whatever mode the caller is in.
-struct Plainly {
-    c10::InferenceMode inference{false};
-    at::NoGradGuard no_grad;
-};
 
 } // namespace
 } // namespace fp
@@ -1181,201 +1028,6 @@ fp_flat_kept_bytes(const fp_flat *flat, int64_t *device, int64_t *host) noexcept
         *device += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
     *host = flat->host.defined() ? static_cast<int64_t>(flat->host.nbytes()) : 0;
-}
-
-// ---- gradients as attributes ----
-
-int
-fp_engine_set_grad(PyObject *tensor, PyObject *grad)
-{
-    return fp::guarded(-1, [&] {
-        at::Tensor &slot = fp::unpack(tensor).mutable_grad();
-        if (grad == nullptr || grad == Py_None) {
-            slot.reset();
-        }
-        else {
-            slot = fp::unpack(grad);
-        }
-        return 0;
-    });
-}
-
-int
-fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                    const int64_t *numels, PyObject *grad_object)
-{
-    return fp::guarded(-1, [&] {
-        const fp::Plainly plainly;
-        const at::Tensor &grad = fp::unpack(grad_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        const at::Tensor together = fp::shown_together(targets, starts, numels, grad);
-        if (together.defined()) {
-            fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
-            return 0;
-        }
-        for (size_t i = 0; i < targets.size(); i++) {
-            if (numels[i] < 0 || !targets[i].requires_grad()) {
-                continue;
-            }
-            const fp::View &view = geometry->shared->views[i];
-            const bool whole = numels[i] == view.numel && targets[i].sizes() == c10::IntArrayRef(view.shape);
-            TORCH_CHECK_VALUE(whole || (targets[i].numel() == numels[i] && targets[i].is_non_overlapping_and_dense()),
-                              "expected parameter ", i, " to have ", numels[i], " elements, dense, or its shape ",
-                              c10::IntArrayRef(view.shape), ", got shape ", targets[i].sizes());
-            const int64_t offset = grad.storage_offset() + starts[i];
-            at::Tensor piece = whole ? fp::alias(grad, view.shape, view.stride, offset)
-                                     : fp::alias(grad, targets[i].sizes(), targets[i].strides(), offset);
-            at::Tensor &slot = targets[i].mutable_grad();
-            if (slot.defined()) {
-                TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
-                                  " to have shape ", piece.sizes(), ", got ", slot.sizes());
-                piece.add_(slot.layout() == at::kStrided ? slot : slot.to_dense());
-            }
-            slot = std::move(piece);
-        }
-        return 0;
-    });
-}
-
-PyObject *
-fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                  PyObject *shard_object)
-{
-    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
-        const fp::Plainly plainly;
-        const at::Tensor &shard = fp::unpack(shard_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        at::Tensor all = fp::shown_together(targets, starts, numels, shard);
-        for (size_t i = 0; !all.defined() && i < targets.size(); i++) {
-            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (own.defined() && own.numel() == numels[i] && numels[i] > 0) {
-                all = at::zeros({shard.numel()}, own.options());
-            }
-        }
-        if (!all.defined()) {
-            Py_RETURN_NONE;
-        }
-        for (size_t i = 0; i < targets.size(); i++) {
-            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (own.defined() && own.numel() == numels[i] && numels[i] > 0 &&
-                !fp::is_piece(own, all, starts[i], numels[i])) {
-                fp::alias(all, own.sizes(), own.strides(), all.storage_offset() + starts[i]).copy_(own);
-            }
-        }
-        return THPVariable_Wrap(std::move(all));
-    });
-}
-
-int
-fp_engine_add(PyObject *target, PyObject *source)
-{
-    return fp::guarded(-1, [&] {
-        const fp::Plainly plainly;
-        fp::convert(fp::unpack(target), fp::unpack(source), {.scale = std::nullopt, .accumulate = true});
-        return 0;
-    });
-}
-
-int
-fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept_object)
-{
-    return fp::guarded(-1, [&] {
-        const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = geometry->shared->views[i];
-            if (targets[i].requires_grad()) {
-                targets[i].mutable_grad() =
-                    fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
-            }
-        }
-        return 0;
-    });
-}
-
-Py_ssize_t
-fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                     const int64_t *numels, PyObject *kept_object, PyObject *saved)
-{
-    return fp::guarded<Py_ssize_t>(-1, [&] {
-        const fp::Plainly plainly;
-        const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        Py_ssize_t shown = 0;
-        bool zeroed = true;
-        for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = geometry->shared->views[i];
-            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
-                zeroed = zeroed && own._version() != 0 && !own.any().item<bool>();
-                shown++;
-                continue;
-            }
-            at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
-            if (own.defined() && own.sizes() == place.sizes()) { /* the user's own: that is what is to be reduced */
-                place.copy_(own);
-                zeroed = false;
-                shown++;
-            }
-            else {
-                place.zero_();
-                fp::clear_piece(saved, starts[i], numels[i]);
-            }
-        }
-        return zeroed ? 0 : shown;
-    });
-}
-
-int
-fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                      PyObject *kept_object, int64_t own)
-{
-    return fp::guarded(-1, [&] {
-        const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        for (size_t i = 0; i < targets.size(); i++) {
-            if (targets[i].requires_grad()) {
-                const int64_t numel = std::max<int64_t>(numels[i], 0);
-                targets[i].mutable_grad() =
-                    fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
-            }
-        }
-        return 0;
-    });
-}
-
-Py_ssize_t
-fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                       const int64_t *numels, PyObject *kept_object, PyObject *saved, int64_t first, int64_t own,
-                       const char *name)
-{
-    return fp::guarded<Py_ssize_t>(-1, [&] {
-        const fp::Plainly plainly;
-        const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        Py_ssize_t shown = 0;
-        for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = geometry->shared->views[i];
-            const int64_t numel = std::max<int64_t>(numels[i], 0);
-            const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
-            const bool ours = grad.defined() && fp::is_piece(grad, kept, own + (numel > 0 ? starts[i] : 0), numel);
-            if (ours && grad._version() == 0) {
-                shown++;
-                continue;
-            }
-            TORCH_CHECK_VALUE(
-                !grad.defined() || (ours && (numel == 0 || !grad.any().item<bool>())), name,
-                ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
-                "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
-            fp::clear_piece(saved, starts[i], numels[i]);
-            const int64_t begin = std::max(view.offset - first, int64_t{0});
-            const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
-            if (begin < end) {
-                fp::alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
-            }
-        }
-        return shown;
-    });
 }
 
 // ---- graph ----

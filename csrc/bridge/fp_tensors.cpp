@@ -29,12 +29,6 @@ is_plain_tensor(const at::Tensor &tensor)
 
 namespace {
 
-c10::StorageImpl *
-storage_of(const at::Tensor &tensor)
-{
-    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
 // The bytes of memory that a storage has: none if it is freed, also where it has kept its size.
 size_t
 memory_of(c10::StorageImpl *storage)

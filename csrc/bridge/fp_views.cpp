@@ -1,5 +1,4 @@
 // bridge/fp_views.cpp -- views of a flat tensor behind one autograd node, and the node's backward: packing.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -13,11 +12,7 @@
 #include <numeric>
 #include <string>
 
-#include "bridge/fp_bridge.hpp"
-
-extern "C" {
-#include "core/fp_pack.h"
-}
+#include "bridge/fp_convert.hpp"
 
 namespace fp {
 
@@ -95,9 +90,6 @@ struct ViewsBackward final : torch::autograd::Node {
     }
 };
 
-// The bytes of one copied range of elements that keep a thread busy for longer than waking it costs.
-constexpr int64_t grain_bytes = 1 << 18;
-
 } // namespace
 
 at::Tensor
@@ -142,31 +134,14 @@ flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces
 {
     const at::Tensor flat = at::empty({geometry.total}, options);
     const at::Tensor fill_item = fill == 0.0 ? at::Tensor() : at::full({1}, fill, options);
-    const auto item_bytes = static_cast<int64_t>(flat.element_size());
-    std::vector<fp_segment> segments(pieces.size());
-    std::vector<size_t> strided;
-    for (size_t i = 0; i < pieces.size(); i++) {
-        const View &view = geometry.views[i];
-        const bool direct = pieces[i].defined() && same_layout(pieces[i], view);
-        if (pieces[i].defined()) {
-            check_memory(pieces[i]);
+    for (const at::Tensor &piece : pieces) {
+        if (piece.defined()) {
+            check_memory(piece);
         }
-        if (pieces[i].defined() && !direct) {
-            strided.push_back(i);
-        }
-        segments[i] = {.data =
-                           direct ? const_cast<void *>(pieces[i].const_data_ptr()) : nullptr, // fp_pack only reads it
-                       .start = view.offset,
-                       .numel = view.numel};
     }
-    at::parallel_for(0, geometry.total, std::max<int64_t>(1, grain_bytes / item_bytes),
-                     [&](int64_t begin, int64_t end) {
-                         const fp_status status =
-                             fp_pack_raw(segments.data(), segments.size(), item_bytes, flat.mutable_data_ptr(), begin,
-                                         end, fill_item.defined() ? fill_item.const_data_ptr() : nullptr);
-                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
-                     });
-    for (const size_t i : strided) {
+    const Sources sources = sources_of(geometry, pieces);
+    pack(flat, flat.scalar_type(), sources.segments, {}, fill_item.defined() ? fill_item.const_data_ptr() : nullptr);
+    for (const size_t i : sources.strided) {
         const View &view = geometry.views[i];
         alias(flat, view.shape, view.stride, view.offset).copy_(pieces[i]);
     }

@@ -1,0 +1,111 @@
+// bridge/fp_convert.cpp -- see fp_convert.hpp.
+#include "bridge/fp_convert.hpp"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+namespace fp {
+namespace {
+
+// The bytes of one copied range that keep a thread busy for longer than waking it costs.
+constexpr int64_t grain_bytes = 1 << 18;
+
+std::optional<fp_dtype>
+core_dtype(at::ScalarType dtype)
+{
+    switch (dtype) {
+        case at::kDouble:
+            return FP_F64;
+        case at::kFloat:
+            return FP_F32;
+        case at::kBFloat16:
+            return FP_BF16;
+        case at::kHalf:
+            return FP_F16;
+        default:
+            return std::nullopt;
+    }
+}
+
+} // namespace
+
+bool
+is_known_to_core(at::ScalarType dtype)
+{
+    return core_dtype(dtype).has_value();
+}
+
+Sources
+sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
+{
+    Sources sources;
+    sources.segments.resize(pieces.size());
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const View &view = geometry.views[i];
+        const bool direct = pieces[i].defined() && same_layout(pieces[i], view);
+        if (pieces[i].defined() && !direct) {
+            sources.strided.push_back(i);
+        }
+        sources.segments[i] = {.data = direct ? const_cast<void *>(pieces[i].const_data_ptr())
+                                              : nullptr, // fp_pack only reads it
+                               .start = view.offset,
+                               .numel = view.numel};
+    }
+    return sources;
+}
+
+bool
+pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments, const How &how,
+     const void *fill)
+{
+    const std::optional<fp_dtype> to = core_dtype(target.scalar_type()), from = core_dtype(source_dtype);
+    const bool raw = target.scalar_type() == source_dtype && !how.scale && !how.accumulate;
+    if (!raw && (!to || !from)) {
+        return false;
+    }
+    const fp_pack_opts opts = {.scale = how.scale.value_or(1.0),
+                               .fill = 0.0,
+                               .has_scale = how.scale.has_value(),
+                               .accumulate = how.accumulate};
+    const auto item_bytes = static_cast<int64_t>(target.element_size());
+    void *memory = target.mutable_data_ptr();
+    at::parallel_for(0, target.numel(), std::max<int64_t>(1, grain_bytes / item_bytes),
+                     [&](int64_t begin, int64_t end) {
+                         const fp_status status =
+                             raw ? fp_pack_raw(segments.data(), segments.size(), item_bytes, memory, begin, end, fill)
+                                 : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
+                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
+                     });
+    return true;
+}
+
+void
+convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how)
+{
+    at::Tensor values = source.to(target.scalar_type());
+    if (how.scale) {
+        values = values.mul(*how.scale);
+    }
+    if (how.accumulate) {
+        target.add_(values);
+    }
+    else {
+        target.copy_(values);
+    }
+}
+
+void
+convert(const at::Tensor &target, const at::Tensor &source, const How &how)
+{
+    if (target.is_cpu() && source.is_cpu() && source.is_contiguous() && target.is_contiguous()) {
+        const std::vector<fp_segment> whole = {
+            {.data = const_cast<void *>(source.const_data_ptr()), .start = 0, .numel = source.numel()}};
+        if (pack(target, source.scalar_type(), whole, how)) {
+            return;
+        }
+    }
+    convert_by_ops(target, source, how);
+}
+
+} // namespace fp

@@ -1,0 +1,250 @@
+// bridge/fp_gradients.cpp -- gradients as attributes: what .grad of parameters shows of a shard's or a unit's gradient.
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "bridge/fp_convert.hpp"
+#include "bridge/fp_engine.h"
+
+namespace fp {
+namespace {
+
+// Elements [start, start + numel) of saved, which may be null, are 0 from now on; nothing where numel < 0.
+void
+clear_piece(PyObject *saved, int64_t start, int64_t numel)
+{
+    if (saved != nullptr && numel > 0) {
+        const at::Tensor &whole = unpack(saved);
+        alias(whole, numel, int64_t{1}, whole.storage_offset() + start).zero_();
+    }
+}
+
+// The tensor, like model, of which the gradients of all params are the pieces; undefined if they lie otherwise.
+at::Tensor
+shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels,
+               const at::Tensor &model)
+{
+    at::Tensor whole;
+    for (size_t i = 0; i < params.size(); i++) {
+        if (numels[i] < 0 || !params[i].requires_grad()) {
+            continue;
+        }
+        const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
+        if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != model.scalar_type() ||
+            own.device() != model.device() || own.numel() != numels[i] || !own.is_non_overlapping_and_dense()) {
+            return at::Tensor();
+        }
+        if (!whole.defined()) {
+            const int64_t offset = own.storage_offset() - starts[i];
+            const auto room = static_cast<int64_t>(own.storage().nbytes() / own.element_size());
+            if (offset < 0 || offset + model.numel() > room) {
+                return at::Tensor();
+            }
+            whole = alias(own, model.numel(), int64_t{1}, offset);
+        }
+        if (!is_piece(own, whole, starts[i], numels[i])) {
+            return at::Tensor();
+        }
+    }
+    return whole;
+}
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+int
+fp_engine_set_grad(PyObject *tensor, PyObject *grad)
+{
+    return fp::guarded(-1, [&] {
+        at::Tensor &slot = fp::unpack(tensor).mutable_grad();
+        if (grad == nullptr || grad == Py_None) {
+            slot.reset();
+        }
+        else {
+            slot = fp::unpack(grad);
+        }
+        return 0;
+    });
+}
+
+int
+fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                    const int64_t *numels, PyObject *grad_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &grad = fp::unpack(grad_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const at::Tensor together = fp::shown_together(targets, starts, numels, grad);
+        if (together.defined()) {
+            fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
+            return 0;
+        }
+        for (size_t i = 0; i < targets.size(); i++) {
+            if (numels[i] < 0 || !targets[i].requires_grad()) {
+                continue;
+            }
+            const fp::View &view = geometry->shared->views[i];
+            const bool whole = numels[i] == view.numel && targets[i].sizes() == c10::IntArrayRef(view.shape);
+            TORCH_CHECK_VALUE(whole || (targets[i].numel() == numels[i] && targets[i].is_non_overlapping_and_dense()),
+                              "expected parameter ", i, " to have ", numels[i], " elements, dense, or its shape ",
+                              c10::IntArrayRef(view.shape), ", got shape ", targets[i].sizes());
+            const int64_t offset = grad.storage_offset() + starts[i];
+            at::Tensor piece = whole ? fp::alias(grad, view.shape, view.stride, offset)
+                                     : fp::alias(grad, targets[i].sizes(), targets[i].strides(), offset);
+            at::Tensor &slot = targets[i].mutable_grad();
+            if (slot.defined()) {
+                TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
+                                  " to have shape ", piece.sizes(), ", got ", slot.sizes());
+                piece.add_(slot.layout() == at::kStrided ? slot : slot.to_dense());
+            }
+            slot = std::move(piece);
+        }
+        return 0;
+    });
+}
+
+PyObject *
+fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                  PyObject *shard_object)
+{
+    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        at::Tensor all = fp::shown_together(targets, starts, numels, shard);
+        for (size_t i = 0; !all.defined() && i < targets.size(); i++) {
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (own.defined() && own.numel() == numels[i] && numels[i] > 0) {
+                all = at::zeros({shard.numel()}, own.options());
+            }
+        }
+        if (!all.defined()) {
+            Py_RETURN_NONE;
+        }
+        for (size_t i = 0; i < targets.size(); i++) {
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (own.defined() && own.numel() == numels[i] && numels[i] > 0 &&
+                !fp::is_piece(own, all, starts[i], numels[i])) {
+                fp::alias(all, own.sizes(), own.strides(), all.storage_offset() + starts[i]).copy_(own);
+            }
+        }
+        return THPVariable_Wrap(std::move(all));
+    });
+}
+
+int
+fp_engine_add(PyObject *target, PyObject *source)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::convert(fp::unpack(target), fp::unpack(source), {.scale = std::nullopt, .accumulate = true});
+        return 0;
+    });
+}
+
+int
+fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept_object)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            if (targets[i].requires_grad()) {
+                targets[i].mutable_grad() =
+                    fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            }
+        }
+        return 0;
+    });
+}
+
+Py_ssize_t
+fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                     const int64_t *numels, PyObject *kept_object, PyObject *saved)
+{
+    return fp::guarded<Py_ssize_t>(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        Py_ssize_t shown = 0;
+        bool zeroed = true;
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
+                zeroed = zeroed && own._version() != 0 && !own.any().item<bool>();
+                shown++;
+                continue;
+            }
+            at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            if (own.defined() && own.sizes() == place.sizes()) { /* the user's own: that is what is to be reduced */
+                place.copy_(own);
+                zeroed = false;
+                shown++;
+            }
+            else {
+                place.zero_();
+                fp::clear_piece(saved, starts[i], numels[i]);
+            }
+        }
+        return zeroed ? 0 : shown;
+    });
+}
+
+int
+fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                      PyObject *kept_object, int64_t own)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            if (targets[i].requires_grad()) {
+                const int64_t numel = std::max<int64_t>(numels[i], 0);
+                targets[i].mutable_grad() =
+                    fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
+            }
+        }
+        return 0;
+    });
+}
+
+Py_ssize_t
+fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                       const int64_t *numels, PyObject *kept_object, PyObject *saved, int64_t first, int64_t own,
+                       const char *name)
+{
+    return fp::guarded<Py_ssize_t>(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        Py_ssize_t shown = 0;
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            const int64_t numel = std::max<int64_t>(numels[i], 0);
+            const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
+            const bool ours = grad.defined() && fp::is_piece(grad, kept, own + (numel > 0 ? starts[i] : 0), numel);
+            if (ours && grad._version() == 0) {
+                shown++;
+                continue;
+            }
+            TORCH_CHECK_VALUE(
+                !grad.defined() || (ours && (numel == 0 || !grad.any().item<bool>())), name,
+                ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
+                "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
+            fp::clear_piece(saved, starts[i], numels[i]);
+            const int64_t begin = std::max(view.offset - first, int64_t{0});
+            const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
+            if (begin < end) {
+                fp::alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
+            }
+        }
+        return shown;
+    });
+}
+
+} // extern "C"
