@@ -40,7 +40,7 @@ def _row(way: str, units: int, n: int, quick: bool) -> Row:
     low = torch.bfloat16 if way == "bf16" else None
     names = [name for name in CONTESTANTS if name not in (DDP, REPLICATED, ZERO_1)]
     steps = {name: _step(_wrapped(name, units, n, low, "checkpointed" in way), low) for name in names}
-    rounds = max(5, min(30, 6000 // (units * n)) // (6 if quick else 1))
+    rounds = max(4, min(20, 4000 // (units * n)) // (6 if quick else 1))
     [(_, medians)] = in_turn(steps, 3 if quick else 5, rounds, warm_up=3).items()
     bound = BOUNDS.get((units, n)) if way == "fp32" else None
     targets = [] if bound is None else [Target(name, bound, text=f"<= {bound}") for name in (OURS, OURS_FLAT)]
