@@ -117,14 +117,7 @@ class Fused(Gradients):
         """Let the flat parameter be its shard and the original parameters and gradients pieces of it."""
         flat_param = self.flat_param
         shard = flat_param._local_shard
-        if shard.size() != flat_param._sharded_size or not self._unit.use_sharded(
-            flat_param,
-            shard,
-            flat_param._params,
-            flat_param._shared_params,
-            flat_param._shard_param_infos,
-            self._unsafe,
-        ):
+        if shard.size() != flat_param._sharded_size or not self._point_at(shard):
             return False
         self._unsharded_flat_param_for_skipped_views = None
         if in_forward:

@@ -226,17 +226,16 @@ class Views(HandleBase):
             return
         flat_param = self.flat_param
         self._check_sharded(flat_param)
-        if not self._loops_in_c(flat_param) or not self._unit.use_sharded(
-            flat_param,
-            flat_param,
-            flat_param._params,
-            flat_param._shared_params,
-            flat_param._shard_param_infos,
-            self._unsafe,
-        ):
+        if not self._loops_in_c(flat_param) or not self._point_at(flat_param):
             self._use_sharded_views_by_ops()
         if self._training_state == HandleTrainingState.BACKWARD_POST:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go
+
+    def _point_at(self, shard: Tensor) -> bool:
+        """The flat parameter's data is ``shard``, the original parameters pieces of it; False: not by the C loop."""
+        flat_param = self.flat_param
+        params, shared, infos = flat_param._params, flat_param._shared_params, flat_param._shard_param_infos
+        return self._unit.use_sharded(flat_param, shard, params, shared, infos, self._unsafe)
 
     @torch.no_grad()
     def _use_sharded_views_by_ops(self) -> None:

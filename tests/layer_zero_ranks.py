@@ -2,6 +2,7 @@
 
 import contextlib
 
+import replacing
 import torch
 import torch.distributed as dist
 from fsdp_models import loss_of, make, wrap_blocks
@@ -118,14 +119,13 @@ NAMES = {
 def counted(inner, strided=False):
     """Collectives as users count them: ``(kind, group, bytes of the whole, dtype)``, the agreements left out."""
     log = []
-    originals = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
     world = dist.get_world_size()
 
     def which(group):
         ranks = dist.get_process_group_ranks(group)
         return "wide" if len(ranks) == world else "inner" if ranks in rows(inner, strided) else "outer"
 
-    def replaced(name, original):
+    def counting(name, original):
         def call(output, source=None, group=None, **kwargs):
             whole = source if NAMES[name] == "reduce" else output
             if whole.dtype != torch.int32:
@@ -135,10 +135,5 @@ def counted(inner, strided=False):
 
         return call
 
-    for name, original in originals.items():
-        setattr(dist, name, replaced(name, original))
-    try:
+    with replacing.collectives(NAMES, counting):
         yield log
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

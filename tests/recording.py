@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 
+import replacing
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -156,7 +157,6 @@ class Recorder:
     @contextlib.contextmanager
     def collectives(self):
         """Record every collective that is asked of ``torch.distributed``: kind, bytes, dtype and group, in order."""
-        originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
 
         def recorded(name, original):
             @functools.wraps(original)
@@ -172,13 +172,8 @@ class Recorder:
 
             return call
 
-        for name, original in originals.items():
-            setattr(dist, name, recorded(name, original))
-        try:
+        with replacing.collectives(COLLECTIVES, recorded):
             yield
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
 
 
 # the kind under which each function counts: torch has several names for one thing

@@ -5,6 +5,7 @@ import itertools
 import math
 
 import pytest
+import replacing
 import torch
 import torch.distributed as dist
 from fsdp_models import Averaged, assert_same, assert_same_grads, data, full_grads, loss_of, make, wrap_blocks
@@ -128,7 +129,6 @@ def dtypes_on_the_wire():
         "reduce_scatter_tensor",
         "all_reduce",
     )
-    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
     seen = set()
 
     def logging(name, original):
@@ -138,13 +138,8 @@ def dtypes_on_the_wire():
 
         return call
 
-    for name, original in originals.items():
-        setattr(dist, name, logging(name, original))
-    try:
+    with replacing.collectives(names, logging):
         yield seen
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def wire():

@@ -53,8 +53,8 @@ def step(model, which=ALL, backward=True):
 
 
 def another_block(model, me, step_of):
-    for now in range(1, step_of + 1):
-        step(model, (0, 2, 3) if me and now == step_of else ALL)
+    for number in range(1, step_of + 1):
+        step(model, (0, 2, 3) if me and number == step_of else ALL)
 
 
 def skipped_in_step_1(model, me):

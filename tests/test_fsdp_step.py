@@ -9,6 +9,7 @@ import weakref
 from collections import namedtuple
 
 import pytest
+import replacing
 import torch
 import torch.distributed as dist
 from fsdp_models import (
@@ -53,9 +54,8 @@ def logged(model):
             layout = segment.layout
             name = "r" if unit.check_is_root() else str(list(model.module.blocks).index(unit))
             sizes.setdefault(layout.padded_numel, []).append(name)
-    originals = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
 
-    def replaced(name, original):
+    def logging(name, original):
         def call(*args, **kwargs):
             tensor = args[1] if NAMES[name] == "RS" else args[0]
             if tensor.dtype == torch.int32:  # which units are out of date
@@ -65,13 +65,8 @@ def logged(model):
 
         return call
 
-    for name, original in originals.items():
-        setattr(dist, name, replaced(name, original))
-    try:
+    with replacing.collectives(NAMES, logging):
         yield log
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 class Wide(nn.Module):

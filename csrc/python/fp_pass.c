@@ -224,6 +224,16 @@ fp_pass_show_params(fp_step *step)
 
 /* ---- the pass ---- */
 
+/* The step is in no backward, awaits none and is not in the order of forwards. */
+static void
+rest(fp_step *step)
+{
+    step->task = -1;
+    step->awaits_backward = 0;
+    step->position = -1;
+    step->pending = 0;
+}
+
 /* Forget whatever a pass that was broken off has left. After a backward that is also what no_sync has kept before: of some
  * units the gradients of that backward are in it, of others not. */
 int
@@ -237,10 +247,7 @@ fp_pass_recover(fp_run *run)
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
         step->depth = 0;
-        step->task = -1;
-        step->awaits_backward = 0;
-        step->position = -1;
-        step->pending = 0;
+        rest(step);
         for (Py_ssize_t k = 0; k < step->n_parts; k++) {
             fp_part *part = &step->parts[k];
             part->deferred = 0;
@@ -772,10 +779,7 @@ static int
 finish_step(fp_step *step)
 {
     fp_run *run = step->run;
-    step->task = -1;
-    step->awaits_backward = 0;
-    step->position = -1;
-    step->pending = 0;
+    rest(step);
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
         if (run->synchronize && part->shows_kept) { /* of micro-batches before; no gradient came in this one */
