@@ -128,10 +128,13 @@ PyObject *fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t
 int fp_engine_add(PyObject *target, PyObject *source); /* target += source, both 1-D */
 /* Make params[i].grad its place in the unsharded gradient. */
 int fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept);
-/* How many of params still show kept; where one does not, its place in kept is set to 0, and so is its piece of saved
- * (NULL: none), a gradient of the shard. All of them written to and zero now counts as none. -1: error. */
+/* How many of params still show kept; where one does not, its place in kept is set to 0, and its piece of *saved (NULL:
+ * none), a gradient like shard, to the gradient that it was given instead, which is one of the shard. A shard that is the
+ * whole has no other: what was given goes into kept. All of them written to and zero now counts as none. *saved is
+ * replaced, or dropped if nothing is left in it. -1: error. */
 Py_ssize_t fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
-                                const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *saved);
+                                const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *shard,
+                                PyObject **saved);
 /* The same where kept is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
  * each parameter shows its piece of the shard, which begins at own in kept (numels < 0: nothing). A parameter's gradient
  * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. */

@@ -19,6 +19,12 @@ clear_piece(PyObject *saved, int64_t start, int64_t numel)
     }
 }
 
+at::Tensor
+strided(const at::Tensor &grad)
+{
+    return grad.layout() == at::kStrided ? grad : grad.to_dense();
+}
+
 // The tensor, like model, of which the gradients of all params are the pieces; undefined if they lie otherwise.
 at::Tensor
 shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels,
@@ -98,7 +104,7 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
             if (slot.defined()) {
                 TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
                                   " to have shape ", piece.sizes(), ", got ", slot.sizes());
-                piece.add_(slot.layout() == at::kStrided ? slot : slot.to_dense());
+                piece.add_(fp::strided(slot));
             }
             slot = std::move(piece);
         }
@@ -164,34 +170,59 @@ fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
 
 Py_ssize_t
 fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                     const int64_t *numels, PyObject *kept_object, PyObject *saved)
+                     const int64_t *numels, PyObject *kept_object, PyObject *shard, PyObject **saved)
 {
-    return fp::guarded<Py_ssize_t>(-1, [&] {
+    return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
         const fp::Plainly plainly;
         const at::Tensor &kept = fp::unpack(kept_object);
+        const int64_t shard_numel = fp::unpack(shard).numel();
+        const bool is_sharded = shard_numel != geometry->shared->total;
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        Py_ssize_t shown = 0;
+        std::vector<size_t> shown, given;
         bool zeroed = true;
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = geometry->shared->views[i];
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
             if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
                 zeroed = zeroed && own._version() != 0 && !own.any().item<bool>();
-                shown++;
+                shown.push_back(i);
                 continue;
             }
             at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
-            if (own.defined() && own.sizes() == place.sizes()) { /* the user's own: that is what is to be reduced */
-                place.copy_(own);
+            if (own.defined() && !is_sharded && own.sizes() == place.sizes()) {
+                place.copy_(fp::strided(own)); /* the user's own: that is what is to be reduced */
+                fp::clear_piece(*saved, starts[i], numels[i]);
                 zeroed = false;
-                shown++;
+                shown.push_back(i);
+                continue;
             }
-            else {
-                place.zero_();
-                fp::clear_piece(saved, starts[i], numels[i]);
+            place.zero_();
+            fp::clear_piece(*saved, starts[i], numels[i]);
+            if (own.defined()) {
+                given.push_back(i);
             }
         }
-        return zeroed ? 0 : shown;
+        if (zeroed && given.empty()) {
+            Py_CLEAR(*saved);
+            return 0;
+        }
+        for (size_t k = 0; zeroed && k < shown.size(); k++) {
+            fp::clear_piece(*saved, starts[shown[k]], numels[shown[k]]);
+        }
+        for (const size_t i : given) {
+            const at::Tensor own = fp::strided(targets[i].unsafeGetTensorImpl()->grad());
+            TORCH_CHECK_VALUE(own.sizes() == targets[i].sizes(), "expected the gradient of parameter ", i,
+                              " to have the shape that the parameter has here, ", targets[i].sizes(), ", got ",
+                              own.sizes());
+            if (*saved == nullptr) {
+                *saved = THPVariable_Wrap(at::zeros({shard_numel}, own.options().requires_grad(false)));
+            }
+            if (numels[i] > 0) {
+                const at::Tensor &whole = fp::unpack(*saved);
+                fp::alias(whole, own.sizes(), targets[i].strides(), whole.storage_offset() + starts[i]).copy_(own);
+            }
+        }
+        return zeroed ? 0 : static_cast<Py_ssize_t>(shown.size());
     });
 }
 

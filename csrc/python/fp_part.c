@@ -8,10 +8,13 @@ int64_t fp_part_unreduced;
 
 /* ---- what modules and .grad show ---- */
 
+/* Where nothing is sharded, what is kept is the gradient of this rank, unless a reduced one was put aside. */
 static void
 set_shows_kept(fp_part *part, int shows)
 {
-    fp_part_unreduced += part->shard_group == NULL ? 0 : shows - part->shows_kept;
+    const int unreduced = shows && (part->shard_group != NULL || part->saved != NULL);
+    fp_part_unreduced += unreduced - part->unreduced;
+    part->unreduced = unreduced;
     part->shows_kept = shows;
 }
 
@@ -92,15 +95,17 @@ fp_part_read_kept(fp_part *part, const char *name)
     }
     PyObject *const *owners = fp_part_items(part->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
-    const Py_ssize_t shown =
-        part->refresh_group == NULL
-            ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->saved)
-            : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->saved,
-                                     part->kept_first, part->own, name);
+    const Py_ssize_t shown = part->refresh_group == NULL
+                                 ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels,
+                                                        kept, part->master, &part->saved)
+                                 : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels,
+                                                          kept, part->saved, part->kept_first, part->own, name);
     Py_DECREF(kept);
     if (shown == 0) {
         fp_flat_forget(part->flat, 1);
-        Py_CLEAR(part->saved);
+        if (part->refresh_group != NULL) {
+            Py_CLEAR(part->saved);
+        }
     }
     PyObject *type, *value, *traceback; /* what the check has raised: no optimizer shall step with what it refuses */
     PyErr_Fetch(&type, &value, &traceback);
@@ -109,6 +114,18 @@ fp_part_read_kept(fp_part *part, const char *name)
         PyErr_Restore(type, value, traceback);
     }
     return shown < 0 || cleared < 0 ? -1 : 0;
+}
+
+int
+fp_part_show_saved(fp_part *part)
+{
+    PyObject *saved = part->saved;
+    part->saved = NULL;
+    const int status = saved == NULL ? 0
+                                     : fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
+                                                           part->owner_geometry, part->starts, part->numels, saved);
+    Py_XDECREF(saved);
+    return status;
 }
 
 int
@@ -121,13 +138,19 @@ fp_part_drop_kept(fp_part *part)
         }
     }
     fp_flat_forget(part->flat, 1);
-    PyObject *saved = part->saved;
-    part->saved = NULL;
-    const int status = saved == NULL ? 0
-                                     : fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
-                                                           part->owner_geometry, part->starts, part->numels, saved);
-    Py_XDECREF(saved);
-    return status;
+    return fp_part_show_saved(part);
+}
+
+int
+fp_part_settle(fp_part *part, const char *name)
+{
+    if (!part->shows_kept) {
+        return 0;
+    }
+    if (fp_part_read_kept(part, name) < 0) {
+        return -1;
+    }
+    return fp_flat_has_kept(part->flat) ? fp_part_show_kept(part) : fp_part_show_saved(part);
 }
 
 int
@@ -146,6 +169,10 @@ fp_part_show_kept(fp_part *part)
             Py_CLEAR(saved);
         }
         part->saved = saved;
+    }
+    if (status == 0 && part->saved != NULL && part->shard_group == NULL && part->replicate_group == NULL) {
+        status = fp_engine_add(kept, part->saved); /* there is nobody to reduce it with */
+        Py_CLEAR(part->saved);
     }
     if (status == 0) {
         PyObject *const *owners = fp_part_items(part->owners);

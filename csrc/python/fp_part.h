@@ -24,6 +24,7 @@ typedef struct {
     int full;                 /* gathered, or being gathered */
     int shows_views;          /* the modules have views now */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */
+    int unreduced;            /* and that is not what the optimizer is to step with */
     int deferred;             /* gradients of this pass are kept though they are to be reduced */
     int64_t versions;         /* of the owners and the master at the last gather */
     int copied;               /* what is gathered is good until the masters change, not for one pass */
@@ -52,12 +53,16 @@ int64_t fp_part_versions(const fp_part *part);
 /* 1 if a module has another object in place of an original parameter, -1 on failure. */
 int fp_part_was_registered_anew(fp_part *part);
 
-extern int64_t fp_part_unreduced; /* how many, of those that are spread over ranks, show a gradient kept in no_sync */
+extern int64_t fp_part_unreduced; /* how many are unreduced */
 
 /* Show the gradients that were kept in no_sync, and put a reduced one aside. */
 int fp_part_show_kept(fp_part *part);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. */
 int fp_part_read_kept(fp_part *part, const char *name);
+/* The same between passes; what is left is shown again. */
+int fp_part_settle(fp_part *part, const char *name);
+/* Add the reduced gradient that was put aside, if any, to .grad. */
+int fp_part_show_saved(fp_part *part);
 /* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
 int fp_part_drop_kept(fp_part *part);
 

@@ -794,7 +794,8 @@ finish_step(fp_step *step)
         if (take_reduced(step, part) < 0) {
             return -1;
         }
-        if (!part->shows_kept && fp_flat_has_kept(part->flat) && fp_part_show_kept(part) < 0) {
+        if (!part->shows_kept &&
+            (fp_flat_has_kept(part->flat) ? fp_part_show_kept(part) : fp_part_show_saved(part)) < 0) {
             return -1;
         }
     }

@@ -269,14 +269,27 @@ step_is_partly_full(PyObject *self, void *ignored)
 }
 
 static PyObject *
-step_shows_kept(PyObject *self, void *ignored)
+step_unreduced(PyObject *self, void *ignored)
 {
     const fp_step *step = (fp_step *)self;
-    int shows = 0;
+    int unreduced = 0;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        shows = shows || step->parts[k].shows_kept;
+        unreduced = unreduced || step->parts[k].unreduced;
     }
-    return PyBool_FromLong(shows);
+    return PyBool_FromLong(unreduced);
+}
+
+static PyObject *
+step_settle(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    const char *name = PyUnicode_AsUTF8(step->name);
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (name == NULL || fp_part_settle(&step->parts[k], name) < 0) {
+            return NULL;
+        }
+    }
+    return step_unreduced(self, NULL);
 }
 
 static PyObject *
@@ -389,6 +402,9 @@ static PyMethodDef step_methods[] = {
     {"average_elsewhere", step_average_elsewhere, METH_NOARGS,
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
     {"views", step_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},
+    {"settle", step_settle, METH_NOARGS,
+     "settle($self, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has kept counts. "
+     "Returns unreduced."},
     {"kept", step_read_kept, METH_NOARGS,
      "kept($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this rank's "
      "part of it, added over the ranks that share the parameter."},
@@ -404,7 +420,8 @@ static PyGetSetDef step_getset[] = {
     {"is_full", step_is_full, NULL, "Whether the unsharded data have memory.", NULL},
     {"is_partly_full", step_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
     {"has_frozen", step_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
-    {"shows_kept", step_shows_kept, NULL, "Whether .grad is what no_sync has kept, which is not reduced.", NULL},
+    {"unreduced", step_unreduced, NULL,
+     "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", NULL},
     {"shows_views", step_shows_views, NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -474,7 +491,6 @@ PyMethodDef fp_step_methods_of_module[] = {
     {"note_optimizer_step", FP_FASTCALL(note_optimizer_step), METH_FASTCALL,
      "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now."},
     {"unreduced", FP_FASTCALL(unreduced), METH_FASTCALL,
-     "unreduced($module, /)\n--\n\nHow many flat parameters that are spread over ranks show a gradient kept in "
-     "no_sync."},
+     "unreduced($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced."},
     {NULL, NULL, 0, NULL},
 };

@@ -42,7 +42,7 @@ from .pairs import check_pair, outer_group
 from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
-from .summon import StateError, Summoned, refuse_step, summon
+from .summon import StateError, Summoned, refuse_step, refuse_unreduced, summon
 from .unit import (
     Options,
     Unit,
@@ -418,10 +418,13 @@ class FullyShardedDataParallel(nn.Module):
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before.
 
         A collective call, for the root, between backward and the optimizer's step.
+        Raises: ValueError for gradients of ``no_sync`` that are not reduced yet.
         """
         self._check_root("clip_grad_norm_")
+        units = list(units_of(self.modules()))
+        refuse_unreduced(units, "clip_grad_norm_")
         return clip_grad_norm(
-            list(units_of(self.modules())),
+            units,
             [param for param in self.parameters() if isinstance(param, nn.Parameter)],
             float(max_norm),
             float(norm_type),
@@ -444,7 +447,8 @@ class FullyShardedDataParallel(nn.Module):
 
         A collective call. ``writeback``: each rank keeps its own shard of what was written. ``rank0_only``: rank 0 of
         the group that shares a unit sees them, the others their shards. ``with_grads``: ``.grad`` too.
-        Raises: ValueError in a forward, a backward or another summon, and for ``writeback`` with ``rank0_only``.
+        Raises: ValueError in a forward, a backward or another summon, for ``writeback`` with ``rank0_only``, and for
+        ``with_grads`` with gradients of ``no_sync`` that are not reduced yet.
         """
         if writeback and rank0_only:
             raise WritebackError(
@@ -456,6 +460,8 @@ class FullyShardedDataParallel(nn.Module):
             if isinstance(wrapper, FullyShardedDataParallel):
                 wrapper._check_idle("summon_full_params")
                 units.append(wrapper._unit)
+        if with_grads:
+            refuse_unreduced(units, "summon_full_params(with_grads=True)")
         if offload_to_cpu and not rank0_only:
             warnings.warn(
                 "summon_full_params(offload_to_cpu=True) without rank0_only=True holds every parameter once a rank in "

@@ -18,6 +18,20 @@ class StateError(RuntimeError, AssertionError, ValueError):
     """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
 
 
+def refuse_unreduced(units: Iterable[Unit], what: str) -> None:
+    """Refuse ``what`` for gradients of micro-batches that are not reduced yet. Those cleared since count as none.
+
+    Raises: StateError naming a unit that has some.
+    """
+    for unit in units:
+        if unit.step.settle():
+            raise StateError(
+                f"{what}: gradients of {unit.name} come from no_sync() and are not reduced over the ranks yet, so each "
+                "rank has its own, and those of synced backwards before are put aside: run the last micro-batch "
+                "outside of no_sync() first, or clear the gradients"
+            )
+
+
 def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step: refuse one whose result the end of ``summon_full_params`` would throw away.
 
@@ -95,7 +109,8 @@ class Summoned:
 
     def _show(self, original: Original, value: Tensor) -> None:
         if self.unit.options.use_orig_params:
-            original.param.grad = None if self.with_grads else original.param.grad
+            if self.with_grads:
+                original.param.grad = None
             original.param.data = value
             return
         param = nn.Parameter(value, requires_grad=original.param.requires_grad)

@@ -452,12 +452,12 @@ def check_reduced(optimizer: torch.optim.Optimizer, *args: Any) -> None:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
     for unit in _units:
-        if not unit.step.shows_kept:
+        if not unit.step.unreduced:
             continue
         kept = {tensor.untyped_storage().data_ptr() for tensor in unit.step.kept() if tensor is not None}
         for segment, param in unit.parameters():
             grad = param.grad
-            if id(param) in stepped and segment.is_sharded and grad.untyped_storage().data_ptr() in kept:  # type: ignore[union-attr]
+            if id(param) in stepped and grad.untyped_storage().data_ptr() in kept:  # type: ignore[union-attr]
                 names = [original.fqn for original in segment.originals if original.param is param]
                 raise ValueError(
                     f"{type(optimizer).__name__}.step(): the gradient of {names[0] if names else FLAT_PARAM} of "

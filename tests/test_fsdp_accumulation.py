@@ -1,0 +1,207 @@
+"""What users do between micro-batches in no_sync: it is right, or refused with a word on what to do instead."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from fsdp_models import (
+    Averaged,
+    assert_same,
+    assert_same_grads,
+    data,
+    full_grads,
+    full_params,
+    loss_of,
+    make,
+    wrap_blocks,
+)
+from gloo import fake_world, note, run_ranks
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+
+SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1")
+TO_DO = r"the unit of \w+ at `.*` come from no_sync\(\) and are not reduced .* run the last micro-batch outside of"
+CLEARED = {
+    "zero_grad": lambda model: model.zero_grad(),
+    "zero_grad in place": lambda model: model.zero_grad(set_to_none=False),
+    "p.grad = None": lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+    "nothing": lambda model: None,
+}
+
+
+def wrapped(strategy, uo):
+    return wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+
+
+def backward(model, step, *, synced=True):
+    if synced:
+        loss_of(model, data(step)).backward()
+        return
+    with model.no_sync():
+        loss_of(model, data(step)).backward()
+
+
+def summoned_grads(model):
+    """Inside of the block as full_grads does it, on NO_SHARD what this rank has."""
+    with FSDP.summon_full_params(model, with_grads=True):
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def looked_at():
+    """Clipping and looking at gradients that are not reduced, where torch clips by a wrong norm and asserts sizes."""
+    for (strategy, uo), first in itertools.product(itertools.product(SHARDED, (False, True)), (True, False)):
+        note(f"{strategy} uo={uo} first synced={first}")
+        model, module = wrapped(strategy, uo), make()
+        oracle = Averaged(module, 2)
+        backward(model, 0, synced=first)
+        if first:
+            oracle.backward(lambda rank: [data(0, rank)])
+        backward(model, 1, synced=False)
+        with pytest.raises(ValueError, match=r"clip_grad_norm_: gradients of " + TO_DO):
+            model.clip_grad_norm_(0.1)
+        with pytest.raises(ValueError, match=r"summon_full_params\(with_grads=True\): gradients of " + TO_DO):
+            summoned_grads(model)
+        assert_same(model, make())
+        backward(model, 2)
+        rest = (1, 2) if first else (0, 1, 2)
+        oracle.backward(lambda rank, rest=rest: [data(k, rank) for k in rest])
+        assert_same_grads(model, module, f"{strategy} uo={uo}")
+        wanted = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), wanted)
+        for name, clear in CLEARED.items():
+            if name == "nothing":
+                continue
+            backward(model, 3, synced=False)
+            clear(model)
+            assert all(grad is None or not grad.any() for grad in full_grads(model).values()), (strategy, uo, name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert model.clip_grad_norm_(1.0) == 0.0
+            backward(model, 4)
+            module.zero_grad()
+            oracle.backward(lambda rank: [data(4, rank)])
+            assert_same_grads(model, module, f"{strategy} uo={uo} {name}")
+            model.zero_grad()
+
+
+def unsharded():
+    """Without sharding each rank has its own sum, as DDP has; with a reduced part beside it, it is refused."""
+    for uo in (False, True):
+        model, module = wrapped("NO_SHARD", uo), make()
+        backward(model, 0, synced=False)
+        loss_of(module, data(0)).backward()
+        for found in (summoned_grads(model), full_grads(model)):
+            assert all(torch.equal(found[name], p.grad) for name, p in module.named_parameters())
+        model.clip_grad_norm_(0.1)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        found = full_grads(model)
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(found[name], p.grad)
+        backward(model, 1)  # what was clipped is what is reduced
+        mean = {name: sum(clipped_then_added(rank)[name] for rank in range(2)) / 2 for name in full_grads(model)}
+        for name, grad in full_grads(model).items():
+            torch.testing.assert_close(grad, mean[name], rtol=1e-5, atol=1e-6)
+        backward(model, 2, synced=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for call, *args in ((model.clip_grad_norm_, 0.1), (summoned_grads, model), (optimizer.step,)):
+            with pytest.raises(ValueError, match=r"no_sync\(\).* run the last micro-batch"):
+                call(*args)
+        assert_same(model, make())
+
+
+def clipped_then_added(rank):
+    """Of a rank's own: what backward adds to what was clipped."""
+    module = make()
+    loss_of(module, data(0, rank)).backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    loss_of(module, data(1, rank)).backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def assigned():
+    """A gradient that was assigned after micro-batches is added to, not averaged: every rank has its piece of it."""
+    cases = itertools.product(("FULL_SHARD", "ZERO_1", "NO_SHARD"), (False, True), CLEARED, (False, True))
+    for strategy, uo, cleared, more in cases:
+        what = f"{strategy} uo={uo} {cleared} more={more}"
+        note(what)
+        model, module = wrapped(strategy, uo), make()
+        oracle = Averaged(module, 2)
+        for synced in (True, False) if more else (False,):
+            backward(model, 0, synced=synced)
+        CLEARED[cleared](model)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.25)
+        for p in module.parameters():
+            p.grad = torch.full_like(p, 0.25)
+        if more:
+            backward(model, 1, synced=False)
+        backward(model, 2)
+        oracle.backward(lambda rank, more=more: [data(k, rank) for k in ((1, 2) if more else (2,))])
+        for name, grad in full_grads(model).items():
+            wanted = dict(module.named_parameters())[name].grad
+            torch.testing.assert_close(grad, wanted, msg=lambda text, name=name, what=what: f"{what} {name}: {text}")
+        if strategy != "NO_SHARD":
+            assert_same_grads(model, module, what)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = full_params(model)
+        grads = full_grads(model)
+        optimizer.step()
+        for name, value in full_params(model).items():
+            torch.testing.assert_close(value, before[name] - 0.1 * grads[name])
+
+
+def assigned_in_part():
+    """Only some get one, the others have none; a backward that skips a unit leaves what it was given."""
+    for strategy, cleared in itertools.product(("FULL_SHARD", "ZERO_1"), ("zero_grad", "zero_grad in place")):
+        model, module = wrapped(strategy, True), make()
+        oracle = Averaged(module, 2)
+        backward(model, 0, synced=False)
+        CLEARED[cleared](model)
+        for name, p in model.named_parameters():
+            if name.endswith("weight"):
+                p.grad = torch.full_like(p, 0.5)
+        backward(model, 1)
+        for name, p in module.named_parameters():
+            p.grad = torch.full_like(p, 0.5) if name.endswith("weight") else None
+        oracle.backward(lambda rank: [data(1, rank)])
+        assert_same_grads(model, module, f"{strategy} {cleared}")
+    model = wrapped("FULL_SHARD", False)
+    backward(model, 0, synced=False)
+    model.zero_grad()
+    flat = model.blocks[1].params[0]
+    flat.grad = torch.ones_like(flat)
+    hidden = model.blocks[0]
+    hidden(torch.ones(2, 5)).sum().backward()  # a pass of its own, which never comes to blocks.1
+    assert torch.equal(flat.grad, torch.ones_like(flat))
+    with pytest.raises(RuntimeError, match="size"):
+        flat.grad = torch.ones(3)
+
+
+def between():
+    looked_at()
+    unsharded()
+    assigned()
+    assigned_in_part()
+
+
+@pytest.mark.multiprocess
+def test_what_is_done_between_micro_batches():
+    run_ranks(between, 2)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_one_rank_adds_up_as_autograd_does(uo):
+    with fake_world(1):
+        model, module = wrapped("FULL_SHARD", uo), make()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module)]
+        for step, synced in enumerate((True, False, False)):
+            backward(model, step, synced=synced)
+            loss_of(module, data(step)).backward()
+            assert_same_grads(model, module, f"after {step}")
+        torch.testing.assert_close(model.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(model, module)
