@@ -1,5 +1,6 @@
 """Ranks that come to different collectives: an error on every rank that names rank, unit and step, and no hang."""
 
+import copy
 import datetime
 import re
 import time
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import ShardingStrategy
-from flatparam.fsdp.order import OrderError, Sequence, _time_out, sequence_of
+from flatparam.fsdp.order import OrderError, Sequence, _limit, sequence_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -88,6 +89,12 @@ def no_sync_on_one_rank(model, me):
     step(model)
 
 
+def saved_by_one_rank_at_first(model, me):
+    if not me:
+        model.state_dict()
+    step(model)
+
+
 def no_backward_on_one_rank(model, me):
     step(model)
     step(model, backward=not me)
@@ -109,6 +116,7 @@ DIFFERENT = {
     another_order: [pattern % 2 for pattern in GATHERS],
     no_sync_on_one_rank: [r"rank 0 reduces the gradients of .*in step 2", r"rank \d .* in step [23]"],
     saved_by_one_rank: [r"rank 0 gathers, to show or to save it, the unit", r"rank \d gathers the unit .*in step 2"],
+    saved_by_one_rank_at_first: [r"rank 0 gathers, to show or to save it, the unit", r"rank \d gathers the unit "],
     no_backward_on_one_rank: [r"rank 0 .*in step 2", r"rank \d gathers .*in step 3"],
 }
 
@@ -171,14 +179,30 @@ def test_all_ranks_of_a_grid_are_told():
     assert max(run_ranks(differ_on_a_grid, 4)) < SOON
 
 
+class CountingStore:
+    """What the order of ``model``'s group asks of the store from now on, and what it writes there."""
+
+    def __init__(self, model):
+        sequence = sequence_of(model.process_group, torch.device("cpu"))
+        self.store, self.read, self.written = sequence._store, 0, 0
+        sequence._store = self
+
+    def __getattr__(self, name):
+        writes = name in ("set", "add", "compare_set", "delete_key")
+        self.read, self.written = self.read + (not writes), self.written + writes
+        return getattr(self.store, name)
+
+
 def late():
-    """Rank 1 has one batch less, and goes on with something else."""
-    model = made(ShardingStrategy.FULL_SHARD, limit=8.0)
-    step(model)
+    """Rank 1 has one batch less, and goes on with something else; a while before, it has waited, and seldom asked."""
+    model = made(ShardingStrategy.FULL_SHARD)
+    train(model, 2)
+    store = CountingStore(model)
     if dist.get_rank() == 0:
-        time.sleep(0.8)  # rank 1 waits for it, now but not in the end
+        time.sleep(2.5)
     step(model)
-    step(model)
+    assert (store.read < 18, store.written) == (True, 0), (store.read, store.written)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=8), model.process_group)
     begin = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(
@@ -317,6 +341,40 @@ def test_groups_whose_ranks_are_no_processes_are_not_asked():
         assert sequence_of(dist.group.WORLD, torch.device("cpu")) is None
 
 
+def rank_0_alone():
+    """What comes to no collective may be done by one rank alone, before anything else, in between, of a copy."""
+    for first in (True, False):
+        note(f"alone, first={first}")
+        group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
+        torch.manual_seed(0)
+        whole, sharded, other = (
+            wrap_blocks(Chosen(), process_group=group, sharding_strategy=ShardingStrategy[name])
+            for name in ("NO_SHARD", "FULL_SHARD", "FULL_SHARD")
+        )
+        alone = dist.get_rank() == 0
+        if alone and first:
+            evaluate(whole)
+        train(sharded, 2)
+        if alone:
+            evaluate(copy.deepcopy(whole), 2)
+        for model in (other, whole, sharded, copy.deepcopy(sharded)):
+            train(model, 2)
+            loss = model(torch.ones(2, 3), ALL).sum()
+            if alone:
+                evaluate(whole)
+            loss.backward()
+            model.state_dict()
+            train(model)
+        more = wrap_blocks(Chosen(), process_group=group)
+        train(more)
+        with pytest.raises(OrderError, match=r"rank 0 gathers .*`blocks\.1`.*; rank 1 gathers .*`blocks\.2`"):
+            step(more, (0, 2, 3) if dist.get_rank() else ALL)
+
+
+def test_one_rank_may_do_alone_what_needs_no_other():
+    run_ranks(rank_0_alone, 2)
+
+
 def through_a_server():
     """With a TCPStore, as torchrun has it; the same one for two groups, one after the other."""
     port = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)] if dist.get_rank() == 0 else []
@@ -324,11 +382,15 @@ def through_a_server():
     everyone = [None, None]
     dist.all_gather_object(everyone, ports)
     store = port[0] if port else dist.TCPStore("127.0.0.1", everyone[0][0], is_master=False)
-    for _ in range(2):
-        model = made(ShardingStrategy.FULL_SHARD)
+    for strategy in ("NO_SHARD", "FULL_SHARD", "FULL_SHARD"):
+        model = made(ShardingStrategy[strategy])
         group = model.process_group
         groups = dist.distributed_c10d._world.pg_map
         groups[group] = (groups[group][0], store)
+        if strategy == "NO_SHARD":
+            if dist.get_rank() == 0:  # who alone has an order there must not be in another life from then on
+                evaluate(model)
+            continue
         for _ in range(3):
             train(model)
             evaluate(model)
@@ -349,7 +411,7 @@ def test_backends_without_options_have_the_default_time_out():
         def options(self):
             raise RuntimeError("Backend x does not implement getBackendOptions")
 
-    assert _time_out(Backend()) == dist.constants.default_pg_timeout.total_seconds() - 3
+    assert _limit(Backend()) == dist.constants.default_pg_timeout.total_seconds()
 
 
 def test_a_group_has_an_order_for_each_kind_of_device():

@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import make, wrap_blocks
-from gloo import fake_world, run_ranks
+from gloo import fake_world, note, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
@@ -147,3 +150,108 @@ def other_builds():
 @pytest.mark.multiprocess
 def test_ranks_that_build_different_models():
     run_ranks(other_builds, 2)
+
+
+def raises(*ignored, **too):
+    raise KeyError("not on this rank")
+
+
+class Raises(nn.Linear):
+    """On the meta device, and rank 1 cannot fill it."""
+
+    def reset_parameters(self):
+        if not self.weight.is_meta and dist.get_rank() == 1:
+            raises()
+
+
+def on_meta():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(3, 3), Raises(3, 3))
+
+
+# What rank 1 alone passes; its error and what it says
+WRONG = [
+    (
+        {"mixed_precision": "bf16"},
+        TypeError,
+        "expected mixed_precision to be torch's MixedPrecision or None, got 'bf16'",
+    ),
+    ({"cpu_offload": True}, TypeError, "expected cpu_offload to be torch's CPUOffload or None, got True"),
+    ({"use_orig_params": "no"}, TypeError, "expected use_orig_params to be True or False, got 'no'"),
+    ({"segments": None}, TypeError, "expected segments to be True or False, got None"),
+    ({"sharding_strategy": "FULL_SHARD"}, TypeError, "ShardingStrategy"),
+    ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, ValueError, "HYBRID_SHARD must know"),
+    ({"backward_prefetch": "pre"}, TypeError, "backward_prefetch"),
+    ({"auto_wrap_policy": {nn.Linear}}, TypeError, "auto_wrap_policy"),
+    ({"auto_wrap_policy": raises}, KeyError, "not on this rank"),
+    ({"ignored_modules": [], "ignored_states": []}, ValueError, "both ignored_modules and ignored_states"),
+    ({"param_init_fn": 3}, ValueError, "3 to be callable"),
+    ({"device_id": 0}, ValueError, "device_id=0 names an accelerator"),
+    ({"atomic": raises}, KeyError, "not on this rank"),
+    ({"offload_grads": True}, ValueError, "FULL_SHARD does not offload gradients"),
+    ({"module": 3}, TypeError, "expected module to be torch's Module, got 3"),
+]
+
+
+def one_rank_is_wrong():
+    """The others are told which rank it is and why, at once, and the group can be used afterwards."""
+    rank = dist.get_rank()
+    for wrong, kind, message in WRONG:
+        for policy in (None, ModuleWrapPolicy({nn.Linear})):
+            arguments = {"module": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "auto_wrap_policy": policy}
+            note(f"{wrong} {policy}")
+            begin = time.monotonic()
+            if rank == 1:
+                with pytest.raises(kind, match=message):
+                    FSDP(**{**arguments, **wrong})
+            else:
+                with pytest.raises(ValueError, match=rf"rank 1 could not build its unit: \w+: .*{message}"):
+                    FSDP(**arguments)
+            assert time.monotonic() - begin < 2.0
+    with pytest.raises(KeyError if rank == 1 else ValueError, match="not on this rank"):
+        FSDP(on_meta(), auto_wrap_policy=ModuleWrapPolicy({Raises}))
+    with pytest.raises(KeyError if rank == 1 else ValueError, match="not on this rank"):
+        FSDP(on_meta(), sync_module_states=True)
+    model = FSDP(nn.Linear(3, 3), sync_module_states=True)
+    model(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.multiprocess
+def test_an_error_of_one_rank_is_told_to_all():
+    run_ranks(one_rank_is_wrong, 2)
+
+
+def one_of_a_grid_is_wrong():
+    """Ranks of another row and column than the one that is wrong are told too."""
+    rank = dist.get_rank()
+    settings = {"device_mesh": init_device_mesh("cpu", (2, 2)), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    with pytest.raises(TypeError if rank == 3 else ValueError, match="expected mixed_precision to be"):
+        FSDP(nn.Linear(3, 3), mixed_precision=3 if rank == 3 else None, **settings)
+    with pytest.raises(ValueError, match=r"rank 2 has .*weight.*\(3, 3\).*rank 3 has .*weight.*\(4, 3\)"):
+        FSDP(nn.Linear(3, 3 + (rank == 3)), **settings)
+    model = FSDP(nn.Linear(3, 3), **settings)
+    model(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.multiprocess
+def test_an_error_of_one_rank_of_a_grid_is_told_to_all():
+    run_ranks(one_of_a_grid_is_wrong, 4)
+
+
+def nobody_comes():
+    """Who waits to tell of an error says it at least here."""
+    if dist.get_rank() == 1:
+        with (
+            pytest.warns(UserWarning, match="waiting to tell .* rank 1 could not build its unit: TypeError"),
+            pytest.raises(TypeError, match="expected mixed_precision"),
+        ):
+            FSDP(nn.Linear(3, 3), mixed_precision=3)
+    else:
+        time.sleep(3.0)
+        with pytest.raises(ValueError, match="rank 1 could not build its unit"):
+            FSDP(nn.Linear(3, 3))
+
+
+@pytest.mark.multiprocess
+def test_an_error_that_waits_to_be_told_is_seen():
+    run_ranks(nobody_comes, 2)

@@ -405,19 +405,23 @@ def test_orders_that_are_refused():
     with pytest.raises(TypeError):
         order.at("1")
     assert order.count == 0
+    for arguments in ((), (3,), (order, order)):
+        with pytest.raises(TypeError):
+            _C.Follower(*arguments)
+    follower = _C.Follower(order)
     step = step_of(part_of(module_with()))
-    step.follow(0, order, 0, True)
-    for arguments in ((0, 3, 0, True), (0, order, "0", True), (0, order, 0, 1), (0, order, 0)):
+    step.follow(0, follower, 0, True)
+    for arguments in ((0, order, 0, True), (0, follower, "0", True), (0, follower, 0, 1), (0, follower, 0)):
         with pytest.raises(TypeError):
             step.follow(*arguments)
     for which, number in ((4, 0), (-1, 0), (0, -1), (0, 2**32)):
         with pytest.raises(ValueError, match="a group from 0 to 3"):
-            step.follow(which, order, number, True)
+            step.follow(which, follower, number, True)
     run = run_of()
-    for orders in ([order], (order, 3)):
-        with pytest.raises(TypeError, match="tuple of Order"):
-            run.tell(orders)
-    run.tell((order,))
+    for followers in ([follower], (follower, order)):
+        with pytest.raises(TypeError, match="tuple of Follower"):
+            run.tell(followers)
+    run.tell((follower,))
 
 
 def test_orders_leak_nothing_and_each_allocation_may_fail():
@@ -450,10 +454,11 @@ def test_orders_leak_nothing_and_each_allocation_may_fail():
     assert asker.order.count == noted + 1
     del note_many
     run = run_of()
-    run.tell((asker.order,))
+    follower = _C.Follower(asker.order)
+    run.tell((follower,))
     step = step_of(part_of(module_with()))
-    step.follow(1, asker.order, 0, False)
-    del asker, run, step
+    step.follow(1, follower, 0, False)
+    del asker, follower, run, step
     gc.collect()
     assert _C.alloc_live() == before
 

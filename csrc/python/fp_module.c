@@ -3,6 +3,7 @@
 
 #include "core/fp_alloc.h"
 #include "python/fp_layout_py.h"
+#include "python/fp_follower.h"
 #include "python/fp_order_py.h"
 #include "python/fp_attributes.h"
 #include "python/fp_run.h"
@@ -200,6 +201,10 @@ fp_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "Order", state->Order) < 0) {
         return -1;
     }
+    state->Follower = fp_follower_type_new(module);
+    if (PyModule_AddObjectRef(module, "Follower", state->Follower) < 0) {
+        return -1;
+    }
     for (size_t i = 0; i < sizeof fp_method_tables / sizeof fp_method_tables[0]; i++) {
         if (PyModule_AddFunctions(module, fp_method_tables[i]) < 0) {
             return -1;
@@ -219,6 +224,7 @@ fp_traverse(PyObject *module, visitproc visit, void *arg)
         Py_VISIT(state->Run);
         Py_VISIT(state->Step);
         Py_VISIT(state->Order);
+        Py_VISIT(state->Follower);
     }
     return 0;
 }
@@ -234,6 +240,7 @@ fp_clear(PyObject *module)
         Py_CLEAR(state->Run);
         Py_CLEAR(state->Step);
         Py_CLEAR(state->Order);
+        Py_CLEAR(state->Follower);
     }
     return 0;
 }

@@ -18,7 +18,8 @@ typedef struct {
     PyObject *Unit;       /* flatparam._C.Unit, the heap type of fp_unit.c */
     PyObject *Run;        /* flatparam._C.Run and _C.Step, the heap types of fp_run.c and fp_step.c */
     PyObject *Step;
-    PyObject *Order; /* flatparam._C.Order, the heap type of fp_order_py.c */
+    PyObject *Order;    /* flatparam._C.Order, the heap type of fp_order_py.c */
+    PyObject *Follower; /* flatparam._C.Follower, the heap type of fp_follower.c */
 } fp_module_state;
 
 /* The state of the module object that a METH_FASTCALL function gets as its first argument. */

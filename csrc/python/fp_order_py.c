@@ -13,9 +13,6 @@ typedef struct {
     PyObject *agree;   /* agree(index, event, new_pass, alone) */
     PyObject *waiting; /* waiting() */
     int broken;        /* the ranks do not agree */
-    int began;         /* a pass, since the last event */
-    int ended;         /* a backward, since the last event */
-    int keeps;         /* the last backward kept its gradients */
 } order_object;
 
 static PyTypeObject *order_type; /* borrowed from the module, which lives as long as the process */
@@ -51,44 +48,22 @@ note(order_object *self, uint64_t event, int new_pass)
                 Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass, verdict != FP_ORDER_NEW));
 }
 
-static int
-before(PyObject *watcher, uint64_t event)
+int
+fp_order_note_event(PyObject *order, uint64_t event, int new_pass)
 {
-    order_object *self = (order_object *)watcher;
-    const int gathers = event % FP_EVENT_KINDS != FP_EVENT_REDUCES; /* or is about to */
-    const int new_pass =
-        self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
-    self->ended = 0;
-    self->began = self->began && !new_pass;
-    return note(self, event + (!gathers && self->keeps ? 2 : 0), new_pass);
+    return note((order_object *)order, event, new_pass);
 }
 
-static int
-waiting(PyObject *watcher)
+int
+fp_order_note_wait(PyObject *order)
 {
-    return call(((order_object *)watcher)->waiting, PyTuple_New(0));
+    return call(((order_object *)order)->waiting, PyTuple_New(0));
 }
 
-static int
-is_broken(PyObject *watcher)
+int
+fp_order_is_broken(PyObject *order)
 {
-    return ((order_object *)watcher)->broken;
-}
-
-const fp_group_calls fp_order_calls = {.before = before, .waiting = waiting, .is_broken = is_broken};
-
-void
-fp_order_begin_pass(PyObject *order)
-{
-    ((order_object *)order)->began = 1;
-}
-
-void
-fp_order_end_backward(PyObject *order, int keeps)
-{
-    order_object *self = (order_object *)order;
-    self->ended = 1;
-    self->keeps = keeps;
+    return ((order_object *)order)->broken;
 }
 
 int
@@ -113,7 +88,6 @@ order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->agree = Py_NewRef(agree);
     self->waiting = Py_NewRef(waiting_function);
-    self->ended = 1; /* the first event begins a pass */
     self->order = fp_order_new();
     if (self->order == NULL) {
         Py_DECREF(self);

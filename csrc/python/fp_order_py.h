@@ -9,10 +9,9 @@
 PyObject *fp_order_type_new(PyObject *module);
 int fp_order_check(PyObject *object); /* whether it is one */
 
-extern const fp_group_calls fp_order_calls; /* with an Order as watcher */
-
-/* The following are of an Order. A pass begins, its backward has ended, keeping its gradients or not. */
-void fp_order_begin_pass(PyObject *order);
-void fp_order_end_backward(PyObject *order, int keeps);
+/* The following are of an Order. An event comes; one is waited for, again; whether those under way may never end. */
+int fp_order_note_event(PyObject *order, uint64_t event, int new_pass);
+int fp_order_note_wait(PyObject *order);
+int fp_order_is_broken(PyObject *order);
 
 #endif

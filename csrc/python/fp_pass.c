@@ -13,7 +13,7 @@
 #include "python/fp_pass.h"
 
 #include "core/fp_alloc.h"
-#include "python/fp_order_py.h"
+#include "python/fp_follower.h"
 
 enum { PREFETCH_NONE = 0, PREFETCH_PRE = 1, PREFETCH_POST = 2 };
 
@@ -362,8 +362,8 @@ begin_pass(fp_run *run)
         return -1;
     }
     run->pass++;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->orders); i++) {
-        fp_order_begin_pass(PyTuple_GET_ITEM(run->orders, i));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->followers); i++) {
+        fp_follower_begin_pass(PyTuple_GET_ITEM(run->followers, i));
     }
     for (Py_ssize_t i = 0; i < run->n_order; i++) {
         run->order[i]->position = -1;
@@ -829,8 +829,8 @@ finish(void *run_pointer)
         fp_range_end(range);
         Py_DECREF(step);
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->orders); i++) {
-        fp_order_end_backward(PyTuple_GET_ITEM(run->orders, i), !run->synchronize);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->followers); i++) {
+        fp_follower_end_backward(PyTuple_GET_ITEM(run->followers, i), !run->synchronize);
     }
     run->n_order = 0;
     run->reducing = NULL;

@@ -12,7 +12,7 @@ typedef struct {
     PyObject *collectives;  /* does collectives in Python's way */
     PyObject *watched;      /* ((dict, name, function), ...): Python's way is taken once one of them was replaced */
     PyObject *find_tensors; /* finds the tensors in an output of any type */
-    PyObject *orders;       /* tuple of Order: of the groups that the units are spread over */
+    PyObject *followers;    /* tuple of Follower: of the groups that the units are spread over */
     struct fp_step **steps; /* all units, borrowed: a unit that goes takes itself out; in the order they joined */
     Py_ssize_t n_steps;
     struct fp_step **order; /* units by the end of their forward in this pass, borrowed */

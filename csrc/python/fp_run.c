@@ -5,7 +5,7 @@
 #include <structmember.h>
 
 #include "core/fp_alloc.h"
-#include "python/fp_order_py.h"
+#include "python/fp_follower.h"
 #include "python/fp_pass.h"
 
 static PyTypeObject *run_type; /* borrowed from the module, which lives as long as the process */
@@ -37,9 +37,9 @@ run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     run->backward_prefetch = backward_prefetch;
     run->forward_prefetch = forward_prefetch;
     run->synchronize = 1;
-    run->orders = PyTuple_New(0);
+    run->followers = PyTuple_New(0);
     run->ref = fp_unit_ref_new(run, "the model", &fp_pass_run_calls);
-    if (run->orders == NULL || run->ref == NULL) {
+    if (run->followers == NULL || run->ref == NULL) {
         Py_CLEAR(run);
     }
     return (PyObject *)run;
@@ -53,7 +53,7 @@ run_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(run->collectives);
     Py_VISIT(run->watched);
     Py_VISIT(run->find_tensors);
-    Py_VISIT(run->orders);
+    Py_VISIT(run->followers);
     return 0;
 }
 
@@ -73,26 +73,26 @@ run_dealloc(PyObject *self)
     Py_CLEAR(run->collectives);
     Py_CLEAR(run->watched);
     Py_CLEAR(run->find_tensors);
-    Py_CLEAR(run->orders);
+    Py_CLEAR(run->followers);
     fp_free(run->steps);
     fp_free(run->order);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
-/* tell(orders) */
+/* tell(followers) */
 static PyObject *
-run_tell(PyObject *self, PyObject *orders)
+run_tell(PyObject *self, PyObject *followers)
 {
-    int fits = PyTuple_Check(orders);
-    for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(orders); i++) {
-        fits = fp_order_check(PyTuple_GET_ITEM(orders, i));
+    int fits = PyTuple_Check(followers);
+    for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(followers); i++) {
+        fits = fp_follower_check(PyTuple_GET_ITEM(followers, i));
     }
     if (!fits) {
-        PyErr_SetString(PyExc_TypeError, "expected a tuple of Order");
+        PyErr_SetString(PyExc_TypeError, "expected a tuple of Follower");
         return NULL;
     }
-    Py_SETREF(((fp_run *)self)->orders, Py_NewRef(orders));
+    Py_SETREF(((fp_run *)self)->followers, Py_NewRef(followers));
     Py_RETURN_NONE;
 }
 
@@ -127,7 +127,7 @@ run_state(PyObject *self, void *ignored)
 
 static PyMethodDef run_methods[] = {
     {"tell", run_tell, METH_O,
-     "tell($self, orders, /)\n--\n\nFrom now on tell these, a tuple of Order, where passes begin and end."},
+     "tell($self, followers, /)\n--\n\nFrom now on tell these, a tuple of Follower, where passes begin and end."},
     {"recover", run_recover, METH_NOARGS,
      "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
      "then."},

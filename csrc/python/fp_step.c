@@ -5,7 +5,7 @@
 #include <structmember.h>
 
 #include "core/fp_alloc.h"
-#include "python/fp_order_py.h"
+#include "python/fp_follower.h"
 #include "python/fp_pass.h"
 #include "python/fp_run.h"
 
@@ -137,7 +137,7 @@ step_join(PyObject *self, PyObject *run_object)
     Py_RETURN_NONE;
 }
 
-/* follow(which, order, number, sliced); which: the group that shares the unit, replicates it, shares the copy, refreshes
+/* follow(which, follower, number, sliced); which: the group that shares the unit, replicates it, shares the copy, refreshes
  * it */
 static PyObject *
 step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -154,8 +154,8 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
                      (long long)which, (long long)number);
         return NULL;
     }
-    if (!fp_order_check(args[1])) {
-        PyErr_Format(PyExc_TypeError, "expected an Order, got %.200s", Py_TYPE(args[1])->tp_name);
+    if (!fp_follower_check(args[1])) {
+        PyErr_Format(PyExc_TypeError, "expected a Follower, got %.200s", Py_TYPE(args[1])->tp_name);
         return NULL;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
@@ -163,7 +163,7 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         fp_group *const groups[] = {part->shard_group, part->replicate_group, part->param_group, part->refresh_group};
         fp_group *group = groups[which];
         if (group != NULL) {
-            fp_group_watch(group, args[1], &fp_order_calls, (uint32_t)(number + k), sliced);
+            fp_group_watch(group, args[1], &fp_follower_calls, (uint32_t)(number + k), sliced);
         }
     }
     Py_RETURN_NONE;
@@ -373,7 +373,8 @@ step_is_full(PyObject *self, void *ignored)
 static PyMethodDef step_methods[] = {
     {"join", step_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
     {"follow", FP_FASTCALL(step_follow), METH_FASTCALL,
-     "follow($self, which, order, number, sliced, /)\n--\n\nTell an Order of the collectives over a group: 0 the one "
+     "follow($self, which, follower, number, sliced, /)\n--\n\nTell a Follower of the collectives over a group: 0 the "
+     "one "
      "that shares the unit, 1 the one that replicates it, 2 the one that shares the copy, 3 the one that refreshes "
      "it.\n"
      "Its parts are called number and on; sliced: tell it also "

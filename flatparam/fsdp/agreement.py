@@ -1,37 +1,116 @@
-"""Whether all ranks have built the same unit: found out before they talk past each other."""
+"""Whether all ranks have built the same unit: found out before they talk past each other.
 
+The first thing that a unit says to other ranks is this, so a rank that cannot build its unit says so here.
+"""
+
+import contextlib
 import hashlib
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .placement import Placement
+from .register import Register, register_of
 from .unit import Options, Original
 
-_WORDS = 4
+_WORDS = 5  # a digest, and a number that no other rank has
+_TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
+_PATIENCE = 2.0  # seconds in which the others are expected
+
+Described = list[tuple[str, str]]  # (name, what it is) of everything that must be the same on all ranks
 
 
-def check_same_unit(name: str, originals: list[Original], options: Options) -> None:
-    """Compare a unit over the groups it is spread over. A collective call of 32 bytes.
+def check_same_unit(name: str, originals: list[Original], options: Options) -> dict[Register, int]:
+    """Compare a unit over the groups it is spread over; returns its numbers there. A collective call of 40 bytes.
 
-    Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from those of rank 0.
+    Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from those of rank 0, or the
+    rank that could not build its unit and why.
     """
-    described = _describe(name, originals, options)
-    digest = hashlib.sha256(repr(described).encode()).digest()
-    words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)]
-    for group in (options.placement.optim, options.placement.replicate):
-        if group is None:
-            continue
-        device = dist.distributed_c10d._get_object_coll_device(group)
-        mine = torch.tensor(words, dtype=torch.int64, device=device)
+    numbers: dict[Register, int] = {}
+    problem = _compare(_describe(name, originals, options), groups_of_placement(options.placement), numbers)
+    if problem is not None:
+        error = ValueError(problem)
+        vars(error)[_TOLD] = True
+        raise error
+    return numbers
+
+
+class Building:
+    """A unit that this rank builds. ``groups``: over which other ranks will compare theirs; none: not any more."""
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup]):
+        self.groups = list(groups)
+
+
+@contextlib.contextmanager
+def telling(building: Building) -> Iterator[None]:
+    """An exception in the block is told to the ranks that are about to compare the unit: they raise one too.
+
+    Collective calls of this rank alone stand for theirs, so they must be about to. Raises: what the block does.
+    """
+    try:
+        yield
+    except Exception as error:
+        if building.groups and _TOLD not in vars(error):
+            vars(error)[_TOLD] = True
+            said = f"rank {dist.get_rank()} could not build its unit: {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):  # they are gone
+                _compare(said, building.groups, {})
+        raise
+
+
+def groups_of_placement(placement: Placement) -> list[dist.ProcessGroup]:
+    """Those over which a unit is compared, in order."""
+    return [group for group in (placement.optim, placement.replicate) if group is not None]
+
+
+def _compare(said: Described | str, groups: list[dist.ProcessGroup], numbers: dict[Register, int]) -> str | None:
+    """What is wrong, on all ranks of a group the same; None: nothing. A str is said by a rank that has an error.
+
+    An error goes on to the ranks of the next group, which cannot know of it.
+    """
+    for group in groups:
+        digest = hashlib.sha256(repr(said).encode()).digest()
+        mine = torch.tensor(
+            [int.from_bytes(part, "little", signed=True) for part in (*_words(digest), os.urandom(8))],
+            dtype=torch.int64,
+            device=dist.distributed_c10d._get_object_coll_device(group),
+        )
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, mine, group=group)
-        if any(not torch.equal(mine, other) for other in everyone):
-            _explain(described, group)
+        work = dist.all_gather(everyone, mine, group=group, async_op=True)
+        if isinstance(said, str):
+            _wait_with_an_error(work, said)
+        elif work is not None:
+            work.wait()
+        register = register_of(group)
+        register.life = register.life or f"{everyone[0][-1].item():x}"
+        numbers[register] = register.of_built()
+        if any(not torch.equal(mine[:-1], other[:-1]) for other in everyone):
+            said = _explain(said, group)
+    return said if isinstance(said, str) else None
 
 
-def _describe(name: str, originals: list[Original], options: Options) -> list[tuple[str, str]]:
-    """``(name, what it is)`` of everything that must be the same on all ranks."""
+def _words(digest: bytes) -> Iterator[bytes]:
+    return (digest[8 * i : 8 * i + 8] for i in range(_WORDS - 1))
+
+
+def _wait_with_an_error(work: Any, said: str) -> None:
+    """For ranks that may never come: then the error must be seen nevertheless."""
+    begin = time.monotonic()
+    while work is not None and not work.is_completed() and time.monotonic() - begin < _PATIENCE:
+        time.sleep(0.005)
+    if work is not None and not work.is_completed():
+        warnings.warn(f"waiting to tell the other ranks, which build it later or not at all, that {said}", stacklevel=2)
+    if work is not None:
+        work.wait()
+
+
+def _describe(name: str, originals: list[Original], options: Options) -> Described:
     placement, precision = options.placement, options.mixed_precision
     settings = (
         f"{placement.shards} shards, {placement.replicas} replicas, parameters over {placement.param_shards}, "
@@ -54,15 +133,21 @@ def _describe(name: str, originals: list[Original], options: Options) -> list[tu
     ]
 
 
-def _explain(described: list[tuple[str, str]], group: dist.ProcessGroup) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, described, group=group)
+def _explain(said: Described | str, group: dist.ProcessGroup) -> str:
+    """The first error, or else difference from the group's first rank. A collective call."""
+    ranks = dist.get_process_group_ranks(group)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, said, group=group)
+    for other in everyone:
+        if isinstance(other, str):
+            return other
     first = everyone[0]
-    for rank, other in enumerate(everyone):
+    for rank, other in zip(ranks, everyone, strict=True):
         for i in range(max(len(first), len(other))):
             expected, found = (side[i] if i < len(side) else ("nothing", "-") for side in (first, other))
             if expected != found:
-                raise ValueError(
-                    f"the ranks have built different units: rank 0 has {expected[0]} ({expected[1]}), rank {rank} has "
-                    f"{found[0]} ({found[1]})"
+                return (
+                    f"the ranks have built different units: rank {ranks[0]} has {expected[0]} ({expected[1]}), rank "
+                    f"{rank} has {found[0]} ({found[1]})"
                 )
+    raise AssertionError("the ranks have built the same unit, but other digests of it")

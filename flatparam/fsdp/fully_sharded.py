@@ -30,8 +30,9 @@ from torch.profiler import record_function
 from .. import _C
 from . import collectives
 from . import state_dict as state_dicts
-from .agreement import check_same_unit
+from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy, TrainingState
+from .arguments import check_types
 from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
 from .materialize import device_of, materialize, move, own_modules, synchronize
@@ -42,6 +43,7 @@ from .pairs import check_pair, outer_group
 from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
+from .register import enroll, enroll_loaded
 from .summon import StateError, Summoned, refuse_step, refuse_unreduced, summon
 from .unit import (
     Options,
@@ -103,103 +105,124 @@ class FullyShardedDataParallel(nn.Module):
     ):
         super().__init__()
         _watch_optimizers()
-        _refuse(
-            cpu_offload=cpu_offload is not None and cpu_offload.offload_params and _has_accelerator(),
-        )
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
-        if backward_prefetch not in _PREFETCH:
-            raise TypeError(f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}")
-        check_layout_arguments(shard_alignment, atomic)
-        self._strategy = ShardingStrategy.of(sharding_strategy)
-        self._backward_prefetch = backward_prefetch
-        self._forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
-        self.cpu_offload = cpu_offload if cpu_offload is not None else CPUOffload()
-        self._use_orig_params = use_orig_params
-        ignored_modules_set, ignored_params = _ignored(module, ignored_modules, ignored_states)
-        if placement is not None:
-            if process_group is not None or device_mesh is not None or sharding_strategy is not None:
-                raise ValueError("placement= replaces process_group, device_mesh and sharding_strategy: pass only one")
-            self._placement = placement
-            if placement.copied:
-                check_pair(placement.param, placement.optim, "Placement")
-            if placement.outer is not None:
-                outer_group(placement.param, placement.optim, placement.outer)
-        else:
-            self._placement = place(self._strategy, groups_of(self._strategy, process_group, device_mesh))
-        if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
-            raise ValueError(
-                f"{self._strategy.name} adds gradients in the parameter's own precision: keep_low_precision_grads=True "
-                "would lose that; leave it out"
+        building = Building(_default_groups(process_group, device_mesh, placement))
+        with telling(building):
+            self._strategy = ShardingStrategy.of(sharding_strategy)
+            if placement is not None:
+                check_types(placement=placement)
+                if process_group is not None or device_mesh is not None or sharding_strategy is not None:
+                    raise ValueError(
+                        "placement= replaces process_group, device_mesh and sharding_strategy: pass only one"
+                    )
+                self._placement = placement
+                if placement.copied:
+                    check_pair(placement.param, placement.optim, "Placement")
+                if placement.outer is not None:
+                    outer_group(placement.param, placement.optim, placement.outer)
+            else:
+                self._placement = place(self._strategy, groups_of(self._strategy, process_group, device_mesh))
+            building.groups = groups_of_placement(self._placement)
+            check_types(
+                module=module,
+                cpu_offload=cpu_offload,
+                mixed_precision=mixed_precision,
+                sync_module_states=sync_module_states,
+                forward_prefetch=forward_prefetch,
+                limit_all_gathers=limit_all_gathers,
+                use_orig_params=use_orig_params,
+                segments=segments,
+                offload_grads=offload_grads,
             )
-        if offload_grads and not self._placement.full_precision:
-            raise ValueError(
-                f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
-                "LAYER_ZERO_NESTED, which add them up over micro-batches"
+            _refuse(
+                cpu_offload=cpu_offload is not None and cpu_offload.offload_params and _has_accelerator(),
             )
-        self._ignored_params = ignored_params
-        if auto_wrap_policy is not None:
-            self._wrap_descendants(
-                module,
-                auto_wrap_policy,
-                ignored_modules_set,
-                ignored_params,
-                {
-                    "process_group": process_group,
-                    "sharding_strategy": sharding_strategy,
-                    "cpu_offload": cpu_offload,
-                    "backward_prefetch": backward_prefetch,
-                    "mixed_precision": mixed_precision,
-                    "param_init_fn": param_init_fn,
-                    "device_id": device_id,
-                    "sync_module_states": sync_module_states,
-                    "forward_prefetch": forward_prefetch,
-                    "limit_all_gathers": limit_all_gathers,
-                    "use_orig_params": use_orig_params,
-                    "device_mesh": device_mesh,
-                    "placement": placement,
-                    "segments": segments,
-                    "shard_alignment": shard_alignment,
-                    "atomic": atomic,
-                    "offload_grads": offload_grads,
-                },
+            if isinstance(module, FullyShardedDataParallel):
+                raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
+            if backward_prefetch not in _PREFETCH:
+                raise TypeError(
+                    f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}"
+                )
+            check_layout_arguments(shard_alignment, atomic)
+            self._backward_prefetch = backward_prefetch
+            self._forward_prefetch = forward_prefetch
+            self.limit_all_gathers = limit_all_gathers
+            self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
+            self.cpu_offload = cpu_offload if cpu_offload is not None else CPUOffload()
+            self._use_orig_params = use_orig_params
+            ignored_modules_set, ignored_params = _ignored(module, ignored_modules, ignored_states)
+            if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
+                raise ValueError(
+                    f"{self._strategy.name} adds gradients in the parameter's own precision: "
+                    "keep_low_precision_grads=True would lose that; leave it out"
+                )
+            if offload_grads and not self._placement.full_precision:
+                raise ValueError(
+                    f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
+                    "LAYER_ZERO_NESTED, which add them up over micro-batches"
+                )
+            self._ignored_params = ignored_params
+            if auto_wrap_policy is not None:
+                self._wrap_descendants(
+                    module,
+                    auto_wrap_policy,
+                    ignored_modules_set,
+                    ignored_params,
+                    {
+                        "process_group": process_group,
+                        "sharding_strategy": sharding_strategy,
+                        "cpu_offload": cpu_offload,
+                        "backward_prefetch": backward_prefetch,
+                        "mixed_precision": mixed_precision,
+                        "param_init_fn": param_init_fn,
+                        "device_id": device_id,
+                        "sync_module_states": sync_module_states,
+                        "forward_prefetch": forward_prefetch,
+                        "limit_all_gathers": limit_all_gathers,
+                        "use_orig_params": use_orig_params,
+                        "device_mesh": device_mesh,
+                        "placement": placement,
+                        "segments": segments,
+                        "shard_alignment": shard_alignment,
+                        "atomic": atomic,
+                        "offload_grads": offload_grads,
+                    },
+                )
+            for inner in module.modules():
+                if isinstance(inner, FullyShardedDataParallel):
+                    ignored_params |= inner._ignored_params
+                    if inner._outer is None or inner._outer() is None:
+                        inner._outer = weakref.ref(self)
+            self._outer: weakref.ref[FullyShardedDataParallel] | None = None
+            self._device_id = device = device_of(device_id)
+            own = list(own_modules(module, _is_unit, ignored_modules_set))
+            self._check_not_shared(module, own)
+            materialize(own, ignored_params, param_init_fn, device)
+            move(own, ignored_params, device)
+            originals = find_originals(own, module, ignored_params, clean_tensor_name)
+            choose_blocks(originals, atomic)
+            options = Options(
+                self._placement, self.mixed_precision, use_orig_params, segments, shard_alignment, atomic, offload_grads
             )
-        for inner in module.modules():
-            if isinstance(inner, FullyShardedDataParallel):
-                ignored_params |= inner._ignored_params
-                if inner._outer is None or inner._outer() is None:
-                    inner._outer = weakref.ref(self)
-        self._outer: weakref.ref[FullyShardedDataParallel] | None = None
-        self._device_id = device = device_of(device_id)
-        own = list(own_modules(module, _is_unit, ignored_modules_set))
-        self._check_not_shared(module, own)
-        materialize(own, ignored_params, param_init_fn, device)
-        move(own, ignored_params, device)
-        if sync_module_states:
-            synchronize(own, ignored_params, self._placement)
-        originals = find_originals(own, module, ignored_params, clean_tensor_name)
-        choose_blocks(originals, atomic)
-        options = Options(
-            self._placement, self.mixed_precision, use_orig_params, segments, shard_alignment, atomic, offload_grads
-        )
-        name = f"the unit of {type(module).__name__}"
-        check_same_unit(name, originals, options)
-        self._buffer_dtypes: dict[str, torch.dtype] = {}
-        self.add_module(FSDP_WRAPPED_MODULE, module)
-        self._unit = Unit(module, originals, options, name)
-        _warn_of_padding(self._unit)
-        self._is_root = False
-        self._casts_to: torch.dtype | None = None
-        self._moves_to: torch.device | None = None  # inputs of the root
-        self._loading: Summoned | None = None
-        self._comm_hook: collectives.Hooked | None = None
-        self._settings = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-        )
-        self.register_load_state_dict_pre_hook(_before_load)
-        self.register_load_state_dict_post_hook(_after_load)
+            name = f"the unit of {type(module).__name__}"
+            numbers = check_same_unit(name, originals, options)
+            building.groups = []
+            if sync_module_states:
+                synchronize(own, ignored_params, self._placement)
+            self._buffer_dtypes: dict[str, torch.dtype] = {}
+            self.add_module(FSDP_WRAPPED_MODULE, module)
+            self._unit = Unit(module, originals, options, name)
+            enroll(self._unit, numbers)
+            _warn_of_padding(self._unit)
+            self._is_root = False
+            self._casts_to: torch.dtype | None = None
+            self._moves_to: torch.device | None = None  # inputs of the root
+            self._loading: Summoned | None = None
+            self._comm_hook: collectives.Hooked | None = None
+            self._settings = StateDictSettings(
+                StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+            )
+            self.register_load_state_dict_pre_hook(_before_load)
+            self.register_load_state_dict_post_hook(_after_load)
 
     def _wrap_descendants(
         self,
@@ -630,6 +653,7 @@ class FullyShardedDataParallel(nn.Module):
         _watch_optimizers()
         vars(self).update(state)
         self._unit.come_alive()
+        enroll_loaded(self._unit)
         for inner in self.fsdp_modules(self)[1:]:
             if inner._outer is None:
                 inner._outer = weakref.ref(self)
@@ -817,6 +841,14 @@ def _inputs_done(unit: "weakref.ref[Unit]", gradients: Any) -> None:
 
 class WritebackError(ValueError, NotImplementedError):
     """What both of torch's versions raise for writeback with rank0_only."""
+
+
+def _default_groups(process_group: Any, device_mesh: Any, placement: Any) -> list[dist.ProcessGroup]:
+    """Over which the other ranks will compare what they build, before it is known what this one builds."""
+    if not dist.is_initialized() or not (process_group is None and device_mesh is None and placement is None):
+        return []
+    world: Any = dist.group.WORLD
+    return [world]
 
 
 def _is_unit(module: nn.Module) -> bool:

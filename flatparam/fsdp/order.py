@@ -10,6 +10,7 @@ A rank that did as expected then waits for ranks that never come; a few times a 
 """
 
 import datetime
+import functools
 import json
 import time
 import warnings
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .register import Register, number_of, number_of_part, register_of
 from .unit import Segment, Unit
 
 _KINDS = (
@@ -33,8 +35,9 @@ _KINDS = (
 _OUTSIDE = 2  # of a step
 _WITHOUT_STORE = ("fake", "threaded")  # groups whose ranks are not processes
 _PATIENCE = datetime.timedelta(seconds=0.3)
-_BEAT = 0.5  # seconds in which who waits says so once at least
+_SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
+_DELETED = 64  # keys at a time
 
 
 class OrderError(RuntimeError):
@@ -60,27 +63,31 @@ class Sequence:
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store, device: str = "cpu"):
-        self.names: list[str] = []
+        self.register: Register = register_of(group)
         self.order = _C.Order(self._agree, self._look)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
-        store = _own_connection(store)
-        life = store.add(f"flatparam/{device} lives of {self._me}", 1)  # a store may outlive the groups made with it
-        self._store = dist.PrefixStore(f"flatparam {device} {life}", store)
-        self._seconds = _time_out(backend)
+        self._group, self._device = weakref.ref(group), device
+        self._whole_store = store
         self.sliced = _name(backend) == "gloo"  # its waits may be given up and begun again; those of others abort
-        self._asked: list[int] = []
-        self._beats = 0
+        self._questions = 0
+        self._asked: list[list[str]] = []  # the keys of those that this rank deletes, oldest first
+        self._answered = ""  # the last call of one who is late
+        self._calls = 0
         self._told = 0
         self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
+        self._next_look = 0.0
         self._reason = ""
         self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
 
-    def number(self, names: Iterable[str]) -> int:
-        """Numbers for the parts of a unit, one a name; returns the first."""
-        first = len(self.names)
-        self.names += names
-        return first
+    @functools.cached_property
+    def _store(self) -> dist.Store:
+        """Ours alone: a store may outlive the groups made with it. Made at the first event, which all ranks come to."""
+        store = _own_connection(self._whole_store)
+        life = self.register.life
+        if life is None:  # nothing was built over this group, only loaded
+            life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
+        return dist.PrefixStore(f"flatparam {self._device} {life}", store)
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
@@ -97,7 +104,10 @@ class Sequence:
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
         number, kind = divmod(event, len(_KINDS))
         return _Post(
-            self._ranks[self._me], step, event * 2 + new_pass, f"{_KINDS[kind]} {self.names[number]}, in step {step}"
+            self._ranks[self._me],
+            step,
+            event * 2 + new_pass,
+            f"{_KINDS[kind]} {self.register.name(number)}, in step {step}",
         )
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
@@ -108,35 +118,38 @@ class Sequence:
         first = self._first(index, mine)
         if (first.step, first.event) != (mine.step, mine.event):
             self._differ(first, mine)
-        self._asked.append(index)
+        self._ask(index, alone)
         if alone:
             self._wait_for_all(index, mine)
-            self._asked = [index]
+            self._forget(index)
             self._tell(mine)
 
     def _first(self, index: int, mine: _Post) -> _Post:
         """What the first rank to ask has said."""
         return _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
 
+    def _ask(self, index: int, alone: int) -> None:
+        """Count a question: each rank deletes its share of those that nobody will look at any more."""
+        self._questions += 1
+        if self._questions % len(self._ranks) == self._me:
+            self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if alone else ())])
+
     def _wait_for_all(self, index: int, mine: _Post) -> None:
         self._point_at(index)
         if self._store.add(f"{index}/asked", 1) == len(self._ranks):
-            self._forget(index)
             self._store.compare_set("pending", str(index), "")
             self._store.set(f"{index}/go", "1")
             return
-        begin = looked = time.monotonic()
-        pause = 0.0
+        begin = looked = now = time.monotonic()
         while not self._store.check([f"{index}/go"]):
-            time.sleep(pause)
-            pause = min(0.05, pause + 0.0005)
+            time.sleep(min(_SELDOM, 0.0005 + (now - begin) / 10, max(0.05, begin + self._seconds() - now)))
             self._raise_if_broken()
             now = time.monotonic()
-            if now - looked > _BEAT:
+            if now - looked > 0.5:
                 looked = now
                 self._point_at(index)
-                self._beat()
-            if now - begin > self._seconds:
+                self._answer()
+            if now - begin > self._seconds():
                 self._late(mine)
         self._store.compare_set("pending", str(index), "")  # it may have been pointed at after the answer
 
@@ -160,13 +173,21 @@ class Sequence:
 
     def _forget(self, index: int) -> None:
         """Every rank has asked about ``index``, so nobody will look at what was asked before it."""
-        for old in self._asked:
-            if old < index:
-                for key in (f"{old}", f"{old}/asked", f"{old}/go"):
-                    self._store.delete_key(key)
+        for _ in range(_DELETED):
+            if not self._asked or int(self._asked[0][0]) >= index:
+                break
+            for key in self._asked.pop(0):
+                self._store.delete_key(key)
 
     def _look(self) -> None:
         """A collective that was expected has been waited for for another while. Raises: OrderError, on every rank."""
+        now = time.monotonic()
+        if self._stuck[0] != self.order.count:
+            self._stuck = (self.order.count, now - _PATIENCE.total_seconds())
+        elif now < self._next_look:
+            return
+        waited = now - self._stuck[1]
+        self._next_look = now + min(_SELDOM, waited / 2, max(0.0, self._seconds() - waited))
         try:
             self._look_into_store()
         except (dist.DistStoreError, dist.DistNetworkError):
@@ -177,12 +198,9 @@ class Sequence:
         if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
             self._compare(pending)
         last = self.order.at(self.order.count - 1)
-        now = time.monotonic()
-        if self._stuck[0] != self.order.count:
-            self._stuck = (self.order.count, now - 1.0)
         if last is not None:
-            self._beat()
-            if now - self._stuck[1] > self._seconds:
+            self._answer()
+            if time.monotonic() - self._stuck[1] > self._seconds():
                 self._late(self._post(*last, self.order.passes))
 
     def _raise_if_broken(self) -> None:
@@ -194,26 +212,36 @@ class Sequence:
         self._break(f"the ranks run units in different orders: {one}; {other}")
 
     def _late(self, mine: _Post) -> NoReturn:
-        """Name the ranks that wait for nothing here."""
-        before = self._pulses()
-        for _ in range(3):
-            self._beat()  # others may be here too
-            time.sleep(_BEAT)
-        pairs = zip(self._ranks, before, self._pulses(), strict=True)
+        """Name the ranks that wait for nothing here: they answer no call."""
+        before, begin, limit = self._answers(), time.monotonic(), self._seconds()
+        self._calls += 1
+        self._store.set("call", f"{self._me} {self._calls}")
+        while time.monotonic() - begin < min(2 * _SELDOM, 0.7 * (_limit(self._backend()) - limit)):
+            self._answer()  # others may be late too
+            time.sleep(0.1)
+        pairs = zip(self._ranks, before, self._answers(), strict=True)
         absent = [rank for rank, then, now in pairs if then == now and rank != mine.rank]
         who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}" if absent else "all of them wait"
-        self._break(
-            f"{mine} and has waited {self._seconds:.0f} s for the others: {who} came to no collective of this model"
-        )
+        self._break(f"{mine} and has waited {limit:.0f} s for the others: {who} came to no collective of this model")
 
-    def _beat(self) -> None:
-        """Say that this rank waits, still."""
-        self._beats += 1
-        self._store.set(f"beats of {self._me}", str(self._beats))
+    def _answer(self) -> None:
+        """Say that this rank waits, if one who is late has asked since."""
+        if self._store.check(["call"]) and (call := self._store.get("call").decode()) != self._answered:
+            self._answered = call
+            self._store.set(f"answer of {self._me}", call)
 
-    def _pulses(self) -> list[bytes]:
-        keys = [f"beats of {i}" for i in range(len(self._ranks))]
+    def _answers(self) -> list[bytes]:
+        keys = [f"answer of {i}" for i in range(len(self._ranks))]
         return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+
+    def _backend(self) -> Any:
+        group = self._group()
+        return None if group is None else group._get_backend(torch.device(self._device))
+
+    def _seconds(self) -> float:
+        """After which to give up: a moment before the group does, whose time-out may have been changed."""
+        limit = _limit(self._backend())
+        return max(limit - _LAST_MOMENT, limit / 2)
 
     def _break(self, reason: str) -> NoReturn:
         """Who is first to find a reason gives it to all."""
@@ -278,42 +306,38 @@ def _name(backend: Any) -> str:
     return str(backend.name()) if hasattr(backend, "name") else ""
 
 
-def _time_out(backend: Any) -> float:
-    """Seconds after which to give up: a moment before the group does."""
+def _limit(backend: Any) -> float:
+    """Seconds after which a collective fails."""
+    backend = getattr(backend, "wrapped_pg", backend)
     try:
         options = getattr(backend, "options", None)
     except RuntimeError:  # what backends say that have none
         options = None
-    limit = getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds()
-    return float(max(limit - _LAST_MOMENT, limit / 2))
-
-
-_followed: "weakref.WeakKeyDictionary[Segment, tuple[Sequence, int]]" = weakref.WeakKeyDictionary()
+    return float(getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds())
 
 
 def before_gather(segment: Segment) -> Sequence | None:
     """Outside of a step; who waits for it. Raises: OrderError, when the other ranks do another thing."""
-    sequence, number = _followed.get(segment, (None, 0))
-    if sequence is not None:
+    number = number_of_part(segment)
+    sequence = None if number is None else sequence_of(segment.placement.optim, segment.flat.device)
+    if sequence is not None and number is not None:
         sequence.order.note(number * len(_KINDS) + _OUTSIDE, False)
     return sequence
 
 
 def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
-    """Have the collectives of a tree's units checked: each with its device, in the same order on all ranks."""
-    found: dict[int, Sequence] = {}
+    """Have the collectives of a tree's units checked: each with its device."""
+    found: dict[int, tuple[Sequence, _C.Follower]] = {}
     for unit, device in units:
         placement = unit.options.placement
         # all ranks of optim go through their smaller groups alike, and wait for each other across them
         wide = placement.optim if placement.copied else None
         for which, group in enumerate((placement.optim, placement.replicate, wide, wide and placement.outer and wide)):
             sequence = sequence_of(group, device)
-            if sequence is not None:
-                found[id(sequence)] = sequence
-                first = sequence.number(unit.name for _ in unit.segments)
-                unit.step.follow(which, sequence.order, first, sequence.sliced)
-                if which == 0:
-                    _followed.update((part, (sequence, first + i)) for i, part in enumerate(unit.segments))
-    run.tell(tuple(sequence.order for sequence in found.values()))
-    for sequence in found.values():
-        sequence._peers.update(other for other in found.values() if other is not sequence)
+            number = None if group is None or sequence is None else number_of(unit, group)
+            if sequence is not None and number is not None:
+                _, follower = found.setdefault(id(sequence), (sequence, _C.Follower(sequence.order)))
+                unit.step.follow(which, follower, number, sequence.sliced)
+    run.tell(tuple(follower for _, follower in found.values()))
+    for sequence, _ in found.values():
+        sequence._peers.update(other for other, _ in found.values() if other is not sequence)

@@ -339,6 +339,9 @@ class Unit:
             if key != "step":
                 setattr(copied, key, copy.deepcopy(value, memo))
         copied.come_alive()
+        from .register import enroll_copy
+
+        enroll_copy(copied, self)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+/* python/fp_follower.c -- the type _C.Follower: where the passes of one model begin in an Order that models share. A pass
+ * that comes to no collective may be of one rank alone: it must not end the pass of another model there. */
+#include "python/fp_follower.h"
+
+#include "python/fp_order_py.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *order;
+    int began; /* a pass, since the last event of this model */
+    int ended; /* a backward, since the last event of this model */
+    int keeps; /* the last backward kept its gradients */
+} follower_object;
+
+static PyTypeObject *follower_type; /* borrowed from the module, which lives as long as the process */
+
+static int
+before(PyObject *watcher, uint64_t event)
+{
+    follower_object *self = (follower_object *)watcher;
+    const int gathers = event % FP_EVENT_KINDS != FP_EVENT_REDUCES; /* or is about to */
+    const int new_pass =
+        self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
+    self->ended = 0;
+    self->began = self->began && !new_pass;
+    return fp_order_note_event(self->order, event + (!gathers && self->keeps ? 2 : 0), new_pass);
+}
+
+static int
+waiting(PyObject *watcher)
+{
+    return fp_order_note_wait(((follower_object *)watcher)->order);
+}
+
+static int
+is_broken(PyObject *watcher)
+{
+    return fp_order_is_broken(((follower_object *)watcher)->order);
+}
+
+const fp_group_calls fp_follower_calls = {.before = before, .waiting = waiting, .is_broken = is_broken};
+
+void
+fp_follower_begin_pass(PyObject *follower)
+{
+    ((follower_object *)follower)->began = 1;
+}
+
+void
+fp_follower_end_backward(PyObject *follower, int keeps)
+{
+    follower_object *self = (follower_object *)follower;
+    self->ended = 1;
+    self->keeps = keeps;
+}
+
+int
+fp_follower_check(PyObject *object)
+{
+    return PyObject_TypeCheck(object, follower_type);
+}
+
+static PyObject *
+follower_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"order", NULL};
+    PyObject *order;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Follower", keywords, &order)) {
+        return NULL;
+    }
+    if (!fp_order_check(order)) {
+        PyErr_Format(PyExc_TypeError, "expected an Order, got %.200s", Py_TYPE(order)->tp_name);
+        return NULL;
+    }
+    follower_object *self = (follower_object *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->order = Py_NewRef(order);
+        self->ended = 1; /* the first event begins a pass */
+    }
+    return (PyObject *)self;
+}
+
+static int
+follower_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((follower_object *)object)->order);
+    return 0;
+}
+
+static int
+follower_clear(PyObject *object)
+{
+    return 0; /* a watcher is used until it goes: cycles are broken at the order */
+}
+
+static void
+follower_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_CLEAR(((follower_object *)object)->order);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot follower_slots[] = {
+    {Py_tp_doc, "Follower(order)\n--\n\nOne model at order, an Order that models of a group share: whose passes they "
+                "are."},
+    {Py_tp_new, follower_new},
+    {Py_tp_dealloc, follower_dealloc},
+    {Py_tp_traverse, follower_traverse},
+    {Py_tp_clear, follower_clear},
+    {0, NULL},
+};
+
+static PyType_Spec follower_spec = {
+    .name = "flatparam._C.Follower",
+    .basicsize = sizeof(follower_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = follower_slots,
+};
+
+PyObject *
+fp_follower_type_new(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &follower_spec, NULL);
+    follower_type = (PyTypeObject *)type;
+    return type;
+}
