@@ -276,6 +276,8 @@ VALID = {
     "resize_storage": lambda: [torch.ones(8), 8, "freed on purpose"],
     "clear_grads": lambda: [params()],
     "grad_summary": lambda: [params()],
+    "versions": lambda: [params()],
+    "convert": lambda: [torch.ones(8), torch.ones(8, dtype=torch.bfloat16), True],
     "is_as_defined": lambda: [nn.Linear(2, 3), {"forward": nn.Linear.forward}, ("forward", "extra_repr")],
     "pack": lambda: [*segment_arguments("float32"), "float32", 0, 8],
     "unpack": lambda: [*segment_arguments("float32"), "float32", 0, 8],

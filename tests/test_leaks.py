@@ -250,6 +250,8 @@ def test_wrong_arguments_to_the_extension():
         lambda: unit.use_sharded(flat.clone(), flat[:4], [linear.weight], [], SHARD, False),
         lambda: _C.is_as_defined(unit, {}, ["views"]),
         lambda: _C.grad_summary(3),
+        lambda: _C.versions(3),
+        lambda: _C.convert(flat, flat[:4], True),
         lambda: _C.clear_grads(flat[0]),
         lambda: _C.same_storage(flat, None),
         lambda: _C.resize_storage(flat, "x"),

@@ -2,6 +2,7 @@
 #include "bridge/fp_convert.hpp"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 
@@ -109,3 +110,31 @@ convert(const at::Tensor &target, const at::Tensor &source, const How &how)
 }
 
 } // namespace fp
+
+int
+fp_torch_convert(PyObject *target_object, PyObject *source_object, int accumulate)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &target = fp::unpack(target_object), &source = fp::unpack(source_object);
+        for (const at::Tensor *tensor : {&target, &source}) {
+            const auto bytes = static_cast<int64_t>(tensor->storage().nbytes());
+            TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->is_contiguous() && tensor->numel() == target.numel(),
+                              "expected two contiguous 1-D tensors of one length, got sizes ", target.sizes(), " and ",
+                              source.sizes());
+            TORCH_CHECK_VALUE(tensor->numel() == 0 ||
+                                  (fp::address_of(tensor->storage().unsafeGetStorageImpl()) != nullptr &&
+                                   bytes / static_cast<int64_t>(tensor->element_size()) >=
+                                       tensor->storage_offset() + tensor->numel()),
+                              "expected two tensors with memory, got a storage of ", bytes,
+                              " bytes that is freed or "
+                              "too small for ",
+                              tensor->sizes());
+        }
+        TORCH_CHECK_VALUE(!target.is_alias_of(source), "expected two tensors in separate memory");
+        const at::NoGradGuard no_grad;
+        const at::Tensor values = target.detach(); // shares target's version counter
+        fp::convert(values, source, {.scale = std::nullopt, .accumulate = accumulate != 0});
+        values.unsafeGetTensorImpl()->bump_version();
+        return 0;
+    });
+}

@@ -404,6 +404,26 @@ fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int 
 }
 
 int
+fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versions)
+{
+    return fp::guarded(-1, [&] {
+        const auto version = [](const at::Tensor &tensor) {
+            return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+        };
+        fp_versions sums = {};
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const at::Tensor &tensor = fp::unpack(tensors[i]);
+            const at::Tensor &grad = tensor.unsafeGetTensorImpl()->grad();
+            sums.values += version(tensor);
+            sums.grads += grad.defined() ? 1 : 0;
+            sums.grad_values += grad.defined() ? version(grad) : 0;
+        }
+        *versions = sums;
+        return 0;
+    });
+}
+
+int
 fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
 {
     return fp::guarded(-1, [&] {

@@ -91,6 +91,18 @@ int fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometr
 int fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int *any_requires_grad);
 int fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n);
 
+/* What in-place changes of tensors and of their gradients show in. */
+typedef struct {
+    int64_t values;      /* sum of the tensors' versions */
+    int64_t grads;       /* how many have a gradient */
+    int64_t grad_values; /* sum of the gradients' versions */
+} fp_versions;
+int fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versions);
+
+/* target = source, or target += source if accumulate: 1-D, equally long, contiguous, in separate memory, of any dtypes; in
+ * one pass over memory on the CPU. ValueError, with nothing done, for other tensors. */
+int fp_torch_convert(PyObject *target, PyObject *source, int accumulate);
+
 /* A new 1-D tensor of geometry's total elements: the tensors' values at their places, fill between them. */
 PyObject *fp_torch_flatten(PyObject *const *tensors, const fp_geometry *geometry, double fill);
 

@@ -87,6 +87,37 @@ grad_summary(PyObject *module, PyObject *params)
                  : Py_NewRef(Py_None);
 }
 
+static PyObject *
+versions(PyObject *module, PyObject *tensors)
+{
+    fp_versions found = {0, 0, 0};
+    PyObject *items = PySequence_Tuple(tensors);
+    if (items == NULL) {
+        return NULL;
+    }
+    PyObject **first = &PyTuple_GET_ITEM(items, 0);
+    const Py_ssize_t n = PyTuple_GET_SIZE(items);
+    const int plain = fp_torch_all_plain(first, n);
+    const int status = plain ? fp_torch_versions(first, n, &found) : 0;
+    Py_DECREF(items);
+    if (status < 0) {
+        return NULL;
+    }
+    return plain ? Py_BuildValue("(LLL)", (long long)found.values, (long long)found.grads, (long long)found.grad_values)
+                 : Py_NewRef(Py_None);
+}
+
+static PyObject *
+convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int accumulate;
+    if (fp_check_nargs("convert", nargs, 3) < 0 || fp_as_bool(args[2], &accumulate) < 0 ||
+        fp_torch_convert(args[0], args[1], accumulate) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 PyMethodDef fp_bridge_methods[] = {
     {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
@@ -107,5 +138,11 @@ PyMethodDef fp_bridge_methods[] = {
     {"grad_summary", grad_summary, METH_O,
      "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
      "unless is_plain(*params)."},
+    {"versions", versions, METH_O,
+     "versions($module, tensors, /)\n--\n\n(sum of the tensors' versions, how many have a gradient, sum of the "
+     "gradients' versions); None unless is_plain(*tensors)."},
+    {"convert", (PyCFunction)(void (*)(void))convert, METH_FASTCALL,
+     "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
+     "of any dtypes; in one pass over memory on the CPU."},
     {NULL, NULL, 0, NULL},
 };

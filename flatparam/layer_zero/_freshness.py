@@ -1,0 +1,83 @@
+"""Whether what a unit would forward with is still what its masters say: found out by all ranks alike.
+
+What a rank sees of its own masters may be less than what has changed on another one. Ranks that then gather over
+different groups wait for each other for ever: so where control flow does not tell, they ask each other, in 4 bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _optimizer_steps
+from ._base import Base
+from .states import IN_BACKWARD
+
+
+class Freshness(Base):
+    """The part of the handle that decides when to gather from the masters.
+
+    ``_needs_param_sync and not _param_synced`` says so without asking, as in the reference; drivers may set both.
+    """
+
+    _needs_param_sync: bool
+    _param_synced: bool
+    _gathered = False  # the unsharded parameter has values
+    _confirmed = False  # and they were found to be fresh since the last reshard
+    _seen = (-1, -1)  # versions of the masters, and steps of optimizers, when they were gathered last
+    _agreed: bool | None = None  # what agree() found
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        flat_param = self.flat_param
+        return self._versions((*flat_param._params, flat_param, flat_param._zero1_shard))[0], _optimizer_steps.taken
+
+    @property
+    def _is_changed_here(self) -> bool:
+        return self._seen != self._now
+
+    def _must_refresh(self) -> bool:
+        """Whether to gather from the masters rather than to use what was gathered from them before.
+
+        Collective, over the zero1 group, unless in backward or control flow tells: an all-reduce of 4 bytes.
+        """
+        if not self._is_known_fresh():
+            return True
+        if self._training_state in IN_BACKWARD:
+            return False  # backward goes with what its forward had
+        agreed, self._agreed = self._agreed, None
+        if agreed is None:
+            [agreed] = _any_rank([self._is_changed_here], self)
+        return agreed
+
+    def _is_known_fresh(self) -> bool:
+        """What control flow tells: the same on all ranks."""
+        has_copy = self._gathered if self.zero3_group_size == self.zero1_world_size else True
+        if self._has_zero3_copy or self._stays_unsharded:
+            has_copy = self.flat_param._zero3_shard is not None
+        return has_copy and not (self._needs_param_sync and not self._param_synced)
+
+
+def agree(handles: Sequence[Any]) -> None:
+    """Ask once for ``handles``, which share a zero1 group, which masters have changed: their next unshard need not.
+
+    All ranks call it with the same handles, for instance as a forward begins. Communicates 4 bytes a handle.
+    """
+    if not handles:
+        return
+    first = handles[0]
+    for handle in handles:
+        if handle.zero1_process_group is not first.zero1_process_group:
+            raise ValueError(f"expected handles of one zero1 group, but {handle._names()} has another")
+    for handle, changed in zip(handles, _any_rank([h._is_changed_here for h in handles], first), strict=True):
+        handle._agreed = changed
+
+
+def _any_rank(flags: list[bool], handle: Base) -> list[bool]:
+    """For each flag whether it is set on some rank of the zero1 group."""
+    if handle.zero1_world_size == 1:
+        return flags
+    found = torch.tensor(flags, dtype=torch.int32, device=handle.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=handle.zero1_process_group)
+    return [bool(flag) for flag in found.tolist()]

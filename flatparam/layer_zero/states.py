@@ -1,0 +1,58 @@
+"""The states of a LayerZero handle, and which may follow which."""
+
+from enum import Enum, auto
+from typing import Any
+
+_ENUM = "HandleTrainingState"
+
+
+class HandleTrainingState(Enum):
+    """torch's states of a handle, and SYNC_PARAMS: refreshing what forwards gather from, without one.
+
+    A member equals that of the same name of any other enum of this name: torch's, and the reference's.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+    SUMMON_FULL_PARAMS = auto()
+    SYNC_PARAMS = auto()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Enum) and type(other).__name__ == _ENUM and other._name_ == self._name_
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._name_)
+
+
+IDLE = HandleTrainingState.IDLE
+FORWARD = HandleTrainingState.FORWARD
+BACKWARD_PRE = HandleTrainingState.BACKWARD_PRE
+BACKWARD_POST = HandleTrainingState.BACKWARD_POST
+SUMMON_FULL_PARAMS = HandleTrainingState.SUMMON_FULL_PARAMS
+SYNC_PARAMS = HandleTrainingState.SYNC_PARAMS
+
+IN_BACKWARD = (BACKWARD_PRE, BACKWARD_POST)
+
+# What may come before. Activation checkpointing runs forwards, and uses a unit again, within a backward.
+BEFORE = {
+    IDLE: tuple(HandleTrainingState),
+    FORWARD: (IDLE, FORWARD),
+    BACKWARD_PRE: (IDLE, BACKWARD_PRE, BACKWARD_POST),
+    BACKWARD_POST: (IDLE, BACKWARD_PRE, BACKWARD_POST),
+    SUMMON_FULL_PARAMS: (IDLE,),
+    SYNC_PARAMS: (IDLE,),
+}
+
+
+def state_of(value: Any) -> HandleTrainingState:
+    """The state that a member of this enum, of torch's or of the reference's stands for. Raises: ValueError."""
+    name = getattr(value, "_name_", "")
+    state = HandleTrainingState.__members__.get(name) if type(value).__name__ == _ENUM else None
+    if state is None:
+        names = ", ".join(HandleTrainingState.__members__)
+        raise ValueError(f"expected a HandleTrainingState ({names}), got {value!r}")
+    return state
