@@ -1,6 +1,7 @@
 """LayerZero's handle, driven step by step without a wrapper, as its reference's runtime does."""
 
 import copy
+import inspect
 import itertools
 import pickle
 import warnings
@@ -121,7 +122,24 @@ def layout():
         assert handle.flatten_tensors([torch.ones(3), torch.ones(2)], 4, 4).numel() == 8
 
 
+ARGUMENTS = [
+    *("params", "zero3_module", "device", "mp_param_dtype", "mp_reduce_dtype"),
+    *("zero3_process_group", "zero1_process_group", "offload_grads"),
+]
+METHODS = """
+    initialize shard init_flat_param_attributes pre_unshard unshard wait_unshard post_unshard needs_unshard reshard
+    post_reshard unshard_grad reshard_grad offload_grad alloc_full_prec_grad reload_full_prec_grad free_full_prec_grad
+    already_load_full_prec_grad accumulate_grad prepare_gradient_for_backward set_shard_grad free_runtime_unshard_grad
+    prepare_gradient_for_zero1 wait_reduce_scatter flatten_tensors flatten_tensors_into_flat_param unflatten_as_params
+    is_sharded param_module_names shared_param_module_names
+""".split()
+
+
 def names_of_the_reference():
+    assert list(inspect.signature(FlatParamHandle).parameters) == ARGUMENTS
+    assert list(inspect.signature(FlatParamHandle.initialize).parameters) == ["self", *ARGUMENTS]
+    assert all(callable(getattr(FlatParamHandle, name)) for name in METHODS)
+    assert list(inspect.signature(FlatParamHandle.reshard).parameters) == ["self", "free_unsharded_flat_param"]
     handle = one(Example(), 2, LOW)
     assert (handle.zero1_world_size, handle.zero1_group_rank) == (4, dist.get_rank())
     assert (handle.zero3_group_size, handle.zero3_group_rank) == (2, dist.get_rank() % 2)
