@@ -144,6 +144,10 @@ Py_ssize_t fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const f
                                   const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *saved,
                                   int64_t first, int64_t own, const char *name);
 
+/* Whether somebody has let a view, one without a node, require grad: if so it does not any more, and owner (NULL: none)
+ * does instead. 0: nobody has; 1: and it was not used since; 2: it was, so autograd has a gradient for it. */
+int fp_engine_take_requires_grad(PyObject *view, PyObject *owner);
+
 /* ---- graph ---- */
 
 /* Call ref's unit when the first gradient of tensor is there. 1: done; 0: tensor has no history. */

@@ -76,6 +76,24 @@ fp_engine_set_grad(PyObject *tensor, PyObject *grad)
 }
 
 int
+fp_engine_take_requires_grad(PyObject *view_object, PyObject *owner)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &view = fp::unpack(view_object);
+        if (!view.requires_grad() || !view.is_leaf()) {
+            return 0;
+        }
+        const bool used = view.grad().defined() || torch::autograd::impl::try_get_grad_accumulator(view) != nullptr;
+        view.mutable_grad().reset();
+        view.set_requires_grad(false);
+        if (owner != nullptr) {
+            fp::unpack(owner).set_requires_grad(true);
+        }
+        return used ? 2 : 1;
+    });
+}
+
+int
 fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
                     const int64_t *numels, PyObject *grad_object)
 {

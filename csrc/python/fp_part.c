@@ -55,6 +55,44 @@ fp_part_versions(const fp_part *part)
 }
 
 int
+fp_part_forward_requires_grad(const fp_part *part)
+{
+    for (Py_ssize_t i = 0; part->params != NULL && !part->untracked && i < part->n; i++) {
+        PyObject *method = PyObject_GetAttrString(PyTuple_GET_ITEM(part->params, i), "requires_grad_");
+        const int status =
+            method == NULL ? -1 : PyObject_SetAttrString(PyTuple_GET_ITEM(part->views, i), "requires_grad_", method);
+        Py_XDECREF(method);
+        if (status < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fp_part_take_requires_grad(const fp_part *part, PyObject *name)
+{
+    for (Py_ssize_t i = 0; part->untracked && part->views != NULL && i < part->n; i++) {
+        PyObject *owner = part->params == NULL ? NULL : PyTuple_GET_ITEM(part->params, i);
+        const int taken = fp_engine_take_requires_grad(PyTuple_GET_ITEM(part->views, i), owner);
+        if (taken < 0) {
+            return -1;
+        }
+        if (taken == 2 || (taken == 1 && owner == NULL)) {
+            PyErr_Format(
+                PyExc_RuntimeError,
+                "requires_grad of parameter `%U` of a %.200s in %U was set in the middle of its forward, %s. Set "
+                "it before that, on the parameters() of the model",
+                fp_attributes_name(&part->attributes, i), Py_TYPE(part->attributes.items[i].module)->tp_name, name,
+                owner == NULL ? "where it is a part of the flat parameter"
+                              : "and it was used after that: its gradient would be lost");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
 fp_part_was_registered_anew(fp_part *part)
 {
     for (Py_ssize_t i = 0; !part->shows_views && i < part->n; i++) {
@@ -220,9 +258,8 @@ read_owners(fp_part *part, PyObject *pieces, int64_t numel, int64_t total)
         PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
-    part->mask = fp_calloc((size_t)n, 1);
     part->starts = fp_calloc((size_t)n, 2 * sizeof *part->starts);
-    if (part->mask == NULL || part->starts == NULL) {
+    if (part->starts == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -369,7 +406,6 @@ fp_part_free(fp_part *part)
     fp_torch_geometry_free(part->geometry);
     fp_free(part->primary);
     fp_free(part->starts);
-    fp_free(part->mask);
 }
 
 int

@@ -19,7 +19,6 @@ typedef struct {
     PyObject *owners;         /* tuple of what has .grad: params, or (master,) */
     int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
     PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
-    char *mask;               /* requires_grad of the owners when the views were made */
     int untracked;            /* no owner requires grad */
     int full;                 /* gathered, or being gathered */
     int shows_views;          /* the modules have views now */
@@ -50,6 +49,11 @@ int fp_part_show(fp_part *part, int views);
 int fp_part_show_views(fp_part *part);
 int fp_part_show_params(fp_part *part);
 int64_t fp_part_versions(const fp_part *part);
+/* Let requires_grad_() of a view that stands in a Parameter's place be that of the Parameter. */
+int fp_part_forward_requires_grad(const fp_part *part);
+/* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the
+ * unit called name, if autograd would give that view a gradient which nobody reduces. */
+int fp_part_take_requires_grad(const fp_part *part, PyObject *name);
 /* 1 if a module has another object in place of an original parameter, -1 on failure. */
 int fp_part_was_registered_anew(fp_part *part);
 

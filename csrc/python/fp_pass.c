@@ -42,11 +42,12 @@ fp_pass_make_views(fp_step *step, Py_ssize_t index)
     if (made < 0) {
         return -1;
     }
+    if (fp_part_take_requires_grad(part, step->name) < 0) {
+        return -1;
+    }
     int untracked = 1, same = made == 0 && part->views != NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
-        const int requires_grad = fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i));
-        untracked = untracked && !requires_grad;
-        part->mask[i] = (char)requires_grad;
+        untracked = untracked && !fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i));
     }
     if (same && untracked == part->untracked) {
         return 0;
@@ -74,6 +75,9 @@ fp_pass_make_views(fp_step *step, Py_ssize_t index)
     }
     part->untracked = untracked;
     Py_XSETREF(part->views, views);
+    if (fp_part_forward_requires_grad(part) < 0) {
+        return -1;
+    }
     if (part->shows_views || part->params == NULL) {
         part->shows_views = 0;
         return fp_part_show_views(part);
@@ -216,6 +220,17 @@ fp_pass_show_params(fp_step *step)
 {
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         if (fp_part_show_params(&step->parts[k]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+take_requires_grad(fp_step *step)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (fp_part_take_requires_grad(&step->parts[k], step->name) < 0) {
             return -1;
         }
     }
@@ -571,6 +586,9 @@ fp_pass_post_forward(PyObject *self, PyObject *output)
     }
     step->depth--;
     run->depth--;
+    if (take_requires_grad(step) < 0) {
+        return NULL;
+    }
     if (fp_engine_grad_enabled() && hook_outputs(step, output, &hooked) < 0) {
         return NULL;
     }
@@ -812,7 +830,7 @@ finish_step(fp_step *step)
             return -1;
         }
     }
-    return fp_pass_show_params(step);
+    return fp_pass_show_params(step) < 0 ? -1 : take_requires_grad(step);
 }
 
 static int
