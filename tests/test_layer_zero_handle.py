@@ -13,6 +13,7 @@ from fsdp_models import data, loss_of, make
 from gloo import note, run_ranks
 from layer_zero_driver import (
     CPU,
+    AsTheReference,
     State,
     drive,
     full_grads,
@@ -132,13 +133,13 @@ METHODS = """
     already_load_full_prec_grad accumulate_grad prepare_gradient_for_backward set_shard_grad free_runtime_unshard_grad
     prepare_gradient_for_zero1 wait_reduce_scatter flatten_tensors flatten_tensors_into_flat_param unflatten_as_params
     is_sharded param_module_names shared_param_module_names
-""".split()
+"""
 
 
 def names_of_the_reference():
     assert list(inspect.signature(FlatParamHandle).parameters) == ARGUMENTS
     assert list(inspect.signature(FlatParamHandle.initialize).parameters) == ["self", *ARGUMENTS]
-    assert all(callable(getattr(FlatParamHandle, name)) for name in METHODS)
+    assert all(callable(getattr(FlatParamHandle, name)) for name in METHODS.split())
     assert list(inspect.signature(FlatParamHandle.reshard).parameters) == ["self", "free_unsharded_flat_param"]
     handle = one(Example(), 2, LOW)
     assert (handle.zero1_world_size, handle.zero1_group_rank) == (4, dist.get_rank())
@@ -205,6 +206,28 @@ def offloading(inner, cases):
 
 def of_dtype(dtype):
     return lambda model, x: model(x if dtype is None else x.to(dtype)).float().square().mean()
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(4)))
+
+
+def the_calls_of_the_references_runtime(inner):
+    """A root that returns what its last unit does, kept units, gathers ahead, offloading all but the last unit."""
+    for count, offload in itertools.product((1, 3), (False, True)):
+        note(f"as the reference: micro-batches={count} offload={offload}")
+        model, reference = chain(), chain()
+        driver = AsTheReference(list(model), inner, offload=offload)
+        train(model, driver, reference, count, lambda params: torch.optim.SGD(params, lr=0.1))
+        with counted(inner) as log:
+            driver.backward(losses(model, 0, count))
+        units = len(driver.handles)
+        over = [(kind, group) for kind, group, *_ in log]
+        assert over.count(("gather", "wide")) == over.count(("reduce", "wide")) == units
+        # Twice a micro-batch but for the first forward, the last unit in backward, the first in later forwards
+        assert over.count(("gather", "inner")) == units * (2 * count - 1) - count - (count - 1)
+        assert len(over) == 2 * units + over.count(("gather", "inner"))
 
 
 def no_gradient_is_lost_in_low_precision():
@@ -308,7 +331,7 @@ def freshness():
     model = make()
     driver = drive(model, 2)
     handles, x = driver.handles, data(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     reference = make()
     each = len(handles)
 
@@ -320,7 +343,7 @@ def freshness():
         with counted(2) as log, torch.no_grad():
             agree(handles)
             found = model(x)
-        torch.testing.assert_close(found, reference(x), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, reference(x), rtol=1e-6, atol=1e-6)
         over_all = sum(1 for kind, group, *_ in log if (kind, group) == ("gather", "wide"))
         assert over_all + sum(1 for kind, group, *_ in log if (kind, group) == ("gather", "inner")) == each
         return over_all
@@ -356,10 +379,32 @@ def freshness():
     assert changed_by(step) == each
     assert changed_by(lambda: None) == 0
     note("replaced data")
+    before = full_params(handles[:1], model.blocks[0])
     replace()
     with torch.no_grad():
+        model(x)  # each unit asks for itself
+    assert_equal(full_params(handles[:1], model.blocks[0]), [p * 0.5 for p in before])
+    assert changed_by(lambda: None) == 0
+    replace()
+    with counted(2) as log, torch.no_grad():
+        agree(handles)
+        model(x)
+    assert sum(group == "wide" for _, group, *_ in log) == 1
+    note("written to after the ranks have agreed")
+    agree(handles)
+    in_place()
+    with pytest.raises(RuntimeError, match=r"Block \(.*\) was written to after agree"):
+        model(x)
+    for handle in handles:
+        handle.recover()
+    assert changed_by(lambda: None) == each
+    note("in inference mode")
+    in_place()
+    with torch.inference_mode():
         model(x)
     assert changed_by(lambda: None) == 0
+    step()
+    assert changed_by(lambda: None) == each
     note("kept unit")
     unshard(handles[0], State.FORWARD)
     handles[0].reshard(False)
@@ -871,6 +916,7 @@ PARTS = {
         (bad_input,),
         (training, (2,)),
         (offloading, 2, [(1, False, None), (2, True, None), (3, False, LOW)]),
+        (the_calls_of_the_references_runtime, 2),
         (no_gradient_is_lost_in_low_precision,),
         (the_dtype_of_the_reduction_is_honoured,),
         (padding_stays,),

@@ -42,13 +42,19 @@ class Freshness(Base):
 
         Collective, over the zero1 group, unless in backward or control flow tells: an all-reduce of 4 bytes.
         """
+        agreed, self._agreed = self._agreed, None
         if not self._is_known_fresh():
             return True
         if self._training_state in IN_BACKWARD:
             return False  # backward goes with what its forward had
-        agreed, self._agreed = self._agreed, None
+        changed = self._is_changed_here
         if agreed is None:
-            [agreed] = _any_rank([self._is_changed_here], self)
+            [agreed] = _any_rank([changed], self)
+        elif changed and not agreed:
+            raise RuntimeError(
+                f"{self._names()} was written to after agree() and before its forward: write before, or do without "
+                "agree()"
+            )
         return agreed
 
     def _is_known_fresh(self) -> bool:
@@ -68,6 +74,7 @@ def agree(handles: Sequence[Any]) -> None:
         return
     first = handles[0]
     for handle in handles:
+        handle._write_back()
         if handle.zero1_process_group is not first.zero1_process_group:
             raise ValueError(f"expected handles of one zero1 group, but {handle._names()} has another")
     for handle, changed in zip(handles, _any_rank([h._is_changed_here for h in handles], first), strict=True):

@@ -101,9 +101,13 @@ class Parameters(Freshness):
         """Write back what was put in place of parameters, and allocate. Returns whether anything was done."""
         if not hasattr(self.flat_param, "_full_param_padded"):
             self.init_flat_param_attributes()
-        wrote = not self._skip_writeback_check and not self._is_unsharded and self._writeback_orig_params()
+        wrote = self._write_back()
         self._check_on_compute_device(self.flat_param)
         return self._allocate_to_gather() or wrote
+
+    def _write_back(self) -> bool:
+        """Copy into the master what the user has put in place of parameters; whether there was any."""
+        return not self._skip_writeback_check and not self._is_unsharded and self._writeback_orig_params()
 
     def _allocate_to_gather(self) -> bool:
         tensor = self._get_padded_unsharded_flat_param()
@@ -123,7 +127,7 @@ class Parameters(Freshness):
         self._allocate_to_gather()
         padded = self._get_padded_unsharded_flat_param()
         if self._training_state is SUMMON_FULL_PARAMS:
-            self._gathered = False
+            self._gathered = self._is_from_masters = False
             self._gather(padded, self.flat_param._zero1_shard, self.zero1_process_group)
         else:
             self._all_gather_flat_param(padded)
@@ -207,13 +211,14 @@ class Parameters(Freshness):
         if self._is_from_masters:
             self._is_from_masters = False
             if self._has_zero3_copy:
-                flat_param._zero3_shard = self._get_shard_from_padded_unshard_tensor(
-                    flat_param._full_param_padded, self.zero3_group_rank, self.zero3_group_size
-                )
+                with torch.inference_mode(False):  # it outlives a forward in that
+                    flat_param._zero3_shard = self._get_shard_from_padded_unshard_tensor(
+                        flat_param._full_param_padded, self.zero3_group_rank, self.zero3_group_size
+                    )
             elif self._stays_unsharded:
                 flat_param._zero3_shard = flat_param._full_param_padded.detach()
             self._param_synced = True
-        self._confirmed = False
+        self._confirmed, self._agreed = False, None
         self._use_sharded_flat_param()
         if summoned:
             self._free(self._get_padded_unsharded_flat_param())

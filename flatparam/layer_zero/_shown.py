@@ -78,7 +78,8 @@ class Shown(Accumulation):
         Not of a backward in progress: what it has prepared is no gradient of the user's yet.
         """
         flat_param = self.flat_param
-        requires_grad = any(param.requires_grad for param in flat_param._params)
+        summary = _C.grad_summary(flat_param._params)
+        requires_grad = summary[1] if summary else any(param.requires_grad for param in flat_param._params)
         if flat_param.requires_grad != requires_grad:
             flat_param.requires_grad = requires_grad
         if self._shown is not None:
