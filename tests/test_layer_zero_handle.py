@@ -1,10 +1,12 @@
 """LayerZero's handle, driven step by step without a wrapper, as its reference's runtime does."""
 
 import copy
+import gc
 import inspect
 import itertools
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -436,6 +438,11 @@ def syncing():
     assert [(kind, group) for kind, group, *_ in log] == [("gather", "inner")] * len(handles)
     handle = handles[0]
     flat = handle.flat_param
+    handle._param_synced = False  # as the reference's runtime does after a synced backward
+    with counted(2) as log:
+        handle.sync_params()
+        handle.sync_params()
+    assert [(kind, group) for kind, group, *_ in log] == [("gather", "wide")]
     with torch.no_grad():
         for param in flat._params:
             param.add_(1)
@@ -745,6 +752,55 @@ def after_an_exception():
         assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
 
 
+def a_gradient_that_does_not_come():
+    """What was prepared is given back, and what was reduced before is the gradient again."""
+    module = Example()
+    handle = one(module, 2)
+    flat = handle.flat_param
+    handle.set_shard_grad(torch.ones(4))
+    handle.prepare_gradient_for_zero1()
+    pieces = [p.grad for p in module.parameters()]
+    unshard(handle, State.BACKWARD_PRE)
+    handle.prepare_gradient_for_backward()
+    assert held(flat._full_grad_padded) == 16 * 4
+    assert module.a.grad.shape == (2, 3)
+    reshard(handle)
+    assert held(flat._full_grad_padded) == 0
+    assert flat.grad.tolist() == [1.0] * 4
+    for param, piece in zip(module.parameters(), pieces, strict=True):
+        assert param.grad is piece
+    with pytest.raises(AssertionError, match="expected a multiple of 2 elements, got 7"):
+        handle._get_shard_from_padded_unshard_tensor(torch.ones(7), 0, 2)
+
+
+def deleted_units_are_gone():
+    gc.collect()
+    gc.disable()
+    try:
+        for step in (False, True):
+            module = Example()
+            handle = one(module, 1, LOW)
+            gone = [weakref.ref(handle), weakref.ref(handle.flat_param), weakref.ref(handle.flat_param._zero1_shard)]
+            if step:
+                unshard(handle, State.FORWARD)
+                loss = module(torch.ones(1, 3, dtype=LOW)).sum()
+                reshard(handle)
+                unshard(handle, State.BACKWARD_PRE)
+                handle.prepare_gradient_for_backward()
+                loss.backward()
+                handle._training_state = State.BACKWARD_POST
+                handle.reshard(True)
+                handle.accumulate_grad()
+                handle.free_runtime_unshard_grad()
+                handle._training_state = State.IDLE
+                assert module.a.grad is not None
+                del loss
+            del handle, module
+            assert [ref() for ref in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def a_gradient_is_not_thrown_away():
     module = Example()
     handle = one(module, 2)
@@ -852,6 +908,9 @@ def bad_input():
     else:
         one_of_one = Example()
         FlatParamHandle(list(one_of_one.parameters()), one_of_one, CPU, None, None, alone, alone)
+    for dtypes, name in (((torch.int8, None), "mp_param_dtype"), ((None, torch.bool), "mp_reduce_dtype")):
+        with pytest.raises(ValueError, match=f"expected {name} to be a floating-point dtype or None, got torch"):
+            one(Example(), 2, *dtypes)
     refused(ValueError, "empty parameter list", params=[])
     refused(
         ValueError, r"params\[0\] \(shape \(2,\).*not a parameter of this Example", params=[nn.Parameter(torch.ones(2))]
@@ -929,6 +988,7 @@ PARTS = {
         (parameters_are_the_same_objects,),
         (whole_gradients,),
         (after_an_exception,),
+        (a_gradient_that_does_not_come,),
         (a_gradient_is_not_thrown_away,),
         (degenerate_groups,),
         (strided_groups,),
@@ -938,7 +998,7 @@ PARTS = {
         (offloading, 1, [(1, True, LOW), (2, False, LOW), (3, True, None), (3, False, None)]),
         (degenerate_groups,),
     ],
-    "one": [(training, (1,)), (degenerate_groups,)],
+    "one": [(training, (1,)), (degenerate_groups,), (deleted_units_are_gone,)],
 }
 
 

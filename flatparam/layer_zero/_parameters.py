@@ -43,10 +43,9 @@ class Parameters(Freshness):
     @staticmethod
     def _get_shard_from_padded_unshard_tensor(tensor: Tensor, rank: int, world_size: int) -> Tensor:
         """A copy of ``rank``'s part of ``tensor``, whose elements must be a multiple of ``world_size``."""
-        shard, padding = Freshness._get_shard(tensor, rank, world_size)
-        if padding:
+        if tensor.numel() % world_size:
             raise AssertionError(f"expected a multiple of {world_size} elements, got {tensor.numel()}")
-        return shard
+        return Freshness._get_shard(tensor, rank, world_size)[0]
 
     @torch.no_grad()
     @torch.inference_mode(False)

@@ -93,6 +93,9 @@ class FlatParamHandle(Gradients):
         self.zero1_group_rank, self.zero1_world_size = zero1_process_group.rank(), zero1_process_group.size()
         problem, described = None, Described()
         try:
+            for name, dtype in (("mp_param_dtype", mp_param_dtype), ("mp_reduce_dtype", mp_reduce_dtype)):
+                if dtype is not None and not dtype.is_floating_point:
+                    raise ValueError(f"{what}: expected {name} to be a floating-point dtype or None, got {dtype}")
             names = self._check_params(params, zero3_module, what)
             settings = (
                 f"zero3 of {self.zero3_group_size}, zero1 of {self.zero1_world_size} ranks, "
