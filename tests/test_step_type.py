@@ -414,8 +414,8 @@ def test_orders_that_are_refused():
     for arguments in ((0, order, 0, True), (0, follower, "0", True), (0, follower, 0, 1), (0, follower, 0)):
         with pytest.raises(TypeError):
             step.follow(*arguments)
-    for which, number in ((4, 0), (-1, 0), (0, -1), (0, 2**32)):
-        with pytest.raises(ValueError, match="a group from 0 to 3"):
+    for which, number in ((8, 0), (-1, 0), (0, -1), (0, 2**32)):
+        with pytest.raises(ValueError, match="a group from 0 to 7"):
             step.follow(which, follower, number, True)
     run = run_of()
     for followers in ([follower], (follower, order)):

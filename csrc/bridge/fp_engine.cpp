@@ -26,11 +26,11 @@
 // ---- what the C names stand for ----
 
 struct fp_group {
-    c10::intrusive_ptr<c10d::ProcessGroup> native; // or null: Python's way only
-    PyObject *object = nullptr;                    // owned
-    PyObject *watcher = nullptr;                   // owned, or null: nobody is told of its collectives
+    c10::intrusive_ptr<c10d::ProcessGroup> native;  // or null: Python's way only
+    PyObject *object = nullptr;                     // owned
+    std::array<PyObject *, FP_WATCHERS> watchers{}; // owned, or null: nobody is told of its collectives
     const fp_group_calls *calls = nullptr;
-    uint32_t number = 0;
+    std::array<uint32_t, FP_WATCHERS> numbers{};
     bool sliced = false; // waits are interrupted to tell the watcher
 };
 
@@ -70,6 +70,13 @@ struct fp_unit_ref {
     std::shared_ptr<fp::UnitRef> shared;
 };
 
+struct fp_sum {
+    fp_group *group = nullptr;
+    at::Tensor here, there; // on the host and on the device; the same tensor where that is the host
+    c10::intrusive_ptr<c10d::Work> work;
+    std::optional<c10::Event> is_here; // recorded after the copy to the host
+};
+
 struct fp_gradients {
     const std::vector<at::Tensor> &list;
 };
@@ -102,7 +109,11 @@ struct fp_flat {
     bool offloads = false;
     at::Tensor host;         // where kept, nested: partial, is between backwards; pinned beside an accelerator
     bool host_valid = false; // it is there now
-    std::optional<c10::Event> has_left; // recorded after the copy to it
+    std::optional<c10::Event> has_left;          // recorded after the copy to it
+    at::Tensor ahead;                            // a copy of host on the device that was started in time
+    std::optional<c10::Event> has_come;          // recorded after it
+    bool packed = false;                         // wire is to be reduced
+    const torch::autograd::Node *node = nullptr; // behind the views, which keep it; only compared
 
     int64_t part_numel() const
     {
@@ -201,8 +212,11 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
 void
 announce(const fp_group &group, unsigned kind)
 {
-    if (group.watcher != nullptr && group.calls->before(group.watcher, fp_event(group.number, kind)) < 0) {
-        throw python_error();
+    for (size_t i = group.watchers.size(); i-- > 0;) {
+        PyObject *watcher = group.watchers[i];
+        if (watcher != nullptr && group.calls->before(watcher, fp_event(group.numbers[i], kind)) < 0) {
+            throw python_error();
+        }
     }
 }
 
@@ -230,7 +244,9 @@ wait_a_while(c10d::Work &work)
 bool
 is_lost(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
 {
-    if (!work || group == nullptr || group->watcher == nullptr || !group->calls->is_broken(group->watcher)) {
+    if (!work || group == nullptr ||
+        std::none_of(group->watchers.begin(), group->watchers.end(),
+                     [&](PyObject *watcher) { return watcher != nullptr && group->calls->is_broken(watcher); })) {
         return false;
     }
     if (work->isCompleted()) {
@@ -249,8 +265,10 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
     const c10::intrusive_ptr<c10d::Work> waited = work;
     if (group != nullptr && group->sliced) {
         while (!wait_a_while(*waited)) {
-            if (group->calls->waiting(group->watcher) < 0) {
-                throw python_error();
+            for (PyObject *watcher : group->watchers) {
+                if (watcher != nullptr && group->calls->waiting(watcher) < 0) {
+                    throw python_error();
+                }
             }
         }
         work.reset();
@@ -390,8 +408,8 @@ has_streams(const at::Tensor &tensor)
     return !tensor.is_cpu();
 }
 
-// The stream for them, and what the last unit has copied out over it: freed when the next one comes, so that two units'
-// gradients are on the device at most.
+// The stream for them, and what the last unit has copied out over it: freed when the next one comes or the backward ends,
+// so that beside the gradient that is added to one comes and one goes at most.
 struct Copying {
     std::mutex mutex;
     std::optional<c10::Stream> stream;
@@ -430,6 +448,35 @@ copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device 
     return after;
 }
 
+// What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
+void
+settle_copies(const c10::Device &device)
+{
+    Copying &copying = copying_of(device);
+    if (copying.has_left) {
+        copying.has_left->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+        copying.has_left.reset();
+    }
+    copying.leaving.reset();
+}
+
+// Start the copy of what lies in host memory to the device.
+void
+bring_back(fp_flat &flat)
+{
+    if (!flat.host_valid || flat.ahead.defined()) {
+        return;
+    }
+    const c10::Device device = flat.full.device();
+    flat.ahead = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
+    if (has_streams(flat.ahead)) {
+        flat.has_come = copy_over(flat.ahead, flat.host, device);
+    }
+    else {
+        flat.ahead.copy_(flat.host);
+    }
+}
+
 // What lies in host memory comes back into an empty accumulator, in time for what the current stream does next.
 void
 reload(fp_flat &flat, at::Tensor &accumulator)
@@ -437,16 +484,15 @@ reload(fp_flat &flat, at::Tensor &accumulator)
     if (!flat.host_valid) {
         return;
     }
-    const c10::Device device = flat.full.device();
-    accumulator = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
-    if (has_streams(accumulator)) {
-        const c10::impl::VirtualGuardImpl guard(device.type());
-        copy_over(accumulator, flat.host, device).block(guard.getStream(device));
+    bring_back(flat);
+    if (flat.has_come) {
+        const c10::Device device = flat.full.device();
+        flat.has_come->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+        flat.has_come.reset();
         flat.has_left.reset();
     }
-    else {
-        accumulator.copy_(flat.host);
-    }
+    accumulator = std::move(flat.ahead);
+    flat.ahead.reset();
     flat.host_valid = false;
 }
 
@@ -463,12 +509,9 @@ offload(fp_flat &flat, at::Tensor &accumulator)
     }
     if (has_streams(accumulator)) {
         const c10::Device device = accumulator.device();
-        const c10::impl::VirtualGuardImpl guard(device.type());
-        Copying &copying = copying_of(device);
-        if (copying.has_left) {
-            copying.has_left->block(guard.getStream(device));
-        }
+        settle_copies(device);
         flat.has_left = copy_over(flat.host, accumulator, device);
+        Copying &copying = copying_of(device);
         c10::Event after(device.type());
         after.record(*copying.stream);
         copying.has_left = std::move(after);
@@ -530,7 +573,8 @@ reduce_partial(fp_flat &flat, const at::Tensor &shard, PyObject *collectives)
 {
     reload(flat, flat.partial);
     const at::TensorOptions options = wire_options(flat, shard);
-    flat.wire = on_the_wire(std::move(flat.partial), options, std::nullopt);
+    flat.wire = flat.partial.defined() ? on_the_wire(std::move(flat.partial), options, std::nullopt)
+                                       : at::zeros({flat.part_numel()}, options);
     flat.partial.reset();
     flat.reduced = at::empty({flat.shard_numel}, options);
     flat.stage = fp_flat::LAST;
@@ -560,18 +604,21 @@ fp_group_free(fp_group *group)
 {
     if (group != nullptr) {
         Py_XDECREF(group->object);
-        Py_XDECREF(group->watcher);
+        for (PyObject *watcher : group->watchers) {
+            Py_XDECREF(watcher);
+        }
         delete group;
     }
 }
 
 void
-fp_group_watch(fp_group *group, PyObject *watcher, const fp_group_calls *calls, uint32_t number, int sliced)
+fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_group_calls *calls, uint32_t number, int sliced)
 {
+    const auto i = static_cast<size_t>(which);
     group->calls = calls;
-    group->number = number;
+    group->numbers[i] = number;
     group->sliced = sliced != 0;
-    Py_XSETREF(group->watcher, Py_NewRef(watcher));
+    Py_XSETREF(group->watchers[i], Py_NewRef(watcher));
 }
 
 fp_unit_ref *
@@ -684,6 +731,7 @@ fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObjec
         auto node = fp::make_node<fp::UnitBackward>();
         node->ref = ref->shared;
         node->index = index;
+        flat->node = untracked ? nullptr : node.get();
         for (const fp::View &view : flat->geometry->views) {
             at::Tensor result =
                 fp::alias(flat->full, view.shape, view.stride, flat->full.storage_offset() + view.offset);
@@ -710,6 +758,22 @@ fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObjec
         }
     }
     return status;
+}
+
+int
+fp_flat_is_reached(const fp_flat *flat) noexcept
+{
+    auto *node = const_cast<torch::autograd::Node *>(flat->node);
+    const auto *info = torch::autograd::get_current_graph_task_exec_info();
+    if (node == nullptr || info == nullptr) {
+        return 0;
+    }
+    if (info->empty()) { /* all of the graph is executed */
+        const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+        return nodes != nullptr && nodes->count(node) != 0;
+    }
+    const auto found = info->find(node);
+    return found != info->end() && found->second.should_execute();
 }
 
 int
@@ -885,19 +949,32 @@ fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_objec
 }
 
 int
-fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_object, PyObject *collectives, int last)
+fp_flat_pack(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::make_wire(*flat, gradients, fp::wire_options(*flat, fp::unpack(shard_object)));
+        flat->packed = true;
+        return 0;
+    });
+}
+
+int
+fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_object, PyObject *collectives, int how_far)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        flat->stops_at_partial = flat->refresh_group != nullptr && !last;
-        const bool has_partial = flat->partial.defined() || (flat->refresh_group != nullptr && flat->host_valid);
-        if (has_partial && gradients == nullptr && !flat->kept.defined() && last) {
+        flat->stops_at_partial = flat->refresh_group != nullptr && how_far == FP_REDUCE_INNER;
+        if (flat->refresh_group != nullptr && how_far == FP_REDUCE_OUTER) {
             fp::reduce_partial(*flat, shard, collectives);
             return 0;
         }
         const at::TensorOptions options = fp::wire_options(*flat, shard);
-        fp::make_wire(*flat, gradients, options);
+        if (!flat->packed) {
+            fp::make_wire(*flat, gradients, options);
+        }
+        flat->packed = false;
         flat->stage = fp_flat::LAST;
         if (flat->shards > 1) {
             const bool nested = flat->refresh_group != nullptr;
@@ -1012,19 +1089,58 @@ fp_flat_forget(fp_flat *flat, int kept_too)
     flat->summed.reset();
     flat->wire.reset();
     flat->reduced.reset();
+    flat->packed = false;
     flat->stage = fp_flat::NOTHING;
     if (kept_too) {
         flat->kept.reset();
         flat->partial.reset();
         flat->host_valid = false;
     }
+    if (fp_flat_leave_there(flat) < 0) {
+        PyErr_Clear(); /* the device has failed: whoever uses it next says so */
+    }
+}
+
+int
+fp_flat_bring_back(fp_flat *flat)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::bring_back(*flat);
+        return 0;
+    });
+}
+
+int
+fp_flat_leave_there(fp_flat *flat)
+{
+    return fp::guarded(-1, [&] {
+        if (flat->has_come) { /* the current stream uses its memory next */
+            const c10::Device device = flat->ahead.device();
+            flat->has_come->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+            flat->has_come.reset();
+        }
+        flat->ahead.reset();
+        return 0;
+    });
+}
+
+int
+fp_flat_settle_copies(fp_flat *flat)
+{
+    return fp::guarded(-1, [&] {
+        if (flat->offloads && flat->full.defined() && fp::has_streams(flat->full)) {
+            fp::settle_copies(flat->full.device());
+        }
+        return 0;
+    });
 }
 
 void
 fp_flat_kept_bytes(const fp_flat *flat, int64_t *device, int64_t *host) noexcept
 {
     *device = *host = 0;
-    for (const at::Tensor &tensor : {flat->kept, flat->partial}) {
+    for (const at::Tensor &tensor : {flat->kept, flat->partial, flat->ahead}) {
         *device += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
     *host = flat->host.defined() ? static_cast<int64_t>(flat->host.nbytes()) : 0;
@@ -1143,28 +1259,88 @@ fp_group_is_same(const fp_group *a, const fp_group *b) noexcept
 }
 
 int
-fp_engine_agree(fp_group *group, PyObject *like, int32_t *flags, Py_ssize_t n, PyObject *collectives)
+fp_group_place(const fp_group *group, int *rank, int *size)
 {
-    return fp::guarded(-1, [&] {
+    if (group->native) {
+        *rank = group->native->getRank();
+        *size = group->native->getSize();
+        return 0;
+    }
+    PyObject *pair[2] = {PyObject_CallMethod(group->object, "rank", nullptr),
+                         PyObject_CallMethod(group->object, "size", nullptr)};
+    *rank = pair[0] == nullptr ? -1 : static_cast<int>(PyLong_AsLong(pair[0]));
+    *size = pair[1] == nullptr ? -1 : static_cast<int>(PyLong_AsLong(pair[1]));
+    Py_XDECREF(pair[0]);
+    Py_XDECREF(pair[1]);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int
+fp_group_world_rank(const fp_group *group, int rank)
+{
+    PyObject *module = PyImport_ImportModule("torch.distributed");
+    PyObject *found =
+        module == nullptr ? nullptr : PyObject_CallMethod(module, "get_global_rank", "Oi", group->object, rank);
+    Py_XDECREF(module);
+    const int world_rank = found == nullptr ? -1 : static_cast<int>(PyLong_AsLong(found));
+    Py_XDECREF(found);
+    return world_rank;
+}
+
+// On a stream of its own: what the host reads here waits for the other ranks, not for what this device still computes.
+fp_sum *
+fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives)
+{
+    return fp::guarded<fp_sum *>(nullptr, [&] {
         const fp::Plainly plainly;
-        const at::Tensor here = at::from_blob(flags, {static_cast<int64_t>(n)}, at::kInt);
-        const at::Tensor there = here.to(fp::unpack(like).device(), at::kInt, false, /*copy=*/true);
+        auto sum = std::make_unique<fp_sum>();
+        const c10::Device device = fp::unpack(like).device();
+        sum->group = group;
+        sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
+        std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
+        std::optional<c10::StreamGuard> on_own;
+        if (!device.is_cpu()) {
+            on_own.emplace(*fp::copying_of(device).stream);
+        }
+        sum->there = sum->here.to(device, at::kInt, /*non_blocking=*/true);
         fp::announce(*group, FP_EVENT_AGREES);
         if (collectives != nullptr || !group->native) {
-            fp::call_python(collectives, "agree", there, there, *group);
+            fp::call_python(collectives, "agree", sum->there, sum->there, *group);
         }
         else {
-            std::vector<at::Tensor> tensors = {there};
-            c10::intrusive_ptr<c10d::Work> work;
-            {
-                const fp::WithoutGil released;
-                work = group->native->allreduce(tensors);
-            }
-            fp::wait_for(work, group);
+            std::vector<at::Tensor> tensors = {sum->there};
+            const fp::WithoutGil released;
+            sum->work = group->native->allreduce(tensors);
         }
-        here.copy_(there);
+        if (!device.is_cpu()) {
+            fp::wait_for(sum->work, group); /* its stream does */
+            sum->here.copy_(sum->there, /*non_blocking=*/true);
+            sum->is_here.emplace(device.type());
+            sum->is_here->record(*fp::copying_of(device).stream);
+        }
+        return sum.release();
+    });
+}
+
+int
+fp_sum_read(fp_sum *sum, int32_t *flags)
+{
+    return fp::guarded(-1, [&] {
+        fp::wait_for(sum->work, sum->group);
+        if (sum->is_here) {
+            const fp::WithoutGil released;
+            sum->is_here->synchronize();
+        }
+        const int32_t *read = sum->here.const_data_ptr<int32_t>();
+        std::copy(read, read + sum->here.numel(), flags);
         return 0;
     });
+}
+
+void
+fp_sum_free(fp_sum *sum)
+{
+    delete sum;
 }
 
 PyObject *

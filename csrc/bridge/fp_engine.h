@@ -27,13 +27,16 @@ void fp_group_free(fp_group *group); /* NULL is allowed */
 
 /* What is told of a group's collectives: before each, which it is (see fp_event), and a few times a second while one is
  * waited for, if sliced. Both are called with the GIL held and give 0, or -1 with an exception: then the collective does
- * not begin, or the wait ends. is_broken: 1 if those under way may never end. watcher is kept; number: in the events. */
+ * not begin, or the wait ends. is_broken: 1 if those under way may never end. watcher is kept; number: in the events.
+ * A group has a first watcher, and may have another one, which is told before it. */
 typedef struct {
     int (*before)(PyObject *watcher, uint64_t event);
     int (*waiting)(PyObject *watcher);
     int (*is_broken)(PyObject *watcher);
 } fp_group_calls;
-void fp_group_watch(fp_group *group, PyObject *watcher, const fp_group_calls *calls, uint32_t number, int sliced);
+enum { FP_WATCHERS = 2 };
+void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_group_calls *calls, uint32_t number,
+                    int sliced);
 
 enum { FP_EVENT_GATHERS = 0, FP_EVENT_REDUCES = 1, FP_EVENT_AGREES = 4, FP_EVENT_KINDS = 5 };
 static inline uint64_t
@@ -79,6 +82,8 @@ void fp_flat_free(fp_flat *flat); /* NULL is allowed */
 int fp_flat_prepare(fp_flat *flat, PyObject *shard);
 /* Views of the unsharded tensor behind one node, which calls ref's unit. untracked: without a node. */
 int fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
+/* Whether the graph task that runs in this thread comes to that node. */
+int fp_flat_is_reached(const fp_flat *flat) FP_NOEXCEPT;
 
 /* Write the shard to its place and start gathering. collectives: NULL, or the Python object that does it. changed: the
  * shard's values are not those of the gather before, so a graph that still needs those shall be refused by autograd.
@@ -99,9 +104,12 @@ void fp_flat_average_elsewhere(fp_flat *flat); /* from now on gradients are summ
 
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype. */
 int fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
-/* Start reducing what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros. last: to the shard;
- * else, nested only, over param_group alone, added to what earlier calls have left. */
-int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives, int last);
+/* Put gradients, and what is kept, together as they are reduced; fp_flat_reduce sends that. */
+int fp_flat_pack(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
+/* Start reducing what was packed, or what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros.
+ * How far, nested only: over param_group, added to what earlier calls have left; from there to the shard; or both. */
+enum { FP_REDUCE_INNER = 1, FP_REDUCE_OUTER = 2, FP_REDUCE_ALL = 3 };
+int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives, int how_far);
 /* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
  * nothing was being reduced; -1. */
 int fp_flat_advance(fp_flat *flat, PyObject *shard, PyObject *collectives);
@@ -111,6 +119,11 @@ int fp_flat_has_kept(const fp_flat *flat) FP_NOEXCEPT;
 /* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */
 PyObject *fp_flat_kept(fp_flat *flat);
 void fp_flat_forget(fp_flat *flat, int kept_too); /* drop reductions under way; and what is kept */
+/* Start the copy of what lies in host memory back to the device; and drop such a copy that nobody has added to. */
+int fp_flat_bring_back(fp_flat *flat);
+int fp_flat_leave_there(fp_flat *flat);
+/* No gradient is on its way to host memory any more that what comes next on the device could overtake. */
+int fp_flat_settle_copies(fp_flat *flat);
 /* Bytes of what is kept: on the device that the shard is on, and of the buffer for it in host memory. */
 void fp_flat_kept_bytes(const fp_flat *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;
 
@@ -137,12 +150,15 @@ Py_ssize_t fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_
                                 PyObject **saved);
 /* The same where kept is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
  * each parameter shows its piece of the shard, which begins at own in kept (numels < 0: nothing). A parameter's gradient
- * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. */
+ * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. Where the piece of a cleared one has
+ * elements, so that others can count on its being cleared, cleared[i] becomes 1. */
 int fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
                           PyObject *kept, int64_t own);
 Py_ssize_t fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
                                   const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *saved,
-                                  int64_t first, int64_t own, const char *name);
+                                  int64_t first, int64_t own, const char *name, char *cleared);
+/* Set what kept, elements [first, ...), has of the i-th parameter to 0. */
+int fp_engine_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first);
 
 /* Whether somebody has let a view, one without a node, require grad: if so it does not any more, and owner (NULL: none)
  * does instead. 0: nobody has; 1: and it was not used since; 2: it was, so autograd has a gradient for it. */
@@ -173,9 +189,14 @@ int fp_engine_moved(PyObject *const *params, Py_ssize_t n, PyObject *shard, cons
 int fp_engine_requires_grad(PyObject *tensor) FP_NOEXCEPT;
 int fp_engine_is_tensor(PyObject *object) FP_NOEXCEPT;
 int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* of one process group */
-/* Add flags over the ranks of group, on the device of like. */
-int fp_engine_agree(fp_group *group, PyObject *like, int32_t *flags, Py_ssize_t n, PyObject *collectives);
-PyObject *fp_engine_grad(PyObject *tensor); /* .grad, new reference */
+int fp_group_place(const fp_group *group, int *rank, int *size);        /* ours in it; -1 on failure */
+int fp_group_world_rank(const fp_group *group, int rank);               /* of one of it in the world; -1 on failure */
+/* The sum of flags over the ranks of a group, on the device of like: started, and waited for when it is read. */
+typedef struct fp_sum fp_sum;
+fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives);
+int fp_sum_read(fp_sum *sum, int32_t *flags); /* all n of them */
+void fp_sum_free(fp_sum *sum);                /* NULL is allowed */
+PyObject *fp_engine_grad(PyObject *tensor);   /* .grad, new reference */
 
 #ifdef __cplusplus
 }

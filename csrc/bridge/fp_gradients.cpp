@@ -25,6 +25,17 @@ strided(const at::Tensor &grad)
     return grad.layout() == at::kStrided ? grad : grad.to_dense();
 }
 
+// What kept, elements [first, ...) of an unsharded gradient, has of view is 0 from now on.
+void
+clear_range(const at::Tensor &kept, const View &view, int64_t first)
+{
+    const int64_t begin = std::max(view.offset - first, int64_t{0});
+    const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
+    if (begin < end) {
+        alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
+    }
+}
+
 // The tensor, like model, of which the gradients of all params are the pieces; undefined if they lie otherwise.
 at::Tensor
 shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels,
@@ -265,7 +276,7 @@ fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *star
 Py_ssize_t
 fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
                        const int64_t *numels, PyObject *kept_object, PyObject *saved, int64_t first, int64_t own,
-                       const char *name)
+                       const char *name, char *cleared)
 {
     return fp::guarded<Py_ssize_t>(-1, [&] {
         const fp::Plainly plainly;
@@ -286,13 +297,20 @@ fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry 
                 ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
                 "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
             fp::clear_piece(saved, starts[i], numels[i]);
-            const int64_t begin = std::max(view.offset - first, int64_t{0});
-            const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
-            if (begin < end) {
-                fp::alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
-            }
+            fp::clear_range(kept, view, first);
+            cleared[i] = static_cast<char>(cleared[i] || numel > 0);
         }
         return shown;
+    });
+}
+
+int
+fp_engine_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::clear_range(fp::unpack(kept), geometry->shared->views[static_cast<size_t>(i)], first);
+        return 0;
     });
 }
 

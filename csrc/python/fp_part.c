@@ -133,11 +133,12 @@ fp_part_read_kept(fp_part *part, const char *name)
     }
     PyObject *const *owners = fp_part_items(part->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
-    const Py_ssize_t shown = part->refresh_group == NULL
-                                 ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels,
-                                                        kept, part->master, &part->saved)
-                                 : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels,
-                                                          kept, part->saved, part->kept_first, part->own, name);
+    const Py_ssize_t shown =
+        part->refresh_group == NULL
+            ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->master,
+                                   &part->saved)
+            : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->saved,
+                                     part->kept_first, part->own, name, part->cleared);
     Py_DECREF(kept);
     if (shown == 0) {
         fp_flat_forget(part->flat, 1);
@@ -164,6 +165,26 @@ fp_part_show_saved(fp_part *part)
                                                            part->owner_geometry, part->starts, part->numels, saved);
     Py_XDECREF(saved);
     return status;
+}
+
+int
+fp_part_clear_kept(fp_part *part, const int32_t *cleared)
+{
+    Py_ssize_t left = 0;
+    PyObject *kept = fp_flat_kept(part->flat);
+    int status = kept == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
+        part->cleared[i] = 0;
+        left += fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i)) && cleared[i] == 0;
+        if (status == 0 && kept != Py_None && cleared[i] != 0) {
+            status = fp_engine_clear_kept(part->owner_geometry, i, kept, part->kept_first);
+        }
+    }
+    Py_XDECREF(kept);
+    if (status == 0 && left == 0) {
+        fp_flat_forget(part->flat, 1);
+    }
+    return status < 0 ? -1 : left > 0;
 }
 
 int
@@ -258,8 +279,9 @@ read_owners(fp_part *part, PyObject *pieces, int64_t numel, int64_t total)
         PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
+    part->cleared = fp_calloc((size_t)n, 1);
     part->starts = fp_calloc((size_t)n, 2 * sizeof *part->starts);
-    if (part->starts == NULL) {
+    if (part->cleared == NULL || part->starts == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -406,6 +428,7 @@ fp_part_free(fp_part *part)
     fp_torch_geometry_free(part->geometry);
     fp_free(part->primary);
     fp_free(part->starts);
+    fp_free(part->cleared);
 }
 
 int

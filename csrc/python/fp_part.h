@@ -30,6 +30,11 @@ typedef struct {
     int64_t synced;           /* versions at the last gather from the shards; -1: what it gave is out of date */
     int64_t synced_steps;     /* optimizer steps then */
     int64_t kept_first, own;  /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
+    char *cleared;            /* nested, of the owners: what other ranks are to clear of what they have kept too */
+    int coming;               /* this backward gives it a gradient on this rank */
+    int wanted, wanted_kept;  /* the same on some rank; some rank has kept one before */
+    int packed;               /* its gradient waits for its turn to be reduced */
+    int passed;               /* its turn has come in this backward */
 } fp_part;
 
 /* Read one from Python into zeroed memory; give it to fp_part_free also after a failure. See the docstring of _C.Step. */
@@ -67,6 +72,9 @@ int fp_part_read_kept(fp_part *part, const char *name);
 int fp_part_settle(fp_part *part, const char *name);
 /* Add the reduced gradient that was put aside, if any, to .grad. */
 int fp_part_show_saved(fp_part *part);
+/* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
+ * may be something of others; 0; -1. */
+int fp_part_clear_kept(fp_part *part, const int32_t *cleared);
 /* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
 int fp_part_drop_kept(fp_part *part);
 

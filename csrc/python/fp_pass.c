@@ -9,20 +9,21 @@
  * A pass is one forward of the outermost unit and the backward that follows. What was gathered in a pass is good for that
  * pass only: the optimizer may have stepped since. Where there is a copy (a part that is `copied`), it is good until the
  * masters change: at the beginning of a pass each rank looks which of its masters have, and all gather anew what one of
- * them calls out of date. */
+ * them calls out of date (fp_agree.c). Such units are reduced in an order that does not depend on which of them get
+ * gradients here (fp_line.c). */
 #include "python/fp_pass.h"
 
 #include "core/fp_alloc.h"
+#include "python/fp_agree.h"
 #include "python/fp_follower.h"
-
-enum { PREFETCH_NONE = 0, PREFETCH_PRE = 1, PREFETCH_POST = 2 };
+#include "python/fp_line.h"
 
 int64_t fp_pass_optimizer_steps;
 
 /* ---- gathering ---- */
 
-static PyObject *
-collectives_of(const fp_step *step)
+PyObject *
+fp_pass_collectives(const fp_step *step)
 {
     return step->run->through_python ? step->run->collectives : NULL;
 }
@@ -86,8 +87,8 @@ fp_pass_make_views(fp_step *step, Py_ssize_t index)
 }
 
 /* Parameters that were replaced, or whose data were, go back into the shard, by Python. */
-static int
-look_for_moved(fp_step *step)
+int
+fp_pass_look_for_moved(fp_step *step)
 {
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
@@ -111,12 +112,12 @@ look_for_moved(fp_step *step)
     return 0;
 }
 
-static int
-start_gather(fp_step *step)
+int
+fp_pass_start_gather(fp_step *step)
 {
     fp_run *run = step->run;
     int gathered = 0;
-    if (!run->in_backward && !step->copied && look_for_moved(step) < 0) {
+    if (!run->in_backward && !step->copied && fp_pass_look_for_moved(step) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
@@ -134,7 +135,7 @@ start_gather(fp_step *step)
         }
         const int64_t versions = fp_part_versions(part);
         const int from_shards = fp_flat_gather(part->flat, part->master, fp_part_items(part->views),
-                                               collectives_of(step), versions != part->versions, refresh);
+                                               fp_pass_collectives(step), versions != part->versions, refresh);
         if (from_shards < 0) {
             return -1;
         }
@@ -170,7 +171,7 @@ is_fresh(const fp_step *step)
 static int
 make_full(fp_step *step)
 {
-    if (!is_fresh(step) && start_gather(step) < 0) {
+    if (!is_fresh(step) && fp_pass_start_gather(step) < 0) {
         return -1;
     }
     step->full_pass = step->run->pass;
@@ -186,8 +187,8 @@ make_full(fp_step *step)
     return 0;
 }
 
-static int
-release_part(fp_step *step, fp_part *part)
+int
+fp_pass_release_part(fp_step *step, fp_part *part)
 {
     part->full = step->full = 0;
     return fp_flat_release(part->flat, freed_reason(step));
@@ -198,7 +199,7 @@ fp_pass_release(fp_step *step)
 {
     step->full = step->gathering = step->keep = 0;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (release_part(step, &step->parts[k]) < 0) {
+        if (fp_pass_release_part(step, &step->parts[k]) < 0) {
             return -1;
         }
     }
@@ -259,6 +260,7 @@ fp_pass_recover(fp_run *run)
     run->depth = 0;
     run->n_order = 0;
     run->reducing = run->last_forward = NULL;
+    fp_line_forget(run);
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
         step->depth = 0;
@@ -296,80 +298,6 @@ was_replaced(fp_run *run, int *replaced)
     return 0;
 }
 
-/* Whether this rank needs what the masters of the unit, which keeps a copy, have now. */
-static int
-is_stale(const fp_step *step)
-{
-    int stale = 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        const fp_part *part = &step->parts[k];
-        stale = stale || !fp_flat_has_values(part->flat) || part->synced != fp_part_versions(part) ||
-                (!part->untracked && part->synced_steps != fp_pass_optimizer_steps);
-    }
-    return stale;
-}
-
-/* Agree with the ranks of a group on what is stale of units that are spread over it. */
-static int
-agree_with(fp_run *run, fp_step *const *steps, Py_ssize_t n)
-{
-    const fp_part *first = &steps[0]->parts[0];
-    int32_t *flags = fp_calloc((size_t)n, sizeof *flags);
-    if (flags == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        flags[i] = steps[i]->stale;
-    }
-    const int status = fp_engine_agree(first->shard_group, first->master, flags, n, collectives_of(steps[0]));
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        steps[i]->stale = flags[i] != 0;
-    }
-    fp_free(flags);
-    return status;
-}
-
-/* Agree on which units the next pass gathers from the shards: what a rank sees of its own masters may be less than what
- * has changed, and ranks that gather over different groups would wait for each other for ever. */
-static int
-agree(fp_run *run)
-{
-    Py_ssize_t n = 0, done = 0;
-    fp_step **steps = fp_calloc((size_t)run->n_steps, sizeof *steps);
-    int status = steps == NULL ? -1 : 0;
-    if (status < 0) {
-        PyErr_NoMemory();
-    }
-    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
-        if (run->steps[s]->copied) {
-            steps[n++] = (fp_step *)Py_NewRef(run->steps[s]);
-        }
-    }
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        status = look_for_moved(steps[i]);
-        steps[i]->stale = is_stale(steps[i]);
-    }
-    while (status == 0 && done < n) { /* those of one group at a time, in the order in which they joined */
-        const fp_group *group = steps[done]->parts[0].shard_group;
-        Py_ssize_t end = done;
-        for (Py_ssize_t i = done; i < n; i++) {
-            if (fp_group_is_same(steps[i]->parts[0].shard_group, group)) {
-                fp_step *other = steps[end];
-                steps[end++] = steps[i];
-                steps[i] = other;
-            }
-        }
-        status = agree_with(run, &steps[done], end - done);
-        done = end;
-    }
-    while (n > 0) {
-        Py_DECREF(steps[--n]);
-    }
-    fp_free(steps);
-    return status;
-}
-
 static int
 begin_pass(fp_run *run)
 {
@@ -385,7 +313,7 @@ begin_pass(fp_run *run)
     }
     run->n_order = 0;
     run->last_forward = NULL;
-    return was_replaced(run, &run->through_python) < 0 || (run->copies && agree(run) < 0) ? -1 : 0;
+    return was_replaced(run, &run->through_python) < 0 || (run->copies && fp_agree_on_stale(run) < 0) ? -1 : 0;
 }
 
 int
@@ -425,17 +353,33 @@ append_order(fp_run *run, fp_step *step)
     return 0;
 }
 
+static int
+bring_back(fp_step *step)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (step->parts[k].coming && fp_flat_bring_back(step->parts[k].flat) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fp_pass_prefetch(fp_step *target)
+{
+    if (bring_back(target) < 0) {
+        return -1;
+    }
+    return target->full || !target->awaits_backward ? 0 : fp_pass_start_gather(target);
+}
+
 /* Gather the unit that backward comes to next. */
 static int
 prefetch_backward(fp_step *step)
 {
     fp_run *run = step->run;
     const Py_ssize_t next = step->position - 1;
-    if (next < 0 || next >= run->n_order) {
-        return 0;
-    }
-    fp_step *target = run->order[next];
-    return target->full || !target->awaits_backward ? 0 : start_gather(target);
+    return next < 0 || next >= run->n_order ? 0 : fp_pass_prefetch(run->order[next]);
 }
 
 void
@@ -455,6 +399,7 @@ fp_pass_leave(fp_step *step)
             kept++;
         }
     }
+    fp_line_leave(run, step);
     run->n_steps = kept;
     run->n_order = 0; /* who came before and after it is not known any more: nothing is prefetched in this pass */
     if (run->last_forward == step) {
@@ -512,6 +457,11 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
     run->thread = run->depth == 0 ? PyThread_get_thread_ident() : run->thread;
     run->depth++;
     step->depth++;
+    if (!run->in_backward && step->entered_pass != run->pass) {
+        step->entered_pass = run->pass;
+        step->entered = run->n_order;
+        step->entry = run->entries++;
+    }
     if (make_full(step) < 0) {
         return NULL;
     }
@@ -526,7 +476,7 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
         }
         run->last_forward = step;
         fp_step *next = step->next_forward;
-        if (next != NULL && !is_fresh(next) && start_gather(next) < 0) {
+        if (next != NULL && !is_fresh(next) && fp_pass_start_gather(next) < 0) {
             return NULL;
         }
     }
@@ -638,7 +588,7 @@ fp_pass_inputs_done(PyObject *self, PyObject *ignored)
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
-        if (part->untracked && (release_part(step, part) < 0 || fp_part_show_params(part) < 0)) {
+        if (part->untracked && (fp_pass_release_part(step, part) < 0 || fp_part_show_params(part) < 0)) {
             return NULL;
         }
     }
@@ -666,22 +616,36 @@ fp_pass_abort_forward(PyObject *self, PyObject *ignored)
 /* ---- backward ---- */
 
 static int
+begin_backward(fp_run *run)
+{
+    if (run->in_backward) {
+        return 0;
+    }
+    if (fp_engine_at_end(run->ref) < 0) {
+        return -1;
+    }
+    run->in_backward = 1;
+    return fp_line_begin(run);
+}
+
+static int
 before_backward_of(fp_step *step)
 {
     fp_run *run = step->run;
     const int task = fp_engine_task();
-    if (!run->in_backward) {
-        if (fp_engine_at_end(run->ref) < 0) {
-            return -1;
-        }
-        run->in_backward = 1;
+    if (begin_backward(run) < 0) {
+        return -1;
     }
     if (step->task == task && step->full) {
         return 0; /* a further output */
     }
+    const int passed = fp_line_reach(step);
+    if (passed != 0) {
+        return passed < 0 ? -1 : 0;
+    }
     step->task = task;
     step->awaits_backward = 0;
-    if (make_full(step) < 0) {
+    if (make_full(step) < 0 || bring_back(step) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
@@ -689,7 +653,7 @@ before_backward_of(fp_step *step)
             return -1;
         }
     }
-    return run->backward_prefetch == PREFETCH_PRE ? prefetch_backward(step) : 0;
+    return run->backward_prefetch == FP_PREFETCH_PRE ? prefetch_backward(step) : 0;
 }
 
 static int
@@ -707,7 +671,7 @@ before_backward(void *unit)
 static int
 take_reduced(fp_step *step, fp_part *part)
 {
-    PyObject *grad = fp_flat_take(part->flat, part->master, collectives_of(step));
+    PyObject *grad = fp_flat_take(part->flat, part->master, fp_pass_collectives(step));
     int status = grad == NULL ? -1 : 0;
     if (status == 0 && grad != Py_None) {
         if (part->saved != NULL) {
@@ -723,23 +687,34 @@ take_reduced(fp_step *step, fp_part *part)
     return status;
 }
 
+/* Start the second half of the reductions that were started last, or take what they have given. */
 static int
-start_reduction(fp_step *step, fp_part *part, const fp_gradients *gradients)
+advance_previous(fp_step *step)
 {
-    fp_run *run = step->run;
-    part->deferred = 0;
-    if (fp_flat_reduce(part->flat, gradients, part->master, collectives_of(step), run->synchronize) < 0) {
-        return -1;
-    }
-    run->reductions++;
-    fp_step *previous = run->reducing;
-    run->reducing = step;
+    fp_step *previous = step->run->reducing;
     for (Py_ssize_t k = 0; previous != NULL && previous != step && k < previous->n_parts; k++) {
-        const int done = fp_flat_advance(previous->parts[k].flat, previous->parts[k].master, collectives_of(previous));
+        const int done =
+            fp_flat_advance(previous->parts[k].flat, previous->parts[k].master, fp_pass_collectives(previous));
         if (done < 0 || (done && take_reduced(previous, &previous->parts[k]) < 0)) {
             return -1;
         }
     }
+    return 0;
+}
+
+int
+fp_pass_reduce(fp_step *step, fp_part *part, const fp_gradients *gradients, int how_far)
+{
+    fp_run *run = step->run;
+    part->deferred = 0;
+    if (take_reduced(step, part) < 0 ||                               /* of another graph in this pass */
+        (how_far == FP_REDUCE_OUTER && advance_previous(step) < 0) || /* they go over the same group */
+        fp_flat_reduce(part->flat, gradients, part->master, fp_pass_collectives(step), how_far) < 0 ||
+        advance_previous(step) < 0) {
+        return -1;
+    }
+    run->reductions++;
+    run->reducing = step;
     return 0;
 }
 
@@ -750,11 +725,8 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
     const int more = step->task >= 0 && step->task != fp_engine_task();
     const int reduces = run->synchronize || part->refresh_group != NULL; /* nested: in part, in each micro-batch */
-    if (!run->in_backward) { /* no output of the unit had a hook: who called backward went around it */
-        if (fp_engine_at_end(run->ref) < 0) {
-            return -1;
-        }
-        run->in_backward = 1;
+    if (begin_backward(run) < 0) { /* no output of the unit had a hook: who called backward went around it */
+        return -1;
     }
     if (fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
         return -1;
@@ -763,21 +735,25 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
         if (run->synchronize && part->param_group != NULL && fp_flat_forget_whole(part->flat) < 0) {
             return -1; /* the optimizer steps next: a copy of what it steps is of no use */
         }
-        if (release_part(step, part) < 0 || fp_part_show_params(part) < 0) {
+        if (fp_pass_release_part(step, part) < 0 || fp_part_show_params(part) < 0) {
             return -1;
         }
     }
-    if (!more && run->backward_prefetch == PREFETCH_POST && prefetch_backward(step) < 0) {
+    if (!more && run->backward_prefetch == FP_PREFETCH_POST && prefetch_backward(step) < 0) {
         return -1;
     }
     if (!reduces || more) {
         part->deferred = reduces;
         return fp_flat_keep(part->flat, gradients, part->master);
     }
-    if (take_reduced(step, part) < 0) { /* of another graph in this pass */
-        return -1;
+    if (fp_line_has(step, part)) {
+        part->packed = 1;
+        return take_reduced(step, part) < 0 || fp_flat_pack(part->flat, gradients, part->master) < 0
+                   ? -1
+                   : fp_line_flush(run, run->cursor);
     }
-    return start_reduction(step, part, gradients);
+    part->passed = 1;
+    return fp_pass_reduce(step, part, gradients, run->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER);
 }
 
 static int
@@ -806,10 +782,11 @@ finish_step(fp_step *step)
             }
             part->deferred = fp_flat_has_kept(part->flat);
         }
-        if (part->deferred && (take_reduced(step, part) < 0 || start_reduction(step, part, NULL) < 0)) {
+        if (part->deferred &&
+            fp_pass_reduce(step, part, NULL, run->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER) < 0) {
             return -1;
         }
-        if (take_reduced(step, part) < 0) {
+        if (take_reduced(step, part) < 0 || fp_flat_settle_copies(part->flat) < 0) {
             return -1;
         }
         if (!part->shows_kept &&
@@ -837,8 +814,8 @@ static int
 finish(void *run_pointer)
 {
     fp_run *run = run_pointer;
-    int status = 0;
     Py_INCREF(run);
+    int status = fp_line_end(run);
     for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
         Py_INCREF(step);

@@ -6,6 +6,15 @@
 
 struct fp_step;
 
+/* What ranks tell each other of the units that are spread over one group. */
+typedef struct {
+    fp_sum *sum;            /* NULL: it was read */
+    struct fp_step **steps; /* owned references; the same on all ranks of the group, in one order */
+    Py_ssize_t n, n_flags;
+    int32_t *flags;
+    int rank, ranks; /* ours in the group, and how many there are */
+} fp_exchange;
+
 /* What the units of a tree share: _C.Run. */
 typedef struct {
     PyObject_HEAD
@@ -21,13 +30,21 @@ typedef struct {
     struct fp_step *reducing;     /* borrowed: the unit whose reduction was started last */
     fp_unit_ref *ref;
     int backward_prefetch, forward_prefetch;
-    int synchronize;      /* 0: no_sync */
-    int through_python;   /* for this pass */
-    int always_python;    /* a hook is set */
-    int in_backward;      /* between the first before_backward and the end of that pass */
-    Py_ssize_t depth;     /* units whose forward is under way */
-    unsigned long thread; /* in which it began */
-    int copies;           /* some unit keeps a copy */
+    int synchronize;        /* 0: no_sync */
+    int through_python;     /* for this pass */
+    int always_python;      /* a hook is set */
+    int in_backward;        /* between the first before_backward and the end of that pass */
+    Py_ssize_t depth;       /* units whose forward is under way */
+    unsigned long thread;   /* in which it began */
+    int copies;             /* some unit keeps a copy */
+    struct fp_step **line;  /* all units, borrowed, in the order in which those that keep a copy are reduced */
+    Py_ssize_t line_at;     /* in it: whose turn is next in this backward */
+    Py_ssize_t cursor;      /* in order: to which unit this backward has come */
+    Py_ssize_t entries;     /* first forwards of units so far */
+    fp_exchange *exchanges; /* of this backward, one for each group */
+    Py_ssize_t n_exchanges;
+    PyObject *error;                  /* what is raised when this backward ends, on all ranks; or NULL */
+    const struct fp_step *error_step; /* which that is of, borrowed */
     int64_t pass;
     int64_t gathers, refreshes, reductions; /* how many there were: for tests and plans; refreshes: gathers of shards */
 } fp_run;
@@ -44,24 +61,38 @@ typedef struct fp_step {
     struct fp_step *next_forward; /* borrowed: whose forward came next the last time */
     fp_unit_ref *ref;
     int reshard_after_forward;
-    int sharded;         /* some part is spread over ranks */
-    int copied;          /* so is what parts gather from until the masters change, or it stays full */
-    int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
-    Py_ssize_t depth;    /* forwards of this unit that are under way */
-    int gathering;       /* gathers were started and not waited for */
-    int full;            /* all parts are */
-    Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
-    int keep;            /* what a no_sync backward left full is good until the next optimizer step */
-    int awaits_backward; /* an output has a hook that has not run */
-    int64_t full_pass;   /* pass of the gather */
-    int64_t kept_steps;  /* optimizer steps when keep was set */
-    int task;            /* graph task that came to this unit; -1: none */
-    Py_ssize_t position; /* in the order of this pass; -1: none */
+    int sharded;          /* some part is spread over ranks */
+    int copied;           /* so is what parts gather from until the masters change, or it stays full */
+    int stale;            /* copied: in this pass the first gather is from the shards, on all ranks */
+    Py_ssize_t depth;     /* forwards of this unit that are under way */
+    int gathering;        /* gathers were started and not waited for */
+    int full;             /* all parts are */
+    Py_ssize_t pending;   /* forwards whose inputs' gradients are waited for, to free what is frozen */
+    int keep;             /* what a no_sync backward left full is good until the next optimizer step */
+    int awaits_backward;  /* an output has a hook that has not run */
+    int64_t full_pass;    /* pass of the gather */
+    int64_t entered_pass; /* of its last forward */
+    Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
+    Py_ssize_t entry;     /* which of all first forwards that was */
+    int64_t kept_steps;   /* optimizer steps when keep was set */
+    int task;             /* graph task that came to this unit; -1: none */
+    Py_ssize_t position;  /* in the order of this pass; -1: none */
 } fp_step;
+
+enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
 extern int64_t fp_pass_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
 
 extern const fp_unit_calls fp_pass_step_calls, fp_pass_run_calls; /* what autograd calls of them */
+
+/* For fp_agree.c and fp_line.c. */
+PyObject *fp_pass_collectives(const fp_step *step);
+int fp_pass_look_for_moved(fp_step *step);
+int fp_pass_start_gather(fp_step *step);
+int fp_pass_prefetch(fp_step *target); /* gather it, and what was kept of it */
+int fp_pass_release_part(fp_step *step, fp_part *part);
+/* Start reducing what was packed or kept of a part, and gradients (NULL: none); see fp_flat_reduce. */
+int fp_pass_reduce(fp_step *step, fp_part *part, const fp_gradients *gradients, int how_far);
 
 /* Forget whatever a pass that was broken off has left. */
 int fp_pass_recover(fp_run *run);

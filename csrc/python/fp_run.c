@@ -5,8 +5,8 @@
 #include <structmember.h>
 
 #include "core/fp_alloc.h"
+#include "python/fp_agree.h"
 #include "python/fp_follower.h"
-#include "python/fp_pass.h"
 
 static PyTypeObject *run_type; /* borrowed from the module, which lives as long as the process */
 
@@ -54,13 +54,15 @@ run_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(run->watched);
     Py_VISIT(run->find_tensors);
     Py_VISIT(run->followers);
-    return 0;
+    Py_VISIT(run->error);
+    return fp_agree_traverse(run, visit, arg);
 }
 
 static int
 run_clear(PyObject *self)
 {
-    return 0; /* its members refer to functions and settings: cycles are broken at the units */
+    fp_agree_drop((fp_run *)self);
+    return 0; /* its members refer to functions and settings: other cycles are broken at the units */
 }
 
 static void
@@ -74,7 +76,9 @@ run_dealloc(PyObject *self)
     Py_CLEAR(run->watched);
     Py_CLEAR(run->find_tensors);
     Py_CLEAR(run->followers);
+    fp_agree_drop(run);
     fp_free(run->steps);
+    fp_free(run->line);
     fp_free(run->order);
     type->tp_free(self);
     Py_DECREF(type);

@@ -6,6 +6,7 @@
 
 #include "core/fp_alloc.h"
 #include "python/fp_follower.h"
+#include "python/fp_line.h"
 #include "python/fp_pass.h"
 #include "python/fp_run.h"
 
@@ -123,6 +124,10 @@ step_join(PyObject *self, PyObject *run_object)
     if (steps == NULL) {
         return PyErr_NoMemory();
     }
+    if (fp_line_join(run, step) < 0) {
+        fp_free(steps);
+        return NULL;
+    }
     fp_pass_leave(step);
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         steps[s] = run->steps[s];
@@ -131,14 +136,15 @@ step_join(PyObject *self, PyObject *run_object)
     fp_free(run->steps);
     run->steps = steps;
     step->run = (fp_run *)Py_NewRef(run);
-    step->full_pass = -1;
+    step->full_pass = step->entered_pass = -1;
     step->keep = 0;
     run->copies = run->copies || step->copied;
     Py_RETURN_NONE;
 }
 
 /* follow(which, follower, number, sliced); which: the group that shares the unit, replicates it, shares the copy, refreshes
- * it */
+ * it; and these once more for a further follower that is told of it. */
+enum { GROUPS = 4 };
 static PyObject *
 step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -149,8 +155,8 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         fp_as_int64(args[2], &number) < 0 || fp_as_bool(args[3], &sliced) < 0) {
         return NULL;
     }
-    if (which < 0 || which > 3 || number < 0 || number > UINT32_MAX - step->n_parts) {
-        PyErr_Format(PyExc_ValueError, "expected a group from 0 to 3 and a number of 32 bits, got %lld and %lld",
+    if (which < 0 || which >= GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - step->n_parts) {
+        PyErr_Format(PyExc_ValueError, "expected a group from 0 to 7 and a number of 32 bits, got %lld and %lld",
                      (long long)which, (long long)number);
         return NULL;
     }
@@ -161,9 +167,9 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         const fp_part *part = &step->parts[k];
         fp_group *const groups[] = {part->shard_group, part->replicate_group, part->param_group, part->refresh_group};
-        fp_group *group = groups[which];
+        fp_group *group = groups[which % GROUPS];
         if (group != NULL) {
-            fp_group_watch(group, args[1], &fp_follower_calls, (uint32_t)(number + k), sliced);
+            fp_group_watch(group, (int)(which / GROUPS), args[1], &fp_follower_calls, (uint32_t)(number + k), sliced);
         }
     }
     Py_RETURN_NONE;
@@ -376,7 +382,7 @@ static PyMethodDef step_methods[] = {
      "follow($self, which, follower, number, sliced, /)\n--\n\nTell a Follower of the collectives over a group: 0 the "
      "one "
      "that shares the unit, 1 the one that replicates it, 2 the one that shares the copy, 3 the one that refreshes "
-     "it.\n"
+     "it;\n4 to 7: the same for a further Follower. "
      "Its parts are called number and on; sliced: tell it also "
      "while one is waited for."},
     {"pre_forward", step_pre_forward, METH_NOARGS,

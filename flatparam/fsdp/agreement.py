@@ -37,6 +37,10 @@ def check_same_unit(name: str, originals: list[Original], options: Options) -> d
         error = ValueError(problem)
         vars(error)[_TOLD] = True
         raise error
+    if options.placement.copied and options.placement.param is not None:  # its ranks have compared the unit by now
+        register = register_of(options.placement.param)
+        register.life = register.life or next(iter(numbers)).life
+        numbers[register] = register.of_built()
     return numbers
 
 

@@ -15,13 +15,14 @@ import json
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
+from .placement import Placement
 from .register import Register, number_of, number_of_part, register_of
 from .unit import Segment, Unit
 
@@ -330,9 +331,7 @@ def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
     found: dict[int, tuple[Sequence, _C.Follower]] = {}
     for unit, device in units:
         placement = unit.options.placement
-        # all ranks of optim go through their smaller groups alike, and wait for each other across them
-        wide = placement.optim if placement.copied else None
-        for which, group in enumerate((placement.optim, placement.replicate, wide, wide and placement.outer and wide)):
+        for which, group in _orders_of(placement):
             sequence = sequence_of(group, device)
             number = None if group is None or sequence is None else number_of(unit, group)
             if sequence is not None and number is not None:
@@ -341,3 +340,13 @@ def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
     run.tell(tuple(follower for _, follower in found.values()))
     for sequence, _ in found.values():
         sequence._peers.update(other for other, _ in found.values() if other is not sequence)
+
+
+def _orders_of(placement: Placement) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
+    """``(which, group)``: the order of ``group`` is told of the collectives that ``_C.Step.follow`` calls ``which``."""
+    yield from enumerate((placement.optim, placement.replicate))
+    if placement.copied:
+        # Inner groups may run other units than each other, as long as they gather from their copies. Within one all
+        # ranks come to all collectives in one order, or they would wait for each other in different groups.
+        yield from ((which, placement.param) for which in (2, 4, 7))
+        yield 3, placement.optim

@@ -85,7 +85,7 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
     """What every rank of the wide group has named in its call of the same number, by rank.
 
     Through the store that the process group was made with: ranks that disagree about groups would wait for each other
-    in a collective over them.
+    in a collective over them. A store may outlive the groups made with it, so the last of them clears it away.
     """
     inner, wide = mine
     world: Any = dist.group.WORLD
@@ -93,8 +93,13 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
         return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
     number = _exchanged[world] = _exchanged.get(world, 0) + 1
     store = dist.distributed_c10d._get_default_store()
+    keys = [f"flatparam/pairs/{number}/{rank}" for rank in wide]
+    readers = f"flatparam/pairs/{number}/readers of {wide[0]}"
     store.set(f"flatparam/pairs/{number}/{dist.get_rank()}", json.dumps(mine))
-    answers = store.multi_get([f"flatparam/pairs/{number}/{rank}" for rank in wide])
+    answers = store.multi_get(keys)
+    if store.add(readers, 1) == len(wide):
+        for key in (*keys, readers):
+            store.delete_key(key)
     return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
 
 

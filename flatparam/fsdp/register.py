@@ -76,7 +76,8 @@ def enroll(unit: Unit, numbers: dict[Register, int]) -> None:
 def enroll_loaded(unit: Unit) -> None:
     """The same for one that was loaded."""
     placement = unit.options.placement
-    registers = [register_of(group) for group in (placement.optim, placement.replicate) if group is not None]
+    groups = (placement.optim, placement.replicate, placement.param if placement.copied else None)
+    registers = [register_of(group) for group in groups if group is not None]
     enroll(unit, {register: register.of_loaded() for register in registers})
 
 

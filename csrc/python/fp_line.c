@@ -1,0 +1,260 @@
+/* python/fp_line.c -- see fp_line.h. */
+#include "python/fp_line.h"
+
+#include "core/fp_alloc.h"
+#include "python/fp_agree.h"
+
+/* Whether all ranks that share what the unit gathers from have run it in the pass that this backward is of. */
+static int
+took_part(const fp_step *step)
+{
+    return step->position >= 0 && step->entered_pass == step->run->pass;
+}
+
+static int
+is_coming(const fp_step *step)
+{
+    int coming = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        const fp_part *part = &step->parts[k];
+        coming = coming || (part->coming && !part->packed && !part->passed);
+    }
+    return coming;
+}
+
+/* ---- the line ---- */
+
+int
+fp_line_join(fp_run *run, fp_step *step)
+{
+    fp_step **line = fp_calloc((size_t)run->n_steps + 1, sizeof *line);
+    if (line == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < run->n_steps; i++) {
+        line[i] = run->line[i];
+    }
+    line[run->n_steps] = step;
+    fp_free(run->line);
+    run->line = line;
+    return 0;
+}
+
+void
+fp_line_leave(fp_run *run, const fp_step *step)
+{
+    Py_ssize_t kept = 0;
+    for (Py_ssize_t i = 0; i < run->n_steps; i++) {
+        if (run->line[i] != step) {
+            run->line[kept++] = run->line[i];
+        }
+    }
+}
+
+/* Units that this pass has run take each other's places, so that they come in the reverse order of their entries; what it
+ * has not run stays where it is. Insertion: nothing moves but where the order has changed. */
+static void
+learn(fp_run *run)
+{
+    for (Py_ssize_t i = 1; i < run->n_steps; i++) {
+        fp_step *step = run->line[i];
+        Py_ssize_t at = i;
+        for (Py_ssize_t j = i - 1; took_part(step) && j >= 0; j--) {
+            fp_step *other = run->line[j];
+            if (took_part(other)) {
+                if (other->entry > step->entry) {
+                    break;
+                }
+                run->line[at] = other;
+                at = j;
+            }
+        }
+        run->line[at] = step;
+    }
+}
+
+/* ---- a backward ---- */
+
+void
+fp_line_forget(fp_run *run)
+{
+    fp_agree_drop(run);
+    run->line_at = run->n_steps;
+    run->cursor = 0;
+    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
+        for (Py_ssize_t k = 0; k < run->steps[s]->n_parts; k++) {
+            fp_part *part = &run->steps[s]->parts[k];
+            part->coming = part->wanted = part->wanted_kept = part->packed = part->passed = 0;
+        }
+    }
+}
+
+/* What the user has done to gradients of micro-batches before counts from here on. *shown: some were nested. */
+static int
+read_kept(fp_run *run, fp_step *step, int tells, int *shown)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        *shown = *shown || (part->refresh_group != NULL && fp_flat_has_kept(part->flat));
+        if (fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
+            if (!tells) {
+                return -1;
+            }
+            fp_agree_note_error(run, step);
+        }
+        part->coming = !part->untracked && fp_flat_is_reached(part->flat);
+    }
+    return 0;
+}
+
+int
+fp_line_begin(fp_run *run)
+{
+    int nested = 0, shown = 0;
+    fp_line_forget(run);
+    if (!run->copies) {
+        return 0;
+    }
+    run->line_at = 0;
+    run->cursor = run->n_order;
+    learn(run);
+    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
+        fp_step *step = run->steps[s];
+        nested = nested || (step->copied && step->parts[0].refresh_group != NULL);
+    }
+    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
+        fp_step *step = run->steps[s];
+        const int tells = run->synchronize || step->parts[0].refresh_group != NULL;
+        if (step->copied && read_kept(run, step, tells, &shown) < 0) {
+            return -1;
+        }
+    }
+    if ((run->synchronize || nested) && fp_agree_on_gradients(run) < 0) {
+        return -1;
+    }
+    return shown ? fp_agree_read(run) : 0; /* before anything is added to what was cleared elsewhere */
+}
+
+/* How far a part's gradient is reduced now that its turn has come; 0: not at all; -1. */
+static int
+how_far(fp_run *run, const fp_part *part, int took)
+{
+    const int nested = part->refresh_group != NULL;
+    const int has = part->packed || part->deferred;
+    if (!run->synchronize && !nested) {
+        return 0;
+    }
+    if (has || (!nested && fp_flat_has_kept(part->flat))) {
+        return nested && !run->synchronize ? FP_REDUCE_INNER : FP_REDUCE_ALL;
+    }
+    if (fp_agree_read(run) < 0) {
+        return -1;
+    }
+    if (!nested) {
+        return part->wanted || part->wanted_kept ? FP_REDUCE_ALL : 0;
+    }
+    return (took && part->wanted ? FP_REDUCE_INNER : 0) |
+           (run->synchronize && (part->wanted || part->wanted_kept) ? FP_REDUCE_OUTER : 0);
+}
+
+static int
+pass_part(fp_step *step, fp_part *part, int took)
+{
+    fp_run *run = step->run;
+    const int far = how_far(run, part, took);
+    part->passed = 1;
+    part->packed = 0;
+    if (far < 0 || (far > 0 && fp_pass_reduce(step, part, NULL, far) < 0)) {
+        return -1;
+    }
+    if (took && !part->untracked && part->full && (run->synchronize || step->reshard_after_forward)) {
+        if ((run->synchronize && part->param_group != NULL && fp_flat_forget_whole(part->flat) < 0) ||
+            fp_pass_release_part(step, part) < 0 || fp_part_show_params(part) < 0) {
+            return -1;
+        }
+    }
+    return fp_flat_leave_there(part->flat);
+}
+
+int
+fp_line_flush(fp_run *run, Py_ssize_t cursor)
+{
+    while (run->line_at < run->n_steps) {
+        fp_step *step = run->line[run->line_at];
+        const int took = took_part(step);
+        const int comes = cursor >= 0 && is_coming(step);
+        if (step->copied && took && (step->entered <= cursor || comes)) {
+            return 0;
+        }
+        run->line_at++;
+        int status = 0;
+        Py_INCREF(step);
+        for (Py_ssize_t k = 0; status == 0 && step->copied && k < step->n_parts; k++) {
+            fp_part *part = &step->parts[k];
+            if (!part->passed && (took || !comes)) { /* else it is reduced when its gradient comes */
+                status = pass_part(step, part, took);
+            }
+        }
+        Py_DECREF(step);
+        if (status < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Do what backward does when it comes to the units before position, which it has passed over. */
+static int
+advance(fp_run *run, Py_ssize_t position)
+{
+    while (run->cursor > position) {
+        const Py_ssize_t cursor = --run->cursor;
+        if (fp_line_flush(run, cursor) < 0) {
+            return -1;
+        }
+        if (cursor == position || cursor < 0) {
+            continue;
+        }
+        fp_step *step = run->order[cursor], *next = cursor > 0 ? run->order[cursor - 1] : NULL;
+        if (step->copied && !step->full && step->awaits_backward && fp_pass_start_gather(step) < 0) {
+            return -1;
+        }
+        if (run->backward_prefetch != FP_PREFETCH_NONE && next != NULL && fp_pass_prefetch(next) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fp_line_reach(fp_step *step)
+{
+    fp_run *run = step->run;
+    if (!run->copies || step->position < 0) {
+        return 0;
+    }
+    if (step->position < run->cursor) {
+        return advance(run, step->position);
+    }
+    int passed = step->copied;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        passed = passed && step->parts[k].passed && !step->parts[k].untracked;
+    }
+    return passed;
+}
+
+int
+fp_line_has(const fp_step *step, const fp_part *part)
+{
+    return step->copied && !part->passed && took_part(step);
+}
+
+int
+fp_line_end(fp_run *run)
+{
+    if (!run->copies) {
+        return 0;
+    }
+    return advance(run, -1) < 0 || fp_line_flush(run, -1) < 0 ? -1 : fp_agree_end(run);
+}

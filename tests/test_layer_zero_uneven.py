@@ -1,0 +1,247 @@
+"""LAYER_ZERO where ranks differ: in which parameters they use, and in what goes wrong on one of them."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import Block, data, full_grads, loss_of, make
+from gloo import note, run_ranks
+from layer_zero_ranks import MODES, layer_zero, run_of
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp import pairs
+
+pytestmark = pytest.mark.multiprocess
+
+USES = ("all", "own ops only", "nothing of it", "its output is dropped", "skipped")
+
+
+class Used(Block):
+    """A block of whose parameters nothing may be used in a forward: it has other operations, or returns its input."""
+
+    use = "all"
+
+    def forward(self, x):
+        return x * 2.0 if self.use == "own ops only" else x if self.use == "nothing of it" else super().forward(x)
+
+
+class Ranks(nn.Module):
+    """Blocks that a rank may use in any of these ways; the root's own parameters come first and last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList([Used(5) for _ in range(5)])
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            if block.use != "skipped":
+                found = block(x)
+                x = x if block.use == "its output is dropped" else found
+        return self.last(x)
+
+
+def use(model, ways):
+    """Set how ``model``, wrapped or not, uses its blocks."""
+    for block, way in zip(getattr(model, "module", model).blocks, ways, strict=True):
+        getattr(block, "module", block).use = way
+
+
+def oracle(module, steps, ways):
+    """The mean over ranks of their gradients of ``steps``, with blocks used in ``ways(rank, step)``; None: of nobody."""
+    world = dist.get_world_size()
+    total = [None] * len(list(module.parameters()))
+    for rank, step in itertools.product(range(world), steps):
+        use(module, ways(rank, step))
+        loss = loss_of(module, data(step, rank))
+        for i, grad in enumerate(torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)):
+            if grad is not None:
+                total[i] = grad / world if total[i] is None else total[i] + grad / world
+    return total
+
+
+def check(model, module, wanted, what):
+    """Gradients as wanted; of a unit that no rank has used there is none."""
+    found = full_grads(model)
+    names = [name for name, _ in module.named_parameters()]
+    units = {name: name.split(".")[1] if name.startswith("blocks") else "root" for name in names}
+    used = {units[name] for name, grad in zip(names, wanted, strict=True) if grad is not None}
+    for name, grad in zip(names, wanted, strict=True):
+        if units[name] not in used:
+            assert found[name] is None, (what, name)
+        elif grad is None:
+            assert found[name] is None or not found[name].any(), (what, name)
+        else:
+            assert found[name] is not None, (what, name)
+            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-6, msg=f"{what} {name}")
+
+
+def same_everywhere(value):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    assert everyone == [value] * len(everyone), everyone
+
+
+ALL = ("all",) * 5
+
+
+def programs():
+    """``(name, ways(rank, step))``: who uses what in a micro-batch; step 0 is the last, in which they are reduced."""
+    for way in USES[1:4]:
+        for blocks in ((0,), (1, 2), (0, 1, 2, 3, 4)):
+            for ranks in ((3,), (0, 1, 2), range(4)):
+
+                def ways(rank, step, way=way, blocks=blocks, ranks=ranks):
+                    return tuple(way if i in blocks and rank in ranks and step != 2 else "all" for i in range(5))
+
+                yield f"{way} {blocks} on {list(ranks)}", ways
+
+    def all_differ(rank, step):
+        return tuple(USES[(rank + i + step) % 4] for i in range(5))
+
+    yield "all differ", all_differ
+
+
+def skipping(inner):
+    """The same of branches that are skipped where no other rank has a part in their gathers, after a first forward."""
+    for blocks in ((1, 2), (0, 4)):
+        for group in (0, 4 // inner - 1):
+
+            def ways(rank, step, blocks=blocks, group=group):
+                return tuple("skipped" if i in blocks and rank // inner == group else "all" for i in range(5))
+
+            yield f"skipped {blocks} in group {group}", ways
+
+
+def without_gradients():
+    """Who has no gradient of a unit adds zeros, and what it has from before; nobody waits for anybody for ever."""
+    for (mode, inner), uo in itertools.product((("LAYER_ZERO", 1), *((mode, 2) for mode in MODES)), (False, True)):
+        module = make(cls=Ranks)
+        model = layer_zero(inner, mode, make(cls=Ranks), use_orig_params=uo)
+        cases = [(*program, 3 - 2 * (i // 2 % 2)) for i, program in enumerate(programs())]
+        cases += [(*program, 2) for program in skipping(inner)]
+        for name, ways, count in cases[int(uo) :: 2]:
+            note(f"{mode} {inner} {uo} {name} {count}")
+            if name.startswith("skipped"):
+                with torch.no_grad():
+                    use(model, ALL)
+                    model(data(0))  # gathers from the shards all that has changed
+            before = run_of(model).reductions if run_of(model) else 0
+            for step in reversed(range(count)):
+                use(model, ways(dist.get_rank(), step))
+                if step > 0:
+                    with model.no_sync():
+                        loss_of(model, data(step)).backward()
+                else:
+                    loss_of(model, data(step)).backward()
+            if not name.startswith("skipped"):
+                same_everywhere(run_of(model).reductions - before)
+            check(model, module, oracle(module, range(count), ways), f"{mode} {inner} {uo} {name} {count}")
+            model.zero_grad()
+
+
+def cleared_in_part():
+    """An optimizer that has only the pieces with elements clears a micro-batch on all ranks."""
+    for which in ("all", "blocks.1", "blocks.2.outer"):
+        module = make()
+        model = layer_zero(2, "LAYER_ZERO_NESTED", use_orig_params=True)
+        names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+        pieces = [(name, param) for name, param in zip(names, model.parameters(), strict=True) if param.numel()]
+        mine = [param for name, param in pieces if which == "all" or name.startswith(which)]
+        hold_back(model, data(0))
+        if mine:
+            torch.optim.SGD(mine).zero_grad()
+        hold_back(model, data(1))
+        loss_of(model, data(2)).backward()
+        total = {name: None for name in names}
+        for rank, step in itertools.product(range(4), range(3)):
+            grads = torch.autograd.grad(loss_of(module, data(step, rank)), list(module.parameters()))
+            for name, grad in zip(names, grads, strict=True):
+                if step == 0 and (which == "all" or name.startswith(which)):
+                    continue
+                total[name] = grad / 4 if total[name] is None else total[name] + grad / 4
+        for name, grad in full_grads(model).items():
+            torch.testing.assert_close(grad, total[name], rtol=1e-5, atol=1e-6, msg=f"{which} {name}")
+
+
+def hold_back(model, x):
+    with model.no_sync():
+        loss_of(model, x).backward()
+
+
+def all_raise(culprit, error, message, call):
+    """``call`` raises on every rank: on ``culprit`` what is wrong, on the others who that is."""
+    if dist.get_rank() == culprit:
+        with pytest.raises(error, match=message):
+            call()
+    else:
+        with pytest.raises(RuntimeError, match=rf"the unit of .*: rank {culprit} has raised an error that concerns"):
+            call()
+
+
+def errors_of_one_rank():
+    """What one rank alone can see is raised by all, each naming it; then all go on."""
+    wanted = make()
+    loss_of(wanted, data(0, 0)).backward()
+    for mode, inner in (("LAYER_ZERO", 1), *((mode, 2) for mode in MODES)):
+        model = layer_zero(inner, mode, use_orig_params=True)
+        for culprit in (2, 3):
+            note(f"{mode} {inner} {culprit}")
+            owned = max(model.blocks[1].parameters(), key=torch.Tensor.numel)
+            kept = owned.data
+            if dist.get_rank() == culprit:
+                owned.data = torch.zeros(kept.numel() + 1)
+            with torch.no_grad():
+                all_raise(culprit, ValueError, "expected the new data of parameter", functools.partial(model, data(0)))
+            owned.data = kept
+            if mode == "LAYER_ZERO_NESTED":
+                hold_back(model, data(0))
+                if dist.get_rank() == culprit:
+                    owned.grad.mul_(0.5)
+                all_raise(
+                    culprit,
+                    ValueError,
+                    "was changed between micro-batches",
+                    functools.partial(hold_back, model, data(0)),
+                )
+                model.zero_grad()
+                hold_back(model, data(0))
+                if dist.get_rank() == culprit:
+                    owned.grad.mul_(0.5)
+                all_raise(culprit, ValueError, "was changed between micro-batches", loss_of(model, data(0)).backward)
+                model.zero_grad()
+            loss_of(model, data(0, 0)).backward()
+            for (name, grad), param in zip(full_grads(model).items(), wanted.parameters(), strict=True):
+                torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-6, msg=name)
+            model.zero_grad()
+
+
+def counted_anew():
+    """A process group that is made anew counts its pairs from one again: what the one before has said is gone."""
+    for inner in (2, 1, 4):
+        dist.barrier()
+        pairs._exchanged.clear()
+        layer_zero(inner, module=nn.Linear(2, 2), wrap=FSDP)
+        dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        assert not any(store.check([f"flatparam/pairs/1/{rank}"]) for rank in range(4))
+
+
+def in_turn(checks):
+    for one in checks:
+        note(one.__name__)
+        one()
+        dist.barrier()
+
+
+def test_who_has_no_gradient_adds_zeros():
+    run_ranks(in_turn, 4, [without_gradients])
+
+
+def test_what_one_rank_alone_sees():
+    run_ranks(in_turn, 4, [cleared_in_part, errors_of_one_rank, counted_anew])
