@@ -1,5 +1,6 @@
 """A wide group of ranks cut into inner groups: whether all ranks cut it alike, and the groups across the cuts."""
 
+import itertools
 import json
 import warnings
 import weakref
@@ -10,7 +11,7 @@ import torch.distributed as dist
 Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every inner group
 
 _cuts: "weakref.WeakKeyDictionary[Any, dict[Any, Cut]]" = weakref.WeakKeyDictionary()
-_exchanged: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_exchanged: "weakref.WeakKeyDictionary[Any, tuple[str, itertools.count[int]]]" = weakref.WeakKeyDictionary()
 _made: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -85,21 +86,20 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
     """What every rank of the wide group has named in its call of the same number, by rank.
 
     Through the store that the process group was made with: ranks that disagree about groups would wait for each other
-    in a collective over them. A store may outlive the groups made with it, so the last of them clears it away.
+    in a collective over them. A store may outlive the groups made with it, so keys have the number of the world, which
+    each rank counts alike.
     """
     inner, wide = mine
     world: Any = dist.group.WORLD
     if dist.get_backend(world) == "fake":  # there are no other ranks: they would have cut it as we have
         return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
-    number = _exchanged[world] = _exchanged.get(world, 0) + 1
-    store = dist.distributed_c10d._get_default_store()
-    keys = [f"flatparam/pairs/{number}/{rank}" for rank in wide]
-    readers = f"flatparam/pairs/{number}/readers of {wide[0]}"
-    store.set(f"flatparam/pairs/{number}/{dist.get_rank()}", json.dumps(mine))
-    answers = store.multi_get(keys)
-    if store.add(readers, 1) == len(wide):
-        for key in (*keys, readers):
-            store.delete_key(key)
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if world not in _exchanged:
+        _exchanged[world] = f"flatparam/pairs of {store.add(f'flatparam/worlds of {me}', 1)}", itertools.count()
+    life, numbers = _exchanged[world]
+    number = next(numbers)
+    store.set(f"{life}/{number}/{me}", json.dumps(mine))
+    answers = store.multi_get([f"{life}/{number}/{rank}" for rank in wide])
     return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
 
 
