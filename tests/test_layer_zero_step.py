@@ -1,5 +1,7 @@
 """What a step of LAYER_ZERO moves, keeps and shows: collectives, copies, accumulators, freshness."""
 
+import contextlib
+import functools
 import itertools
 
 import pytest
@@ -434,6 +436,66 @@ def offloading():
         FSDP(nn.Linear(1, 1), offload_grads=True)
 
 
+class Sampled(nn.Linear):
+    """Calls ``sample`` when its backward has begun and its weight's gradient is not there yet."""
+
+    sample = None
+
+    def forward(self, x):
+        x = super().forward(x)
+        x.register_hook(lambda grad: self.sample())
+        return torch.tanh(x)
+
+
+class Layers(nn.Module):
+    """Layers of one size, and smaller ones of the root."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.first = nn.Linear(3, 8)
+        self.blocks = nn.ModuleList([Sampled(8, 8) for _ in range(layers)])
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def offloaded_memory():
+    """Two accumulators are on the device, nested three: the one that is added to is there in time, the next is too."""
+    for (mode, most), uo in itertools.product(((MODES[0], 2), (MODES[1], 3)), (False, True)):
+        model = layer_zero(2, mode, make(cls=Layers, layers=7), use_orig_params=uo, offload_grads=True)
+        units = [unit._unit.step for unit in FSDP.fsdp_modules(model)]
+        largest = max(unit.kept for unit in model.memory_plan().units)
+        assert model.memory_plan().no_sync == 3 * largest  # with an accelerator one is still on its way out
+        seen = {}
+
+        def sample(i, units=units, seen=seen):
+            seen[i] = [step.kept_bytes()[0] for step in units]
+
+        for i, block in enumerate(model.blocks):
+            block.module.sample = functools.partial(sample, i)
+        hold_back(model)
+        assert all(not any(held) for held in seen.values())  # nothing to add to yet
+        for synced in (False, True):
+            note(f"{mode} {uo} {synced}")
+            loss = loss_of(model, data(1))
+            with contextlib.nullcontext() if synced else model.no_sync():
+                loss.backward()
+            assert list(seen) == list(range(6, -1, -1))
+            for i, held in seen.items():
+                assert sum(held) <= most * largest, (i, held)
+                assert {i + 1, i} <= {at for at, size in enumerate(held) if size > 0}, (
+                    i,
+                    held,
+                )  # the root is the first
+                assert sum(size > 0 for size in held) <= most, (i, held)
+            assert all(step.kept_bytes()[0] == 0 for step in units)
+        model.zero_grad()
+
+
 def on_four_ranks(checks):
     for check in checks:
         note(check.__name__)
@@ -446,4 +508,4 @@ def test_what_a_step_moves_and_keeps():
 
 
 def test_accumulators_and_freshness():
-    run_ranks(on_four_ranks, 4, [accumulation, freshness, explicit_sync, offloading])
+    run_ranks(on_four_ranks, 4, [accumulation, freshness, explicit_sync, offloading, offloaded_memory])

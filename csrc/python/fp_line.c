@@ -4,6 +4,8 @@
 #include "core/fp_alloc.h"
 #include "python/fp_agree.h"
 
+enum { AHEAD = 2 }; /* units: the one whose gradient is computed, and the next */
+
 /* Whether all ranks that share what the unit gathers from have run it in the pass that this backward is of. */
 static int
 took_part(const fp_step *step)
@@ -199,6 +201,25 @@ fp_line_flush(fp_run *run, Py_ssize_t cursor)
         Py_DECREF(step);
         if (status < 0) {
             return -1;
+        }
+    }
+    return 0;
+}
+
+int
+fp_line_bring_back(fp_run *run)
+{
+    int ahead = 0;
+    for (Py_ssize_t i = run->line_at; ahead < AHEAD && i < run->n_steps; i++) {
+        fp_step *step = run->line[i];
+        if (!step->copied || !is_coming(step)) {
+            continue;
+        }
+        ahead++;
+        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+            if (step->parts[k].coming && !step->parts[k].packed && fp_flat_bring_back(step->parts[k].flat) < 0) {
+                return -1;
+            }
         }
     }
     return 0;

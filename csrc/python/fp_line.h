@@ -19,6 +19,8 @@ int fp_line_reach(fp_step *step);
 /* The gradients of a part are there: whether they wait for their turn; then pack and flush. */
 int fp_line_has(const fp_step *step, const fp_part *part);
 int fp_line_flush(fp_run *run, Py_ssize_t cursor);
+/* Start the copies from host memory of what the next gradients are added to. */
+int fp_line_bring_back(fp_run *run);
 
 int fp_line_join(fp_run *run, fp_step *step); /* the run has room for it in steps already */
 void fp_line_leave(fp_run *run, const fp_step *step);

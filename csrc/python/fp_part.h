@@ -33,7 +33,7 @@ typedef struct {
     char *cleared;            /* nested, of the owners: what other ranks are to clear of what they have kept too */
     int coming;               /* this backward gives it a gradient on this rank */
     int wanted, wanted_kept;  /* the same on some rank; some rank has kept one before */
-    int packed;               /* its gradient waits for its turn to be reduced */
+    int packed;               /* its gradient has come, and waits for its turn */
     int passed;               /* its turn has come in this backward */
 } fp_part;
 

@@ -353,23 +353,9 @@ append_order(fp_run *run, fp_step *step)
     return 0;
 }
 
-static int
-bring_back(fp_step *step)
-{
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (step->parts[k].coming && fp_flat_bring_back(step->parts[k].flat) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 int
 fp_pass_prefetch(fp_step *target)
 {
-    if (bring_back(target) < 0) {
-        return -1;
-    }
     return target->full || !target->awaits_backward ? 0 : fp_pass_start_gather(target);
 }
 
@@ -645,7 +631,7 @@ before_backward_of(fp_step *step)
     }
     step->task = task;
     step->awaits_backward = 0;
-    if (make_full(step) < 0 || bring_back(step) < 0) {
+    if (make_full(step) < 0 || fp_line_bring_back(run) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
@@ -744,6 +730,7 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
     }
     if (!reduces || more) {
         part->deferred = reduces;
+        part->packed = !more;
         return fp_flat_keep(part->flat, gradients, part->master);
     }
     if (fp_line_has(step, part)) {

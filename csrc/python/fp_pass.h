@@ -89,7 +89,7 @@ extern const fp_unit_calls fp_pass_step_calls, fp_pass_run_calls; /* what autogr
 PyObject *fp_pass_collectives(const fp_step *step);
 int fp_pass_look_for_moved(fp_step *step);
 int fp_pass_start_gather(fp_step *step);
-int fp_pass_prefetch(fp_step *target); /* gather it, and what was kept of it */
+int fp_pass_prefetch(fp_step *target);
 int fp_pass_release_part(fp_step *step, fp_part *part);
 /* Start reducing what was packed or kept of a part, and gradients (NULL: none); see fp_flat_reduce. */
 int fp_pass_reduce(fp_step *step, fp_part *part, const fp_gradients *gradients, int how_far);

@@ -45,7 +45,7 @@ class UnitPlan:
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
     micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
     this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``offloads``: whether ``kept`` lies in host memory then, but for that of two units.
+    ``offloads``: whether ``kept`` lies in host memory then, but for that of three units.
     """
 
     name: str
@@ -151,12 +151,12 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
     copies = sum(plan.copy for plan in plans)
     moments = tuple(Moment(unit, phase, base + copies + more) for unit, phase, more in _moments(plans, prefetch))
     on_device = [plan.kept for plan in plans if not plan.offloads]
-    coming_and_going = sorted(plan.kept for plan in plans if plan.offloads)[-2:]
+    added_to_coming_going = sorted(plan.kept for plan in plans if plan.offloads)[-3:]
     return MemoryPlan(
         units=plans,
         between_steps=base,
         peak=max((moment.bytes for moment in moments), default=base),
-        no_sync=sum(on_device) + sum(coming_and_going),
+        no_sync=sum(on_device) + sum(added_to_coming_going),
         moments=moments,
     )
 
