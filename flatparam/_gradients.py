@@ -258,9 +258,8 @@ class Gradients(Zeroing):
             return
         self._check_sharded(grad)
         params, mask, infos = flat_param._params, flat_param._is_grad_none_mask, flat_param._shard_param_infos
-        if self._unit is None or not self._unit.set_grad_pieces(
-            params, grad, mask, self._keep_low_precision_grads, infos
-        ):
+        in_c = self._unit is not None and grad.is_contiguous()
+        if not in_c or not self._unit.set_grad_pieces(params, grad, mask, self._keep_low_precision_grads, infos):
             self._use_sharded_grad_views_by_ops(grad)
         for param, info in zip(flat_param._shared_params, flat_param._shared_param_infos, strict=True):
             primary = getattr(info.prim_module, info.prim_param_name, None)

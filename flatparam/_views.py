@@ -235,7 +235,7 @@ class Views(HandleBase):
         """The flat parameter's data is ``shard``, the original parameters pieces of it; False: not by the C loop."""
         flat_param = self.flat_param
         params, shared, infos = flat_param._params, flat_param._shared_params, flat_param._shard_param_infos
-        return self._unit.use_sharded(flat_param, shard, params, shared, infos, self._unsafe)
+        return shard.is_contiguous() and self._unit.use_sharded(flat_param, shard, params, shared, infos, self._unsafe)
 
     @torch.no_grad()
     def _use_sharded_views_by_ops(self) -> None:

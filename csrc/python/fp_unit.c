@@ -547,6 +547,11 @@ unit_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         goto done;
     }
     views = args[2] == Py_None ? new_views(unit, args[0]) : forward_views(unit, args[0], args[2], &shown_already);
+    for (Py_ssize_t i = 0; views != NULL && listed && args[2] != Py_None && i < PyList_GET_SIZE(args[2]); i++) {
+        if (i < unit->n && PyList_SetItem(args[2], i, Py_NewRef(views[i])) < 0) { /* first: a class may refuse them */
+            goto done;
+        }
+    }
     if (views != NULL && ((shown_already && !listed) || register_all(unit, views, NULL, place) == 0)) {
         result = list_of(views, unit->n);
         views = NULL;
