@@ -175,6 +175,7 @@ class Step:
     @property
     def run(self) -> Run | None: ...
     name: str
+    reduced: Callable[[int], object] | None
     @property
     def is_full(self) -> bool: ...
     @property

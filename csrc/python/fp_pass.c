@@ -668,6 +668,11 @@ take_reduced(fp_step *step, fp_part *part)
             status = fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
                                          part->owner_geometry, part->starts, part->numels, grad);
         }
+        if (status == 0 && step->reduced != NULL && step->reduced != Py_None) {
+            PyObject *result = PyObject_CallFunction(step->reduced, "n", (Py_ssize_t)(part - step->parts));
+            status = result == NULL ? -1 : 0;
+            Py_XDECREF(result);
+        }
     }
     Py_XDECREF(grad);
     return status;

@@ -56,6 +56,7 @@ typedef struct fp_step {
     PyObject *name;  /* str */
     PyObject *moved; /* called when parameters are not where they were put */
     PyObject *reason;
+    PyObject *reduced; /* called with the index of a part whose gradient is reduced and in .grad; or None, NULL */
     fp_part *parts;
     Py_ssize_t n_parts;
     struct fp_step *next_forward; /* borrowed: whose forward came next the last time */

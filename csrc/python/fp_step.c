@@ -65,6 +65,7 @@ step_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(step->run);
     Py_VISIT(step->moved);
+    Py_VISIT(step->reduced);
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         const int status = fp_part_traverse(&step->parts[k], visit, arg);
         if (status != 0) {
@@ -80,6 +81,7 @@ step_clear(PyObject *self)
     fp_step *step = (fp_step *)self;
     fp_pass_leave(step);
     Py_CLEAR(step->moved);
+    Py_CLEAR(step->reduced);
     return 0; /* parts stay usable for hooks until the end */
 }
 
@@ -97,6 +99,7 @@ step_dealloc(PyObject *self)
     fp_free(step->parts);
     Py_CLEAR(step->name);
     Py_CLEAR(step->moved);
+    Py_CLEAR(step->reduced);
     Py_CLEAR(step->reason);
     type->tp_free(self);
     Py_DECREF(type);
@@ -436,6 +439,8 @@ static PyGetSetDef step_getset[] = {
 static PyMemberDef step_members[] = {
     {"run", T_OBJECT, offsetof(fp_step, run), READONLY, "The Run it has joined, or None."},
     {"name", T_OBJECT, offsetof(fp_step, name), 0, "What messages call the unit."},
+    {"reduced", T_OBJECT, offsetof(fp_step, reduced), 0,
+     "None, or reduced(index): called when the gradient of a part was reduced and is in .grad."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -35,6 +35,7 @@ from .api import ShardingStrategy, TrainingState
 from .arguments import check_types
 from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
+from .in_backward import step_in_backward
 from .materialize import device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
@@ -143,6 +144,12 @@ class FullyShardedDataParallel(nn.Module):
                     f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}"
                 )
             check_layout_arguments(shard_alignment, atomic)
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                warnings.warn(
+                    f"a {type(module).__name__} has no forward, so its unit never gathers its parameters: wrap the "
+                    "modules in it, or the one that holds it",
+                    stacklevel=2,
+                )
             self._backward_prefetch = backward_prefetch
             self._forward_prefetch = forward_prefetch
             self.limit_all_gathers = limit_all_gathers
@@ -353,6 +360,7 @@ class FullyShardedDataParallel(nn.Module):
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
             wrapper._unit.name = f"the unit of {type(wrapper.module).__name__} at `{path}`"
             wrapper._unit.step.name = wrapper._unit.name
+            step_in_backward(wrapper._unit)
             wrapper._unit.step.join(run)
             if root._comm_hook is not None:
                 wrapper._unit.step.average_elsewhere()
