@@ -73,8 +73,10 @@ class Accumulation(Parameters):
     def free_full_prec_grad(self) -> None:
         """Free the sum's memory on the device; it is given up unless it was offloaded."""
         if self._sum is not Sum.ON_HOST:
-            self._stop_showing()
+            was_shown = self._stop_showing()
             self._sum = Sum.NONE
+            if was_shown:
+                self._show_reduced()
         total = self.flat_param._full_prec_grad_padded
         if is_allocated(total):
             with self._in_order():
@@ -139,4 +141,7 @@ class Accumulation(Parameters):
         raise NotImplementedError
 
     def _show_sum(self) -> None:
+        raise NotImplementedError
+
+    def _show_reduced(self) -> None:
         raise NotImplementedError

@@ -19,6 +19,7 @@ class Gradients(Shown):
 
     _rs_handle: Any = None
     _grad_synced: bool
+    _count_reduced = 0  # of how many parameters the gradients were shown when they were reduced last
     _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
     _prepared: int | None = None  # version of this backward's gradient when it was zeros
     _in_backward = False  # since prepare_gradient_for_backward(), until the state is IDLE
@@ -59,9 +60,20 @@ class Gradients(Shown):
         flat_param = self.flat_param
         self._stop_showing()
         if flat_param.grad is not None and not self._in_backward:
-            if self._versions(flat_param._params)[1]:
+            count = self._versions(flat_param._params)[1]
+            if 0 < count < self._count_reduced:
+                self._zero_cleared_pieces()
+            if count:
                 flat_param._saved_grad_shard = flat_param.grad
             _C.set_grad(flat_param, None)
+
+    def _zero_cleared_pieces(self) -> None:
+        """Zero in the reduced gradient what the user has cleared since it was shown."""
+        flat_param = self.flat_param
+        for i, (param, piece) in enumerate(zip(flat_param._params, flat_param._shard_param_infos, strict=True)):
+            if param.grad is None and piece.in_shard:
+                flat_param.grad[piece.offset_in_shard : piece.offset_in_shard + piece.numel_in_shard].zero_()
+                flat_param._is_grad_none_mask[i] = True
 
     def _take_runtime_grads(self) -> list[Tensor]:
         """What this backward's gradients are in, and no longer ``flat_param.grad``.
@@ -124,10 +136,9 @@ class Gradients(Shown):
         if self._prepared is not None and flat_param._full_grad_padded._version == self._prepared:
             self.free_runtime_unshard_grad()
         self._in_backward = False
-        if self._sum is Sum.NONE and flat_param.grad is None and not hasattr(flat_param, "_saved_grad"):
-            _C.set_grad(flat_param, vars(flat_param).pop("_saved_grad_shard", None))
         if not hasattr(flat_param, "_saved_grad"):
             self._show_sum()
+            self._show_reduced()
 
     # The reduction
 
@@ -216,6 +227,7 @@ class Gradients(Shown):
         flat_param.grad = reduced
         self._note_grads_came()
         self._use_sharded_grad_views()
+        self._count_reduced = self._versions(flat_param._params)[1]
 
     prepare_gradient_for_optim = prepare_gradient_for_zero1
 
@@ -292,11 +304,10 @@ class Gradients(Shown):
             self._use_sharded_flat_param()
             self._free_unsharded_flat_tensor()
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
-            if flat_param.grad is None:
-                _C.set_grad(flat_param, vars(flat_param).pop("_saved_grad_shard", None))
             self._forget_what_was_gathered()
         self._grad_synced = self._prefetched = self._ran_pre_backward_hook = self.enter_backward = False
         self._layer_zero_state = IDLE
+        self._show_reduced()
 
     _ran_pre_backward_hook: bool
     enter_backward: bool

@@ -35,6 +35,16 @@ class Shown(Accumulation):
         _showing.add(self)
         refuse_unreduced()
 
+    def _show_reduced(self) -> None:
+        """Show what was reduced before and put aside, where nothing was added up since."""
+        flat_param = self.flat_param
+        reduced = getattr(flat_param, "_saved_grad_shard", None)
+        if reduced is None or self._sum is not Sum.NONE or flat_param.grad is not None or self._is_unsharded:
+            return
+        del flat_param._saved_grad_shard
+        _C.set_grad(flat_param, reduced)
+        self._use_sharded_grad_views()
+
     def _stop_showing(self) -> bool:
         """Take notice of what the user did to what was shown, and take it back. Returns whether it was shown."""
         if self._shown is None:
