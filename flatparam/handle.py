@@ -33,7 +33,7 @@ from ._base import environment_is_on
 from ._collectives import all_gather_chunks, all_gather_single, fake_group
 from ._flatten import Flattening, in_storage_order
 from ._fused import Fused
-from ._storage import allocate, free, is_allocated, pinned, same_storage
+from ._storage import allocate, free, has_memory, is_allocated, pinned, same_storage
 from ._streaming import is_runtime_s
 from ._writeback import Writeback
 
@@ -506,8 +506,7 @@ class FlatParamHandle(Flattening, Writeback, Fused):
 
     def _free_low_precision_sharded_param(self) -> None:
         self._check_low_precision_shard()
-        _no_dispatch_record_stream(self.flat_param._mp_shard, self._device_handle.current_stream())
-        self._free(self.flat_param._mp_shard)
+        self._free_after_use(self.flat_param._mp_shard)
 
     @contextlib.contextmanager
     def to_cpu(self) -> Generator[None, None, None]:
@@ -558,8 +557,13 @@ class FlatParamHandle(Flattening, Writeback, Fused):
         self._check_sharded_strategy()
         unsharded = self._get_padded_unsharded_flat_param()
         self._check_on_compute_device(unsharded)
-        _no_dispatch_record_stream(unsharded, self._device_handle.current_stream())
-        self._free(unsharded)
+        self._free_after_use(unsharded)
+
+    def _free_after_use(self, tensor: Tensor) -> None:
+        """Free the memory of ``tensor``, if it has any, once the current stream has come so far."""
+        if has_memory(tensor):
+            _no_dispatch_record_stream(tensor, self._device_handle.current_stream())
+            self._free(tensor)
 
     def _use_sharded_flat_param(self) -> None:
         """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it.

@@ -51,6 +51,7 @@ FIELDS = [
     "param_group",
     "refresh_group",
     "offloads",
+    "device",
 ]
 
 
@@ -79,6 +80,7 @@ def part_of(module, **changes):
         "param_group": None,
         "refresh_group": None,
         "offloads": False,
+        "device": None,
     }
     assert list(fields) == FIELDS
     return tuple({**fields, **changes}.values())
@@ -130,6 +132,7 @@ BAD_PARTS = [
     ({"param_shards": 2}, ValueError),
     ({"param_group": 3}, TypeError),
     ({"refresh_group": 3}, TypeError),
+    ({"device": "cpu"}, TypeError),
     ({"refresh_group": ("group", None)}, ValueError),
     ({"compute": "bfloat16"}, TypeError),
     ({"reduce": 3}, TypeError),

@@ -2,6 +2,8 @@
 #include "bridge/fp_convert.hpp"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -78,6 +80,38 @@ pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp
                                  : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
                          TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
                      });
+    return true;
+}
+
+bool
+pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces, const How &how)
+{
+    std::vector<at::Tensor> places, values;
+    int64_t numel = 0;
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const View &view = geometry.views[i];
+        if (!pieces[i].defined()) {
+            continue;
+        }
+        if (!is_plain_tensor(pieces[i]) || pieces[i].device() != target.device()) {
+            return false;
+        }
+        places.push_back(alias(target, view.shape, view.stride, target.storage_offset() + view.offset));
+        values.push_back(pieces[i]);
+        numel += view.numel;
+    }
+    if (how.accumulate && how.scale) {
+        return false;
+    }
+    if (!how.accumulate && numel < target.numel()) {
+        target.zero_();
+    }
+    if (!values.empty()) {
+        how.accumulate ? at::_foreach_add_(places, values) : at::_foreach_copy_(places, values);
+    }
+    if (how.scale) {
+        target.mul_(*how.scale);
+    }
     return true;
 }
 

@@ -35,6 +35,11 @@ bool is_known_to_core(at::ScalarType dtype);
 bool pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments,
           const How &how, const void *fill = nullptr);
 
+// target (+)= the pieces at their places * scale, by kernels that each take many tensors; zeros where there is none. false:
+// nothing was done, some piece is not plain or not on target's device.
+bool pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
+                  const How &how);
+
 // target (+)= source * scale, by torch's operations.
 void convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how);
 

@@ -8,6 +8,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -91,6 +92,7 @@ struct fp_flat {
     double predivide = 1.0, postdivide = 1.0;
     std::optional<at::ScalarType> compute_dtype, reduce_dtype;
     bool keep_reduce_dtype = false, stays_full = false;
+    std::optional<c10::Device> device; // to compute on, where it is not the shard's
 
     at::Tensor full; // [total] in the compute dtype; its storage has 0 bytes while freed
     at::Tensor io;   // the same memory under another version counter: what is written here is no change to autograd
@@ -104,6 +106,8 @@ struct fp_flat {
     at::Tensor wire, reduced;            // of a reduction: its input and output
     at::Tensor summed;                   // the part of wire that becomes reduced, if wire is added up in place
     c10::intrusive_ptr<c10d::Work> reduction;
+    at::Tensor arriving;                             // the reduced gradient on the host, once has_arrived
+    std::optional<c10::Event> was_read, has_arrived; // recorded after copies from and to a shard on the host
     enum { NOTHING, FIRST, LAST } stage = NOTHING;
     bool stops_at_partial = false; // nested: the reduction under way goes no further
     bool offloads = false;
@@ -120,6 +124,10 @@ struct fp_flat {
         return geometry->total / param_shards;
     }
 
+    c10::Device device_for(const at::Tensor &shard) const
+    {
+        return device.value_or(shard.device());
+    }
     at::ScalarType dtype_of(const at::Tensor &shard) const
     {
         return compute_dtype.value_or(shard.scalar_type());
@@ -152,7 +160,9 @@ pack_gradients(const fp_flat &flat, const at::Tensor &target, const std::vector<
             return;
         }
     }
-    convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.full.options(), 0.0), how);
+    if (target.is_cpu() || !pack_batched(target, *flat.geometry, gradients, how)) {
+        convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.full.options(), 0.0), how);
+    }
 }
 
 std::optional<at::ScalarType>
@@ -163,6 +173,16 @@ dtype_from(PyObject *object)
     }
     TORCH_CHECK_TYPE(THPDtype_Check(object), "expected a torch.dtype, got ", Py_TYPE(object)->tp_name);
     return reinterpret_cast<THPDtype *>(object)->scalar_type;
+}
+
+std::optional<c10::Device>
+device_from(PyObject *object)
+{
+    if (object == nullptr || object == Py_None) {
+        return std::nullopt;
+    }
+    TORCH_CHECK_TYPE(THPDevice_Check(object), "expected a torch.device, got ", Py_TYPE(object)->tp_name);
+    return reinterpret_cast<THPDevice *>(object)->device;
 }
 
 // The collectives; async, on the C++ group, under the names this torch has. Without the GIL: gloo's threads take it under
@@ -524,6 +544,56 @@ offload(fp_flat &flat, at::Tensor &accumulator)
     flat.host_valid = true;
 }
 
+c10::Event
+recorded_now(const c10::Device &device)
+{
+    c10::Event event(device.type());
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return event;
+}
+
+void
+wait_until(std::optional<c10::Event> &event)
+{
+    if (event) {
+        const WithoutGil released;
+        event->synchronize();
+        event.reset();
+    }
+}
+
+// slot = shard, from the host too.
+void
+fill(fp_flat &flat, const at::Tensor &slot, const at::Tensor &shard)
+{
+    if (slot.device() == shard.device()) {
+        convert(slot, shard, {});
+        return;
+    }
+    convert(slot, shard.to(slot.device(), /*non_blocking=*/true), {});
+    flat.was_read = recorded_now(slot.device());
+}
+
+// What was reduced as the gradient of the shard, on its way to where that is.
+at::Tensor
+as_gradient(fp_flat &flat, const at::Tensor &shard)
+{
+    at::Tensor result = std::move(flat.reduced);
+    flat.reduced.reset();
+    flat.wire.reset();
+    if (flat.postdivide != 1.0) {
+        result.div_(flat.postdivide);
+    }
+    result = result.to(flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type());
+    if (result.device() == shard.device()) {
+        return result;
+    }
+    at::Tensor there = at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
+    there.copy_(result, /*non_blocking=*/true);
+    flat.has_arrived = recorded_now(result.device());
+    return there;
+}
+
 // What is kept and the gradients, which may be null, as they are reduced.
 void
 make_wire(fp_flat &flat, const fp_gradients *gradients, const at::TensorOptions &options)
@@ -684,6 +754,7 @@ fp_flat_new(const fp_flat_options *options)
         flat->keep_reduce_dtype = options->keep_reduce_dtype != 0;
         flat->stays_full = options->stays_full != 0;
         flat->offloads = options->offloads != 0;
+        flat->device = fp::device_from(options->device);
         return flat.release();
     });
 }
@@ -702,15 +773,16 @@ fp_flat_prepare(fp_flat *flat, PyObject *shard_object)
         TORCH_CHECK_VALUE(shard.dim() == 1 && shard.numel() == flat->shard_numel && shard.is_contiguous(),
                           "expected a shard of ", flat->shard_numel, " elements, got shape ", shard.sizes());
         const at::ScalarType dtype = flat->dtype_of(shard);
-        const bool borrowed = flat->shards == 1 && dtype == shard.scalar_type();
-        if (flat->full.defined() && flat->full.scalar_type() == dtype && flat->full.device() == shard.device() &&
+        const c10::Device device = flat->device_for(shard);
+        const bool borrowed = flat->shards == 1 && dtype == shard.scalar_type() && device == shard.device();
+        if (flat->full.defined() && flat->full.scalar_type() == dtype && flat->full.device() == device &&
             flat->borrowed == borrowed &&
             (!borrowed || (fp::storage_of(flat->full) == fp::storage_of(shard) &&
                            flat->full.storage_offset() == shard.storage_offset()))) {
             return 0;
         }
         const fp::Plainly plainly;
-        const at::TensorOptions options = shard.options().dtype(dtype).requires_grad(false);
+        const at::TensorOptions options = shard.options().dtype(dtype).device(device).requires_grad(false);
         const int64_t total = flat->geometry->total;
         const at::Tensor source = borrowed ? shard : at::empty({0}, options);
         flat->full = fp::alias(source, total, int64_t{1}, borrowed ? shard.storage_offset() : 0);
@@ -814,7 +886,7 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
             at::Tensor copy = at::empty({flat->part_numel()}, flat->io.options());
             const int64_t first = flat->param_rank * flat->part_numel();
             at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel - first);
-            fp::convert(slot, shard, {});
+            fp::fill(*flat, slot, shard);
             fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives);
             fp::wait_for(flat->work, flat->work_group);
             flat->copy = std::move(copy);
@@ -824,7 +896,7 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
         }
         else {
             at::Tensor slot = fp::alias(flat->io, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
-            fp::convert(slot, shard, {});
+            fp::fill(*flat, slot, shard);
             if (flat->shards > 1) {
                 fp::gather_over(*flat, *flat->shard_group, flat->io, slot, collectives);
             }
@@ -839,6 +911,15 @@ fp_flat_wait(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
         fp::wait_for(flat->work, flat->work_group);
+        return 0;
+    });
+}
+
+int
+fp_flat_wait_read(fp_flat *flat)
+{
+    return fp::guarded(-1, [&] {
+        fp::wait_until(flat->was_read);
         return 0;
     });
 }
@@ -996,17 +1077,22 @@ int
 fp_flat_advance(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
 {
     return fp::guarded(-1, [&] {
-        if (flat->stage == fp_flat::NOTHING) {
+        if (flat->stage == fp_flat::NOTHING || flat->arriving.defined()) {
             return 0;
         }
         fp::wait_for_reduction(*flat);
         if (flat->shards > 1) {
             flat->wire.reset();
         }
-        if (flat->stage == fp_flat::LAST) {
-            return 1;
-        }
         const fp::Plainly plainly;
+        if (flat->stage == fp_flat::LAST) {
+            const at::Tensor &shard = fp::unpack(shard_object);
+            if (flat->full.device() == shard.device()) {
+                return 1;
+            }
+            flat->arriving = fp::as_gradient(*flat, shard);
+            return 0;
+        }
         if (flat->refresh_group != nullptr) {
             const at::Tensor &shard = fp::unpack(shard_object);
             fp::add_to_partial(*flat, shard);
@@ -1046,15 +1132,11 @@ fp_flat_take(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         fp::wait_for_reduction(*flat);
-        at::Tensor result = std::move(flat->reduced);
-        flat->reduced.reset();
-        flat->wire.reset();
+        at::Tensor result = flat->arriving.defined() ? std::move(flat->arriving) : fp::as_gradient(*flat, shard);
+        flat->arriving.reset();
         flat->stage = fp_flat::NOTHING;
-        if (flat->postdivide != 1.0) {
-            result.div_(flat->postdivide);
-        }
-        return THPVariable_Wrap(
-            result.to(shard.device(), flat->keep_reduce_dtype ? result.scalar_type() : shard.scalar_type()));
+        fp::wait_until(flat->has_arrived);
+        return THPVariable_Wrap(std::move(result));
     });
 }
 
@@ -1090,6 +1172,8 @@ fp_flat_forget(fp_flat *flat, int kept_too)
     flat->wire.reset();
     flat->reduced.reset();
     flat->packed = false;
+    flat->arriving.reset();
+    flat->has_arrived.reset();
     flat->stage = fp_flat::NOTHING;
     if (kept_too) {
         flat->kept.reset();

@@ -71,6 +71,7 @@ typedef struct {
     int keep_reduce_dtype;                  /* the gradient stays in reduce_dtype */
     int stays_full;                         /* free() keeps the memory */
     int offloads;                           /* what is kept lies in host memory between backwards */
+    PyObject *device;                       /* torch.device to compute on; NULL: where the shard is */
 } fp_flat_options;
 
 typedef struct fp_flat fp_flat;
@@ -91,6 +92,8 @@ int fp_flat_is_reached(const fp_flat *flat) FP_NOEXCEPT;
 int fp_flat_gather(fp_flat *flat, PyObject *shard, PyObject *const *views, PyObject *collectives, int changed,
                    int refresh);
 int fp_flat_wait(fp_flat *flat); /* until the gather has ended */
+/* The same for what the device reads of a shard on the host: it may be written to again. */
+int fp_flat_wait_read(fp_flat *flat);
 int fp_flat_is_allocated(const fp_flat *flat) FP_NOEXCEPT;
 int fp_flat_is_whole(const fp_flat *flat) FP_NOEXCEPT;   /* what was gathered is still there */
 int fp_flat_has_values(const fp_flat *flat) FP_NOEXCEPT; /* the same, or a copy is */
@@ -113,7 +116,7 @@ int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard
 /* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
  * nothing was being reduced; -1. */
 int fp_flat_advance(fp_flat *flat, PyObject *shard, PyObject *collectives);
-/* Wait for all; the reduced gradient of the shard, new reference; Py_None if there is none. */
+/* Wait for all; the reduced gradient of the shard, where the shard is, new reference; Py_None if there is none. */
 PyObject *fp_flat_take(fp_flat *flat, PyObject *shard, PyObject *collectives);
 int fp_flat_has_kept(const fp_flat *flat) FP_NOEXCEPT;
 /* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */

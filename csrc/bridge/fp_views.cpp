@@ -79,14 +79,21 @@ struct ViewsBackward final : torch::autograd::Node {
                               name(), " expected gradient ", i, " to have shape ",
                               c10::IntArrayRef(geometry->views[i].shape), ", got ", grads[i].sizes());
         }
-        const bool packable = !at::GradMode::is_enabled() && options.device().is_cpu() && !fp_torch_modes_active() &&
+        const bool packable = !at::GradMode::is_enabled() && !fp_torch_modes_active() &&
                               std::all_of(grads.begin(), grads.end(), [this](const at::Tensor &grad) {
                                   return !grad.defined() || (is_plain_tensor(grad) &&
                                                              grad.scalar_type() == options.dtype().toScalarType() &&
                                                              grad.device() == options.device());
                               });
-        return {packable ? flatten_in_place(*geometry, grads, options, 0.0)
-                         : flatten_by_ops(*geometry, grads, options, 0.0)};
+        if (!packable) {
+            return {flatten_by_ops(*geometry, grads, options, 0.0)};
+        }
+        if (options.device().is_cpu()) {
+            return {flatten_in_place(*geometry, grads, options, 0.0)};
+        }
+        const at::Tensor flat = at::empty({geometry->total}, options);
+        pack_batched(flat, *geometry, grads, {});
+        return {flat};
     }
 };
 

@@ -82,8 +82,11 @@ static int
 start(fp_exchange *exchange)
 {
     fp_step *first = exchange->steps[0];
-    exchange->sum = fp_sum_start(group_of(first), first->parts[0].master, exchange->flags, exchange->n_flags,
-                                 fp_pass_collectives(first));
+    PyObject *like = fp_flat_unsharded(first->parts[0].flat);
+    exchange->sum = like == NULL ? NULL
+                                 : fp_sum_start(group_of(first), like, exchange->flags, exchange->n_flags,
+                                                fp_pass_collectives(first));
+    Py_XDECREF(like);
     return exchange->sum == NULL ? -1 : 0;
 }
 

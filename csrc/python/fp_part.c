@@ -336,7 +336,7 @@ int
 fp_part_read(fp_part *part, PyObject *tuple)
 {
     PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *compute, *reduce;
-    PyObject *param_group, *refresh_group;
+    PyObject *param_group, *refresh_group, *device;
     long long numel, shard_numel;
     int rank, shards, keep_reduce_dtype, stays_full, param_rank, param_shards, offloads;
     double predivide, postdivide;
@@ -344,10 +344,10 @@ fp_part_read(fp_part *part, PyObject *tuple)
         PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOp", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
+    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOpO", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
                           &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
                           &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype, &stays_full,
-                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads)) {
+                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads, &device)) {
         return -1;
     }
     if (params != Py_None && !PyTuple_Check(params)) {
@@ -388,6 +388,7 @@ fp_part_read(fp_part *part, PyObject *tuple)
         .keep_reduce_dtype = keep_reduce_dtype,
         .stays_full = stays_full,
         .offloads = offloads,
+        .device = device == Py_None ? NULL : device,
     };
     part->versions = part->synced = -1;
     part->flat = fp_flat_new(&options);

@@ -259,7 +259,7 @@ fp_pass_recover(fp_run *run)
     run->in_backward = 0;
     run->depth = 0;
     run->n_order = 0;
-    run->reducing = run->last_forward = NULL;
+    run->reducing = run->halfway = run->last_forward = NULL;
     fp_line_forget(run);
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
@@ -394,6 +394,9 @@ fp_pass_leave(fp_step *step)
     if (run->reducing == step) {
         run->reducing = NULL;
     }
+    if (run->halfway == step) {
+        run->halfway = NULL;
+    }
     step->run = NULL;
     Py_DECREF(run);
 }
@@ -507,6 +510,21 @@ hook_outputs(fp_step *step, PyObject *output, int *found)
     return status;
 }
 
+/* Shards on the host that the device has gathered from may be written to from now on. */
+static int
+wait_until_read(fp_run *run)
+{
+    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
+        const fp_step *step = run->steps[s];
+        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+            if (fp_flat_wait_read(step->parts[k].flat) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
 PyObject *
 fp_pass_post_forward(PyObject *self, PyObject *output)
 {
@@ -536,6 +554,9 @@ fp_pass_post_forward(PyObject *self, PyObject *output)
         if (append_order(run, step) < 0) {
             return NULL;
         }
+    }
+    if (run->depth == 0 && wait_until_read(run) < 0) {
+        return NULL;
     }
     if (step->depth > 0) {
         return Py_NewRef(output);
@@ -678,19 +699,29 @@ take_reduced(fp_step *step, fp_part *part)
     return status;
 }
 
-/* Start the second half of the reductions that were started last, or take what they have given. */
+/* Start the second half of a unit's reductions, or take what they have given. */
 static int
-advance_previous(fp_step *step)
+advance(fp_step *step)
 {
-    fp_step *previous = step->run->reducing;
-    for (Py_ssize_t k = 0; previous != NULL && previous != step && k < previous->n_parts; k++) {
-        const int done =
-            fp_flat_advance(previous->parts[k].flat, previous->parts[k].master, fp_pass_collectives(previous));
-        if (done < 0 || (done && take_reduced(previous, &previous->parts[k]) < 0)) {
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        const int done = fp_flat_advance(part->flat, part->master, fp_pass_collectives(step));
+        if (done < 0 || (done && take_reduced(step, part) < 0)) {
             return -1;
         }
     }
     return 0;
+}
+
+/* The same for the units whose reductions were started before this one's. */
+static int
+advance_previous(fp_step *step)
+{
+    fp_run *run = step->run;
+    if (run->reducing == NULL || run->reducing == step) {
+        return 0;
+    }
+    return (run->halfway != NULL && run->halfway != step && advance(run->halfway) < 0) ? -1 : advance(run->reducing);
 }
 
 int
@@ -705,7 +736,10 @@ fp_pass_reduce(fp_step *step, fp_part *part, const fp_gradients *gradients, int 
         return -1;
     }
     run->reductions++;
-    run->reducing = step;
+    if (run->reducing != step) {
+        run->halfway = run->reducing;
+        run->reducing = step;
+    }
     return 0;
 }
 
@@ -820,7 +854,10 @@ finish(void *run_pointer)
         fp_follower_end_backward(PyTuple_GET_ITEM(run->followers, i), !run->synchronize);
     }
     run->n_order = 0;
-    run->reducing = NULL;
+    run->reducing = run->halfway = NULL;
+    if (status == 0) {
+        status = wait_until_read(run);
+    }
     if (status == 0) {
         run->in_backward = 0;
     }

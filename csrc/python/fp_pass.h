@@ -28,6 +28,7 @@ typedef struct {
     Py_ssize_t n_order, room_order;
     struct fp_step *last_forward; /* borrowed */
     struct fp_step *reducing;     /* borrowed: the unit whose reduction was started last */
+    struct fp_step *halfway;      /* borrowed: the one before, whose reduction may have a second half */
     fp_unit_ref *ref;
     int backward_prefetch, forward_prefetch;
     int synchronize;        /* 0: no_sync */

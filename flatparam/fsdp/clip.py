@@ -42,7 +42,7 @@ def clip_grad_norm(
 
     def local_norm(some: Iterable[nn.Parameter]) -> Tensor:
         norms = [
-            torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=torch.float32)
+            torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=torch.float32).to(device)
             for param in some
             if param.grad is not None and (param.grad.numel() > 0)
         ]

@@ -36,7 +36,7 @@ from .arguments import check_types
 from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
 from .in_backward import step_in_backward
-from .materialize import device_of, materialize, move, own_modules, synchronize
+from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
@@ -58,6 +58,7 @@ from .unit import (
 )
 from .wrap import check_not_tied, replace_modules, targets_of
 
+_HOST = torch.device("cpu")
 _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
 
 
@@ -134,9 +135,6 @@ class FullyShardedDataParallel(nn.Module):
                 segments=segments,
                 offload_grads=offload_grads,
             )
-            _refuse(
-                cpu_offload=cpu_offload is not None and cpu_offload.offload_params and _has_accelerator(),
-            )
             if isinstance(module, FullyShardedDataParallel):
                 raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
             if backward_prefetch not in _PREFETCH:
@@ -203,18 +201,28 @@ class FullyShardedDataParallel(nn.Module):
             self._device_id = device = device_of(device_id)
             own = list(own_modules(module, _is_unit, ignored_modules_set))
             self._check_not_shared(module, own)
-            materialize(own, ignored_params, param_init_fn, device)
-            move(own, ignored_params, device)
+            computes_on = None  # if that is not where the shards lie
+            if self.cpu_offload.offload_params:
+                computes_on = accelerator_of(own, ignored_params, device)
+            materialize(own, ignored_params, param_init_fn, _HOST if computes_on else device)
+            move(own, ignored_params, device, _HOST if computes_on else device)
             originals = find_originals(own, module, ignored_params, clean_tensor_name)
             choose_blocks(originals, atomic)
             options = Options(
-                self._placement, self.mixed_precision, use_orig_params, segments, shard_alignment, atomic, offload_grads
+                self._placement,
+                self.mixed_precision,
+                use_orig_params,
+                segments,
+                shard_alignment,
+                atomic,
+                offload_grads,
+                computes_on,
             )
             name = f"the unit of {type(module).__name__}"
             numbers = check_same_unit(name, originals, options)
             building.groups = []
             if sync_module_states:
-                synchronize(own, ignored_params, self._placement)
+                synchronize(own, ignored_params, self._placement, computes_on)
             self._buffer_dtypes: dict[str, torch.dtype] = {}
             self.add_module(FSDP_WRAPPED_MODULE, module)
             self._unit = Unit(module, originals, options, name)
@@ -539,7 +547,8 @@ class FullyShardedDataParallel(nn.Module):
         prefix = kwargs.get("prefix", "")
         already = self._unit.summoned is not None
         units = [] if already else [self._unit]
-        with summon(units, writeback=False):
+        on_host = to_cpu and self._unit.options.device is not None  # where the parameters are
+        with summon(units, writeback=False, offload_to_cpu=on_host):
             result = super().state_dict(**kwargs)
             state_dicts.own_entries(
                 self._unit,
@@ -775,9 +784,10 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forward and backward of this unit run."""
-        for segment in self._unit.segments:
-            return segment.flat.device
+        """Where forward and backward of this unit run; if it has no parameters, those of the units below."""
+        for unit in units_of(self.modules()):
+            for segment in unit.segments:
+                return segment.device
         return next((param.device for param in self.module.parameters()), torch.device("cpu"))
 
     # Names of torch 1.12
@@ -861,17 +871,6 @@ def _default_groups(process_group: Any, device_mesh: Any, placement: Any) -> lis
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
-
-
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
-
-
-def _refuse(**given: bool) -> None:
-    """Raises: ValueError naming the first argument that was given and is not supported yet."""
-    for name, is_given in given.items():
-        if is_given:
-            raise ValueError(f"FullyShardedDataParallel: the argument {name} is not supported yet")
 
 
 def _warn_of_padding(unit: Unit) -> None:

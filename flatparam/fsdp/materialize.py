@@ -98,29 +98,66 @@ def materialize(
                 )
 
 
-def move(modules: list[nn.Module], ignored_params: set[nn.Parameter], device: torch.device | None) -> None:
-    """Move what lies on the CPU to ``device``. Raises: DeviceError for what lies on another one."""
+def accelerator_of(
+    modules: list[nn.Module], ignored_params: set[nn.Parameter], device: torch.device | None
+) -> torch.device | None:
+    """The device to compute on while the shards lie on the host; None if that is the host itself.
+
+    It is ``device`` where that was given, else the one that the parameters are on, else the current one.
+    """
     if device is None:
+        devices = [tensor.device for tensor in own_state(modules, ignored_params)]
+        device = next((found for found in devices if found.type not in ("cpu", "meta")), None)
+    kind = torch.accelerator.current_accelerator(check_available=True) if device is None else None
+    if kind is not None:
+        device = torch.device(kind.type, torch.accelerator.current_device_index())
+    return None if device is None or device.type == "cpu" else device
+
+
+def move(
+    modules: list[nn.Module],
+    ignored_params: set[nn.Parameter],
+    device: torch.device | None,
+    of_params: torch.device | None,
+) -> None:
+    """Move what lies on the CPU to ``device``, and parameters to ``of_params``.
+
+    Raises: DeviceError for parameters that lie on another one.
+    """
+    if of_params is None:
         return
     for module in modules:
         for name, param in module._parameters.items():
             if param is None or param in ignored_params:
                 continue
-            if param.device not in (device, torch.device("cpu")):
+            if device is not None and param.device not in (device, torch.device("cpu")):
                 raise DeviceError(
                     f"device_id={device}, but parameter `{name}` of {type(module).__name__} is on {param.device}"
                 )
-            param.data = param.data.to(device)
+            moved = param.data.to(of_params)
+            if torch._has_compatible_shallow_copy_type(param, moved):
+                param.data = moved
+            else:  # a device from outside of torch
+                torch.utils.swap_tensors(param, nn.Parameter(moved, param.requires_grad))
             if param.grad is not None:
-                param.grad = param.grad.to(device)
+                param.grad = param.grad.to(of_params)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and device is not None:
                 module._buffers[name] = buffer.to(device)
 
 
-def synchronize(modules: list[nn.Module], ignored_params: set[nn.Parameter], placement: Placement) -> None:
-    """Give every rank the parameters and buffers of the first: over the replicas, then over the ranks that share."""
+def synchronize(
+    modules: list[nn.Module], ignored_params: set[nn.Parameter], placement: Placement, device: torch.device | None
+) -> None:
+    """Give every rank the parameters and buffers of the first: over the replicas, then over the ranks that share.
+
+    ``device``: to send them from, where that is not where they lie.
+    """
     states = [tensor.detach() for tensor in own_state(modules, ignored_params) if tensor.numel() > 0]
+    sent = states if device is None else [tensor.to(device) for tensor in states]
     for group in (placement.replicate, placement.optim):
         if group is not None and states:
-            _sync_params_and_buffers(group, states, _BUCKET_BYTES, 0)
+            _sync_params_and_buffers(group, sent, _BUCKET_BYTES, 0)
+    if device is not None:
+        for state, received in zip(states, sent, strict=True):
+            state.copy_(received)

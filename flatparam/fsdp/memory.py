@@ -45,7 +45,8 @@ class UnitPlan:
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
     micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
     this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``offloads``: whether ``kept`` lies in host memory then, but for that of three units.
+    ``offloads``: whether ``kept`` lies in host memory then, but for that of three units; ``on_host``: whether
+    ``shard``, ``gradient`` and ``optimizer`` do.
     """
 
     name: str
@@ -62,6 +63,7 @@ class UnitPlan:
     padding: int
     copy: int = 0
     offloads: bool = False
+    on_host: bool = False
 
 
 class Moment(NamedTuple):
@@ -74,11 +76,11 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a rank holds for parameters, gradients and optimizer state.
+    """Bytes that a rank holds on its device for parameters, gradients and optimizer state.
 
     ``between_steps``: after the first optimizer step, without gradients; ``peak``: the most at any of the ``moments``
     of a synced forward and backward, whose units run in the order given; ``no_sync``: what micro-batches in
-    ``no_sync`` add to it.
+    ``no_sync`` add to it; ``host``: what lies in host memory instead, where something is offloaded to it.
     """
 
     units: tuple[UnitPlan, ...]
@@ -86,6 +88,7 @@ class MemoryPlan:
     peak: int
     no_sync: int
     moments: tuple[Moment, ...]
+    host: int = 0
 
 
 def plan_unit(
@@ -97,19 +100,20 @@ def plan_unit(
     copy_shards: int = 0,
     nested: bool = False,
     offloads: bool = False,
+    on_host: bool = False,
 ) -> UnitPlan:
     """The plan of a unit of these flat parameters.
 
     ``optimizer_bytes``: of state for each element of a shard of a dtype (Adam in fp32: 8); ``copy_shards``: how many
     ranks share the copy that forward and backward gather from (0: there is none), and when ``nested`` what is kept of
-    gradients too; ``offloads``: which lies in host memory between micro-batches.
+    gradients too; ``offloads``: which lies in host memory between micro-batches; ``on_host``: whether the shards do.
     """
 
     def total(of: Callable[[Flat], int]) -> int:
         return sum(map(of, flats))
 
     def full(flat: Flat) -> int:
-        if spread.optim is None and flat.compute_dtype in (None, flat.dtype):
+        if spread.optim is None and flat.compute_dtype in (None, flat.dtype) and not on_host:
             return 0  # the shard is the whole parameter, and is used as it is
         return flat.layout.padded_numel * (flat.compute_dtype or flat.dtype).itemsize
 
@@ -121,7 +125,8 @@ def plan_unit(
         return flat.layout.padded_numel * dtype.itemsize if flat.is_trained else 0
 
     def reduced(flat: Flat) -> int:
-        return wire(flat) // flat.layout.world_size if flat.layout.world_size > 1 else 0
+        into = copy_shards if nested and copy_shards else flat.layout.world_size
+        return wire(flat) // into if into > 1 else 0
 
     return UnitPlan(
         name=name,
@@ -141,13 +146,16 @@ def plan_unit(
         padding=total(lambda f: (f.layout.padded_numel - sum(f.layout.numels)) * f.dtype.itemsize),
         copy=total(full) // copy_shards if copy_shards else 0,
         offloads=offloads,
+        on_host=on_host,
     )
 
 
 def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
     """The plan of a tree, the outermost unit first; ``prefetch``: whether a further unit is gathered ahead."""
     plans = tuple(units)
-    base = sum(plan.shard + plan.optimizer + (plan.full if plan.always_full else 0) for plan in plans)
+    here = [plan for plan in plans if not plan.on_host]
+    there = [plan for plan in plans if plan.on_host]
+    base = sum(plan.shard + plan.optimizer for plan in here) + sum(plan.full for plan in plans if plan.always_full)
     copies = sum(plan.copy for plan in plans)
     moments = tuple(Moment(unit, phase, base + copies + more) for unit, phase, more in _moments(plans, prefetch))
     on_device = [plan.kept for plan in plans if not plan.offloads]
@@ -158,6 +166,8 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
         peak=max((moment.bytes for moment in moments), default=base),
         no_sync=sum(on_device) + sum(added_to_coming_going),
         moments=moments,
+        host=sum(plan.shard + plan.optimizer + plan.gradient for plan in there)
+        + sum(plan.kept for plan in plans if plan.offloads),
     )
 
 
@@ -166,12 +176,14 @@ def _moments(plans: tuple[UnitPlan, ...], prefetch: bool) -> Iterator[Moment]:
     if not plans:
         return
     full = [0 if plan.always_full else plan.full for plan in plans]
+    arriving = [plan.shard if plan.on_host else 0 for plan in plans]  # on the device, until it is in its place
     stay = [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
     for i in range(1, len(plans)):  # what stays, this unit, and the next one if it was gathered ahead
-        ahead = full[i + 1] if prefetch and i + 1 < len(plans) and plans[i + 1].resharded else 0
-        yield Moment(i, "forward", sum(stay[:i]) + full[i] + ahead)
+        ahead = full[i + 1] + arriving[i + 1] if prefetch and i + 1 < len(plans) and plans[i + 1].resharded else 0
+        yield Moment(i, "forward", sum(stay[:i]) + full[i] + (ahead or arriving[i]))
     yield Moment(0, "forward", sum(stay))
-    reduced = sum(plan.gradient for plan in plans)  # an earlier backward's, to which this one's are added
+    # an earlier backward's, to which this one's are added
+    reduced = sum(plan.gradient for plan in plans if not plan.on_host)
     reducing = 0
     for i in range(len(plans) - 1, -1, -1):
         plan = plans[i]

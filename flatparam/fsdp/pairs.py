@@ -12,7 +12,7 @@ Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every i
 
 _cuts: "weakref.WeakKeyDictionary[Any, dict[Any, Cut]]" = weakref.WeakKeyDictionary()
 _exchanged: "weakref.WeakKeyDictionary[Any, tuple[str, itertools.count[int]]]" = weakref.WeakKeyDictionary()
-_made: "weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]]" = weakref.WeakKeyDictionary()
 
 
 def inner_groups(inner: Any, wide: Any) -> Cut:
@@ -111,7 +111,8 @@ def _like(inner: tuple[int, ...], wide: tuple[int, ...]) -> Cut:
 
 
 def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
-    """The group of the ranks that have this one's place in their inner groups: ``given``, or made here once.
+    """The group of the ranks that have this one's place in their inner groups: ``given``, or made here once, with the
+    backends of ``wide``.
 
     All ranks of ``wide`` call it. Raises: ValueError for a ``given`` one of other ranks, and without one unless
     ``wide`` is the world: torch makes groups with all of its ranks.
@@ -126,16 +127,17 @@ def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
                 f"{[list(row) for row in cut]}, got {list(_ranks(given))}"
             )
         return given
+    backends = dist.get_backend_config(wide)
     known = _made.setdefault(dist.group.WORLD, {})
-    if mine not in known:
+    if (backends, mine) not in known:
         if _ranks(wide) != _ranks(dist.group.WORLD):
             raise ValueError(
                 f"the zero1 group {list(_ranks(wide))} is not the world, so the outer groups cannot be made here: pass "
                 f"process_group=(zero3 group, zero1 group, outer group), the last of ranks {list(mine)}, or a 2-D "
                 "device_mesh (outer, inner)"
             )
-        known.update((column, dist.new_group(list(column))) for column in columns)
-    return known[mine]
+        known.update(((backends, column), dist.new_group(list(column), backend=backends)) for column in columns)
+    return known[backends, mine]
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

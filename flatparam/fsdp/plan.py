@@ -80,4 +80,5 @@ def _plan(unit: Unit, optimizer_bytes: int) -> UnitPlan:
         copy_shards=placement.param_shards if placement.copied else 0,
         nested=placement.outer is not None,
         offloads=unit.options.offload_grads,
+        on_host=unit.options.device is not None,
     )

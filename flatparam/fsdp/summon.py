@@ -122,7 +122,7 @@ class Summoned:
         """The unsharded gradient; ranks without one count as zeros, None if no rank has any."""
         own = gradient_of(self.unit, segment)
         if segment.is_sharded:
-            some = torch.tensor(float(own is not None), device=segment.flat.device)
+            some = torch.tensor(float(own is not None), device=segment.device)
             dist.all_reduce(some, group=segment.placement.optim)
             if not some.item():
                 return None

@@ -91,6 +91,7 @@ class Options:
     shard_alignment: int | None = None
     atomic: Atomic = None
     offload_grads: bool = False
+    device: torch.device | None = None  # to compute on, where the shards lie on the host
 
 
 class Here(NamedTuple):
@@ -131,13 +132,14 @@ class Segment:
     """One flat parameter of a unit.
 
     Shapes: ``flat`` is the shard of this rank, ``[layout.shard_numel]``; the unsharded data are
-    ``[layout.padded_numel]``.
+    ``[layout.padded_numel]``, on ``device``.
     """
 
     def __init__(self, originals: list[Original], options: Options):
         placement = options.placement
         self.originals = originals
         self.placement = placement
+        self.device = options.device or originals[0].param.device
         self.use_orig_params = options.use_orig_params
         self.reduce_dtype = options.mixed_precision.reduce_dtype or (
             originals[0].param.dtype if placement.full_precision else None
@@ -157,7 +159,8 @@ class Segment:
     def _flatten(self) -> Tensor:
         """This rank's shard, filled one parameter at a time; each is freed as soon as it was copied."""
         first = self.originals[0].param
-        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        on_host = self.device != first.device
+        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device, pin_memory=on_host)
         begin = self.placement.rank * self.layout.shard_numel
         shard[: max(0, min(self.layout.shard_numel, self.layout.numel - begin))] = PADDING_VALUE
         for original, piece in zip(self.originals, self.pieces, strict=True):
@@ -230,9 +233,10 @@ class Segment:
     def gather(self, shard: Tensor) -> Tensor:
         """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype."""
         if not self.is_sharded:
-            return shard
+            return shard.to(self.device)
         from . import collectives, order
 
+        shard = shard.to(self.device)
         placement = self.placement
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
         sequence = order.before_gather(self)
@@ -282,6 +286,7 @@ class Segment:
             describe_group(placement.param) if placement.copied else None,
             describe_group(placement.outer),
             options.offload_grads,
+            options.device,
         )
 
 

@@ -1,0 +1,93 @@
+"""The device "sim": an accelerator with streams, events and pinned memory, in host memory (simulated_device.cpp)."""
+
+import hashlib
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SOURCE = Path(__file__).with_name("simulated_device.cpp")
+FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall", "-Werror"]
+
+
+def build():
+    """Compile the device, unless that was done before; return the library's path."""
+    inside = Path(torch.__file__).parent
+    key = hashlib.sha1(SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:12]
+    folder = SOURCE.parents[1] / "build" / f"simulated-{key}"
+    library = folder / "simulated_device.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f"{os.getpid()}.so"
+    headers = [inside / "include", inside / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    subprocess.run(
+        [
+            *(shlex.split(os.environ.get("CXX", "")) or ["g++"]),
+            *FLAGS,
+            *(f"-isystem{header}" for header in headers),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(str(SOURCE), "-o", str(made)),
+            *(f"-L{inside / 'lib'}", f"-Wl,-rpath,{inside / 'lib'}"),
+            *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        ],
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+    )
+    made.rename(library)  # whoever else compiled it has made the same
+    return library
+
+
+def use(library):
+    """Have this process use the device; return its module: ``memory()``, ``put_off()``, ...
+
+    A process that has it has an accelerator for good, so only processes of a test's own should.
+    """
+    spec = importlib.util.spec_from_file_location("simulated_device", library)
+    device = importlib.util.module_from_spec(spec)
+    torch.utils.rename_privateuse1_backend("sim")
+    spec.loader.exec_module(device)
+    torch._register_device_module("sim", _module(device))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    dist.Backend.register_backend("simulated", _collectives(device), devices=["sim"])
+    return device
+
+
+def new_group(ranks=None):
+    """A process group whose collectives take tensors of the device alone, as NCCL's do."""
+    return dist.new_group(ranks, backend="sim:simulated")
+
+
+def _collectives(device):
+    def create(store, rank, size, timeout):
+        return device.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    return create
+
+
+def _module(device):
+    """What torch.cuda is to CUDA."""
+    module = types.ModuleType("torch.sim")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda index: None
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda index=0: torch.get_rng_state()
+    module.set_rng_state = lambda state, index=0: torch.set_rng_state(state)
+    module.synchronize = lambda index=None: device.synchronize()
+    module.empty_cache = lambda: None
+    module.Stream = lambda *args, **kwargs: torch.Stream(torch.device("sim", 0))
+    module.Event = lambda *args, **kwargs: torch.Event(torch.device("sim", 0))
+    module.stream = lambda stream: stream
+    module.current_stream = lambda index=None: torch.accelerator.current_stream()
+    return module

@@ -1,0 +1,215 @@
+"""The runtime on an accelerator: a simulated one, whose copies come as late as a real one's may (simulated.py).
+
+The oracle is the same training on the CPU, which other tests hold against unsharded modules: no bit differs.
+"""
+
+import contextlib
+import itertools
+import warnings
+
+import pytest
+import simulated
+import torch
+import torch.distributed as dist
+from fsdp_models import data, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+
+from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
+from flatparam import FullyShardedDataParallel as FSDP
+
+CPU = torch.device("cpu")
+PRECISIONS = {
+    "fp32": None,
+    "bf16": MixedPrecision(param_dtype=torch.bfloat16),
+    "bf16, reduced in fp32": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def library():
+    return str(simulated.build())
+
+
+def groups_of(strategy, wide, inner, outer):
+    if strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        return inner, outer
+    return (inner, wide) if strategy.startswith("LAYER_ZERO") else wide
+
+
+def three_groups(new_group):
+    """The world, this rank's half of it, and its peers in the other half."""
+    ranks = list(range(dist.get_world_size()))
+    half = len(ranks) // 2
+    wide = new_group()
+    rows = [ranks[:half], ranks[half:]]
+    inner = [new_group(row) for row in rows]
+    outer = [new_group(list(pair)) for pair in zip(*rows, strict=True)]
+    return wide, inner[dist.get_rank() // half], outer[dist.get_rank() % half]
+
+
+def train(model, device, micro_batches=3, steps=2):
+    """All that can be seen of some steps: losses, norms, gradients, and the parameters in the end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    seen = []
+    for step in range(steps):
+        for k in range(micro_batches - 1):
+            with model.no_sync():
+                loss_of(model, data(10 * step + k).to(device)).backward()
+        loss = loss_of(model, data(10 * step + 9).to(device))
+        loss.backward()
+        seen += [loss.detach().cpu(), model.clip_grad_norm_(0.5).cpu()]
+        seen += whole(model, lambda param: param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        seen.append(model(data(99).to(device)).cpu())
+    config = FullStateDictConfig(offload_to_cpu=next(model.parameters()).is_cpu)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        seen += [value.cpu() for value in model.state_dict().values()]
+    return seen + whole(model, lambda param: param)
+
+
+def whole(model, what):
+    """``what`` of every parameter; shown where its shard is: a parameter cannot change to or from this device."""
+    on_host = next(model.parameters()).is_cpu
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that every rank gets them
+        stack.enter_context(FSDP.summon_full_params(model, writeback=False, with_grads=True, offload_to_cpu=on_host))
+        values = [what(param) for param in model.parameters()]
+        return [value.detach().cpu().clone() for value in values if value is not None]
+
+
+def assert_equal(found, wanted, what):
+    assert len(found) == len(wanted), what
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(a, b), (what, number, a, b)
+
+
+def settings():
+    """Each strategy in fp32 and in lower precisions, with the original parameters and with flat ones."""
+    ways = list(zip(PRECISIONS.items(), (True, False, True), strict=True))
+    for strategy, ((name, precision), orig) in itertools.product(ShardingStrategy, ways):
+        arguments = {"sharding_strategy": strategy, "mixed_precision": precision, "use_orig_params": orig}
+        what = f"{strategy.name}, {name}, {'orig' if orig else 'flat'}"
+        yield what, arguments
+        if strategy.name.startswith("LAYER_ZERO"):
+            yield f"{what}, gradients offloaded", {**arguments, "offload_grads": True}
+
+
+def every_setting(library):
+    device = simulated.use(library)
+    on_cpu, on_sim = three_groups(dist.new_group), three_groups(simulated.new_group)
+    for what, arguments in settings():
+        name = arguments["sharding_strategy"].name
+        wanted = train(wrap_blocks(make(), process_group=groups_of(name, *on_cpu), **arguments), CPU)
+        there = {**arguments, "process_group": groups_of(name, *on_sim), "device_id": torch.device("sim", 0)}
+        for params_offloaded in (False, True):
+            note(f"{what}, parameters offloaded: {params_offloaded}")
+            before = device.memory()[0]
+            model = wrap_blocks(make(), cpu_offload=CPUOffload(params_offloaded), **there)
+            assert all(param.is_cpu == params_offloaded for param in model.parameters())
+            assert_equal(train(model, there["device_id"]), wanted, what)
+            del model
+            left = device.memory()[0] - before
+            assert left == 0, f"{what}: {left} bytes of a deleted model are left"
+
+
+@pytest.mark.multiprocess
+def test_training_equals_that_on_the_cpu(library):
+    run_ranks(every_setting, 4, library, timeout=300.0)
+
+
+class Scale(nn.Module):
+    """Mostly parameters: what is computed is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Parameter(torch.ones(2**12)) for _ in range(4))
+
+    def forward(self, x):
+        return x * (self.a * self.b).sum() * (self.c * self.d).sum()
+
+
+def peaks(library):
+    """Bytes on the device: measured over those planned, for what can be offloaded."""
+    device = simulated.use(library)
+    wide, inner, outer = three_groups(simulated.new_group)
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for strategy, offloads, precision in (
+        ("FULL_SHARD", {}, None),
+        ("FULL_SHARD", {"cpu_offload": CPUOffload(True)}, None),
+        ("FULL_SHARD", {"cpu_offload": CPUOffload(True)}, low),
+        ("NO_SHARD", {"cpu_offload": CPUOffload(True)}, None),
+        ("LAYER_ZERO", {"offload_grads": True}, None),
+        ("HYBRID_SHARD", {}, None),
+        ("LAYER_ZERO_NESTED", {}, None),
+        ("LAYER_ZERO_NESTED", {"offload_grads": True, "cpu_offload": CPUOffload(True)}, None),
+    ):
+        note(f"{strategy} {offloads} {precision}")
+        arguments = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "process_group": groups_of(strategy, wide, inner, outer),
+            "device_id": torch.device("sim", 0),
+            "mixed_precision": precision,
+            **offloads,
+        }
+        before, _, host_before = device.memory()
+        model = FSDP(nn.Sequential(*(FSDP(Scale(), **arguments) for _ in range(6))), **arguments)
+        plan = model.memory_plan(optimizer_bytes=0)
+        x = torch.ones(1, device="sim")
+        model(x).backward()
+        device.reset_peak()
+        model(x).backward()
+        measured = device.memory()[1] - before
+        assert measured == pytest.approx(plan.peak, rel=0.05), (strategy, offloads, measured, plan.peak)
+        model.zero_grad()
+        device.reset_peak()
+        with model.no_sync():
+            model(x).backward()
+            kept = device.memory()[0]
+            model(x).backward()
+        if "offload_grads" in offloads:
+            copies = sum(unit.copy for unit in plan.units)
+            assert kept - before <= plan.between_steps + copies + plan.no_sync + 64, (strategy, offloads)
+        assert device.memory()[2] - host_before <= plan.host, (strategy, offloads)
+        del model, x
+
+
+@pytest.mark.multiprocess
+def test_bytes_on_the_device_are_those_planned(library):
+    run_ranks(peaks, 4, library, timeout=120.0)
+
+
+def late_copies(library):
+    """What the device puts off: or the tests above could not fail."""
+    device = simulated.use(library)
+    sim = torch.device("sim", 0)
+    own = torch.Stream(sim)
+    source, target = torch.ones(4, device=sim), torch.zeros(4, device=sim)
+    with own:
+        target.copy_(source, non_blocking=True)
+        done = own.record_event()
+    assert target.sum().item() == 0
+    torch.accelerator.current_stream().wait_event(done)
+    assert target.sum().item() == 4
+    with own:
+        target.copy_(source, non_blocking=True)
+        done = own.record_event()
+    address = source.data_ptr()
+    del source
+    again = torch.zeros(4, device=sim)  # gets the memory that the copy is going to read
+    assert again.data_ptr() == address
+    done.synchronize()
+    assert target.sum().item() == 0
+    host = torch.zeros(4, pin_memory=True)
+    host.copy_(torch.ones(4, device=sim), non_blocking=True)
+    assert host.sum() == 0
+    torch.accelerator.synchronize()
+    assert host.sum() == 4
+    assert device.put_off() == 3
+
+
+def test_the_device_is_as_late_as_one_may_be(library):
+    run_ranks(late_copies, 1, library)
