@@ -90,8 +90,8 @@ def summoned(handles):
 
 def gathered(tensor, group=None):
     """All ranks' ``tensor`` of one size, joined in rank order."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
+    parts = [torch.empty_like(tensor, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.detach().cpu().contiguous(), group=group)
     return torch.cat(parts)
 
 
