@@ -2,16 +2,18 @@
 
 import functools
 import itertools
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Block, data, full_grads, loss_of, make
+from fsdp_models import Block, data, full_grads, full_params, loss_of, make
 from gloo import note, run_ranks
 from layer_zero_ranks import MODES, layer_zero, run_of
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import MixedPrecision
 from flatparam.fsdp import pairs
 
 pytestmark = pytest.mark.multiprocess
@@ -229,6 +231,70 @@ def counted_anew():
         layer_zero(inner, module=nn.Linear(2, 2), wrap=FSDP)
 
 
+def pickled():
+    """A model that was loaded knows what every rank holds without asking, also in a new process."""
+    for mode, uo in itertools.product(MODES, (False, True)):
+        model = layer_zero(2, mode, use_orig_params=uo)
+        loss_of(model, data(0)).backward()
+        wanted, grads = model.shard_map(), full_grads(model)
+        model.zero_grad()
+        text = pickle.dumps(model)
+        pairs._cuts.clear()
+        loaded = pickle.loads(text)
+        assert loaded.shard_map() == wanted
+        loss_of(loaded, data(0)).backward()
+        for name, grad in full_grads(loaded).items():
+            assert torch.equal(grad, grads[name]), (mode, uo, name)
+        dist.barrier()
+
+
+class Adapted(nn.Module):
+    """A frozen layer in bf16 and a trained one in fp32 beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(3, 5, dtype=torch.bfloat16).requires_grad_(False)
+        self.trained = nn.Linear(3, 5)
+
+    def forward(self, x):
+        parts = (part(x.to(part.weight.dtype)).float() for part in (self.frozen, self.trained))
+        return sum(parts)
+
+
+def frozen_in_low_precision():
+    """Frozen parameters need no master in full precision: they keep their own, in segments and units of their own."""
+    for (mode, inner), uo, low in itertools.product(
+        (("LAYER_ZERO", 1), *((mode, 2) for mode in MODES)), (False, True), (None, torch.bfloat16)
+    ):
+        note(f"{mode} {inner} {uo} {low}")
+        precision = None if low is None else MixedPrecision(param_dtype=low, cast_root_forward_inputs=False)
+        module = make(cls=Adapted)
+        arguments = {"use_orig_params": uo, "mixed_precision": precision}
+        model = layer_zero(inner, mode, make(cls=Adapted), FSDP, segments=True, **arguments)
+        optims = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, module)]
+        for _ in range(2):
+            for x in (data(1, 0), data(2, 0)):
+                hold_back(model, x)
+                if low is None:
+                    loss_of(module, x).backward()
+            loss_of(model, data(0, 0)).backward()
+            if low is None:
+                loss_of(module, data(0, 0)).backward()
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        for (name, value), param in zip(full_params(model).items(), module.parameters(), strict=True):
+            assert value.dtype == param.dtype
+            if low is None or "frozen" in name:
+                torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-5)
+        alone = layer_zero(inner, mode, make(cls=Adapted).frozen, FSDP, **arguments)
+        with torch.no_grad():
+            alone(data(0).bfloat16())
+        alone.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"frozen when it was wrapped, of a low precision, require grad now"):
+            alone(data(0).bfloat16())
+
+
 def in_turn(checks):
     for one in checks:
         note(one.__name__)
@@ -241,4 +307,4 @@ def test_who_has_no_gradient_adds_zeros():
 
 
 def test_what_one_rank_alone_sees():
-    run_ranks(in_turn, 4, [cleared_in_part, errors_of_one_rank, counted_anew])
+    run_ranks(in_turn, 4, [cleared_in_part, errors_of_one_rank, counted_anew, pickled, frozen_in_low_precision])

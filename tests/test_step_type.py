@@ -51,6 +51,7 @@ FIELDS = [
     "param_group",
     "refresh_group",
     "offloads",
+    "stays_frozen",
     "device",
 ]
 
@@ -80,6 +81,7 @@ def part_of(module, **changes):
         "param_group": None,
         "refresh_group": None,
         "offloads": False,
+        "stays_frozen": False,
         "device": None,
     }
     assert list(fields) == FIELDS
@@ -334,6 +336,26 @@ def test_steps_leak_nothing(uo, strategy):
             gc.collect()
             empty = _C.alloc_live() if empty is None else empty
             assert _C.alloc_live() == empty
+
+
+@pytest.mark.parametrize("strategy", ["ZERO_1", *LAYER_ZERO])
+def test_a_model_whose_backward_was_broken_off_can_be_collected(strategy):
+    def fail(grad):
+        raise ArithmeticError
+
+    with fake_world(4 if strategy in LAYER_ZERO else 2):
+        found = []
+        for _ in range(3):
+            model, x = model_and_data(True, strategy)
+            x = x.requires_grad_()
+            x.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                model(x).sum().backward()
+            del model
+            gc.collect()
+            left = sum(type(thing) in (_C.Run, _C.Step) for thing in gc.get_objects())
+            found.append((left, _C.alloc_live()))
+        assert found[1] == found[2]
 
 
 @pytest.mark.parametrize(("uo", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "LAYER_ZERO_NESTED")])

@@ -344,10 +344,11 @@ fp_part_read(fp_part *part, PyObject *tuple)
         PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOpO", &PyTuple_Type, &entries, &PyTuple_Type, &shared, &master,
-                          &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
+    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
+                          &master, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
                           &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype, &stays_full,
-                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads, &device)) {
+                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads, &part->stays_frozen,
+                          &device)) {
         return -1;
     }
     if (params != Py_None && !PyTuple_Check(params)) {

@@ -20,6 +20,7 @@ typedef struct {
     int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
     PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
     int untracked;            /* no owner requires grad */
+    int stays_frozen;         /* and none may: gradients would be added in a low precision */
     int full;                 /* gathered, or being gathered */
     int shows_views;          /* the modules have views now */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */

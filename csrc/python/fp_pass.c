@@ -53,6 +53,13 @@ fp_pass_make_views(fp_step *step, Py_ssize_t index)
     if (same && untracked == part->untracked) {
         return 0;
     }
+    if (!untracked && part->stays_frozen) {
+        PyErr_Format(PyExc_ValueError,
+                     "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
+                     "their gradients would be added in it: build those that are to train in torch.float32",
+                     step->name);
+        return -1;
+    }
     PyObject **made_views = fp_calloc((size_t)part->n, sizeof *made_views);
     if (made_views == NULL) {
         PyErr_NoMemory();

@@ -20,6 +20,11 @@ def inner_groups(inner: Any, wide: Any) -> Cut:
     return _cuts[dist.group.WORLD][_ranks(inner), _ranks(wide)]
 
 
+def remember_cut(inner: Any, wide: Any, cut: Cut) -> None:
+    """As if ``check_pair`` had found it."""
+    _cuts.setdefault(dist.group.WORLD, {}).setdefault((_ranks(inner), _ranks(wide)), cut)
+
+
 def check_pair(inner: Any, wide: Any, what: str) -> None:
     """Compare with all ranks of ``wide`` how it is cut into groups like ``inner``.
 

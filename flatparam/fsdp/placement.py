@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .api import ShardingStrategy
-from .pairs import check_pair, inner_groups, outer_group
+from .pairs import check_pair, inner_groups, outer_group, remember_cut
 
 
 class Row(NamedTuple):
@@ -86,6 +86,16 @@ class Placement:
 
     def __deepcopy__(self, memo: Any) -> "Placement":
         return self  # groups belong to the process, and nothing here changes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With how all ranks have cut ``optim``: whoever loads it cannot ask them."""
+        return {**vars(self), "cut": None if self.outer is None else inner_groups(self.param, self.optim)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cut = state.pop("cut")
+        vars(self).update(state)
+        if cut is not None:
+            remember_cut(self.param, self.optim, cut)
 
     @property
     def shards(self) -> int:

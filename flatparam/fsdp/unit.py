@@ -27,6 +27,7 @@ from .names import FLAT_PARAM
 from .outputs import DeviceError
 from .placement import Placement
 
+LOW = (torch.bfloat16, torch.float16)  # dtypes that no gradients are added in
 PADDING_VALUE = 42.0  # torch's: it is never read
 _FREED = (
     "flatparam: a parameter of {} was used while it is sharded. It has its full data during the forward and backward "
@@ -286,6 +287,7 @@ class Segment:
             describe_group(placement.param) if placement.copied else None,
             describe_group(placement.outer),
             options.offload_grads,
+            placement.full_precision and self.flat.dtype in LOW,
             options.device,
         )
 
@@ -499,10 +501,11 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
             raise ValueError(
                 f"Cannot flatten integer dtype tensors: {what}; register it as a buffer, or ignore it (ignored_states)"
             )
-        if options.placement.full_precision and param.dtype in (torch.bfloat16, torch.float16):
+        if options.placement.full_precision and param.dtype in LOW and param.requires_grad:
             raise ValueError(
                 f"LayerZero keeps master weights and adds gradients in the parameter's own precision, which is low for "
-                f"{what}: build the module in torch.float32 and pass MixedPrecision(param_dtype={param.dtype})"
+                f"{what}: build it in torch.float32 and pass MixedPrecision(param_dtype={param.dtype}), or freeze it "
+                "before it is wrapped"
             )
         if param.dtype != first.param.dtype and not options.segments:
             raise ValueError(
