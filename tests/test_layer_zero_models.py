@@ -1,5 +1,6 @@
 """LAYER_ZERO under models and programs of all kinds, its degenerate cases, its groups, and its full state dicts."""
 
+import copy
 import functools
 import itertools
 import time
@@ -172,6 +173,44 @@ def interleaved():
                 wanted = mean_grads(module, functools.partial(total_loss, module, (step, 10 + step)))
                 close(model, wanted, f"around={around} {impl}")
             assert run_of(model).gathers - before == 1 + 2 * 3
+
+
+def empty_units():
+    """Units that have no parameters, the last one and the root among them; the flat parameters keep no gradient."""
+    for (mode, inner), uo in itertools.product((("LAYER_ZERO", 1), *((mode, 2) for mode in MODES)), (False, True)):
+        module = make(cls=lambda: nn.Sequential(nn.Tanh(), nn.Linear(3, 5), nn.Tanh()))
+        arguments = {"use_orig_params": uo, "offload_grads": uo and inner > 1}
+        layers = [layer_zero(inner, mode, copy.deepcopy(layer), FSDP, **arguments) for layer in module]
+        model = layer_zero(inner, mode, nn.Sequential(*layers), FSDP, **arguments)
+        for _ in range(2):
+            hold_back(model, data(0))
+            loss_of(model, data(1)).backward()
+            close(model, mean_grads(module, functools.partial(total_loss, module, (0, 1))), f"{mode} {inner} {uo}")
+            model.zero_grad()
+            assert all(part.flat.grad is None for unit in FSDP.fsdp_modules(model) for part in unit._unit.segments)
+
+
+def precisions():
+    """reduce_dtype is what travels, once a step; double precision stays."""
+    for mode in MODES:
+        bf16, double = torch.bfloat16, make().double()
+        model = layer_zero(2, mode, mixed_precision=MixedPrecision(param_dtype=bf16, reduce_dtype=bf16))
+        with counted(2) as log:
+            micro_batches(model, [data(0), data(1)])
+        assert {dtype for _, _, _, dtype in log} == {bf16}
+        assert all(param.dtype == torch.float32 == param.grad.dtype for param in model.parameters())
+        model = layer_zero(2, mode, make().double())
+        optims = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, double)]
+        for step in range(2):
+            micro_batches(model, [data(step).double(), data(9).double()])
+            for rank in range(4):
+                for x in (data(step, rank), data(9, rank)):
+                    (loss_of(double, x.double()) / 4).backward()
+            for optim in optims:
+                optim.step()
+                optim.zero_grad()
+        for value, param in zip(full_params(model).values(), double.parameters(), strict=True):
+            torch.testing.assert_close(value, param, rtol=1e-12, atol=1e-13)
 
 
 class Failing(Model):
@@ -507,7 +546,7 @@ def loaded(state, cases):
 
 
 def test_models_and_programs_of_all_kinds():
-    run_ranks(in_turn, 4, [exceptions, uneven, interleaved])
+    run_ranks(in_turn, 4, [exceptions, uneven, interleaved, empty_units, precisions])
 
 
 def test_groups_norms_and_what_is_refused():
@@ -534,4 +573,5 @@ def test_full_state_dicts_go_from_any_groups_to_any():
     [other, *_] = run_ranks(saved, 2, "LAYER_ZERO", 1)
     on_four = [*itertools.product(MODES, (1, 2, 4)), ("FULL_SHARD", 4)]
     run_ranks(loaded, 2, state, [("LAYER_ZERO_NESTED", 1), ("FULL_SHARD", 2)])
+    run_ranks(loaded, 1, state, [("LAYER_ZERO", 1)])
     run_ranks(loaded, 4, other, on_four)

@@ -123,12 +123,12 @@ fp_line_begin(fp_run *run)
     learn(run);
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
-        nested = nested || (step->copied && step->parts[0].refresh_group != NULL);
-    }
-    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
-        fp_step *step = run->steps[s];
-        const int tells = run->synchronize || step->parts[0].refresh_group != NULL;
-        if (step->copied && read_kept(run, step, tells, &shown) < 0) {
+        if (!step->copied) {
+            continue;
+        }
+        const int in_steps = step->parts[0].refresh_group != NULL;
+        nested = nested || in_steps;
+        if (read_kept(run, step, run->synchronize || in_steps, &shown) < 0) {
             return -1;
         }
     }
