@@ -211,7 +211,7 @@ def layout():
 def padding():
     """Weight decay leaves the padding alone; its gradient is zero."""
     for mode in MODES:
-        model = layer_zero(2, mode, use_orig_params=True)
+        model = layer_zero(2, mode, wrap=FSDP, use_orig_params=True)
         optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         shards = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
         of = [torch.ones(segment.layout.shard_numel, dtype=torch.bool) for segment in shards]
@@ -238,7 +238,7 @@ def many_micro_batches():
     """64 gradients in bf16 that are the same everywhere add up to 64 times one; in bf16 they would not."""
     for mode in MODES:
         low = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=True)
-        one, model = (layer_zero(2, mode, mixed_precision=low) for _ in range(2))
+        one, model = (layer_zero(2, mode, wrap=FSDP, mixed_precision=low) for _ in range(2))
         loss_of(one, data(0, rank=0)).backward()
         micro_batches(model, [data(0, rank=0)] * 64)
         for a, b in zip(one.parameters(), model.parameters(), strict=True):
@@ -409,9 +409,9 @@ def offloading():
         optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         steps = [unit._unit.step for unit in FSDP.fsdp_modules(models[1])]
         share = 4 // inner if mode == "LAYER_ZERO_NESTED" else 1
-        for count, to_none in itertools.product((1, 2, 3), (True, False)):
-            note(f"{mode} {inner} {uo} {count} {to_none}")
-            for step in range(2):
+        for count in (1, 2, 3):
+            note(f"{mode} {inner} {uo} {count}")
+            for step, to_none in enumerate((True, False, True)):
                 for model in models:
                     hold_back(model)  # abandoned
                     model.zero_grad(set_to_none=to_none)
