@@ -1,6 +1,7 @@
 """Settings and modules that are out of the ordinary: optimizers in backward, modules without a forward."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch.distributed as dist
 from fsdp_models import Averaged, assert_same, data, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -40,6 +44,67 @@ def optimizers_in_backward():
     with pytest.raises(RuntimeError, match="optimizer in backward is only supported with use_orig_params=True"):
         model(data(0))
     dist.barrier()
+
+
+class Seen(nn.Module):
+    """Notes the dtypes that it computes with."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("buffer", torch.ones(3))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((self.linear.weight.dtype, self.buffer.dtype, x.dtype))
+        return self.linear(x) + self.buffer
+
+
+def two(wrapper, **arguments):
+    torch.manual_seed(0)
+    low = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    model = nn.Sequential(wrapper(Seen(), mixed_precision=low, **arguments), Seen())
+    return wrapper(model, mixed_precision=low, **arguments)
+
+
+def full_precision_in_eval():
+    """Dtypes, outputs and gradients, also of a backward in evaluation, are torch's."""
+    for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
+        note(f"{strategy} {uo}")
+        arguments = {"use_orig_params": uo, "sharding_strategy": TorchStrategy[strategy]}
+        models = two(FSDP, **arguments), two(TorchFSDP, device_id=torch.device("cpu"), **arguments)
+        for training in (True, False, False, True, False):
+            outputs = []
+            for model in models:
+                model.zero_grad()
+                output = model.train(training)(data(0))
+                output.float().sum().backward()
+                outputs.append((output, [p.grad for p in model.parameters()]))
+            (ours, our_grads), (torchs, torch_grads) = outputs
+            assert torch.equal(ours, torchs)
+            assert ours.dtype == torchs.dtype
+            for mine, theirs in zip(our_grads, torch_grads, strict=True):
+                assert (mine is None) == (theirs is None)
+                assert mine is None or torch.equal(mine, theirs), (strategy, uo, training)
+            with torch.no_grad():
+                assert torch.equal(models[0](data(1)), models[1](data(1)))
+        seen = [[inner.seen for inner in model.modules() if isinstance(inner, Seen)] for model in models]
+        assert seen[0] == seen[1]
+        states = [model.state_dict() for model in models]
+        assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+        assert all(states[0][name].dtype == value.dtype for name, value in states[1].items())
+    zero = two(FSDP, sharding_strategy=ShardingStrategy.ZERO_1)
+    for training in (True, False, True):
+        zero.train(training)(data(0)).float().sum().backward()
+    assert [dtypes[0] for dtypes in zero.module[1].seen] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    zero.module[1].linear.register_forward_hook(lambda *ignored: zero._unit.step.compute_in_full(True))
+    with pytest.raises(RuntimeError, match="the unit of Sequential at `` cannot change its precision in the middle"):
+        zero(data(0))
+
+
+@pytest.mark.multiprocess
+def test_full_precision_in_evaluation():
+    run_ranks(full_precision_in_eval, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
 
 
 @pytest.mark.multiprocess

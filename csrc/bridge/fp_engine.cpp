@@ -92,6 +92,7 @@ struct fp_flat {
     double predivide = 1.0, postdivide = 1.0;
     std::optional<at::ScalarType> compute_dtype, reduce_dtype;
     bool keep_reduce_dtype = false, stays_full = false;
+    bool in_full = false;              // everything is in the shard's dtype for the time being
     std::optional<c10::Device> device; // to compute on, where it is not the shard's
 
     at::Tensor full; // [total] in the compute dtype; its storage has 0 bytes while freed
@@ -130,11 +131,11 @@ struct fp_flat {
     }
     at::ScalarType dtype_of(const at::Tensor &shard) const
     {
-        return compute_dtype.value_or(shard.scalar_type());
+        return in_full ? shard.scalar_type() : compute_dtype.value_or(shard.scalar_type());
     }
     at::ScalarType wire_dtype_of(const at::Tensor &shard) const
     {
-        return reduce_dtype.value_or(dtype_of(shard));
+        return in_full ? shard.scalar_type() : reduce_dtype.value_or(dtype_of(shard));
     }
 };
 
@@ -792,6 +793,12 @@ fp_flat_prepare(fp_flat *flat, PyObject *shard_object)
         flat->copy.reset();
         return 1;
     });
+}
+
+void
+fp_flat_compute_in_full(fp_flat *flat, int in_full) noexcept
+{
+    flat->in_full = in_full != 0;
 }
 
 int

@@ -81,6 +81,8 @@ void fp_flat_free(fp_flat *flat); /* NULL is allowed */
 /* Make the unsharded tensor for a shard of this dtype and device. 1: it is a new one, views must be made anew;
  * 0: there already; -1. */
 int fp_flat_prepare(fp_flat *flat, PyObject *shard);
+/* From now on compute and reduce in the shard's dtype, or again as the options say: prepare and make views anew. */
+void fp_flat_compute_in_full(fp_flat *flat, int in_full) FP_NOEXCEPT;
 /* Views of the unsharded tensor behind one node, which calls ref's unit. untracked: without a node. */
 int fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
 /* Whether the graph task that runs in this thread comes to that node. */

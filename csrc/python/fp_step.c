@@ -234,6 +234,31 @@ step_put(PyObject *self, PyObject *argument)
 }
 
 static PyObject *
+step_compute_in_full(PyObject *self, PyObject *argument)
+{
+    fp_step *step = (fp_step *)self;
+    int in_full;
+    if (fp_as_bool(argument, &in_full) < 0) {
+        return NULL;
+    }
+    if (step->depth > 0 || (step->run != NULL && step->run->in_backward)) {
+        PyErr_Format(PyExc_RuntimeError, "%U cannot change its precision in the middle of a pass", step->name);
+        return NULL;
+    }
+    if (fp_pass_release(step) < 0 || fp_pass_show_params(step) < 0) {
+        return NULL;
+    }
+    step->full_pass = -1;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        if (fp_flat_wait(step->parts[k].flat) < 0) {
+            return NULL;
+        }
+        fp_flat_compute_in_full(step->parts[k].flat, in_full);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 step_average_elsewhere(PyObject *self, PyObject *ignored)
 {
     fp_step *step = (fp_step *)self;
@@ -409,6 +434,10 @@ static PyMethodDef step_methods[] = {
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
     {"invalidate", step_invalidate, METH_NOARGS,
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
+    {"compute_in_full", step_compute_in_full, METH_O,
+     "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
+     "precision, "
+     "or again as the parts say."},
     {"average_elsewhere", step_average_elsewhere, METH_NOARGS,
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
     {"views", step_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},

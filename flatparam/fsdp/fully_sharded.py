@@ -4,6 +4,7 @@ import contextlib
 import copy
 import copyreg
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -230,6 +231,8 @@ class FullyShardedDataParallel(nn.Module):
             _warn_of_padding(self._unit)
             self._is_root = False
             self._casts_to: torch.dtype | None = None
+            self._full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+            self._in_full = False  # now
             self._moves_to: torch.device | None = None  # inputs of the root
             self._loading: Summoned | None = None
             self._comm_hook: collectives.Hooked | None = None
@@ -308,6 +311,8 @@ class FullyShardedDataParallel(nn.Module):
         step = unit.step
         if step.run is None:
             self._lazy_init()
+        if self._full_in_eval:
+            self._choose_precision()
         device = self._moves_to
         if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
             args = move_tensors(device, args, self._unit.name)
@@ -373,9 +378,7 @@ class FullyShardedDataParallel(nn.Module):
             if root._comm_hook is not None:
                 wrapper._unit.step.average_elsewhere()
             wrapper._is_root = wrapper is root
-            precision = wrapper.mixed_precision
-            casts = precision.cast_root_forward_inputs if wrapper is root else precision.cast_forward_inputs
-            wrapper._casts_to = precision.param_dtype if casts else None
+            wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
             has_any = any(True for _ in wrapper.parameters())
             wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
         follow(run, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
@@ -396,6 +399,27 @@ class FullyShardedDataParallel(nn.Module):
                         wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
                         module._buffers[name] = buffer.to(dtype)
                         done.add(id(module._buffers[name]))
+
+    def _casts(self) -> torch.dtype | None:
+        """What floating inputs are cast to."""
+        precision = self.mixed_precision
+        casts = precision.cast_root_forward_inputs if self._is_root else precision.cast_forward_inputs
+        return precision.param_dtype if casts else None
+
+    def _choose_precision(self) -> None:
+        """In full for evaluation, with FSDP_USE_FULL_PREC_IN_EVAL=1: parameters, reductions, buffers and inputs."""
+        module: Any = self._modules[FSDP_WRAPPED_MODULE]
+        in_full = not module.training
+        if in_full == self._in_full:
+            return
+        self._unit.step.compute_in_full(in_full)
+        self._in_full = in_full
+        self._casts_to = None if in_full else self._casts()
+        for path, inner in module.named_modules():
+            for name, buffer in inner._buffers.items():
+                dtype = self._buffer_dtypes.get(without_units(f"{path}.{name}" if path else name))
+                if buffer is not None and dtype is not None:
+                    inner._buffers[name] = buffer.to(dtype if in_full else self.mixed_precision.buffer_dtype)
 
     def _check_root(self, what: str) -> None:
         """Raises: StateError unless this is the outermost unit and nothing is under way."""
