@@ -37,6 +37,7 @@ from .arguments import check_types
 from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
 from .in_backward import step_in_backward
+from .loading import agree_on_loading
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
@@ -46,6 +47,7 @@ from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .register import enroll, enroll_loaded
+from .restoring import Before
 from .summon import StateError, Summoned, refuse_step, refuse_unreduced, summon
 from .unit import (
     Options,
@@ -587,13 +589,29 @@ class FullyShardedDataParallel(nn.Module):
         return result
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state dict, which every rank has. Names in messages are those of the unwrapped model."""
+        """Load a full state dict, which every rank has; all ranks load all of it, or none anything. A collective call.
+
+        Names in messages are those of the unwrapped model. Until it is done this takes the bytes of this rank's shards,
+        and of what no unit manages, once more.
+        Raises: RuntimeError on every rank for keys or shapes that do not fit on one of them.
+        """
         self._check_idle("load_state_dict")
+        units = list(units_of(self.modules()))
+        before, error, result = Before(self, units), None, None
         try:
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        finally:
-            for wrapper in self.fsdp_modules(self):
-                wrapper._end_loading()
+            try:
+                result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+            finally:
+                for wrapper in self.fsdp_modules(self):
+                    wrapper._end_loading()
+        except Exception as caught:
+            error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
+        try:
+            agree_on_loading("load_state_dict", units, None if error is None else f"{type(error).__name__}: {error}")
+        except RuntimeError as told:
+            before.restore()
+            raise (told if error is None else error) from None
+        return result
 
     def _end_loading(self) -> None:
         if self._loading is not None:
@@ -939,8 +957,9 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
     assert isinstance(module, FullyShardedDataParallel)
     state_dicts.insert_prefix(state_dict, prefix)
     if module._unit.summoned is None:
-        module._loading = Summoned(module._unit, writeback=True)
-        module._loading.enter()
+        loading = Summoned(module._unit, writeback=True)
+        loading.enter()
+        module._loading = loading
 
 
 def _after_load(module: nn.Module, incompatible: Any) -> None:

@@ -68,7 +68,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
         except Exception as caught:
             error = caught
         said = None if error is None else f"{type(error).__name__}: {error}"
-        _agree(units, said, None if reader is None else reader.digest)
+        agree_on_loading("load_safetensors", units, said, None if reader is None else reader.digest)
     except BaseException as failure:
         for one in wanted:
             if one.in_place and one.read is not None:
@@ -209,7 +209,7 @@ def _read_piece(one: Wanted, entry: Entry, out: Tensor) -> None:
     out.copy_(in_order(rows.view(shape), one.stride).narrow(0, one.start - first * row, out.numel()))
 
 
-def _agree(units: list[Unit], error: str | None, digest: str | None) -> None:
+def agree_on_loading(what: str, units: list[Unit], error: str | None, digest: str | None = None) -> None:
     """Raises: RuntimeError on every rank that shares a unit with one that has failed, or has read other files."""
     told = (dist.get_rank() if dist.is_initialized() else 0, error, digest)
     failed = told if error is not None else None
@@ -222,4 +222,4 @@ def _agree(units: list[Unit], error: str | None, digest: str | None) -> None:
             other = next(other for other in everyone if other[2] != everyone[0][2])
             failed = (other[0], f"its files are not those of rank {everyone[0][0]}: their headers differ", None)
     if failed is not None:
-        raise RuntimeError(f"load_safetensors: nothing was loaded: rank {failed[0]}: {failed[1]}")
+        raise RuntimeError(f"{what}: nothing was loaded: rank {failed[0]}: {failed[1]}")

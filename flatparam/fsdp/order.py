@@ -320,7 +320,7 @@ def _limit(backend: Any) -> float:
 def before_gather(segment: Segment) -> Sequence | None:
     """Outside of a step; who waits for it. Raises: OrderError, when the other ranks do another thing."""
     number = number_of_part(segment)
-    sequence = None if number is None else sequence_of(segment.placement.optim, segment.flat.device)
+    sequence = None if number is None else sequence_of(segment.placement.optim, segment.device)
     if sequence is not None and number is not None:
         sequence.order.note(number * len(_KINDS) + _OUTSIDE, False)
     return sequence
