@@ -171,34 +171,7 @@ class Flattening(Streaming):
         return _Found(tensor, info, row_major(tensor.shape), True, extension)
 
     def _check_memory(self, tensors: list[Tensor]) -> None:
-        """Refuse parameters that share elements of memory: flattened apart, they would no longer train as one.
-
-        Raises: ValueError naming both. One Parameter under several names is no such case.
-        """
-        if not _C.is_plain(*tensors):
-            return
-        names = list(self._fqn_of.values())
-        spans = sorted(
-            (tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size(), i)
-            for i, tensor in enumerate(tensors)
-            if (span := _span(tensor)) > 0
-        )
-        for i, tensor in enumerate(tensors):
-            if not is_dense(tensor) and _elements(tensor).unique().numel() < tensor.numel():
-                raise ValueError(
-                    f"parameter `{names[i]}` has elements that share memory (expanded?): shape {tuple(tensor.shape)}, "
-                    f"strides {tensor.stride()}; make it a tensor of its own with .clone()"
-                )
-        open_spans: list[tuple[int, int]] = []  # (end, parameter) of those that reach beyond the start of the next
-        for start, stop, i in spans:
-            open_spans = [span for span in open_spans if span[0] > start]
-            for _, other in open_spans:
-                if _share_elements(tensors[other], tensors[i]):
-                    raise ValueError(
-                        f"parameters `{names[other]}` and `{names[i]}` overlap in memory without being one Parameter: "
-                        "give them memory of their own with .clone(), or register one Parameter under both names"
-                    )
-            open_spans.append((stop, i))
+        check_memory(list(self._fqn_of.values()), tensors)
 
     def _place_with_padding(self, numels: list[int], aligned_numel: int) -> tuple[list[int], list[bool]]:
         """The sizes with padding between them, and which of them are padding.
@@ -349,6 +322,36 @@ def make_unit(
             parameters.append((info.module, info.param_name, shape, stride, offset))
         offset += numel
     return _C.Unit(parameters, [(info.module, info.param_name, i) for info, i in further], offset)
+
+
+def check_memory(names: list[str], tensors: list[Tensor]) -> None:
+    """Refuse parameters that share elements of memory: flattened apart, they would no longer train as one.
+
+    Raises: ValueError naming both. One Parameter under several names is no such case.
+    """
+    if not _C.is_plain(*tensors):
+        return
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size(), i)
+        for i, tensor in enumerate(tensors)
+        if (span := _span(tensor)) > 0
+    )
+    for i, tensor in enumerate(tensors):
+        if not is_dense(tensor) and _elements(tensor).unique().numel() < tensor.numel():
+            raise ValueError(
+                f"parameter `{names[i]}` has elements that share memory (expanded?): shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}; make it a tensor of its own with .clone()"
+            )
+    open_spans: list[tuple[int, int]] = []  # (end, parameter) of those that reach beyond the start of the next
+    for start, stop, i in spans:
+        open_spans = [span for span in open_spans if span[0] > start]
+        for _, other in open_spans:
+            if _share_elements(tensors[other], tensors[i]):
+                raise ValueError(
+                    f"parameters `{names[other]}` and `{names[i]}` overlap in memory without being one Parameter: "
+                    "give them memory of their own with .clone(), or register one Parameter under both names"
+                )
+        open_spans.append((stop, i))
 
 
 def _span(tensor: Tensor) -> int:

@@ -97,6 +97,15 @@ def parameters():
     mixed.first, mixed.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())
     with refused("uniform dtype but got torch.float32 .`first`. and torch.float64 .*`second`", ValueError):
         FSDP(mixed)
+    overlapping = nn.Module()
+    memory = torch.arange(6.0)
+    overlapping.first, overlapping.second = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
+    with refused("parameters `first` and `second` overlap in memory", ValueError):
+        FSDP(overlapping)
+    expanded = nn.Module()
+    expanded.weight = nn.Parameter(torch.ones(1, 3).expand(4, 3))
+    with refused("parameter `weight` has elements that share memory", ValueError):
+        FSDP(expanded, use_orig_params=True)
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(False)
     with refused("`weight` has True, .*`bias`.* has False; pass segments=True", ValueError):
@@ -107,7 +116,7 @@ def parameters():
     with refused("same device but got both cpu .`weight`. and .*`bias` .* on meta", ValueError, RuntimeError):
         check_tensors(originals, Options(Placement()))
     with refused("device_id=cpu, but parameter `bias` of Linear is on meta", ValueError, RuntimeError):
-        move([apart], set(), torch.device("cpu"))
+        move([apart], set(), torch.device("cpu"), torch.device("cpu"))
     with refused("device_id=0 names an accelerator", ValueError, RuntimeError):
         FSDP(make(), device_id=0)
     scalar = nn.Module()

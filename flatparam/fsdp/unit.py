@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
-from .._flatten import in_storage_order, is_dense, is_truly_contiguous, row_major
+from .._flatten import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major
 from ..layout import FlatLayout
 from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
 from .deferral import blank, template_of
@@ -517,6 +517,8 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
                 "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
                 f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
             )
+    there = [original for original in originals if original.template is None and not original.param.is_meta]
+    check_memory([original.fqn for original in there], [original.param for original in there])
 
 
 def _by_segment(originals: list[Original], options: Options) -> list[list[Original]]:
