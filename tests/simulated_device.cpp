@@ -41,7 +41,7 @@ struct Queue {
     int64_t put = 0, done = 0;
 };
 std::map<int64_t, Queue> queues; // by the stream's id; 0 is the default stream
-int64_t last_stream = 0, put_off = 0;
+int64_t last_stream = 0, put_off = 0, waits = 0;
 thread_local int64_t current = 0;
 
 void
@@ -152,6 +152,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeEvent(void *event) const override
     {
         const Locked locked(mutex);
+        waits++;
         if (const auto *of = static_cast<Recorded *>(event)) {
             run(of->stream, of->until);
         }
@@ -544,6 +545,10 @@ PYBIND11_MODULE(simulated_device, m)
     m.def("put_off", [] {
         const Locked locked(mutex);
         return put_off;
+    });
+    m.def("waits", [] {
+        const Locked locked(mutex);
+        return waits;
     });
     m.def("synchronize", [] {
         const Locked locked(mutex);

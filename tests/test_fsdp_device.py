@@ -4,6 +4,7 @@ The oracle is the same training on the CPU, which other tests hold against unsha
 """
 
 import contextlib
+import copy
 import itertools
 import warnings
 
@@ -119,6 +120,54 @@ def every_setting(library):
 @pytest.mark.multiprocess
 def test_training_equals_that_on_the_cpu(library):
     run_ranks(every_setting, 4, library, timeout=300.0)
+
+
+class Shifted(nn.Module):
+    """A buffer that counts forwards, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))])
+        self.last = nn.Linear(3, 1)
+        self.last.bias.requires_grad_(False)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        self.shift += 0.125
+        return self.last(self.blocks[0](x) + self.shift)
+
+
+def other_ways(library):
+    """Offloaded beside a device that nobody named, with buffers; copied, loaded, interrupted; inputs from a device."""
+    device = simulated.use(library)
+    sim, on_cpu, on_sim = torch.device("sim", 0), dist.group.WORLD, simulated.new_group()
+    for orig in (True, False):
+        note(f"orig: {orig}")
+        ways = {"segments": True, "use_orig_params": orig}
+        wanted = train(wrap_blocks(make(cls=Shifted), process_group=on_cpu, **ways), CPU)
+        offloaded = {"process_group": on_sim, "cpu_offload": CPUOffload(True), "sync_module_states": True, **ways}
+        model = wrap_blocks(make(cls=Shifted), **offloaded)
+        assert (model.compute_device, model.module.shift.device) == (sim, sim)
+        copied = copy.deepcopy(wrap_blocks(make(), **offloaded))
+        assert all(segment.flat.is_pinned() for segment in copied._unit.segments)
+        assert_equal([copied(data(0).to(sim)).cpu()], [make()(data(0))], f"copied, orig: {orig}")
+        x = data(0).to(sim)
+        late, waits = device.put_off(), device.waits()
+        with torch.no_grad():
+            model.eval()(x)
+        assert device.waits() >= waits + 3  # a shard of each segment may be written to
+        with pytest.raises(RuntimeError, match="mat1"):
+            model(x[:, :2])
+        model.train().load_state_dict(make(cls=Shifted).state_dict())
+        assert_equal(train(model, sim), wanted, f"offloaded, orig: {orig}")
+        assert device.put_off() > late
+    model = wrap_blocks(make(), process_group=on_cpu)
+    assert_equal([model(data(0).to(sim))], [model(data(0))], "an input that comes from the device")
+
+
+@pytest.mark.multiprocess
+def test_other_ways_to_come_to_a_device(library):
+    run_ranks(other_ways, 2, library, timeout=120.0)
 
 
 class Scale(nn.Module):

@@ -116,7 +116,7 @@ def parameters():
     with refused("same device but got both cpu .`weight`. and .*`bias` .* on meta", ValueError, RuntimeError):
         check_tensors(originals, Options(Placement()))
     with refused("device_id=cpu, but parameter `bias` of Linear is on meta", ValueError, RuntimeError):
-        move([apart], set(), torch.device("cpu"), torch.device("cpu"))
+        move([apart], set(), torch.device("cpu"), torch.device("cpu"), torch.device("cpu"))
     with refused("device_id=0 names an accelerator", ValueError, RuntimeError):
         FSDP(make(), device_id=0)
     scalar = nn.Module()

@@ -926,7 +926,9 @@ int
 fp_flat_wait_read(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
-        fp::wait_until(flat->was_read);
+        std::optional<c10::Event> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
+        flat->was_read.reset();
+        fp::wait_until(read);
         return 0;
     });
 }
@@ -1084,8 +1086,11 @@ int
 fp_flat_advance(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
 {
     return fp::guarded(-1, [&] {
-        if (flat->stage == fp_flat::NOTHING || flat->arriving.defined()) {
+        if (flat->stage == fp_flat::NOTHING) {
             return 0;
+        }
+        if (flat->arriving.defined()) {
+            return flat->has_arrived && flat->has_arrived->query() ? 1 : 0;
         }
         fp::wait_for_reduction(*flat);
         if (flat->shards > 1) {

@@ -104,7 +104,7 @@ int fp_flat_release(fp_flat *flat, const char *reason);
 int fp_flat_forget_whole(fp_flat *flat);       /* what was gathered shall not become the copy */
 int fp_flat_forget_values(fp_flat *flat);      /* the same, and there is no copy any more */
 PyObject *fp_flat_copy(fp_flat *flat);         /* the copy, new reference; Py_None */
-PyObject *fp_flat_unsharded(fp_flat *flat);    /* the tensor, new reference */
+PyObject *fp_flat_unsharded(fp_flat *flat);    /* the tensor, new reference; None before fp_flat_prepare() */
 void fp_flat_average_elsewhere(fp_flat *flat); /* from now on gradients are summed, not averaged */
 
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype. */

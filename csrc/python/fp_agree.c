@@ -82,6 +82,9 @@ static int
 start(fp_exchange *exchange)
 {
     fp_step *first = exchange->steps[0];
+    if (fp_pass_make_views(first, 0) < 0) {
+        return -1;
+    }
     PyObject *like = fp_flat_unsharded(first->parts[0].flat);
     exchange->sum = like == NULL ? NULL
                                  : fp_sum_start(group_of(first), like, exchange->flags, exchange->n_flags,

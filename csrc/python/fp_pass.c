@@ -257,6 +257,22 @@ rest(fp_step *step)
     step->pending = 0;
 }
 
+/* Shards on the host that the device has gathered from may be written to from now on. */
+static int
+wait_until_read(fp_run *run)
+{
+    int status = 0;
+    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
+        fp_step *step = run->steps[s];
+        Py_INCREF(step);
+        for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
+            status = fp_flat_wait_read(step->parts[k].flat);
+        }
+        Py_DECREF(step);
+    }
+    return status;
+}
+
 /* Forget whatever a pass that was broken off has left. After a backward that is also what no_sync has kept before: of some
  * units the gradients of that backward are in it, of others not. */
 int
@@ -268,6 +284,9 @@ fp_pass_recover(fp_run *run)
     run->n_order = 0;
     run->reducing = run->halfway = run->last_forward = NULL;
     fp_line_forget(run);
+    if (wait_until_read(run) < 0) {
+        return -1;
+    }
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
         step->depth = 0;
@@ -335,7 +354,7 @@ fp_pass_refresh(fp_run *run)
             Py_DECREF(step);
         }
     }
-    return status;
+    return status == 0 ? wait_until_read(run) : -1;
 }
 
 static int
@@ -517,21 +536,6 @@ hook_outputs(fp_step *step, PyObject *output, int *found)
     return status;
 }
 
-/* Shards on the host that the device has gathered from may be written to from now on. */
-static int
-wait_until_read(fp_run *run)
-{
-    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
-        const fp_step *step = run->steps[s];
-        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-            if (fp_flat_wait_read(step->parts[k].flat) < 0) {
-                return -1;
-            }
-        }
-    }
-    return 0;
-}
-
 PyObject *
 fp_pass_post_forward(PyObject *self, PyObject *output)
 {
@@ -710,14 +714,15 @@ take_reduced(fp_step *step, fp_part *part)
 static int
 advance(fp_step *step)
 {
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+    int status = 0;
+    Py_XINCREF(step);
+    for (Py_ssize_t k = 0; step != NULL && status == 0 && k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
         const int done = fp_flat_advance(part->flat, part->master, fp_pass_collectives(step));
-        if (done < 0 || (done && take_reduced(step, part) < 0)) {
-            return -1;
-        }
+        status = done > 0 ? take_reduced(step, part) : done;
     }
-    return 0;
+    Py_XDECREF(step);
+    return status;
 }
 
 /* The same for the units whose reductions were started before this one's. */
@@ -728,7 +733,7 @@ advance_previous(fp_step *step)
     if (run->reducing == NULL || run->reducing == step) {
         return 0;
     }
-    return (run->halfway != NULL && run->halfway != step && advance(run->halfway) < 0) ? -1 : advance(run->reducing);
+    return (run->halfway != step && advance(run->halfway) < 0) || advance(run->reducing) < 0 ? -1 : 0;
 }
 
 int
@@ -736,8 +741,9 @@ fp_pass_reduce(fp_step *step, fp_part *part, const fp_gradients *gradients, int 
 {
     fp_run *run = step->run;
     part->deferred = 0;
-    if (take_reduced(step, part) < 0 ||                               /* of another graph in this pass */
-        (how_far == FP_REDUCE_OUTER && advance_previous(step) < 0) || /* they go over the same group */
+    if (take_reduced(step, part) < 0 || /* of another graph in this pass */
+        (how_far == FP_REDUCE_OUTER &&
+         (advance_previous(step) < 0 || advance(step) < 0)) || /* they go over the same group */
         fp_flat_reduce(part->flat, gradients, part->master, fp_pass_collectives(step), how_far) < 0 ||
         advance_previous(step) < 0) {
         return -1;
@@ -863,7 +869,7 @@ finish(void *run_pointer)
     run->n_order = 0;
     run->reducing = run->halfway = NULL;
     if (status == 0) {
-        status = wait_until_read(run);
+        status = wait_until_read(run); /* else the recovery does */
     }
     if (status == 0) {
         run->in_backward = 0;

@@ -42,13 +42,15 @@ def clip_grad_norm(
 
     def local_norm(some: Iterable[nn.Parameter]) -> Tensor:
         norms = [
-            torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=torch.float32).to(device)
+            torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=torch.float32)
             for param in some
             if param.grad is not None and (param.grad.numel() > 0)
         ]
         if not norms:
             return torch.zeros((), device=device)
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type, dtype=torch.float32)
+        if any(norm.device != norms[0].device for norm in norms):
+            norms = [norm.to(device) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type, dtype=torch.float32).to(device)
 
     is_max = norm_type == math.inf
     total: Tensor | None = None
@@ -64,8 +66,12 @@ def clip_grad_norm(
     if not is_max:
         total = total ** (1.0 / norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for grad in gradients:
-        grad.detach().mul_(factor.to(grad.device, grad.dtype))
+        kind = grad.device, grad.dtype
+        if kind not in factors:
+            factors[kind] = factor.to(*kind)
+        grad.detach().mul_(factors[kind])
     if not gradients:
         warnings.warn(f"clip_grad_norm_() found no gradients on rank {dist.get_rank()}: the norm is fp32", stacklevel=3)
         return total

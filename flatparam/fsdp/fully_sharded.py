@@ -208,7 +208,7 @@ class FullyShardedDataParallel(nn.Module):
             if self.cpu_offload.offload_params:
                 computes_on = accelerator_of(own, ignored_params, device)
             materialize(own, ignored_params, param_init_fn, _HOST if computes_on else device)
-            move(own, ignored_params, device, _HOST if computes_on else device)
+            move(own, ignored_params, device, _HOST if computes_on else device, computes_on or device)
             originals = find_originals(own, module, ignored_params, clean_tensor_name)
             choose_blocks(originals, atomic)
             options = Options(
@@ -723,9 +723,11 @@ class FullyShardedDataParallel(nn.Module):
             wrapper._check_stays_precise(fn)
         super()._apply(fn, recurse)
         unit = self._unit
-        if self._use_orig_params:
-            for segment in unit.segments:
+        for segment in unit.segments:
+            if self._use_orig_params:
                 segment.flat.data = fn(segment.flat.data)
+            segment.pin()
+            if self._use_orig_params:
                 segment.point_at_pieces()
         unit.step.invalidate()
         unit.step.make_views()
@@ -957,7 +959,8 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
     assert isinstance(module, FullyShardedDataParallel)
     state_dicts.insert_prefix(state_dict, prefix)
     if module._unit.summoned is None:
-        loading = Summoned(module._unit, writeback=True)
+        on_host = module._unit.options.device is not None  # as the shards are
+        loading = Summoned(module._unit, writeback=True, offload_to_cpu=on_host)
         loading.enter()
         module._loading = loading
 

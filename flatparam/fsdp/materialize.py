@@ -119,10 +119,11 @@ def move(
     ignored_params: set[nn.Parameter],
     device: torch.device | None,
     of_params: torch.device | None,
+    of_buffers: torch.device | None,
 ) -> None:
-    """Move what lies on the CPU to ``device``, and parameters to ``of_params``.
+    """Move parameters to ``of_params`` and buffers to ``of_buffers``.
 
-    Raises: DeviceError for parameters that lie on another one.
+    Raises: DeviceError for parameters that lie neither on ``device``, if one was asked for, nor on the CPU.
     """
     if of_params is None:
         return
@@ -142,8 +143,8 @@ def move(
             if param.grad is not None:
                 param.grad = param.grad.to(of_params)
         for name, buffer in module._buffers.items():
-            if buffer is not None and device is not None:
-                module._buffers[name] = buffer.to(device)
+            if buffer is not None and of_buffers is not None:
+                module._buffers[name] = buffer.to(of_buffers)
 
 
 def synchronize(

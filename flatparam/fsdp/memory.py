@@ -166,7 +166,7 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
         peak=max((moment.bytes for moment in moments), default=base),
         no_sync=sum(on_device) + sum(added_to_coming_going),
         moments=moments,
-        host=sum(plan.shard + plan.optimizer + plan.gradient for plan in there)
+        host=sum(plan.shard + plan.optimizer + 2 * plan.gradient for plan in there)  # another may be added to it
         + sum(plan.kept for plan in plans if plan.offloads),
     )
 

@@ -117,6 +117,8 @@ def move_tensors(device: torch.device, value: Any, name: str) -> Any:
                 f"{name} computes on {device}, and got an input of shape {tuple(tensor.shape)} on the meta device, "
                 "which has no data: pass one that has"
             )
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+        if tensor.device == device:
+            return tensor
+        return tensor.to(device, non_blocking=device.type != "cpu")  # the host reads it at once
 
     return map_tensors(move, value)

@@ -140,7 +140,7 @@ class Segment:
         placement = options.placement
         self.originals = originals
         self.placement = placement
-        self.device = options.device or originals[0].param.device
+        self.computes_on = options.device  # None: where the shard lies
         self.use_orig_params = options.use_orig_params
         self.reduce_dtype = options.mixed_precision.reduce_dtype or (
             originals[0].param.dtype if placement.full_precision else None
@@ -160,7 +160,7 @@ class Segment:
     def _flatten(self) -> Tensor:
         """This rank's shard, filled one parameter at a time; each is freed as soon as it was copied."""
         first = self.originals[0].param
-        on_host = self.device != first.device
+        on_host = self.computes_on is not None
         shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device, pin_memory=on_host)
         begin = self.placement.rank * self.layout.shard_numel
         shard[: max(0, min(self.layout.shard_numel, self.layout.numel - begin))] = PADDING_VALUE
@@ -175,6 +175,16 @@ class Segment:
                     target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
                 original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
         return shard
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unsharded data are."""
+        return self.computes_on or self.flat.device
+
+    def pin(self) -> None:
+        """Have the shard in pinned memory again, if it lies on the host to be copied to a device."""
+        if self.computes_on is not None and self.flat.is_cpu and not self.flat.is_pinned():
+            self.flat.data = self.flat.detach().pin_memory()
 
     def trains(self, original: Original) -> bool:
         """Whether ``original`` requires grad now."""
@@ -361,8 +371,9 @@ class Unit:
 
     def come_alive(self) -> None:
         """Make the step of a copy, whose modules are all there, and let them have their pieces or views."""
-        if self.options.use_orig_params:
-            for segment in self.segments:
+        for segment in self.segments:
+            segment.pin()
+            if self.options.use_orig_params:
                 segment.point_at_pieces()
         self._make_step()
 
