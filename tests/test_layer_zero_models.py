@@ -476,7 +476,7 @@ def refused():
     ):
         with pytest.raises(error, match=message):
             FSDP(make(), sharding_strategy=strategy, **arguments)
-    with pytest.raises(ValueError, match=r"parameter `first.weight` .*bfloat16.*: build the module in torch.float32"):
+    with pytest.raises(ValueError, match=r"parameter `first.weight` .*bfloat16.*: build it in torch.float32"):
         FSDP(make().bfloat16(), (mine, world), strategy)
     different = make(width=4 if rank == 3 else 5)
     with pytest.raises(ValueError, match=r"rank 0 has parameter `.*, rank 3 has parameter"):
