@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from .unit import Unit
+from .unit import Unit, segment_of
 
 
 def clip_grad_norm(
@@ -22,23 +22,37 @@ def clip_grad_norm(
     The norm is computed in fp32 and has the widest dtype of the gradients.
     Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
-    sharded: dict[Any, list[nn.Parameter]] = {}
-    whole: dict[nn.Parameter, None] = {}
-    managed: set[nn.Parameter] = set()
-    for unit in units:
-        for segment, param in unit.parameters():
-            managed.add(param)
-            if segment.is_sharded:
-                sharded.setdefault(segment.placement.optim, []).append(param)
-            else:
-                whole[param] = None
-    for param in others:
-        if param not in managed:
-            whole[param] = None
-    params = [param for group in sharded.values() for param in group] + list(whole)
+    params = [*(param for unit in units for _, param in unit.parameters()), *others]
+    sharded, whole = by_group(params)
+    return clip(sharded, whole, max_norm, norm_type, device)
+
+
+def by_group(params: Iterable[Any]) -> tuple[dict[Any, list[Any]], list[Any]]:
+    """The sharded ones of ``params`` by the group that shares them, and the others; each once."""
+    sharded: dict[Any, list[Any]] = {}
+    whole: list[Any] = []
+    for param in {id(param): param for param in params}.values():
+        segment = segment_of(param)
+        if segment is not None and segment.is_sharded:
+            sharded.setdefault(segment.placement.optim, []).append(param)
+        else:
+            whole.append(param)
+    return sharded, whole
+
+
+def clip(
+    sharded: dict[Any, list[Any]],
+    whole: list[Any],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """``clip_grad_norm`` of parameters that ``by_group`` has told apart; an error for a norm that is none, if asked."""
+    params = [param for group in sharded.values() for param in group] + whole
     gradients = list({id(param): param.grad for param in params if param.grad is not None}.values())
     if not sharded:
-        return nn.utils.clip_grad_norm_(list(whole), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
 
     def local_norm(some: Iterable[nn.Parameter]) -> Tensor:
         norms = [
@@ -65,6 +79,10 @@ def clip_grad_norm(
         total = torch.maximum(total, norm) if is_max else total + norm**norm_type
     if not is_max:
         total = total ** (1.0 / norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}: nothing was clipped"
+        )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for grad in gradients:

@@ -36,6 +36,7 @@ from .api import ShardingStrategy, TrainingState
 from .arguments import check_types
 from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
+from .foreign import Marks, refuse_wrapped, watch
 from .in_backward import step_in_backward
 from .loading import agree_on_loading
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
@@ -72,7 +73,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_C.note_optimizer_step)
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Marks, nn.Module):
     """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
 
     Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13), and
@@ -110,6 +111,7 @@ class FullyShardedDataParallel(nn.Module):
     ):
         super().__init__()
         _watch_optimizers()
+        watch()
         building = Building(_default_groups(process_group, device_mesh, placement))
         with telling(building):
             self._strategy = ShardingStrategy.of(sharding_strategy)
@@ -203,6 +205,7 @@ class FullyShardedDataParallel(nn.Module):
             self._outer: weakref.ref[FullyShardedDataParallel] | None = None
             self._device_id = device = device_of(device_id)
             own = list(own_modules(module, _is_unit, ignored_modules_set))
+            refuse_wrapped(own)
             self._check_not_shared(module, own)
             computes_on = None  # if that is not where the shards lie
             if self.cpu_offload.offload_params:
@@ -710,6 +713,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _watch_optimizers()
+        watch()
         vars(self).update(state)
         self._unit.come_alive()
         enroll_loaded(self._unit)

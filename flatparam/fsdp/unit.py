@@ -40,14 +40,26 @@ _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 _owners: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.WeakKeyDictionary()
 
 
-_of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there)
+_of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its segment)
 
 
-def owner_of_param(param: nn.Parameter) -> "tuple[Unit, str] | None":
-    """The unit that has ``param``, wherever that is, and the name it has there."""
-    owner, fqn = _of_params.get(param, (None, ""))
+def all_units() -> "list[Unit]":
+    """The units of this process."""
+    return list(_units)
+
+
+def owner_of_param(param: Tensor) -> "tuple[Unit, str] | None":
+    """The unit that has ``param``, an original or a flat one, wherever that is, and the name it has there."""
+    owner, fqn, _ = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
     return None if unit is None else (unit, fqn)
+
+
+def segment_of(param: Tensor) -> "Segment | None":
+    """The segment that ``param``, an original or a flat one, is in."""
+    owner, _, index = _of_params.get(param, (None, "", 0))
+    unit = None if owner is None else owner()
+    return None if unit is None else unit.segments[index]
 
 
 def owner_of(module: nn.Module) -> "Unit | None":
@@ -343,9 +355,10 @@ class Unit:
         self.step.make_views()
         _units.add(self)
         owner = weakref.ref(self)
-        for segment in self.segments:
+        for k, (name, segment) in enumerate(zip(self.flat_names(), self.segments, strict=True)):
+            _of_params[segment.flat] = owner, name, k
             for original in segment.originals:
-                _of_params[original.param] = owner, original.fqn
+                _of_params[original.param] = owner, original.fqn, k
                 _owners.update((place.module, owner) for place in original.names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":

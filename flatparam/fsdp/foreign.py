@@ -1,0 +1,213 @@
+"""Tools that do not know our class, and would take shards for whole parameters without a word: refused by name.
+
+Most look for a mark of their own on every module they come to, so the class has properties there that raise; the others
+are met where they register a module, or in a function of theirs that is replaced when the first model is wrapped.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .. import _C
+from .clip import by_group, clip
+from .summon import StateError, refuse_unreduced
+from .unit import Segment, Unit, all_units, owner_of_param, segment_of, units_of
+
+_WRAPPERS = (DistributedDataParallel, DataParallel)
+_STATES = (
+    "Save model.state_dict(), which is whole on every rank, with any tool, and optimizer.state_dict(), which is this "
+    "rank's part, with torch.save() in a file for each rank"
+)
+
+
+class Marks:
+    """What other tools look for on a unit, as properties that raise."""
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _MARKS]  # for who looks at all there is
+
+    @property
+    def _fqn_modifiers(self) -> NoReturn:
+        """Looked for by ``torch.distributed.checkpoint.state_dict``."""
+        raise StateError(
+            "get_state_dict() and the like of torch.distributed.checkpoint.state_dict do not know "
+            f"{_name(self)} of flatparam's FullyShardedDataParallel: they would take this rank's shards of optimizer "
+            f"state for the whole. {_STATES}"
+        )
+
+    def _refuse_composing(self) -> NoReturn:
+        """Looked for by torch's FSDP, its functions on whole trees, ``fully_shard`` and ``replicate``."""
+        raise StateError(
+            "torch's FullyShardedDataParallel, fully_shard and their functions (summon_full_params, state_dict_type, "
+            f"optim_state_dict) do not know {_name(self)} of flatparam's FullyShardedDataParallel: they would shard "
+            "its shards, or pass it by. Wrap the whole tree with one of them, and call the functions of that class"
+        )
+
+
+_MARKS = ("_fqn_modifiers", REGISTRY_KEY)
+setattr(Marks, REGISTRY_KEY, property(Marks._refuse_composing))
+
+
+def _name(wrapper: Any) -> str:
+    unit = vars(wrapper).get("_unit")
+    return "a unit" if unit is None else unit.name
+
+
+def refuse_wrapped(modules: Iterable[nn.Module]) -> None:
+    """Raises: ValueError for a module of another data-parallel class in what is about to be a unit."""
+    for module in modules:
+        if isinstance(module, (*_WRAPPERS, TorchsFSDP)):
+            raise ValueError(
+                f"a {type(module).__name__} of torch is in the module: it would reduce shards, or shard them again. "
+                "Pass what it wraps (its `.module`)"
+            )
+
+
+@functools.cache
+def watch() -> None:
+    """Meet the tools that look for nothing. From the first model that is wrapped on."""
+    register_module_module_registration_hook(_refuse_data_parallel)
+    from torch.distributed.checkpoint import default_planner, state_dict_saver
+
+    _check(default_planner, "create_default_local_save_plan", lambda state, *args: state)
+    _check(default_planner, "create_default_local_load_plan", lambda state, *args: state)
+    _check(state_dict_saver, "_stateful_to_state_dict", None)  # asynchronous saving plans with copies
+    _clip_over_ranks()
+    GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """As DistributedDataParallel registers what it wraps, before it sends anything."""
+    if not isinstance(module, _WRAPPERS) or inner is None:
+        return
+    ignored = getattr(module, "parameters_to_ignore", ())
+    for unit in units_of(inner.modules()):
+        managed = {id(param) for _, param in unit.parameters()}
+        if any(id(param) in managed and path not in ignored for path, param in inner.named_parameters()):
+            raise StateError(
+                f"{type(module).__name__} does not know {unit.name} of flatparam's FullyShardedDataParallel: it would "
+                "copy one rank's shards over those of the others. That class averages gradients over all ranks of its "
+                "groups: call it alone (for replicas of shards: ShardingStrategy.HYBRID_SHARD)"
+            )
+
+
+def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:
+    """Have a function of torch look over a state: ``given`` takes it from the arguments; None: what is returned."""
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:  # of another release
+        return
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if given is not None:
+            refuse_shards(given(*args, *kwargs.values()))
+            return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        refuse_shards(result)
+        return result
+
+    setattr(module, name, checked)
+
+
+def refuse_shards(state: Any) -> None:
+    """Raises: StateError, if ``state`` has shards of parameters, or optimizer state of such, as if they were whole."""
+    shards: dict[int, str] = {}
+    for unit in all_units():
+        for segment in unit.segments:
+            if segment.is_sharded:
+                shards[segment.flat.untyped_storage().data_ptr()] = f"parameters of {unit.name}"
+    if not shards:
+        return
+    for optimizer in [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]:
+        for param, values in optimizer.state.items():
+            owner, of_param = owner_of_param(param), segment_of(param)
+            if owner is not None and of_param is not None and of_param.is_sharded:
+                tensors = (value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0)
+                what = f"the {type(optimizer).__name__} state of {owner[0].name}"
+                shards.update((value.untyped_storage().data_ptr(), what) for value in tensors)
+    shards.pop(0, None)
+    for name, tensor in _tensors("", state):
+        found = shards.get(tensor.untyped_storage().data_ptr()) if _C.is_plain(tensor) else None
+        if found is not None:
+            raise StateError(
+                f"torch.distributed.checkpoint: `{name}` has this rank's shards of {found}, of which it would keep "
+                f"those of one rank for all. {_STATES}"
+            )
+
+
+def _tensors(path: str, state: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield path, state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _tensors(f"{path}.{key}" if path else str(key), value)
+
+
+def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Unit, Segment]]:
+    """The units and segments that ``params`` are of, where they are shards and not summoned."""
+    found = []
+    for param in params:
+        owner, segment = owner_of_param(param), segment_of(param)
+        if owner is not None and segment is not None and segment.is_sharded and owner[0].summoned is None:
+            found.append((owner[0], segment))
+    return found
+
+
+def _clip_over_ranks() -> None:
+    """Have ``torch.nn.utils.clip_grad_norm_``, under any name that it was imported by, count all ranks' shards."""
+    function: Any = nn.utils.clip_grad_norm_
+    original = getattr(function, "__wrapped__", function)
+
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found = [] if torch.compiler.is_compiling() else _sharded_now(params)
+        if not found:
+            result: Tensor = original(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            return result
+        refuse_unreduced(dict.fromkeys(unit for unit, _ in found), "torch.nn.utils.clip_grad_norm_")
+        return clip(*by_group(params), float(max_norm), float(norm_type), found[0][1].device, error_if_nonfinite)
+
+    for cell in getattr(function, "__closure__", None) or ():
+        if cell.cell_contents is original:
+            cell.cell_contents = clip_grad_norm_
+            return
+    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
+
+
+def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    """``GradScaler._unscale_grads_``, whose ranks skip a step together: each sees its own shards only."""
+
+    @functools.wraps(unscale)
+    def agreeing(
+        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        shards = _sharded_now(param for group in optimizer.param_groups for param in group["params"])
+        if shards:
+            found = found or {found_inf.device: found_inf}  # a rank may have no gradient at all
+            any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
+            for group in dict.fromkeys(segment.placement.optim for _, segment in shards):
+                dist.all_reduce(any_inf, op=dist.ReduceOp.MAX, group=group)
+            for value in found.values():
+                value.copy_(any_inf)
+        return found
+
+    return agreeing

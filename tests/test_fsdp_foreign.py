@@ -1,0 +1,193 @@
+"""Tools that do not know the class: each is refused by name before it changes anything, or made right."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp_models import Averaged, data, full_grads, full_params, loss_of, make, wrap_blocks
+from gloo import fake_world, note, run_ranks
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.nn.utils import clip_grad_norm_  # bound before any model is wrapped
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+
+CPU = torch.device("cpu")
+
+
+def settings(strategy):
+    """What a strategy takes to have ranks of its own."""
+    pair = {"process_group": (dist.group.WORLD, dist.group.WORLD)} if strategy == "LAYER_ZERO" else {}
+    return {"sharding_strategy": ShardingStrategy[strategy], **pair}
+
+
+def enter(context):
+    with context:
+        pass
+
+
+AROUND = {  # what is called with a tree that holds units
+    "DDP": nn.parallel.DistributedDataParallel,
+    "DDP's keyword": lambda model: nn.parallel.DistributedDataParallel(module=model, init_sync=False),
+    "DataParallel": nn.DataParallel,
+    "fully_shard": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    "replicate": lambda model: replicate(model, device_mesh=init_device_mesh("cpu", (2,)))(torch.ones(1, 3)),
+    "torch's class": lambda model: TorchsFSDP(model, device_id=CPU, use_orig_params=True),
+    "its summon_full_params": lambda model: enter(TorchsFSDP.summon_full_params(model)),
+    "its state_dict_type": lambda model: enter(TorchsFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)),
+    "its optim_state_dict": lambda model: TorchsFSDP.optim_state_dict(model, torch.optim.SGD(model.parameters())),
+    "get_model_state_dict": states.get_model_state_dict,
+    "get_optimizer_state_dict": lambda model: states.get_optimizer_state_dict(
+        model, torch.optim.Adam(model.parameters()), options=states.StateDictOptions(full_state_dict=True)
+    ),
+    "get_state_dict": lambda model: states.get_state_dict(model, torch.optim.Adam(model.parameters())),
+    "set_model_state_dict": lambda model: states.set_model_state_dict(model, {}),
+}
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("nested", [False, True], ids=["itself", "below"])
+@pytest.mark.parametrize("tool", AROUND)
+def test_tools_around_units_are_refused(tool, nested, uo):
+    with fake_world(2):
+        model = wrap_blocks(make(), use_orig_params=uo)
+        tree = nn.Sequential(nn.Linear(3, 3), model) if nested else model
+        kinds = [type(module) for module in tree.modules()]
+        before = [(param, param.detach().clone(), param.data_ptr()) for param in tree.parameters()]
+        with pytest.raises(RuntimeError, match=r"know the unit of \w+.* of flatparam's FullyShardedDataParallel"):
+            AROUND[tool](tree)
+        assert kinds[1:] == [type(module) for module in tree.modules()][1:]  # replicate() has changed the first
+        assert [id(param) for param in tree.parameters()] == [id(param) for param, _, _ in before]
+        assert all(torch.equal(param, value) and param.data_ptr() == at for param, value, at in before)
+        loss_of(model, data(0)).backward()
+
+
+def test_what_the_marks_leave_alone():
+    with fake_world(2):
+        tree = nn.Sequential(nn.Linear(3, 3), wrap_blocks(make(), use_orig_params=True))
+        assert dict(inspect.getmembers(tree[1]))["limit_all_gathers"]
+        units = [f"1.{name}" for name, _ in tree[1].named_parameters()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tree, units)
+        nn.parallel.DistributedDataParallel(tree, init_sync=False)  # it leaves the units alone
+        nn.parallel.DistributedDataParallel(nn.Linear(3, 3), init_sync=False)
+
+
+def saved_and_loaded(folder):
+    """Distributed checkpoints of shards are refused on every rank; those of whole states are right."""
+    for strategy, uo in (("FULL_SHARD", False), ("ZERO_1", True), ("NO_SHARD", True)):
+        note(f"{strategy} {uo}")
+        model = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        optimizer = torch.optim.Adam(model.parameters())
+        loss_of(model, data(0)).backward()
+        optimizer.step()
+        where = f"{folder}/{strategy}{uo}"
+        if strategy == "NO_SHARD":  # it is whole
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=where)
+            dcp.load({"optimizer": optimizer.state_dict()}, checkpoint_id=where)
+            continue
+        dcp.save({"optimizer": torch.ones(1), "parameters": torch.ones(1)}, checkpoint_id=where)
+        for state, functions in (
+            ({"optimizer": optimizer.state_dict()}, (dcp.save, dcp.load)),
+            ({"optimizer": optimizer}, (dcp.async_save,)),
+            ({"parameters": [param.detach() for param in model.parameters()]}, (dcp.save,)),
+        ):
+            for function in functions:
+                with pytest.raises(BaseException, match="has this rank's shards of"):  # torch has a class of its own
+                    function(state, checkpoint_id=where)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=where)
+        other = wrap_blocks(make(1), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=where)
+        other.load_state_dict(state["model"])
+        loaded = other.state_dict()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, loaded[name]), name
+
+
+def wrapped_twice():
+    """Units around what another class has wrapped."""
+    for wrapper in (nn.parallel.DistributedDataParallel, lambda m: TorchsFSDP(m, device_id=CPU)):
+        for module in (wrapper(nn.Linear(3, 3)), nn.Sequential(wrapper(nn.Linear(3, 3)))):
+            with pytest.raises(ValueError, match="DataParallel of torch is in the module"):
+                FSDP(module)
+
+
+@pytest.mark.multiprocess
+def test_distributed_checkpoints_of_shards(tmp_path):
+    run_ranks(saved_and_loaded, 2, str(tmp_path))
+
+
+@pytest.mark.multiprocess
+def test_units_around_other_classes_are_refused():
+    run_ranks(wrapped_twice, 2)
+
+
+def clipped_and_scaled():
+    """torch's clipping and scaling are those of the unsharded module; a step is skipped by all ranks or by none."""
+    for strategy, uo in itertools.product(("FULL_SHARD", "ZERO_1", "LAYER_ZERO", "NO_SHARD"), (False, True)):
+        for function, norm_type in ((clip_grad_norm_, 2.0), (nn.utils.clip_grad_norm_, torch.inf)):
+            note(f"{strategy} {uo} {norm_type}")
+            model, whole = wrap_blocks(make(), use_orig_params=uo, **settings(strategy)), make()
+            oracle = Averaged(whole, 2)
+            loss_of(model, data(0)).backward()
+            oracle.backward(lambda rank: [data(0, rank)])
+            wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.01, norm_type)
+            norm = function(model.parameters(), 0.01, norm_type=norm_type)
+            torch.testing.assert_close(norm, wanted)
+            found = full_grads(model)
+            for name, param in whole.named_parameters():
+                torch.testing.assert_close(found[name], param.grad)
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model, data(0)).backward()
+        if strategy != "NO_SHARD":
+            with pytest.raises(RuntimeError, match=r"gradients of the unit of .* come from no_sync"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.zero_grad()
+
+        for sick in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = full_params(model)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(loss_of(model, data(1))).backward()
+            if dist.get_rank() == sick or strategy == "NO_SHARD":  # as an overflow in the shard of one rank
+                next(param.grad for param in model.parameters() if param.grad is not None).fill_(torch.inf)
+            with pytest.raises(RuntimeError, match=r"is inf: nothing was clipped|non-finite"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 2.0
+            for name, value in full_params(model).items():
+                assert torch.equal(value, before[name]), name
+            optimizer.zero_grad()
+        scaler.scale(loss_of(model, data(2))).backward()
+        scaler.step(optimizer)
+        assert any(not torch.equal(value, before[name]) for name, value in full_params(model).items())
+
+
+@pytest.mark.multiprocess
+def test_clipping_and_scaling():
+    run_ranks(clipped_and_scaled, 2)
+
+
+def test_clipping_of_what_is_whole():
+    """Other models, and full parameters in summon_full_params, are clipped as before."""
+    with fake_world(2):
+        model, module = wrap_blocks(make(), use_orig_params=True), make()
+        with FSDP.summon_full_params(model, with_grads=True):
+            for one in (module, model):
+                for param in one.parameters():
+                    param.grad = torch.ones_like(param)
+            wanted = clip_grad_norm_(module.parameters(), 1.0)
+            assert torch.equal(clip_grad_norm_(model.parameters(), 1.0), wanted)
+        with pytest.warns(UserWarning, match="empty generator"):
+            clip_grad_norm_((param for param in ()), 1.0)
+        assert torch.equal(clip_grad_norm_(module.last.weight, 1.0), module.last.weight.grad.norm())
