@@ -125,8 +125,14 @@ class Unit:
 
 @final
 class Order:
-    def __new__(cls, agree: Callable[[int, int, int, int], object], waiting: Callable[[], object]) -> Order: ...
+    def __new__(
+        cls,
+        agree: Callable[[int, int, int, int], object],
+        waiting: Callable[[], object],
+        failed: Callable[[str], object],
+    ) -> Order: ...
     broken: int
+    always: int
     @property
     def count(self) -> int: ...
     @property

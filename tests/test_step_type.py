@@ -391,7 +391,7 @@ def test_each_allocation_of_the_core_may_fail(uo, strategy):
 
 def test_an_order_asks_before_what_was_not_to_be_expected():
     asked, waits = [], []
-    order = _C.Order(lambda *question: asked.append(question), lambda: waits.append(1))
+    order = _C.Order(lambda *question: asked.append(question), lambda: waits.append(1), print)
     for _ in range(3):
         for event in range(4):
             order.note(event, event == 0)
@@ -405,19 +405,27 @@ def test_an_order_asks_before_what_was_not_to_be_expected():
     order.note(0, True)
     assert len(asked) == 8  # from then on always
 
+    order.broken, order.always = 0, 1
+    order.note(1, False)
+    order.note(2, False)
+    order.note(3, False)
+    order.note(0, True)
+    order.note(1, False)
+    assert asked[-1] == (19, 1, 0, 2)  # though it was expected
+
     def refuse(*question):
         raise KeyError(question)
 
-    order = _C.Order(refuse, refuse)
+    order = _C.Order(refuse, refuse, refuse)
     with pytest.raises(KeyError):
         order.note(5, True)
     assert order.count == 1
 
 
 def test_orders_that_are_refused():
-    order = _C.Order(print, print)
+    order = _C.Order(print, print, print)
     for call in (
-        lambda: _C.Order(print),
+        lambda: _C.Order(print, print),
         lambda: order.note(1),
         lambda: order.note("1", True),
         lambda: order.note(1, 1),
@@ -454,7 +462,7 @@ def test_orders_leak_nothing_and_each_allocation_may_fail():
 
     class Asker:
         def __init__(self):
-            self.order = _C.Order(self.ask, self.ask)  # a cycle
+            self.order = _C.Order(self.ask, self.ask, self.ask)  # a cycle
 
         def ask(self, *question):
             pass
@@ -462,7 +470,7 @@ def test_orders_leak_nothing_and_each_allocation_may_fail():
     for failure in (1, 2):
         _C.alloc_fail_at(failure)
         with pytest.raises(MemoryError):
-            _C.Order(print, print)
+            _C.Order(print, print, print)
         _C.alloc_fail_at(0)
     asker = Asker()
     _C.alloc_fail_at(1)

@@ -32,7 +32,8 @@ struct fp_group {
     std::array<PyObject *, FP_WATCHERS> watchers{}; // owned, or null: nobody is told of its collectives
     const fp_group_calls *calls = nullptr;
     std::array<uint32_t, FP_WATCHERS> numbers{};
-    bool sliced = false; // waits are interrupted to tell the watcher
+    bool sliced = false;   // waits are interrupted to tell the watcher
+    bool given_up = false; // what is under way may not end soon: nobody waits for it when a pass is forgotten
 };
 
 namespace fp {
@@ -102,6 +103,7 @@ struct fp_flat {
     at::Tensor copy;                     // [total / param_shards] in the compute dtype: what param_group gathers from
     c10::intrusive_ptr<c10d::Work> work; // of a gather
     fp_group *work_group = nullptr;      // over which
+    bool abandoned = false;              // a pass was forgotten before work had ended: its memory cannot be freed yet
     at::Tensor kept;                     // [total] in the shard's dtype: gradients that are not reduced yet
     at::Tensor partial;                  // nested: [total / param_shards] of it, added over param_group
     at::Tensor wire, reduced;            // of a reduction: its input and output
@@ -231,8 +233,9 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
 }
 
 void
-announce(const fp_group &group, unsigned kind)
+announce(fp_group &group, unsigned kind)
 {
+    group.given_up = false;
     for (size_t i = group.watchers.size(); i-- > 0;) {
         PyObject *watcher = group.watchers[i];
         if (watcher != nullptr && group.calls->before(watcher, fp_event(group.numbers[i], kind)) < 0) {
@@ -261,19 +264,57 @@ wait_a_while(c10d::Work &work)
     }
 }
 
-// Whether work may never end, so that its memory cannot be freed; if it has, however it did, it is forgotten.
+// The same for work that is forgotten if it has failed.
 bool
-is_lost(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
+wait_a_while(c10d::Work &work, c10::intrusive_ptr<c10d::Work> &owner)
 {
-    if (!work || group == nullptr ||
-        std::none_of(group->watchers.begin(), group->watchers.end(),
-                     [&](PyObject *watcher) { return watcher != nullptr && group->calls->is_broken(watcher); })) {
+    try {
+        return wait_a_while(work);
+    }
+    catch (...) {
+        owner.reset();
+        throw;
+    }
+}
+
+// What call gives; if it fails, the watchers may know better why.
+template <class Call>
+auto
+explained(const fp_group *group, Call &&call)
+{
+    try {
+        return call();
+    }
+    catch (const python_error &) {
+        throw;
+    }
+    catch (const std::exception &error) {
+        for (size_t i = 0; group != nullptr && i < group->watchers.size(); i++) {
+            if (group->watchers[i] != nullptr && group->calls->failed(group->watchers[i], error.what()) < 0) {
+                throw python_error();
+            }
+        }
+        throw;
+    }
+}
+
+// Whether the gather under way may never end, so that its memory cannot be freed; if it has, however it did, it is
+// forgotten.
+bool
+is_lost(fp_flat &flat)
+{
+    const fp_group *group = flat.work_group;
+    if (!flat.work || group == nullptr ||
+        (!flat.abandoned && std::none_of(group->watchers.begin(), group->watchers.end(), [&](PyObject *watcher) {
+            return watcher != nullptr && group->calls->is_broken(watcher);
+        }))) {
         return false;
     }
-    if (work->isCompleted()) {
-        work.reset();
+    if (flat.work->isCompleted()) {
+        flat.work.reset();
+        flat.abandoned = false;
     }
-    return work != nullptr;
+    return flat.work != nullptr;
 }
 
 // Wait for what was started over group. If its watcher ends the wait, the work stays: its memory is still written to.
@@ -285,7 +326,7 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
     }
     const c10::intrusive_ptr<c10d::Work> waited = work;
     if (group != nullptr && group->sliced) {
-        while (!wait_a_while(*waited)) {
+        while (!explained(group, [&] { return wait_a_while(*waited, work); })) {
             for (PyObject *watcher : group->watchers) {
                 if (watcher != nullptr && group->calls->waiting(watcher) < 0) {
                     throw python_error();
@@ -296,8 +337,10 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
         return;
     }
     work.reset();
-    const WithoutGil released;
-    waited->wait();
+    explained(group, [&] {
+        const WithoutGil released;
+        waited->wait();
+    });
 }
 
 // The group of the reduction under way.
@@ -313,18 +356,26 @@ reducing_over(const fp_flat &flat)
     return flat.shard_group;
 }
 
+c10::intrusive_ptr<c10d::Work>
+all_reduce(const fp_group &group, const at::Tensor &tensor)
+{
+    return explained(&group, [&] {
+        std::vector<at::Tensor> tensors = {tensor};
+        const WithoutGil released;
+        return group.native->allreduce(tensors);
+    });
+}
+
 // gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can.
 c10::intrusive_ptr<c10d::Work>
 start_reduction(fp_flat &flat, const fp_group &group)
 {
     if (!group.sliced) {
-        return reduce_scatter(*group.native, flat.reduced, flat.wire);
+        return explained(&group, [&] { return reduce_scatter(*group.native, flat.reduced, flat.wire); });
     }
     const int64_t numel = flat.reduced.numel();
     flat.summed = alias(flat.wire, numel, int64_t{1}, flat.wire.storage_offset() + group.native->getRank() * numel);
-    std::vector<at::Tensor> tensors = {flat.wire};
-    const WithoutGil released;
-    return group.native->allreduce(tensors);
+    return all_reduce(group, flat.wire);
 }
 
 void
@@ -347,7 +398,7 @@ gather_over(fp_flat &flat, fp_group &group, at::Tensor &output, at::Tensor &inpu
         call_python(collectives, "all_gather", output, input, group);
     }
     else {
-        flat.work = all_gather(*group.native, output, input);
+        flat.work = explained(&group, [&] { return all_gather(*group.native, output, input); });
     }
 }
 
@@ -674,10 +725,11 @@ void
 fp_group_free(fp_group *group)
 {
     if (group != nullptr) {
-        Py_XDECREF(group->object);
+        Py_XDECREF(group->object); /* torch lets go of the GIL for the last one */
         for (PyObject *watcher : group->watchers) {
             Py_XDECREF(watcher);
         }
+        const fp::WithoutGil released; /* the last one waits for collectives, whose threads take it */
         delete group;
     }
 }
@@ -876,7 +928,7 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
             return 1;
         }
         fp::wait_for(flat->work, flat->work_group);
-        flat->whole = false;
+        flat->whole = flat->abandoned = false;
         const bool from_shards = refresh || !flat->copy.defined();
         if (from_shards) {
             flat->copy.reset();
@@ -923,6 +975,19 @@ fp_flat_wait(fp_flat *flat)
 }
 
 int
+fp_flat_give_up(fp_flat *flat)
+{
+    return fp::guarded(-1, [&] {
+        fp_group *group = flat->work_group;
+        if (flat->work && group != nullptr && group->sliced && !flat->work->isCompleted()) {
+            group->given_up = group->given_up || !fp::wait_a_while(*flat->work);
+            flat->abandoned = !flat->work->isCompleted();
+        }
+        return 0;
+    });
+}
+
+int
 fp_flat_wait_read(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
@@ -943,7 +1008,7 @@ int
 fp_flat_release(fp_flat *flat, const char *reason)
 {
     return fp::guarded(-1, [&] {
-        if (fp::is_lost(flat->work, flat->work_group)) {
+        if (fp::is_lost(*flat)) {
             return 0; /* it may still be written to */
         }
         fp::wait_for(flat->work, flat->work_group);
@@ -979,7 +1044,7 @@ int
 fp_flat_forget_whole(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
-        if (!fp::is_lost(flat->work, flat->work_group)) {
+        if (!fp::is_lost(*flat)) {
             fp::wait_for(flat->work, flat->work_group);
         }
         flat->whole = false;
@@ -1120,9 +1185,7 @@ fp_flat_advance(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
             fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
         }
         else {
-            std::vector<at::Tensor> tensors = {flat->reduced};
-            const fp::WithoutGil released;
-            flat->reduction = flat->replicate_group->native->allreduce(tensors);
+            flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduced);
         }
         return 0;
     });
@@ -1404,9 +1467,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
             fp::call_python(collectives, "agree", sum->there, sum->there, *group);
         }
         else {
-            std::vector<at::Tensor> tensors = {sum->there};
-            const fp::WithoutGil released;
-            sum->work = group->native->allreduce(tensors);
+            sum->work = fp::all_reduce(*group, sum->there);
         }
         if (!device.is_cpu()) {
             fp::wait_for(sum->work, group); /* its stream does */

@@ -27,11 +27,13 @@ void fp_group_free(fp_group *group); /* NULL is allowed */
 
 /* What is told of a group's collectives: before each, which it is (see fp_event), and a few times a second while one is
  * waited for, if sliced. Both are called with the GIL held and give 0, or -1 with an exception: then the collective does
- * not begin, or the wait ends. is_broken: 1 if those under way may never end. watcher is kept; number: in the events.
+ * not begin, or the wait ends. failed: one has, with this message; -1 with an exception to raise instead. is_broken: 1 if
+ * those under way may never end. watcher is kept; number: in the events.
  * A group has a first watcher, and may have another one, which is told before it. */
 typedef struct {
     int (*before)(PyObject *watcher, uint64_t event);
     int (*waiting)(PyObject *watcher);
+    int (*failed)(PyObject *watcher, const char *message);
     int (*is_broken)(PyObject *watcher);
 } fp_group_calls;
 enum { FP_WATCHERS = 2 };
@@ -94,6 +96,9 @@ int fp_flat_is_reached(const fp_flat *flat) FP_NOEXCEPT;
 int fp_flat_gather(fp_flat *flat, PyObject *shard, PyObject *const *views, PyObject *collectives, int changed,
                    int refresh);
 int fp_flat_wait(fp_flat *flat); /* until the gather has ended */
+/* Its pass is forgotten: a gather that other ranks do not come to is waited for no longer than a moment. What it writes to
+ * stays until it has ended, and the next gather waits for that. */
+int fp_flat_give_up(fp_flat *flat);
 /* The same for what the device reads of a shard on the host: it may be written to again. */
 int fp_flat_wait_read(fp_flat *flat);
 int fp_flat_is_allocated(const fp_flat *flat) FP_NOEXCEPT;

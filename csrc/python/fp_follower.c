@@ -33,12 +33,19 @@ waiting(PyObject *watcher)
 }
 
 static int
+failed(PyObject *watcher, const char *message)
+{
+    return fp_order_note_failure(((follower_object *)watcher)->order, message);
+}
+
+static int
 is_broken(PyObject *watcher)
 {
     return fp_order_is_broken(((follower_object *)watcher)->order);
 }
 
-const fp_group_calls fp_follower_calls = {.before = before, .waiting = waiting, .is_broken = is_broken};
+const fp_group_calls fp_follower_calls = {
+    .before = before, .waiting = waiting, .failed = failed, .is_broken = is_broken};
 
 void
 fp_follower_begin_pass(PyObject *follower)

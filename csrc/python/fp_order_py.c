@@ -3,6 +3,7 @@
 #include "python/fp_order_py.h"
 
 #include <stddef.h>
+#include <string.h>
 #include <structmember.h>
 
 #include "core/fp_order.h"
@@ -12,7 +13,9 @@ typedef struct {
     fp_order *order;
     PyObject *agree;   /* agree(index, event, new_pass, alone) */
     PyObject *waiting; /* waiting() */
+    PyObject *failed;  /* failed(message) */
     int broken;        /* the ranks do not agree */
+    int always;        /* the others are asked before each event */
 } order_object;
 
 static PyTypeObject *order_type; /* borrowed from the module, which lives as long as the process */
@@ -41,11 +44,13 @@ note(order_object *self, uint64_t event, int new_pass)
             PyErr_Format(PyExc_ValueError, "expected an event below 2**62, got %llu", (unsigned long long)event);
             return -1;
     }
-    if (verdict == FP_ORDER_EXPECTED && !self->broken) {
+    if (verdict == FP_ORDER_EXPECTED && !self->broken && !self->always) {
         return 0;
     }
-    return call(self->agree,
-                Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass, verdict != FP_ORDER_NEW));
+    return call(self->agree, Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass,
+                                           verdict == FP_ORDER_NEW        ? 0
+                                           : verdict == FP_ORDER_EXPECTED ? 2
+                                                                          : 1));
 }
 
 int
@@ -58,6 +63,15 @@ int
 fp_order_note_wait(PyObject *order)
 {
     return call(((order_object *)order)->waiting, PyTuple_New(0));
+}
+
+int
+fp_order_note_failure(PyObject *order, const char *message)
+{
+    PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+    const int status = text == NULL ? -1 : call(((order_object *)order)->failed, PyTuple_Pack(1, text));
+    Py_XDECREF(text);
+    return status;
 }
 
 int
@@ -77,9 +91,9 @@ fp_order_check(PyObject *object)
 static PyObject *
 order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"agree", "waiting", NULL};
-    PyObject *agree, *waiting_function;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Order", keywords, &agree, &waiting_function)) {
+    static char *keywords[] = {"agree", "waiting", "failed", NULL};
+    PyObject *agree, *waiting_function, *failed;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:Order", keywords, &agree, &waiting_function, &failed)) {
         return NULL;
     }
     order_object *self = (order_object *)type->tp_alloc(type, 0);
@@ -88,6 +102,7 @@ order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->agree = Py_NewRef(agree);
     self->waiting = Py_NewRef(waiting_function);
+    self->failed = Py_NewRef(failed);
     self->order = fp_order_new();
     if (self->order == NULL) {
         Py_DECREF(self);
@@ -103,6 +118,7 @@ order_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->agree);
     Py_VISIT(self->waiting);
+    Py_VISIT(self->failed);
     return 0;
 }
 
@@ -112,6 +128,7 @@ order_clear(PyObject *object)
     order_object *self = (order_object *)object;
     Py_CLEAR(self->agree);
     Py_CLEAR(self->waiting);
+    Py_CLEAR(self->failed);
     return 0;
 }
 
@@ -183,15 +200,18 @@ static PyGetSetDef order_getset[] = {
 
 static PyMemberDef order_members[] = {
     {"broken", T_INT, offsetof(order_object, broken), 0, "1: the ranks do not agree; each event asks then."},
+    {"always", T_INT, offsetof(order_object, always), 0, "1: each event asks, expected or not."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot order_slots[] = {
-    {Py_tp_doc,
-     "Order(agree, waiting)\n--\n\n"
-     "The collectives over one group, in the order of this process.\n\n"
-     "agree(index, event, new_pass, alone) is called before one that was not to be expected; alone: ranks that did as\n"
-     "expected do not call it. waiting() is called a few times a second while one is waited for."},
+    {Py_tp_doc, "Order(agree, waiting, failed)\n--\n\n"
+                "The collectives over one group, in the order of this process.\n\n"
+                "agree(index, event, new_pass, alone) is called before one that was not to be expected; alone: 1 if "
+                "ranks that did\n"
+                "as expected do not call it, 2 if this rank did. waiting() is called a few times a second while one is "
+                "waited for,\n"
+                "failed(message) when one has failed."},
     {Py_tp_new, order_new},
     {Py_tp_dealloc, order_dealloc},
     {Py_tp_traverse, order_traverse},

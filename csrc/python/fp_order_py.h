@@ -9,9 +9,11 @@
 PyObject *fp_order_type_new(PyObject *module);
 int fp_order_check(PyObject *object); /* whether it is one */
 
-/* The following are of an Order. An event comes; one is waited for, again; whether those under way may never end. */
+/* The following are of an Order. An event comes; one is waited for, again; one has failed; whether those under
+ * way may never end. */
 int fp_order_note_event(PyObject *order, uint64_t event, int new_pass);
 int fp_order_note_wait(PyObject *order);
+int fp_order_note_failure(PyObject *order, const char *message);
 int fp_order_is_broken(PyObject *order);
 
 #endif

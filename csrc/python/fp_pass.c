@@ -288,6 +288,13 @@ fp_pass_recover(fp_run *run)
         return -1;
     }
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
+        for (Py_ssize_t k = 0; k < run->steps[s]->n_parts; k++) {
+            if (fp_flat_give_up(run->steps[s]->parts[k].flat) < 0) {
+                PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
+            }
+        }
+    }
+    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         fp_step *step = run->steps[s];
         step->depth = 0;
         rest(step);

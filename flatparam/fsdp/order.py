@@ -65,7 +65,7 @@ class Sequence:
 
     def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store, device: str = "cpu"):
         self.register: Register = register_of(group)
-        self.order = _C.Order(self._agree, self._look)
+        self.order = _C.Order(self._agree, self._look, self._failed)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
@@ -193,6 +193,9 @@ class Sequence:
             self._look_into_store()
         except (dist.DistStoreError, dist.DistNetworkError):
             pass  # who has the store is gone, and the collective that is waited for may end all the same
+
+    def _failed(self, message: str) -> None:
+        pass
 
     def _look_into_store(self) -> None:
         self._raise_if_broken()
