@@ -154,6 +154,7 @@ class Run:
         watched: tuple[tuple[dict[str, Any], str, Any], ...],
         find_tensors: Callable[[Any, str], Iterable[torch.Tensor]],
     ) -> Run: ...
+    blocks: int
     synchronize: int
     always_python: int
     @property

@@ -205,3 +205,161 @@ def test_one_rank_adds_up_as_autograd_does(uo):
         for optimizer in optimizers:
             optimizer.step()
         assert_same(model, module)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_an_inner_block_does_not_end_an_outer_one(uo):
+    with fake_world(2):
+        model = wrapped("FULL_SHARD", uo)
+        backward(model, 0)
+        run = model._unit.step.run
+        reductions = run.reductions
+        first, second = model.no_sync(), model.no_sync()
+        with model.no_sync():
+            with model.no_sync():
+                backward(model, 1)
+            with pytest.raises(KeyError), model.no_sync():
+                raise KeyError
+            backward(model, 2)
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)  # not the one that was entered last
+            backward(model, 3)
+            second.__exit__(None, None, None)
+            assert run.reductions == reductions
+        backward(model, 4)
+        assert run.reductions == reductions + 4
+
+
+ALL = (*SHARDED, "NO_SHARD")
+
+
+def parts_of(module, part):
+    """Parameters by a part of their names; of a unit wrapped with flat parameters, all or none of it."""
+    return [p for name, p in module.named_parameters() if part in name]
+
+
+def means(*steps):
+    """The mean gradients of each step alone, and their sum, by name."""
+    found = []
+    for step in steps:
+        module = make()
+        Averaged(module, 2).backward(lambda rank, step=step: [data(step, rank)])
+        found.append({name: p.grad for name, p in module.named_parameters()})
+    return found
+
+
+def assert_close_grads(model, wanted, what):
+    found = full_grads(model)
+    for name, grad in wanted.items():
+        assert (found[name] is None) == (grad is None), (what, name, found[name], grad)
+        if grad is not None:
+            torch.testing.assert_close(found[name], grad, msg=lambda text, name=name: f"{what} {name}: {text}")
+
+
+def frozen_in_between():
+    """Frozen with a gradient: it stays as it is. Unfrozen after a micro-batch: it has that of the next ones."""
+    zeroth, first, second = means(0, 1, 2)
+    for strategy, uo in itertools.product(ALL, (False, True)):
+        for part, synced in itertools.product(("blocks.1", "inner") if uo else ("blocks.1",), (True, False)):
+            what = f"{strategy} uo={uo} {part} synced={synced}"
+            note(what)
+            model = wrapped(strategy, uo)
+            backward(model, 0, synced=synced)
+            for p in parts_of(model, part):
+                p.requires_grad_(False)
+            backward(model, 1, synced=False)
+            backward(model, 2)
+            wanted = {n: g if part in n else g + first[n] + second[n] for n, g in zeroth.items()}
+            assert_close_grads(model, wanted, what)
+            for p in parts_of(model, part):
+                p.requires_grad_(True)
+            backward(model, 1, synced=False)
+            for p in parts_of(model, part):
+                p.requires_grad_(False)
+            backward(model, 2)
+            wanted = {n: g + first[n] + (0 if part in n else second[n]) for n, g in wanted.items()}
+            assert_close_grads(model, wanted, f"{what} again")
+        model = wrapped(strategy, uo)
+        for p in parts_of(model, "blocks.1"):
+            p.requires_grad_(False)
+        backward(model, 0, synced=False)
+        for p in parts_of(model, "blocks.1"):
+            p.requires_grad_(True)
+        backward(model, 1, synced=False)
+        backward(model, 2)
+        wanted = {n: first[n] + second[n] + (0 if "blocks.1" in n else g) for n, g in zeroth.items()}
+        assert_close_grads(model, wanted, f"{strategy} uo={uo} unfrozen")
+
+
+WRITES = {
+    "p.mul_": lambda p: p.mul_(0.5),
+    "p.data =": lambda p: setattr(p, "data", p.data * 0.5),
+}
+
+
+@torch.no_grad()
+def write(model, how):
+    for p in model.parameters():
+        WRITES[how](p)
+
+
+def written_in_between():
+    """The next micro-batch computes with the weights of now, whoever has written them."""
+    for strategy, uo, how in itertools.product(ALL, (False, True), WRITES):
+        note(f"{strategy} uo={uo} {how}")
+        model, module = wrapped(strategy, uo), make()
+        oracle = Averaged(module, 2)
+        backward(model, 0, synced=False)
+        oracle.backward(lambda rank: [data(0, rank)])
+        write(model, how)
+        write(module, how)
+        backward(model, 1, synced=False)
+        backward(model, 2)
+        oracle.backward(lambda rank: [data(1, rank), data(2, rank)])
+        assert_close_grads(model, {n: p.grad for n, p in module.named_parameters()}, f"{strategy} uo={uo} {how}")
+
+
+def scaled_in_between():
+    """What is shown alone can be scaled; beside a gradient that is put aside it is refused, and nothing stays of it."""
+    zeroth, first, second = means(0, 1, 2)
+    for strategy, uo in itertools.product(ALL, (False, True)):
+        what = f"{strategy} uo={uo}"
+        note(what)
+        model = wrapped(strategy, uo)
+        backward(model, 0, synced=False)
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        backward(model, 1)
+        assert_close_grads(model, {n: 0.5 * g + first[n] for n, g in zeroth.items()}, what)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)  # reduced: as of any module
+        backward(model, 2, synced=False)
+        for p in parts_of(model, "blocks.2"):
+            p.grad.mul_(0.5)
+        with pytest.raises(
+            ValueError, match=r"the unit of Block at `blocks.2`: the gradient of (parameter `scale`|its flat para)"
+        ):
+            backward(model, 2)
+        wanted = {n: 0.5 * (0.5 * g + first[n]) for n, g in zeroth.items()}
+        if strategy != "ZERO_1":  # there all ranks go on to the end before they raise
+            assert_close_grads(model, wanted, f"{what}: what was reduced")
+        model.zero_grad()
+        backward(model, 0)
+        backward(model, 2, synced=False)
+        model.blocks[2].zero_grad(set_to_none=False)  # of some units only
+        backward(model, 1)
+        wanted = {n: first[n] + (0 if "blocks.2" in n else g + second[n]) for n, g in zeroth.items()}
+        assert_close_grads(model, wanted, f"{what}: some cleared in place")
+
+
+def beside():
+    frozen_in_between()
+    written_in_between()
+    scaled_in_between()
+
+
+@pytest.mark.multiprocess
+def test_freezing_writing_and_scaling_between_micro_batches():
+    run_ranks(beside, 2)

@@ -73,6 +73,29 @@ def test_a_gradient_put_aside_before_an_exception_does_not_come_back(uo):
 
 
 @every_uo
+@pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_what_an_optimizer_clears_after_an_exception_does_not_come_back(uo, synced, to_none):
+    x = torch.ones(2, 3)
+    with fake_world(2):
+        model = wrapped(uo)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        params = list(model.parameters())
+        model(x).backward()
+        with model.no_sync():
+            model(x).backward()
+            if not synced:
+                fail(model, x)
+        if synced:
+            fail(model, x)
+        assert any(p.grad is not None for p in params)
+        optimizer.zero_grad(set_to_none=to_none)  # which does not ask the model for its parameters
+        with torch.no_grad():
+            model(x)
+        assert all(p.grad is None or not p.grad.any() for p in params)
+
+
+@every_uo
 def test_an_exception_drops_the_micro_batches_of_all_units_alike(uo):
     x = torch.ones(2, 3)
     with fake_world(1):

@@ -80,7 +80,7 @@ struct fp_sum {
 };
 
 struct fp_gradients {
-    const std::vector<at::Tensor> &list;
+    std::vector<at::Tensor> &list;
 };
 
 struct fp_flat {
@@ -116,11 +116,13 @@ struct fp_flat {
     bool offloads = false;
     at::Tensor host;         // where kept, nested: partial, is between backwards; pinned beside an accelerator
     bool host_valid = false; // it is there now
-    std::optional<c10::Event> has_left;          // recorded after the copy to it
-    at::Tensor ahead;                            // a copy of host on the device that was started in time
-    std::optional<c10::Event> has_come;          // recorded after it
-    bool packed = false;                         // wire is to be reduced
-    const torch::autograd::Node *node = nullptr; // behind the views, which keep it; only compared
+    std::optional<c10::Event> has_left; // recorded after the copy to it
+    at::Tensor ahead;                   // a copy of host on the device that was started in time
+    std::optional<c10::Event> has_come; // recorded after it
+    bool packed = false;                // wire is to be reduced
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
+    int64_t sources = 0;                                             // how often that changed
+    const torch::autograd::Node *node = nullptr;                     // behind the views, which keep it; only compared
 
     int64_t part_numel() const
     {
@@ -433,7 +435,7 @@ struct UnitBackward final : torch::autograd::Node {
         TORCH_CHECK(!at::GradMode::is_enabled(), "flatparam: ", ref->name,
                     " cannot take part in backward(create_graph=True): its gradients are reduced without a history");
         if (std::any_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
-            const fp_gradients gradients{grads};
+            fp_gradients gradients{grads};
             call_unit(*ref, [&](void *unit) { return ref->calls.gradients_ready(unit, index, &gradients); });
         }
         return {};
@@ -998,6 +1000,17 @@ fp_flat_wait_read(fp_flat *flat)
     });
 }
 
+int64_t
+fp_flat_sources(fp_flat *flat, PyObject *shard_object)
+{
+    const c10::Storage &storage = THPVariable_Unpack(shard_object).storage();
+    if (!flat->source || flat->source->_unsafe_get_target() != storage.unsafeGetStorageImpl()) {
+        flat->source.emplace(storage.getWeakStorageImpl()); /* weak: no other one gets its address while we hold it */
+        flat->sources++;
+    }
+    return flat->sources;
+}
+
 int
 fp_flat_is_allocated(const fp_flat *flat) noexcept
 {
@@ -1303,6 +1316,20 @@ fp_flat_kept_bytes(const fp_flat *flat, int64_t *device, int64_t *host) noexcept
         *device += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
     *host = flat->host.defined() ? static_cast<int64_t>(flat->host.nbytes()) : 0;
+}
+
+int
+fp_engine_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n)
+{
+    return fp::guarded(-1, [&] {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            at::Tensor &grad = gradients->list[static_cast<size_t>(i)];
+            if (grad.defined() && !THPVariable_Unpack(params[i]).requires_grad()) {
+                grad.reset();
+            }
+        }
+        return 0;
+    });
 }
 
 // ---- graph ----

@@ -51,7 +51,7 @@ fp_event(uint32_t number, unsigned kind)
 typedef struct fp_gradients fp_gradients; /* those of the views of one flat, during the call */
 typedef struct {
     int (*before_backward)(void *unit);
-    int (*gradients_ready)(void *unit, int flat, const fp_gradients *gradients);
+    int (*gradients_ready)(void *unit, int flat, fp_gradients *gradients);
 } fp_unit_calls;
 
 /* A weak reference to a unit that nodes and hooks of a graph hold: they may outlive it. Counted. */
@@ -101,6 +101,8 @@ int fp_flat_wait(fp_flat *flat); /* until the gather has ended */
 int fp_flat_give_up(fp_flat *flat);
 /* The same for what the device reads of a shard on the host: it may be written to again. */
 int fp_flat_wait_read(fp_flat *flat);
+/* How often the shard was seen to have another storage than before. */
+int64_t fp_flat_sources(fp_flat *flat, PyObject *shard);
 int fp_flat_is_allocated(const fp_flat *flat) FP_NOEXCEPT;
 int fp_flat_is_whole(const fp_flat *flat) FP_NOEXCEPT;   /* what was gathered is still there */
 int fp_flat_has_values(const fp_flat *flat) FP_NOEXCEPT; /* the same, or a copy is */
@@ -139,33 +141,41 @@ void fp_flat_kept_bytes(const fp_flat *flat, int64_t *device, int64_t *host) FP_
 
 /* ---- gradients as attributes ---- */
 
+/* Those of params that do not require grad count as none. */
+int fp_engine_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n);
 /* tensor.grad = grad whatever the shape and dtype; NULL: None. */
 int fp_engine_set_grad(PyObject *tensor, PyObject *grad);
-/* Add grad, the gradient of the shard, to params[i].grad, its pieces, in the shape that params[i] has: numels[i] < 0: none
- * here. Pieces that lie together in one gradient are added to in place. */
+/* Add grad, the gradient of the shard, to params[i].grad where which[i], its pieces, in the shape that params[i] has:
+ * numels[i] < 0: none here. Pieces that lie together in one gradient are added to in place. */
 int fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                        const int64_t *numels, PyObject *grad);
-/* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one. */
+                        const int64_t *numels, const char *which, PyObject *grad);
+/* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one; has[i]: which. */
 PyObject *fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                            PyObject *shard);
+                            PyObject *shard, char *has);
 int fp_engine_add(PyObject *target, PyObject *source); /* target += source, both 1-D */
-/* Make params[i].grad its place in the unsharded gradient. */
-int fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept);
-/* How many of params still show kept; where one does not, its place in kept is set to 0, and its piece of *saved (NULL:
- * none), a gradient like shard, to the gradient that it was given instead, which is one of the shard. A shard that is the
- * whole has no other: what was given goes into kept. All of them written to and zero now counts as none. *saved is
- * replaced, or dropped if nothing is left in it. -1: error. */
+/* Make params[i].grad its place in the unsharded gradient where which[i]. */
+int fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
+                        PyObject *kept);
+/* The reduced gradient that was put aside: *tensor, or NULL; which parameters have one in it; and which
+ * do not require grad any more and have something in what is kept. The functions below keep it up to date. */
+typedef struct {
+    PyObject **tensor, *like; /* like: the shard */
+    char *has, *owed;
+} fp_put_aside;
+/* How many of params still show kept. Where one does not, its place in kept is set to 0, and what was put aside becomes the
+ * gradient that it was given instead, which is one of the shard; or nothing. A shard that is the whole has no other: what
+ * was given goes into kept. One that was set to 0 in place counts as cleared. -2 - i: the i-th was written to otherwise
+ * while something is put aside, which would not have been. -1: error. */
 Py_ssize_t fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
-                                const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *shard,
-                                PyObject **saved);
+                                const int64_t *starts, const int64_t *numels, PyObject *kept, fp_put_aside aside);
 /* The same where kept is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
  * each parameter shows its piece of the shard, which begins at own in kept (numels < 0: nothing). A parameter's gradient
  * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. Where the piece of a cleared one has
  * elements, so that others can count on its being cleared, cleared[i] becomes 1. */
 int fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                          PyObject *kept, int64_t own);
+                          const char *which, PyObject *kept, int64_t own);
 Py_ssize_t fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
-                                  const int64_t *starts, const int64_t *numels, PyObject *kept, PyObject *saved,
+                                  const int64_t *starts, const int64_t *numels, PyObject *kept, fp_put_aside aside,
                                   int64_t first, int64_t own, const char *name, char *cleared);
 /* Set what kept, elements [first, ...), has of the i-th parameter to 0. */
 int fp_engine_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first);

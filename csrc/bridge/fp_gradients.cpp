@@ -9,20 +9,46 @@
 namespace fp {
 namespace {
 
-// Elements [start, start + numel) of saved, which may be null, are 0 from now on; nothing where numel < 0.
+// Nothing is put aside for the i-th parameter any more, whose piece is elements [start, start + numel).
 void
-clear_piece(PyObject *saved, int64_t start, int64_t numel)
+clear_aside(const fp_put_aside &aside, size_t i, int64_t start, int64_t numel)
 {
-    if (saved != nullptr && numel > 0) {
-        const at::Tensor &whole = unpack(saved);
+    if (*aside.tensor != nullptr && aside.has[i] != 0 && numel > 0) {
+        const at::Tensor &whole = unpack(*aside.tensor);
         alias(whole, numel, int64_t{1}, whole.storage_offset() + start).zero_();
     }
+    aside.has[i] = 0;
 }
 
 at::Tensor
 strided(const at::Tensor &grad)
 {
     return grad.layout() == at::kStrided ? grad : grad.to_dense();
+}
+
+// Whether that is the gradient of the i-th parameter.
+bool
+is_aside(const fp_put_aside &aside, size_t i, const at::Tensor &grad, int64_t start, int64_t numel)
+{
+    return grad.defined() && *aside.tensor != nullptr && aside.has[i] != 0 &&
+           is_piece(grad, unpack(*aside.tensor), start, numel);
+}
+
+// The gradient that the i-th parameter was given, one of the shard, is what is put aside for it.
+void
+put_aside(const fp_put_aside &aside, size_t i, const at::Tensor &param, int64_t start, int64_t numel)
+{
+    const at::Tensor own = strided(param.unsafeGetTensorImpl()->grad());
+    TORCH_CHECK_VALUE(own.sizes() == param.sizes(), "expected the gradient of parameter ", i,
+                      " to have the shape that the parameter has here, ", param.sizes(), ", got ", own.sizes());
+    if (*aside.tensor == nullptr) {
+        *aside.tensor = THPVariable_Wrap(at::zeros({unpack(aside.like).numel()}, own.options().requires_grad(false)));
+    }
+    if (numel > 0) {
+        const at::Tensor &whole = unpack(*aside.tensor);
+        alias(whole, own.sizes(), param.strides(), whole.storage_offset() + start).copy_(own);
+    }
+    aside.has[i] = static_cast<char>(numel >= 0);
 }
 
 // What kept, elements [first, ...) of an unsharded gradient, has of view is 0 from now on.
@@ -36,14 +62,15 @@ clear_range(const at::Tensor &kept, const View &view, int64_t first)
     }
 }
 
-// The tensor, like model, of which the gradients of all params are the pieces; undefined if they lie otherwise.
+// The tensor, like model, of which the gradients of all params that are in which are the pieces; undefined if they lie
+// otherwise.
 at::Tensor
-shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels,
+shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels, const char *which,
                const at::Tensor &model)
 {
     at::Tensor whole;
     for (size_t i = 0; i < params.size(); i++) {
-        if (numels[i] < 0 || !params[i].requires_grad()) {
+        if (numels[i] < 0 || which[i] == 0) {
             continue;
         }
         const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
@@ -106,19 +133,19 @@ fp_engine_take_requires_grad(PyObject *view_object, PyObject *owner)
 
 int
 fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                    const int64_t *numels, PyObject *grad_object)
+                    const int64_t *numels, const char *which, PyObject *grad_object)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &grad = fp::unpack(grad_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        const at::Tensor together = fp::shown_together(targets, starts, numels, grad);
+        const at::Tensor together = fp::shown_together(targets, starts, numels, which, grad);
         if (together.defined()) {
             fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
             return 0;
         }
         for (size_t i = 0; i < targets.size(); i++) {
-            if (numels[i] < 0 || !targets[i].requires_grad()) {
+            if (numels[i] < 0 || which[i] == 0) {
                 continue;
             }
             const fp::View &view = geometry->shared->views[i];
@@ -143,26 +170,28 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
 
 PyObject *
 fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                  PyObject *shard_object)
+                  PyObject *shard_object, char *has)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        at::Tensor all = fp::shown_together(targets, starts, numels, shard);
-        for (size_t i = 0; !all.defined() && i < targets.size(); i++) {
+        const at::Tensor *some = nullptr;
+        for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (own.defined() && own.numel() == numels[i] && numels[i] > 0) {
-                all = at::zeros({shard.numel()}, own.options());
-            }
+            has[i] = static_cast<char>(own.defined() && own.numel() == numels[i]);
+            some = has[i] != 0 ? &own : some;
         }
-        if (!all.defined()) {
+        if (some == nullptr) {
             Py_RETURN_NONE;
+        }
+        at::Tensor all = fp::shown_together(targets, starts, numels, has, shard);
+        if (!all.defined()) {
+            all = at::zeros({shard.numel()}, some->options());
         }
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (own.defined() && own.numel() == numels[i] && numels[i] > 0 &&
-                !fp::is_piece(own, all, starts[i], numels[i])) {
+            if (has[i] != 0 && numels[i] > 0 && !fp::is_piece(own, all, starts[i], numels[i])) {
                 fp::alias(all, own.sizes(), own.strides(), all.storage_offset() + starts[i]).copy_(own);
             }
         }
@@ -181,14 +210,15 @@ fp_engine_add(PyObject *target, PyObject *source)
 }
 
 int
-fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *kept_object)
+fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
+                    PyObject *kept_object)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &kept = fp::unpack(kept_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = geometry->shared->views[i];
-            if (targets[i].requires_grad()) {
+            if (which[i] != 0) {
                 targets[i].mutable_grad() =
                     fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
             }
@@ -199,71 +229,63 @@ fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
 
 Py_ssize_t
 fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                     const int64_t *numels, PyObject *kept_object, PyObject *shard, PyObject **saved)
+                     const int64_t *numels, PyObject *kept_object, fp_put_aside aside)
 {
     return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
         const fp::Plainly plainly;
         const at::Tensor &kept = fp::unpack(kept_object);
-        const int64_t shard_numel = fp::unpack(shard).numel();
-        const bool is_sharded = shard_numel != geometry->shared->total;
+        const bool is_sharded = fp::unpack(aside.like).numel() != geometry->shared->total;
+        const bool has_reduced = *aside.tensor != nullptr;
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        std::vector<size_t> shown, given;
-        bool zeroed = true;
+        Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = geometry->shared->views[i];
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            const bool frozen = !targets[i].requires_grad();
+            aside.owed[i] = 0;
             if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
-                zeroed = zeroed && own._version() != 0 && !own.any().item<bool>();
-                shown.push_back(i);
+                const bool written = own._version() != 0;
+                if (written && !own.any().item<bool>()) {
+                    fp::clear_aside(aside, i, starts[i], numels[i]);
+                    continue;
+                }
+                if (written && has_reduced) {
+                    return -2 - static_cast<Py_ssize_t>(i);
+                }
+                aside.owed[i] = static_cast<char>(frozen);
+                shown++;
                 continue;
             }
             at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
-            if (own.defined() && !is_sharded && own.sizes() == place.sizes()) {
+            if (fp::is_aside(aside, i, own, starts[i], numels[i])) {
+                place.zero_(); /* it did not show kept: it was frozen then */
+            }
+            else if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
                 place.copy_(fp::strided(own)); /* the user's own: that is what is to be reduced */
-                fp::clear_piece(*saved, starts[i], numels[i]);
-                zeroed = false;
-                shown.push_back(i);
-                continue;
+                fp::clear_aside(aside, i, starts[i], numels[i]);
+                shown++;
             }
-            place.zero_();
-            fp::clear_piece(*saved, starts[i], numels[i]);
-            if (own.defined()) {
-                given.push_back(i);
-            }
-        }
-        if (zeroed && given.empty()) {
-            Py_CLEAR(*saved);
-            return 0;
-        }
-        for (size_t k = 0; zeroed && k < shown.size(); k++) {
-            fp::clear_piece(*saved, starts[shown[k]], numels[shown[k]]);
-        }
-        for (const size_t i : given) {
-            const at::Tensor own = fp::strided(targets[i].unsafeGetTensorImpl()->grad());
-            TORCH_CHECK_VALUE(own.sizes() == targets[i].sizes(), "expected the gradient of parameter ", i,
-                              " to have the shape that the parameter has here, ", targets[i].sizes(), ", got ",
-                              own.sizes());
-            if (*saved == nullptr) {
-                *saved = THPVariable_Wrap(at::zeros({shard_numel}, own.options().requires_grad(false)));
-            }
-            if (numels[i] > 0) {
-                const at::Tensor &whole = fp::unpack(*saved);
-                fp::alias(whole, own.sizes(), targets[i].strides(), whole.storage_offset() + starts[i]).copy_(own);
+            else {
+                place.zero_();
+                fp::clear_aside(aside, i, starts[i], numels[i]);
+                if (own.defined()) {
+                    fp::put_aside(aside, i, targets[i], starts[i], numels[i]);
+                }
             }
         }
-        return zeroed ? 0 : static_cast<Py_ssize_t>(shown.size());
+        return shown;
     });
 }
 
 int
 fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                      PyObject *kept_object, int64_t own)
+                      const char *which, PyObject *kept_object, int64_t own)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &kept = fp::unpack(kept_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
         for (size_t i = 0; i < targets.size(); i++) {
-            if (targets[i].requires_grad()) {
+            if (which[i] != 0) {
                 const int64_t numel = std::max<int64_t>(numels[i], 0);
                 targets[i].mutable_grad() =
                     fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
@@ -275,7 +297,7 @@ fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *star
 
 Py_ssize_t
 fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                       const int64_t *numels, PyObject *kept_object, PyObject *saved, int64_t first, int64_t own,
+                       const int64_t *numels, PyObject *kept_object, fp_put_aside aside, int64_t first, int64_t own,
                        const char *name, char *cleared)
 {
     return fp::guarded<Py_ssize_t>(-1, [&] {
@@ -288,15 +310,25 @@ fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry 
             const int64_t numel = std::max<int64_t>(numels[i], 0);
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
             const bool ours = grad.defined() && fp::is_piece(grad, kept, own + (numel > 0 ? starts[i] : 0), numel);
+            aside.owed[i] = 0;
             if (ours && grad._version() == 0) {
+                aside.owed[i] = static_cast<char>(!targets[i].requires_grad());
                 shown++;
+                continue;
+            }
+            if (fp::is_aside(aside, i, grad, starts[i], numels[i])) {
+                continue; /* it did not show kept: it was frozen then */
+            }
+            if (grad.defined() && !ours && !targets[i].requires_grad()) {
+                fp::clear_aside(aside, i, starts[i], numels[i]);
+                fp::put_aside(aside, i, targets[i], starts[i], numels[i]);
                 continue;
             }
             TORCH_CHECK_VALUE(
                 !grad.defined() || (ours && (numel == 0 || !grad.any().item<bool>())), name,
                 ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
                 "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
-            fp::clear_piece(saved, starts[i], numels[i]);
+            fp::clear_aside(aside, i, starts[i], numels[i]);
             fp::clear_range(kept, view, first);
             cleared[i] = static_cast<char>(cleared[i] || numel > 0);
         }

@@ -51,7 +51,19 @@ int64_t
 fp_part_versions(const fp_part *part)
 {
     return fp_engine_versions(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners)) +
-           fp_engine_versions(&part->master, 1);
+           fp_engine_versions(&part->master, 1) + fp_flat_sources(part->flat, part->master);
+}
+
+int
+fp_part_is_as_gathered(fp_part *part)
+{
+    int untracked = 1;
+    for (Py_ssize_t i = 0; untracked && i < PyTuple_GET_SIZE(part->owners); i++) {
+        untracked = !fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i));
+    }
+    return untracked == part->untracked && part->versions == fp_part_versions(part) &&
+           (part->params == NULL || !fp_engine_moved(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
+                                                     part->master, part->starts, part->numels, NULL));
 }
 
 int
@@ -120,6 +132,38 @@ clear_grads(fp_part *part)
     return 0;
 }
 
+/* Let those have their pieces of what was put aside who had them. */
+static int
+show_saved(fp_part *part)
+{
+    PyObject *saved = part->saved;
+    part->saved = NULL;
+    const int status =
+        saved == NULL ? 0
+                      : fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
+                                            part->owner_geometry, part->starts, part->numels, part->in_saved, saved);
+    Py_XDECREF(saved);
+    return status;
+}
+
+static void
+refuse_written(const fp_part *part, Py_ssize_t i, const char *name)
+{
+    PyObject *what = part->params == NULL
+                         ? PyUnicode_FromString("its flat parameter")
+                         : PyUnicode_FromFormat("parameter `%U`", fp_attributes_name(&part->attributes, i));
+    if (what != NULL) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s: the gradient of %U was changed in place between micro-batches in no_sync(). There it shows what "
+            "was added up in no_sync(), which is dropped now; what a synced backward had reduced before was put "
+            "aside, and would not have been changed. Change gradients after the last micro-batch, outside of "
+            "no_sync()",
+            name, what);
+        Py_DECREF(what);
+    }
+}
+
 int
 fp_part_read_kept(fp_part *part, const char *name)
 {
@@ -133,38 +177,45 @@ fp_part_read_kept(fp_part *part, const char *name)
     }
     PyObject *const *owners = fp_part_items(part->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
+    const fp_put_aside aside = {
+        .tensor = &part->saved, .like = part->master, .has = part->in_saved, .owed = part->owed};
     const Py_ssize_t shown =
         part->refresh_group == NULL
-            ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->master,
-                                   &part->saved)
-            : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels, kept, part->saved,
+            ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels, kept, aside)
+            : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels, kept, aside,
                                      part->kept_first, part->own, name, part->cleared);
     Py_DECREF(kept);
-    if (shown == 0) {
+    if (shown < -1) {
+        refuse_written(part, -2 - shown, name);
+    }
+    if (shown <= 0) {
         fp_flat_forget(part->flat, 1);
-        if (part->refresh_group != NULL) {
-            Py_CLEAR(part->saved);
-        }
     }
     PyObject *type, *value, *traceback; /* what the check has raised: no optimizer shall step with what it refuses */
     PyErr_Fetch(&type, &value, &traceback);
-    const int cleared = clear_grads(part);
+    const int status = clear_grads(part) < 0 || show_saved(part) < 0 ? -1 : 0;
     if (shown < 0) {
         PyErr_Restore(type, value, traceback);
     }
-    return shown < 0 || cleared < 0 ? -1 : 0;
+    return shown < 0 ? -1 : status;
 }
 
 int
-fp_part_show_saved(fp_part *part)
+fp_part_add_reduced(fp_part *part, PyObject *grad)
 {
-    PyObject *saved = part->saved;
-    part->saved = NULL;
-    const int status = saved == NULL ? 0
-                                     : fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
-                                                           part->owner_geometry, part->starts, part->numels, saved);
-    Py_XDECREF(saved);
-    return status;
+    PyObject *const *owners = fp_part_items(part->owners);
+    const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        part->gets[i] = (char)(fp_engine_requires_grad(owners[i]) || part->owed[i]);
+        part->owed[i] = 0;
+    }
+    return fp_engine_add_grads(owners, n, part->owner_geometry, part->starts, part->numels, part->gets, grad);
+}
+
+int
+fp_part_drop_frozen(const fp_part *part, fp_gradients *gradients)
+{
+    return part->params == NULL ? 0 : fp_engine_drop_frozen(gradients, fp_part_items(part->params), part->n);
 }
 
 int
@@ -175,7 +226,7 @@ fp_part_clear_kept(fp_part *part, const int32_t *cleared)
     int status = kept == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
         part->cleared[i] = 0;
-        left += fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i)) && cleared[i] == 0;
+        left += (fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i)) || part->owed[i]) && cleared[i] == 0;
         if (status == 0 && kept != Py_None && cleared[i] != 0) {
             status = fp_engine_clear_kept(part->owner_geometry, i, kept, part->kept_first);
         }
@@ -190,14 +241,14 @@ fp_part_clear_kept(fp_part *part, const int32_t *cleared)
 int
 fp_part_drop_kept(fp_part *part)
 {
-    if (part->shows_kept) {
-        set_shows_kept(part, 0);
-        if (clear_grads(part) < 0) {
-            return -1;
-        }
+    if (fp_part_read_kept(part, "") < 0) {
+        PyErr_Clear(); /* what was done to it does not matter any more */
     }
     fp_flat_forget(part->flat, 1);
-    return fp_part_show_saved(part);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
+        part->owed[i] = 0;
+    }
+    return 0;
 }
 
 int
@@ -209,7 +260,7 @@ fp_part_settle(fp_part *part, const char *name)
     if (fp_part_read_kept(part, name) < 0) {
         return -1;
     }
-    return fp_flat_has_kept(part->flat) ? fp_part_show_kept(part) : fp_part_show_saved(part);
+    return fp_flat_has_kept(part->flat) ? fp_part_show_kept(part) : 0;
 }
 
 int
@@ -219,26 +270,28 @@ fp_part_show_kept(fp_part *part)
     if (kept == NULL) {
         return -1;
     }
-    int status = 0;
-    if (part->saved == NULL) {
-        PyObject *saved = fp_engine_collect(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->starts,
-                                            part->numels, part->master);
-        status = saved == NULL ? -1 : 0;
-        if (saved == Py_None) {
-            Py_CLEAR(saved);
-        }
-        part->saved = saved;
+    PyObject *const *owners = fp_part_items(part->owners);
+    const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
+    PyObject *saved = fp_engine_collect(owners, n, part->starts, part->numels, part->master, part->in_saved);
+    int status = saved == NULL ? -1 : 0;
+    if (saved == Py_None) {
+        Py_CLEAR(saved);
     }
-    if (status == 0 && part->saved != NULL && part->shard_group == NULL && part->replicate_group == NULL) {
-        status = fp_engine_add(kept, part->saved); /* there is nobody to reduce it with */
+    part->saved = saved;
+    if (status == 0 && saved != NULL && part->shard_group == NULL && part->replicate_group == NULL) {
+        status = fp_engine_add(kept, saved); /* there is nobody to reduce it with */
         Py_CLEAR(part->saved);
+        for (Py_ssize_t i = 0; i < n; i++) {
+            part->owed[i] = (char)(part->owed[i] || part->in_saved[i]);
+        }
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        part->gets[i] = (char)(part->owed[i] || fp_engine_requires_grad(owners[i]));
     }
     if (status == 0) {
-        PyObject *const *owners = fp_part_items(part->owners);
-        const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
         status = part->refresh_group == NULL
-                     ? fp_engine_show_kept(owners, n, part->owner_geometry, kept)
-                     : fp_engine_show_pieces(owners, n, part->starts, part->numels, kept, part->own);
+                     ? fp_engine_show_kept(owners, n, part->owner_geometry, part->gets, kept)
+                     : fp_engine_show_pieces(owners, n, part->starts, part->numels, part->gets, kept, part->own);
     }
     set_shows_kept(part, status == 0);
     Py_DECREF(kept);
@@ -279,13 +332,16 @@ read_owners(fp_part *part, PyObject *pieces, int64_t numel, int64_t total)
         PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
-    part->cleared = fp_calloc((size_t)n, 1);
+    part->cleared = fp_calloc((size_t)n, 4);
     part->starts = fp_calloc((size_t)n, 2 * sizeof *part->starts);
     if (part->cleared == NULL || part->starts == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     part->numels = part->starts + n;
+    part->in_saved = part->cleared + n;
+    part->owed = part->in_saved + n;
+    part->gets = part->owed + n;
     for (Py_ssize_t i = 0; i < n; i++) {
         long long start, count;
         if (!PyTuple_Check(PyTuple_GET_ITEM(pieces, i))) {

@@ -19,6 +19,9 @@ typedef struct {
     PyObject *owners;         /* tuple of what has .grad: params, or (master,) */
     int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
     PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
+    char *in_saved;           /* of the owners: which had one */
+    char *owed;               /* of the owners: which are frozen, and have something in what is kept */
+    char *gets;               /* of the owners: which get a piece of what was reduced */
     int untracked;            /* no owner requires grad */
     int stays_frozen;         /* and none may: gradients would be added in a low precision */
     int full;                 /* gathered, or being gathered */
@@ -54,7 +57,11 @@ fp_part_items(PyObject *tuple)
 int fp_part_show(fp_part *part, int views);
 int fp_part_show_views(fp_part *part);
 int fp_part_show_params(fp_part *part);
+/* A number that grows with each change of the master and of the owners that torch counts, and with each storage that the
+ * master gets. */
 int64_t fp_part_versions(const fp_part *part);
+/* Whether what was gathered last still has the values of now, and views for who requires grad now. */
+int fp_part_is_as_gathered(fp_part *part);
 /* Let requires_grad_() of a view that stands in a Parameter's place be that of the Parameter. */
 int fp_part_forward_requires_grad(const fp_part *part);
 /* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the
@@ -67,12 +74,15 @@ extern int64_t fp_part_unreduced; /* how many are unreduced */
 
 /* Show the gradients that were kept in no_sync, and put a reduced one aside. */
 int fp_part_show_kept(fp_part *part);
-/* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. */
+/* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
+ * are shown again. */
 int fp_part_read_kept(fp_part *part, const char *name);
 /* The same between passes; what is left is shown again. */
 int fp_part_settle(fp_part *part, const char *name);
-/* Add the reduced gradient that was put aside, if any, to .grad. */
-int fp_part_show_saved(fp_part *part);
+/* Let the owners have their pieces of grad, reduced, added to what they have; their hooks see them. */
+int fp_part_add_reduced(fp_part *part, PyObject *grad);
+/* A gradient of a parameter that is frozen by now counts as none. */
+int fp_part_drop_frozen(const fp_part *part, fp_gradients *gradients);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
 int fp_part_clear_kept(fp_part *part, const int32_t *cleared);

@@ -172,7 +172,14 @@ is_fresh(const fp_step *step)
     if (step->copied) {
         return !step->stale && step->full_pass == step->run->pass; /* else requires_grad may have changed since */
     }
-    return step->full_pass == step->run->pass || (step->keep && step->kept_steps == fp_pass_optimizer_steps);
+    if (step->full_pass == step->run->pass) {
+        return 1;
+    }
+    int fresh = step->keep && step->kept_steps == fp_pass_optimizer_steps;
+    for (Py_ssize_t k = 0; fresh && k < step->n_parts; k++) {
+        fresh = fp_part_is_as_gathered(&step->parts[k]);
+    }
+    return fresh;
 }
 
 static int
@@ -699,14 +706,7 @@ take_reduced(fp_step *step, fp_part *part)
     PyObject *grad = fp_flat_take(part->flat, part->master, fp_pass_collectives(step));
     int status = grad == NULL ? -1 : 0;
     if (status == 0 && grad != Py_None) {
-        if (part->saved != NULL) {
-            status = fp_engine_add(grad, part->saved);
-            Py_CLEAR(part->saved);
-        }
-        if (status == 0) {
-            status = fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
-                                         part->owner_geometry, part->starts, part->numels, grad);
-        }
+        status = fp_part_add_reduced(part, grad);
         if (status == 0 && step->reduced != NULL && step->reduced != Py_None) {
             PyObject *result = PyObject_CallFunction(step->reduced, "n", (Py_ssize_t)(part - step->parts));
             status = result == NULL ? -1 : 0;
@@ -764,7 +764,7 @@ fp_pass_reduce(fp_step *step, fp_part *part, const fp_gradients *gradients, int 
 }
 
 static int
-gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
+gradients_ready_of(fp_step *step, fp_part *part, fp_gradients *gradients)
 {
     fp_run *run = step->run;
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
@@ -773,7 +773,7 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
     if (begin_backward(run) < 0) { /* no output of the unit had a hook: who called backward went around it */
         return -1;
     }
-    if (fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
+    if (fp_part_drop_frozen(part, gradients) < 0 || fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
         return -1;
     }
     if (!more && (run->synchronize || step->reshard_after_forward)) {
@@ -803,7 +803,7 @@ gradients_ready_of(fp_step *step, fp_part *part, const fp_gradients *gradients)
 }
 
 static int
-gradients_ready(void *unit, int index, const fp_gradients *gradients)
+gradients_ready(void *unit, int index, fp_gradients *gradients)
 {
     fp_step *step = unit;
     Py_INCREF(step);
@@ -835,8 +835,7 @@ finish_step(fp_step *step)
         if (take_reduced(step, part) < 0 || fp_flat_settle_copies(part->flat) < 0) {
             return -1;
         }
-        if (!part->shows_kept &&
-            (fp_flat_has_kept(part->flat) ? fp_part_show_kept(part) : fp_part_show_saved(part)) < 0) {
+        if (!part->shows_kept && fp_flat_has_kept(part->flat) && fp_part_show_kept(part) < 0) {
             return -1;
         }
     }

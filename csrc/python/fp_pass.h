@@ -32,6 +32,7 @@ typedef struct {
     fp_unit_ref *ref;
     int backward_prefetch, forward_prefetch;
     int synchronize;        /* 0: no_sync */
+    int blocks;             /* of no_sync that are open */
     int through_python;     /* for this pass */
     int always_python;      /* a hook is set */
     int in_backward;        /* between the first before_backward and the end of that pass */

@@ -147,6 +147,7 @@ static PyGetSetDef run_getset[] = {
 };
 
 static PyMemberDef run_members[] = {
+    {"blocks", T_INT, offsetof(fp_run, blocks), 0, "How many blocks of no_sync are open."},
     {"synchronize", T_INT, offsetof(fp_run, synchronize), 0, "0: gradients are kept and not reduced."},
     {"always_python", T_INT, offsetof(fp_run, always_python), 0, "1: every collective goes through collectives."},
     {"gathers", T_LONGLONG, offsetof(fp_run, gathers), READONLY, "Gathers of sharded units so far."},

@@ -447,11 +447,13 @@ class FullyShardedDataParallel(Marks, nn.Module):
         if self._unit.step.run is None:
             self._lazy_init()
         run: Any = self._unit.step.run
+        run.blocks += 1
         run.synchronize = 0
         try:
             yield
         finally:
-            run.synchronize = 1
+            run.blocks -= 1
+            run.synchronize = int(run.blocks == 0)
 
     def sync_params(self) -> None:
         """Gather the parameters anew wherever they have changed, into what forward and backward gather from.

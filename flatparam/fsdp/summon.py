@@ -56,7 +56,8 @@ class Summoned:
     """The full parameters of one unit, from ``enter`` to ``leave``.
 
     Args: ``writeback``: keep this rank's shard of what was written; ``rank0_only``: only rank 0 of the group that
-    shares the unit sees them; ``offload_to_cpu``; ``with_grads``: ``.grad`` too.
+    shares the unit sees them; ``offload_to_cpu``; ``with_grads``: ``.grad`` too, which is written back in the same way:
+    a gradient that was cleared, set or replaced stays so.
     """
 
     def __init__(
@@ -74,19 +75,23 @@ class Summoned:
         self.offload_to_cpu = offload_to_cpu
         self.with_grads = with_grads
         self.wholes: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []
+        self.gradients: list[Tensor | None] = []  # of each segment, whole
+        self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
         self.had_views = unit.step.shows_views
 
     @torch.no_grad()
     def enter(self) -> None:
         """Gather, and let the modules have full parameters. A collective call."""
         unit = self.unit
+        having: list[list[bool]] = []
         for segment in unit.segments:
             whole = segment.gather(segment.flat.detach())
-            grad = self._gather_gradient(segment) if self.with_grads else None
+            grad, has = self._gather_gradient(segment) if self.with_grads else (None, [])
             if self.shown:
                 self.wholes.append(whole.cpu() if self.offload_to_cpu else whole)
                 self.gradients.append(grad.cpu() if grad is not None and self.offload_to_cpu else grad)
+                having.append(has)
+                self.held.append([param.grad for param in _owners(unit, segment)])
             del whole, grad
         unit.summoned = self
         _active.append(self)
@@ -94,18 +99,13 @@ class Summoned:
             return
         unit.unregister_flat()
         unit.step.put(False)
-        for segment, whole, grad in zip(unit.segments, self.wholes, self.gradients, strict=True):
+        for segment, whole, grad, has in zip(unit.segments, self.wholes, self.gradients, having, strict=True):
             for original, value in zip(segment.originals, segment.unsharded(whole), strict=True):
                 self._show(original, value)
             if grad is not None:
-                for original, value in zip(segment.originals, segment.unsharded(grad), strict=True):
-                    param = self._param(original)
-                    if param.requires_grad:
-                        param.grad = value
-
-    def _param(self, original: Original) -> nn.Parameter:
-        place = original.names[0]
-        return getattr(place.module, place.name)
+                for original, value, is_there in zip(segment.originals, segment.unsharded(grad), has, strict=True):
+                    if is_there:
+                        set_gradient(_shown(original), value)
 
     def _show(self, original: Original, value: Tensor) -> None:
         if self.unit.options.use_orig_params:
@@ -118,18 +118,23 @@ class Summoned:
             vars(place.module).pop(place.name, None)
             place.module.register_parameter(place.name, param)
 
-    def _gather_gradient(self, segment: Segment) -> Tensor | None:
-        """The unsharded gradient; ranks without one count as zeros, None if no rank has any."""
+    def _gather_gradient(self, segment: Segment) -> tuple[Tensor | None, list[bool]]:
+        """The unsharded gradient, and which parameters have one on some rank, those without one there as zeros.
+
+        None if no parameter has one on any rank.
+        """
+        grads = [param.grad for param in _owners(self.unit, segment)]
         own = gradient_of(self.unit, segment)
+        has = [grad is not None for grad in grads]
         if segment.is_sharded:
-            some = torch.tensor(float(own is not None), device=segment.device)
+            some = torch.tensor(has, dtype=torch.float32, device=segment.device)
             dist.all_reduce(some, group=segment.placement.optim)
-            if not some.item():
-                return None
-        elif own is None:
-            return None
-        shard = torch.zeros_like(segment.flat) if own is None else own
-        return segment.gather(shard)
+            has = (some > 0).tolist()
+        if not any(has):
+            return None, []
+        if not self.unit.options.use_orig_params:
+            has = has * len(segment.originals)
+        return segment.gather(torch.zeros_like(segment.flat) if own is None else own), has
 
     @torch.no_grad()
     def leave(self) -> None:
@@ -140,10 +145,10 @@ class Summoned:
         if not self.shown:
             return
         values = [
-            (segment, whole, [getattr(item.names[0].module, item.names[0].name) for item in segment.originals])
+            (segment, whole, [_shown(original) for original in segment.originals])
             for segment, whole in zip(unit.segments, self.wholes, strict=True)
         ]
-        for i, (segment, whole, params) in enumerate(values):
+        for segment, whole, params in values:
             if self.writeback or not segment.is_sharded:
                 for param, place in zip(params, segment.unsharded(whole), strict=True):
                     if param.data_ptr() != place.data_ptr() or param.device != place.device:
@@ -155,34 +160,64 @@ class Summoned:
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
                     unit.filled()
-            grad = self.gradients[i]
-            if grad is not None and self.writeback:
-                for param, place in zip(params, segment.unsharded(grad), strict=True):
-                    if param.grad is not None and param.grad.data_ptr() != place.data_ptr():
-                        place.copy_(param.grad)
-        for segment in unit.segments:
+        for i, segment in enumerate(unit.segments):
+            grads = [_shown(original).grad for original in segment.originals]
             if unit.options.use_orig_params:
-                with_grads = [original.param.grad for original in segment.originals]
                 for original in segment.originals:
                     original.param.grad = None
                 segment.point_at_pieces()
-                if not self.with_grads:
-                    for original, kept in zip(segment.originals, with_grads, strict=True):
-                        set_gradient(original.param, kept)
             else:
                 for original in segment.originals:
                     for name in original.names:
                         name.module._parameters.pop(name.name, None)
-        if self.with_grads:
-            self._put_gradients_back()
+            if self.with_grads and (self.writeback or not segment.is_sharded):
+                self._put_gradient_back(segment, self.gradients[i], grads)
+            elif unit.options.use_orig_params or self.with_grads:
+                for param, grad in zip(_owners(unit, segment), self.held[i] if self.with_grads else grads, strict=True):
+                    set_gradient(param, grad)
         unit.register_flat()
         unit.step.put(self.had_views or not unit.options.use_orig_params)
 
-    def _put_gradients_back(self) -> None:
-        for segment, grad in zip(self.unit.segments, self.gradients, strict=True):
-            if grad is not None:
-                shard = segment.own(grad).to(segment.flat.device, copy=segment.is_sharded)
-                put_gradient(self.unit, segment, shard)
+    def _put_gradient_back(self, segment: Segment, whole: Tensor | None, grads: list[Tensor | None]) -> None:
+        """Let the owners have this rank's pieces of ``grads``, of the whole parameters; many lie in ``whole``."""
+        unit, flat = self.unit, segment.flat
+        dtype = next((grad.dtype for grad in grads if grad is not None), flat.dtype)
+        if whole is None:
+            if all(grad is None for grad in grads):
+                return
+            whole = torch.zeros(segment.layout.padded_numel, dtype=dtype, device=segment.device)
+        values = [
+            grad.clone() if grad is not None and _lies_elsewhere_in(whole, grad, place) else grad
+            for grad, place in zip(grads, segment.unsharded(whole), strict=True)
+        ]
+        for grad, place in zip(values, segment.unsharded(whole), strict=True):
+            if grad is None:
+                place.zero_()
+            elif grad.data_ptr() != place.data_ptr() or grad.device != place.device:
+                place.copy_(grad)
+        shard = segment.own(whole).to(flat.device, copy=segment.is_sharded)
+        if not unit.options.use_orig_params:
+            set_gradient(flat, None if all(grad is None for grad in grads) else shard)
+            return
+        for here, grad in zip(segment.here(), grads, strict=True):
+            set_gradient(here.original.param, None if grad is None or here.numel < 0 else here.of(shard))
+
+
+def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
+    """Whether ``value`` shares the memory of ``whole``, and is not ``place`` in it: another parameter's, say."""
+    return value.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and (
+        value.data_ptr() != place.data_ptr() or value.stride() != place.stride()
+    )
+
+
+def _owners(unit: Unit, segment: Segment) -> list[nn.Parameter]:
+    """What has ``.grad``: the original parameters, or the flat one."""
+    return [original.param for original in segment.originals] if unit.options.use_orig_params else [segment.flat]
+
+
+def _shown(original: Original) -> nn.Parameter:
+    place = original.names[0]
+    return getattr(place.module, place.name)
 
 
 def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
@@ -198,16 +233,6 @@ def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
         if grad is not None and here.numel >= 0:
             here.of(shard).copy_(grad)
     return shard
-
-
-def put_gradient(unit: Unit, segment: Segment, shard: Tensor) -> None:
-    """Let ``shard`` be the gradient of the segment's shard."""
-    if not unit.options.use_orig_params:
-        set_gradient(segment.flat, shard)
-        return
-    for here in segment.here():
-        if here.numel >= 0 and here.original.param.requires_grad:
-            set_gradient(here.original.param, here.of(shard))
 
 
 def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
