@@ -70,8 +70,7 @@ class Node(nn.Module):
             elif how == "unused":
                 child(y)
             elif how in ("checkpoint", "reentrant") and self.training:
-                # inside a unit a reentrant one may run after the unit's own gradients are there (docs/runtime.md)
-                y = checkpoint(child, y, use_reentrant=how == "reentrant" and isinstance(child, FSDP))
+                y = checkpoint(child, y, use_reentrant=how == "reentrant")
             elif how != "skip":
                 y = y + child(y)
         return y

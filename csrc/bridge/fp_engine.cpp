@@ -1,6 +1,7 @@
 // bridge/fp_engine.cpp -- one flat parameter at work: gathered into one buffer, its gradients packed and reduced.
 #include "bridge/fp_engine.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -122,7 +123,7 @@ struct fp_flat {
     bool packed = false;                // wire is to be reduced
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
     int64_t sources = 0;                                             // how often that changed
-    const torch::autograd::Node *node = nullptr;                     // behind the views, which keep it; only compared
+    decltype(torch::autograd::Edge::function) node;                  // behind the views; null if they have none
 
     int64_t part_numel() const
     {
@@ -416,7 +417,9 @@ reduce_over(fp_flat &flat, fp_group &group, PyObject *collectives)
     }
 }
 
-// Autograd's part of one flat: packs nothing itself, but tells the unit that all gradients of its views are there.
+// Autograd's part of one flat: packs nothing itself, but tells the unit that all gradients of its views are there. One that
+// was told so runs after all of the forward that it belongs to: reentrant checkpoints in it come to parameters, and give
+// gradients of them, in graph tasks of their own, which this one's gradients do not wait for.
 struct UnitBackward final : torch::autograd::Node {
     std::shared_ptr<UnitRef> ref;
     int index = 0;
@@ -444,12 +447,13 @@ struct UnitBackward final : torch::autograd::Node {
 
 struct BeforeBackward final : torch::autograd::FunctionPreHook {
     std::shared_ptr<UnitRef> ref;
+    uint64_t began;
 
-    explicit BeforeBackward(std::shared_ptr<UnitRef> unit) : ref(std::move(unit)) {}
+    BeforeBackward(std::shared_ptr<UnitRef> unit, uint64_t since) : ref(std::move(unit)), began(since) {}
 
     torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
     {
-        call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit); });
+        call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit, began); });
         return grads;
     }
 };
@@ -864,7 +868,7 @@ fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObjec
         auto node = fp::make_node<fp::UnitBackward>();
         node->ref = ref->shared;
         node->index = index;
-        flat->node = untracked ? nullptr : node.get();
+        flat->node = untracked ? nullptr : node;
         for (const fp::View &view : flat->geometry->views) {
             at::Tensor result =
                 fp::alias(flat->full, view.shape, view.stride, flat->full.storage_offset() + view.offset);
@@ -893,10 +897,18 @@ fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObjec
     return status;
 }
 
+void
+fp_flat_run_after(fp_flat *flat, uint64_t began) noexcept
+{
+    if (flat->node) {
+        flat->node->set_sequence_nr(began);
+    }
+}
+
 int
 fp_flat_is_reached(const fp_flat *flat) noexcept
 {
-    auto *node = const_cast<torch::autograd::Node *>(flat->node);
+    auto *node = flat->node.get();
     const auto *info = torch::autograd::get_current_graph_task_exec_info();
     if (node == nullptr || info == nullptr) {
         return 0;
@@ -1334,8 +1346,14 @@ fp_engine_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize
 
 // ---- graph ----
 
+uint64_t
+fp_engine_now(void) noexcept
+{
+    return at::sequence_number::get_and_increment();
+}
+
 int
-fp_engine_hook(PyObject *tensor_object, fp_unit_ref *ref)
+fp_engine_hook(PyObject *tensor_object, fp_unit_ref *ref, uint64_t began)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &tensor = THPVariable_Unpack(tensor_object);
@@ -1343,7 +1361,7 @@ fp_engine_hook(PyObject *tensor_object, fp_unit_ref *ref)
         if (!node) {
             return 0;
         }
-        node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared));
+        node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared, began));
         return 1;
     });
 }
@@ -1359,8 +1377,9 @@ fp_engine_at_end(fp_unit_ref *ref)
 {
     return fp::guarded(-1, [&] {
         const auto task = std::make_shared<const char>();
-        torch::autograd::Engine::get_default_engine().queue_callback(
-            [shared = ref->shared, task] { fp::call_unit(*shared, shared->calls.before_backward); });
+        torch::autograd::Engine::get_default_engine().queue_callback([shared = ref->shared, task] {
+            fp::call_unit(*shared, [&](void *unit) { return shared->calls.before_backward(unit, 0); });
+        });
         ref->shared->task = task;
         return 0;
     });

@@ -47,10 +47,11 @@ fp_event(uint32_t number, unsigned kind)
     return (uint64_t)number * FP_EVENT_KINDS + kind;
 }
 
-/* What runs when autograd comes to a unit. Both are called with the GIL held and give 0, or -1 with an exception. */
+/* What runs when autograd comes to a unit. Both are called with the GIL held and give 0, or -1 with an exception. began:
+ * what fp_engine_hook was given. */
 typedef struct fp_gradients fp_gradients; /* those of the views of one flat, during the call */
 typedef struct {
-    int (*before_backward)(void *unit);
+    int (*before_backward)(void *unit, uint64_t began);
     int (*gradients_ready)(void *unit, int flat, fp_gradients *gradients);
 } fp_unit_calls;
 
@@ -87,6 +88,9 @@ int fp_flat_prepare(fp_flat *flat, PyObject *shard);
 void fp_flat_compute_in_full(fp_flat *flat, int in_full) FP_NOEXCEPT;
 /* Views of the unsharded tensor behind one node, which calls ref's unit. untracked: without a node. */
 int fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
+/* That node runs after all that was recorded since began (see fp_engine_now) and is ready when it is. Until it is told so,
+ * it runs as soon as its gradients are there. */
+void fp_flat_run_after(fp_flat *flat, uint64_t began) FP_NOEXCEPT;
 /* Whether the graph task that runs in this thread comes to that node. */
 int fp_flat_is_reached(const fp_flat *flat) FP_NOEXCEPT;
 
@@ -186,8 +190,11 @@ int fp_engine_take_requires_grad(PyObject *view, PyObject *owner);
 
 /* ---- graph ---- */
 
-/* Call ref's unit when the first gradient of tensor is there. 1: done; 0: tensor has no history. */
-int fp_engine_hook(PyObject *tensor, fp_unit_ref *ref);
+/* A moment of this thread: what is recorded for a backward later has a higher number, what was before a lower one. */
+uint64_t fp_engine_now(void) FP_NOEXCEPT;
+/* Call ref's unit's before_backward, with began, when the first gradient of tensor is there. 1: done; 0: tensor has no
+ * history. */
+int fp_engine_hook(PyObject *tensor, fp_unit_ref *ref, uint64_t began);
 /* The graph task that runs in this thread, -1: none. */
 int fp_engine_task(void) FP_NOEXCEPT;
 /* Call ref's unit's before_backward when the running graph task ends. */

@@ -485,7 +485,9 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
     }
     run->thread = run->depth == 0 ? PyThread_get_thread_ident() : run->thread;
     run->depth++;
-    step->depth++;
+    if (step->depth++ == 0) {
+        step->began = fp_engine_now();
+    }
     if (!run->in_backward && step->entered_pass != run->pass) {
         step->entered_pass = run->pass;
         step->entered = run->n_order;
@@ -518,7 +520,7 @@ hook_outputs(fp_step *step, PyObject *output, int *found)
 {
     if (fp_engine_is_tensor(output)) {
         if (fp_engine_requires_grad(output)) {
-            const int hooked = fp_engine_hook(output, step->ref);
+            const int hooked = fp_engine_hook(output, step->ref, step->began);
             *found += hooked > 0;
             return hooked < 0 ? -1 : 0;
         }
@@ -661,12 +663,15 @@ begin_backward(fp_run *run)
 }
 
 static int
-before_backward_of(fp_step *step)
+before_backward_of(fp_step *step, uint64_t began)
 {
     fp_run *run = step->run;
     const int task = fp_engine_task();
     if (begin_backward(run) < 0) {
         return -1;
+    }
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_flat_run_after(step->parts[k].flat, began);
     }
     if (step->task == task && step->full) {
         return 0; /* a further output */
@@ -689,12 +694,12 @@ before_backward_of(fp_step *step)
 }
 
 static int
-before_backward(void *unit)
+before_backward(void *unit, uint64_t began)
 {
     fp_step *step = unit;
     Py_INCREF(step);
     fp_range *range = fp_range_begin("pre_backward", step->name);
-    const int status = step->run == NULL ? check_joined(step) : before_backward_of(step);
+    const int status = step->run == NULL ? check_joined(step) : before_backward_of(step, began);
     fp_range_end(range);
     Py_DECREF(step);
     return status;
@@ -856,7 +861,7 @@ finish_step(fp_step *step)
 }
 
 static int
-finish(void *run_pointer)
+finish(void *run_pointer, uint64_t ignored)
 {
     fp_run *run = run_pointer;
     Py_INCREF(run);

@@ -64,16 +64,17 @@ typedef struct fp_step {
     struct fp_step *next_forward; /* borrowed: whose forward came next the last time */
     fp_unit_ref *ref;
     int reshard_after_forward;
-    int sharded;          /* some part is spread over ranks */
-    int copied;           /* so is what parts gather from until the masters change, or it stays full */
-    int stale;            /* copied: in this pass the first gather is from the shards, on all ranks */
-    Py_ssize_t depth;     /* forwards of this unit that are under way */
-    int gathering;        /* gathers were started and not waited for */
-    int full;             /* all parts are */
-    Py_ssize_t pending;   /* forwards whose inputs' gradients are waited for, to free what is frozen */
-    int keep;             /* what a no_sync backward left full is good until the next optimizer step */
-    int awaits_backward;  /* an output has a hook that has not run */
-    int64_t full_pass;    /* pass of the gather */
+    int sharded;         /* some part is spread over ranks */
+    int copied;          /* so is what parts gather from until the masters change, or it stays full */
+    int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
+    Py_ssize_t depth;    /* forwards of this unit that are under way */
+    int gathering;       /* gathers were started and not waited for */
+    int full;            /* all parts are */
+    Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
+    int keep;            /* what a no_sync backward left full is good until the next optimizer step */
+    int awaits_backward; /* an output has a hook that has not run */
+    uint64_t began;    /* the moment at which the forward that is under way, or the last one, did; see fp_engine_now */
+    int64_t full_pass; /* pass of the gather */
     int64_t entered_pass; /* of its last forward */
     Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
     Py_ssize_t entry;     /* which of all first forwards that was */
