@@ -102,6 +102,7 @@ struct fp_flat {
     bool borrowed = false;               // full is the shard itself
     bool whole = false;                  // full has, or is about to get, what was gathered
     at::Tensor copy;                     // [total / param_shards] in the compute dtype: what param_group gathers from
+    at::Tensor next_copy;                // nested: the same while it is gathered
     c10::intrusive_ptr<c10d::Work> work; // of a gather
     fp_group *work_group = nullptr;      // over which
     bool abandoned = false;              // a pass was forgotten before work had ended: its memory cannot be freed yet
@@ -320,7 +321,8 @@ is_lost(fp_flat &flat)
     return flat.work != nullptr;
 }
 
-// Wait for what was started over group. If its watcher ends the wait, the work stays: its memory is still written to.
+// Wait for what was started over group. If its watcher ends the wait, the work stays: it goes on, its memory is written to,
+// and it can be waited for again. What has ended, or failed, is forgotten.
 void
 wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
 {
@@ -344,6 +346,22 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
         const WithoutGil released;
         waited->wait();
     });
+}
+
+// Wait for a gather. Of one that has failed nothing is there.
+void
+wait_for_gather(fp_flat &flat)
+{
+    try {
+        wait_for(flat.work, flat.work_group);
+    }
+    catch (...) {
+        if (!flat.work) {
+            flat.whole = false;
+            flat.next_copy.reset();
+        }
+        throw;
+    }
 }
 
 // The group of the reduction under way.
@@ -384,7 +402,14 @@ start_reduction(fp_flat &flat, const fp_group &group)
 void
 wait_for_reduction(fp_flat &flat)
 {
-    wait_for(flat.reduction, reducing_over(flat));
+    const c10::intrusive_ptr<c10d::Work> reduction = flat.reduction;
+    try {
+        wait_for(flat.reduction, reducing_over(flat));
+    }
+    catch (...) {
+        flat.reduction = reduction; // what has failed fails again
+        throw;
+    }
     if (flat.summed.defined()) {
         flat.reduced.copy_(flat.summed);
         flat.summed.reset();
@@ -923,7 +948,7 @@ fp_flat_is_reached(const fp_flat *flat) noexcept
 
 int
 fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives, int changed,
-               int refresh)
+               int refresh, int goes_on)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -941,8 +966,11 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
         if (flat->borrowed) {
             return 1;
         }
-        fp::wait_for(flat->work, flat->work_group);
+        fp::wait_for_gather(*flat);
         flat->whole = flat->abandoned = false;
+        if (!goes_on) {
+            flat->next_copy.reset();
+        }
         const bool from_shards = refresh || !flat->copy.defined();
         if (from_shards) {
             flat->copy.reset();
@@ -956,13 +984,17 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
         }
         fp::set_freed_reason(storage, nullptr);
         if (from_shards && flat->refresh_group != nullptr) {
-            at::Tensor copy = at::empty({flat->part_numel()}, flat->io.options());
-            const int64_t first = flat->param_rank * flat->part_numel();
-            at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel - first);
-            fp::fill(*flat, slot, shard);
-            fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives);
-            fp::wait_for(flat->work, flat->work_group);
-            flat->copy = std::move(copy);
+            if (!flat->next_copy.defined()) {
+                at::Tensor copy = at::empty({flat->part_numel()}, flat->io.options());
+                const int64_t first = flat->rank * flat->shard_numel - flat->param_rank * flat->part_numel();
+                at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, first);
+                fp::fill(*flat, slot, shard);
+                fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives);
+                flat->next_copy = std::move(copy);
+            }
+            fp::wait_for_gather(*flat);
+            flat->copy = std::move(flat->next_copy);
+            flat->next_copy.reset();
         }
         if (flat->copy.defined()) {
             fp::gather_over(*flat, *flat->param_group, flat->io, flat->copy, collectives);
@@ -983,7 +1015,7 @@ int
 fp_flat_wait(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
-        fp::wait_for(flat->work, flat->work_group);
+        fp::wait_for_gather(*flat);
         return 0;
     });
 }
@@ -1036,7 +1068,7 @@ fp_flat_release(fp_flat *flat, const char *reason)
         if (fp::is_lost(*flat)) {
             return 0; /* it may still be written to */
         }
-        fp::wait_for(flat->work, flat->work_group);
+        fp::wait_for_gather(*flat);
         if (!flat->borrowed && !flat->stays_full && flat->full.defined()) {
             if (flat->whole && flat->param_group != nullptr && !flat->copy.defined()) {
                 const int64_t numel = flat->part_numel();
@@ -1070,7 +1102,7 @@ fp_flat_forget_whole(fp_flat *flat)
 {
     return fp::guarded(-1, [&] {
         if (!fp::is_lost(*flat)) {
-            fp::wait_for(flat->work, flat->work_group);
+            fp::wait_for_gather(*flat);
         }
         flat->whole = false;
         return 0;
@@ -1081,6 +1113,7 @@ int
 fp_flat_forget_values(fp_flat *flat)
 {
     flat->copy.reset();
+    flat->next_copy.reset();
     return fp_flat_forget_whole(flat);
 }
 

@@ -96,10 +96,13 @@ int fp_flat_is_reached(const fp_flat *flat) FP_NOEXCEPT;
 
 /* Write the shard to its place and start gathering. collectives: NULL, or the Python object that does it. changed: the
  * shard's values are not those of the gather before, so a graph that still needs those shall be refused by autograd.
- * refresh: from the shards, also where there is a copy. Returns 1: from the shards; 0: from the copy; -1. */
+ * refresh: from the shards, also where there is a copy. goes_on: as was begun by a call that was broken off. Returns
+ * 1: from the shards; 0: from the copy; -1. */
 int fp_flat_gather(fp_flat *flat, PyObject *shard, PyObject *const *views, PyObject *collectives, int changed,
-                   int refresh);
-int fp_flat_wait(fp_flat *flat); /* until the gather has ended */
+                   int refresh, int goes_on);
+/* Until the gather has ended. -1: the wait was broken off, and can be made again; or the gather has failed: then
+ * fp_flat_is_whole() is 0, and what is there shall not be used. */
+int fp_flat_wait(fp_flat *flat);
 /* Its pass is forgotten: a gather that other ranks do not come to is waited for no longer than a moment. What it writes to
  * stays until it has ended, and the next gather waits for that. */
 int fp_flat_give_up(fp_flat *flat);

@@ -127,14 +127,20 @@ fp_pass_start_gather(fp_step *step)
     if (!run->in_backward && !step->copied && fp_pass_look_for_moved(step) < 0) {
         return -1;
     }
+    /* Only others were freed since, or could not be gathered when this was last tried. */
+    const int goes_on = run->in_backward || (step->gathering && step->full_pass == run->pass);
+    step->gathering = 1;
+    step->full = 0;
+    step->full_pass = run->pass;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
         if (fp_pass_make_views(step, k) < 0) {
             return -1;
         }
-        if (run->in_backward && part->full) {
-            continue; /* only others were freed since */
+        if (goes_on && part->full) {
+            continue;
         }
+        part->full = 0;
         const int refresh = !part->copied || (step->stale && !run->in_backward);
         if (!refresh && fp_flat_is_whole(part->flat)) {
             part->full = 1;
@@ -142,7 +148,7 @@ fp_pass_start_gather(fp_step *step)
         }
         const int64_t versions = fp_part_versions(part);
         const int from_shards = fp_flat_gather(part->flat, part->master, fp_part_items(part->views),
-                                               fp_pass_collectives(step), versions != part->versions, refresh);
+                                               fp_pass_collectives(step), versions != part->versions, refresh, goes_on);
         if (from_shards < 0) {
             return -1;
         }
@@ -155,9 +161,8 @@ fp_pass_start_gather(fp_step *step)
         part->full = 1;
         gathered = 1;
     }
-    step->gathering = step->full = 1;
+    step->full = 1;
     step->keep = step->stale = 0;
-    step->full_pass = run->pass;
     run->gathers += gathered && step->sharded;
     return 0;
 }
@@ -190,14 +195,15 @@ make_full(fp_step *step)
     }
     step->full_pass = step->run->pass;
     step->keep = 0;
-    if (step->gathering) {
-        step->gathering = 0;
-        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-            if (fp_flat_wait(step->parts[k].flat) < 0) {
-                return -1;
-            }
+    for (Py_ssize_t k = 0; step->gathering && k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        if (fp_flat_wait(part->flat) < 0) {
+            part->full = fp_flat_is_whole(part->flat);
+            step->full = step->full && part->full;
+            return -1; /* whoever comes next waits again, or gathers what has failed */
         }
     }
+    step->gathering = 0;
     return 0;
 }
 
@@ -673,7 +679,7 @@ before_backward_of(fp_step *step, uint64_t began)
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_flat_run_after(step->parts[k].flat, began);
     }
-    if (step->task == task && step->full) {
+    if (step->task == task && step->full && !step->gathering) {
         return 0; /* a further output */
     }
     const int passed = fp_line_reach(step);
@@ -848,7 +854,7 @@ finish_step(fp_step *step)
         step->keep = 1;
         step->kept_steps = fp_pass_optimizer_steps;
     }
-    else if (is_partly_full(step) && fp_pass_release(step) < 0) {
+    else if ((step->gathering || is_partly_full(step)) && fp_pass_release(step) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; run->synchronize && k < step->n_parts; k++) { /* the optimizer steps next */
