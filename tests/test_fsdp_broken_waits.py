@@ -104,7 +104,7 @@ def test_a_wait_that_a_signal_ends_goes_on_in_the_next_call():
 def failures():
     """A group whose gathers fail after a second, and nobody who says so before."""
     order._WITHOUT_STORE = (*order._WITHOUT_STORE, "gloo")
-    for strategy, uo in itertools.product(("FULL_SHARD", "ZERO_1"), (False, True)):
+    for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (False, True)):
         group = dist.new_group(timeout=datetime.timedelta(seconds=1))
         model = make(cls=Impatient)
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, "process_group": group}
