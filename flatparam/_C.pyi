@@ -152,7 +152,7 @@ class Run:
         forward_prefetch: bool,
         collectives: Any,
         watched: tuple[tuple[dict[str, Any], str, Any], ...],
-        find_tensors: Callable[[Any, str], Iterable[torch.Tensor]],
+        find_tensors: Callable[[Any], Iterable[torch.Tensor]],
     ) -> Run: ...
     blocks: int
     synchronize: int

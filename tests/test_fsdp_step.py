@@ -1,10 +1,12 @@
 """What happens when in a step: collectives, memory, order, shared modules, checkpoints, outputs, hooks."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
 import itertools
+import unittest
 import weakref
 from collections import namedtuple
 
@@ -373,6 +375,50 @@ class Boxed(nn.Module):
         return self.box(self.inner(x["x"][0]))
 
 
+def chain(length):
+    """Objects in objects, more than Python's stack has room for."""
+    end = Private(None)
+    for _ in range(length):
+        end.value = Private(end.value)
+    return end
+
+
+NO_TENSORS = (
+    lambda x: object(),
+    lambda x: None,
+    lambda x: unittest.TestCase(),
+    lambda x: (object(), 3),
+    lambda x: chain(9999),
+)
+
+
+def opaque_outputs():
+    """What holds no tensor that is found is returned as it is; who comes to freed parameters from it is told."""
+    x = {"x": [data(0, rank=0)]}
+    for uo in (False, True):
+        for box in NO_TENSORS:
+            model = FSDP(nn.Sequential(FSDP(Boxed(box), use_orig_params=uo)), use_orig_params=uo)
+            for _ in range(2):
+                model(x)
+        boxed = Boxed(Hidden)
+        boxed.inner = nn.LayerNorm(3)
+        hidden = FSDP(nn.Sequential(FSDP(boxed, use_orig_params=uo)), use_orig_params=uo)
+        output = hidden({"x": [data(0, rank=0).requires_grad_()]})  # so its gradient needs the weight
+        with pytest.raises(
+            RuntimeError, match=r"(?s)of the unit of Boxed was used while.* returned a Hidden in which no"
+        ):
+            output.get().sum().backward()
+        free = FSDP(Boxed(lambda x: Hidden(x.detach())), use_orig_params=uo)
+        assert free(x).get().shape == (4, 3)
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "NO_SHARD"):  # nothing that was freed is needed
+            torch.manual_seed(0)
+            module = Boxed(Hidden)
+            model = FSDP(copy.deepcopy(module), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+            for each in (module, model):
+                each(x).get().sum().backward()
+            assert_same_grads(model, module, f"{strategy} uo={uo}")
+
+
 def outputs():
     for (box, unbox), uo in itertools.product(OUTPUTS.values(), (False, True)):
         torch.manual_seed(0)
@@ -383,9 +429,7 @@ def outputs():
         for model in (module, outer):
             unbox(model({"x": [data(0, rank=0)]})).sum().backward()
         assert_same_grads(inner, module)
-    hidden = FSDP(nn.Sequential(FSDP(Boxed(Hidden))))
-    with pytest.raises(TypeError, match=r"unit of Boxed.*Hidden"):
-        hidden({"x": [data(0)]})
+    opaque_outputs()
     low = FSDP(Boxed(lambda x: x), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     assert low({"x": [data(0)]}).dtype == torch.bfloat16
 

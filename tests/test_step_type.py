@@ -51,7 +51,7 @@ FIELDS = [
     "param_group",
     "refresh_group",
     "offloads",
-    "stays_frozen",
+    "full_precision",
     "device",
 ]
 
@@ -81,7 +81,7 @@ def part_of(module, **changes):
         "param_group": None,
         "refresh_group": None,
         "offloads": False,
-        "stays_frozen": False,
+        "full_precision": False,
         "device": None,
     }
     assert list(fields) == FIELDS

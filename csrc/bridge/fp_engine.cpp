@@ -84,6 +84,12 @@ struct fp_gradients {
     std::vector<at::Tensor> &list;
 };
 
+static bool
+is_low(at::ScalarType dtype)
+{
+    return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
 struct fp_flat {
     std::shared_ptr<const fp::Geometry> geometry;
     int64_t shard_numel = 0;
@@ -93,7 +99,7 @@ struct fp_flat {
     fp_group *param_group = nullptr, *refresh_group = nullptr;
     double predivide = 1.0, postdivide = 1.0;
     std::optional<at::ScalarType> compute_dtype, reduce_dtype;
-    bool keep_reduce_dtype = false, stays_full = false;
+    bool full_precision = false, keep_reduce_dtype = false, stays_full = false;
     bool in_full = false;              // everything is in the shard's dtype for the time being
     std::optional<c10::Device> device; // to compute on, where it is not the shard's
 
@@ -106,7 +112,7 @@ struct fp_flat {
     c10::intrusive_ptr<c10d::Work> work; // of a gather
     fp_group *work_group = nullptr;      // over which
     bool abandoned = false;              // a pass was forgotten before work had ended: its memory cannot be freed yet
-    at::Tensor kept;                     // [total] in the shard's dtype: gradients that are not reduced yet
+    at::Tensor kept;                     // [total] in kept_dtype_of(shard): gradients that are not reduced yet
     at::Tensor partial;                  // nested: [total / param_shards] of it, added over param_group
     at::Tensor wire, reduced;            // of a reduction: its input and output
     at::Tensor summed;                   // the part of wire that becomes reduced, if wire is added up in place
@@ -141,7 +147,12 @@ struct fp_flat {
     }
     at::ScalarType wire_dtype_of(const at::Tensor &shard) const
     {
-        return in_full ? shard.scalar_type() : reduce_dtype.value_or(dtype_of(shard));
+        const at::ScalarType otherwise = full_precision ? shard.scalar_type() : dtype_of(shard);
+        return in_full ? shard.scalar_type() : reduce_dtype.value_or(otherwise);
+    }
+    at::ScalarType kept_dtype_of(const at::Tensor &shard) const
+    {
+        return shards > 1 && is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
     }
 };
 
@@ -835,6 +846,7 @@ fp_flat_new(const fp_flat_options *options)
         flat->postdivide = options->postdivide;
         flat->compute_dtype = fp::dtype_from(options->compute_dtype);
         flat->reduce_dtype = fp::dtype_from(options->reduce_dtype);
+        flat->full_precision = options->full_precision != 0;
         flat->keep_reduce_dtype = options->keep_reduce_dtype != 0;
         flat->stays_full = options->stays_full != 0;
         flat->offloads = options->offloads != 0;
@@ -1149,9 +1161,8 @@ fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_objec
             fp::reload(*flat, flat->kept);
         }
         const bool first = !flat->kept.defined();
-        at::Tensor target =
-            first ? at::empty({flat->geometry->total}, shard.options().device(flat->full.device()).requires_grad(false))
-                  : flat->kept;
+        const at::TensorOptions options = fp::wire_options(*flat, shard).dtype(flat->kept_dtype_of(shard));
+        at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->kept;
         fp::pack_gradients(*flat, target, gradients->list, {.scale = std::nullopt, .accumulate = !first});
         flat->kept = std::move(target);
         if (flat->refresh_group == nullptr) {
@@ -1482,6 +1493,12 @@ int
 fp_engine_requires_grad(PyObject *tensor) noexcept
 {
     return THPVariable_Unpack(tensor).requires_grad();
+}
+
+int
+fp_engine_is_low(PyObject *tensor) noexcept
+{
+    return is_low(THPVariable_Unpack(tensor).scalar_type());
 }
 
 int

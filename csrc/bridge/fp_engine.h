@@ -71,6 +71,7 @@ typedef struct {
     fp_group *refresh_group;      /* nested: the ranks whose shards make up our part of the copy, in their order */
     double predivide, postdivide;
     PyObject *compute_dtype, *reduce_dtype; /* torch.dtype, or NULL: the shard's; reduce: compute_dtype */
+    int full_precision;                     /* reduce_dtype NULL: the shard's */
     int keep_reduce_dtype;                  /* the gradient stays in reduce_dtype */
     int stays_full;                         /* free() keeps the memory */
     int offloads;                           /* what is kept lies in host memory between backwards */
@@ -121,7 +122,8 @@ PyObject *fp_flat_copy(fp_flat *flat);         /* the copy, new reference; Py_No
 PyObject *fp_flat_unsharded(fp_flat *flat);    /* the tensor, new reference; None before fp_flat_prepare() */
 void fp_flat_average_elsewhere(fp_flat *flat); /* from now on gradients are summed, not averaged */
 
-/* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype. */
+/* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype; in fp32 if that is a low
+ * one and the gradient is not what an optimizer may step with. */
 int fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
 /* Put gradients, and what is kept, together as they are reduced; fp_flat_reduce sends that. */
 int fp_flat_pack(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
@@ -153,9 +155,10 @@ int fp_engine_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_s
 /* tensor.grad = grad whatever the shape and dtype; NULL: None. */
 int fp_engine_set_grad(PyObject *tensor, PyObject *grad);
 /* Add grad, the gradient of the shard, to params[i].grad where which[i], its pieces, in the shape that params[i] has:
- * numels[i] < 0: none here. Pieces that lie together in one gradient are added to in place. */
+ * numels[i] < 0: none here. Pieces that lie together in one gradient are added to in place. hooks: as autograd does, call
+ * the hooks of params[i] with its piece before, and those for after that. */
 int fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                        const int64_t *numels, const char *which, PyObject *grad);
+                        const int64_t *numels, const char *which, PyObject *grad, int hooks);
 /* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one; has[i]: which. */
 PyObject *fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
                             PyObject *shard, char *has);
@@ -218,6 +221,7 @@ int fp_engine_moved(PyObject *const *params, Py_ssize_t n, PyObject *shard, cons
                     const int64_t *numels, const char *mask) FP_NOEXCEPT;
 int fp_engine_requires_grad(PyObject *tensor) FP_NOEXCEPT;
 int fp_engine_is_tensor(PyObject *object) FP_NOEXCEPT;
+int fp_engine_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */
 int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* of one process group */
 int fp_group_place(const fp_group *group, int *rank, int *size);        /* ours in it; -1 on failure */
 int fp_group_world_rank(const fp_group *group, int rank);               /* of one of it in the world; -1 on failure */

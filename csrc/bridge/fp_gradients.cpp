@@ -93,6 +93,31 @@ shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, con
     return whole;
 }
 
+// What the shard's gradient has for the i-th parameter, in the shape that it has here.
+at::Tensor
+piece_of(const at::Tensor &grad, const at::Tensor &param, const View &view, size_t i, int64_t start, int64_t numel)
+{
+    const bool whole = numel == view.numel && param.sizes() == c10::IntArrayRef(view.shape);
+    TORCH_CHECK_VALUE(whole || (param.numel() == numel && param.is_non_overlapping_and_dense()), "expected parameter ",
+                      i, " to have ", numel, " elements, dense, or its shape ", c10::IntArrayRef(view.shape),
+                      ", got shape ", param.sizes());
+    const int64_t offset = grad.storage_offset() + start;
+    return whole ? alias(grad, view.shape, view.stride, offset) : alias(grad, param.sizes(), param.strides(), offset);
+}
+
+// What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
+void
+call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad)
+{
+    torch::autograd::variable_list now = {grad};
+    for (size_t k = 0; k < meta.hooks_.size(); k++) {
+        now = (*meta.hooks_[k])(now);
+    }
+    if (!now.at(0).is_same(grad)) {
+        grad.copy_(now[0]);
+    }
+}
+
 } // namespace
 } // namespace fp
 
@@ -133,29 +158,35 @@ fp_engine_take_requires_grad(PyObject *view_object, PyObject *owner)
 
 int
 fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                    const int64_t *numels, const char *which, PyObject *grad_object)
+                    const int64_t *numels, const char *which, PyObject *grad_object, int hooks)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        const at::Tensor &grad = fp::unpack(grad_object);
+        const at::Tensor grad = fp::unpack(grad_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        std::vector<at::Tensor> hooked;
+        for (size_t i = 0; hooks != 0 && i < targets.size(); i++) {
+            auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
+            if (meta == nullptr || numels[i] < 0 || which[i] == 0) {
+                continue;
+            }
+            if (meta->post_acc_grad_hooks_ != nullptr) {
+                hooked.push_back(targets[i]);
+            }
+            if (!meta->hooks_.empty()) {
+                fp::call_hooks(*meta,
+                               fp::piece_of(grad, targets[i], geometry->shared->views[i], i, starts[i], numels[i]));
+            }
+        }
         const at::Tensor together = fp::shown_together(targets, starts, numels, which, grad);
         if (together.defined()) {
             fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
-            return 0;
         }
-        for (size_t i = 0; i < targets.size(); i++) {
+        for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
             if (numels[i] < 0 || which[i] == 0) {
                 continue;
             }
-            const fp::View &view = geometry->shared->views[i];
-            const bool whole = numels[i] == view.numel && targets[i].sizes() == c10::IntArrayRef(view.shape);
-            TORCH_CHECK_VALUE(whole || (targets[i].numel() == numels[i] && targets[i].is_non_overlapping_and_dense()),
-                              "expected parameter ", i, " to have ", numels[i], " elements, dense, or its shape ",
-                              c10::IntArrayRef(view.shape), ", got shape ", targets[i].sizes());
-            const int64_t offset = grad.storage_offset() + starts[i];
-            at::Tensor piece = whole ? fp::alias(grad, view.shape, view.stride, offset)
-                                     : fp::alias(grad, targets[i].sizes(), targets[i].strides(), offset);
+            at::Tensor piece = fp::piece_of(grad, targets[i], geometry->shared->views[i], i, starts[i], numels[i]);
             at::Tensor &slot = targets[i].mutable_grad();
             if (slot.defined()) {
                 TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
@@ -163,6 +194,12 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
                 piece.add_(fp::strided(slot));
             }
             slot = std::move(piece);
+        }
+        for (const at::Tensor &target : hooked) {
+            const auto &hook = torch::autograd::impl::get_autograd_meta(target)->post_acc_grad_hooks_;
+            if (hook != nullptr && target.grad().defined()) {
+                (*hook)(target);
+            }
         }
         return 0;
     });

@@ -141,7 +141,7 @@ show_saved(fp_part *part)
     const int status =
         saved == NULL ? 0
                       : fp_engine_add_grads(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
-                                            part->owner_geometry, part->starts, part->numels, part->in_saved, saved);
+                                            part->owner_geometry, part->starts, part->numels, part->in_saved, saved, 0);
     Py_XDECREF(saved);
     return status;
 }
@@ -209,7 +209,7 @@ fp_part_add_reduced(fp_part *part, PyObject *grad)
         part->gets[i] = (char)(fp_engine_requires_grad(owners[i]) || part->owed[i]);
         part->owed[i] = 0;
     }
-    return fp_engine_add_grads(owners, n, part->owner_geometry, part->starts, part->numels, part->gets, grad);
+    return fp_engine_add_grads(owners, n, part->owner_geometry, part->starts, part->numels, part->gets, grad, 1);
 }
 
 int
@@ -403,7 +403,7 @@ fp_part_read(fp_part *part, PyObject *tuple)
     if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
                           &master, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
                           &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype, &stays_full,
-                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads, &part->stays_frozen,
+                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads, &part->full_precision,
                           &device)) {
         return -1;
     }
@@ -442,6 +442,7 @@ fp_part_read(fp_part *part, PyObject *tuple)
         .postdivide = postdivide,
         .compute_dtype = compute == Py_None ? NULL : compute,
         .reduce_dtype = reduce == Py_None ? NULL : reduce,
+        .full_precision = part->full_precision,
         .keep_reduce_dtype = keep_reduce_dtype,
         .stays_full = stays_full,
         .offloads = offloads,

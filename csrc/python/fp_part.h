@@ -23,7 +23,7 @@ typedef struct {
     char *owed;               /* of the owners: which are frozen, and have something in what is kept */
     char *gets;               /* of the owners: which get a piece of what was reduced */
     int untracked;            /* no owner requires grad */
-    int stays_frozen;         /* and none may: gradients would be added in a low precision */
+    int full_precision;       /* gradients are reduced and added in the shard's dtype, which is no low one */
     int full;                 /* gathered, or being gathered */
     int shows_views;          /* the modules have views now */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */

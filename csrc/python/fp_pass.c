@@ -31,7 +31,8 @@ fp_pass_collectives(const fp_step *step)
 static const char *
 freed_reason(const fp_step *step)
 {
-    return step->reason == NULL ? NULL : PyUnicode_AsUTF8(step->reason);
+    PyObject *reason = step->opaque != NULL ? step->opaque : step->reason;
+    return reason == NULL ? NULL : PyUnicode_AsUTF8(reason);
 }
 
 /* Make the views, if there are none that fit the shard's dtype and device and who requires grad. */
@@ -53,7 +54,7 @@ fp_pass_make_views(fp_step *step, Py_ssize_t index)
     if (same && untracked == part->untracked) {
         return 0;
     }
-    if (!untracked && part->stays_frozen) {
+    if (!untracked && part->full_precision && fp_engine_is_low(part->master)) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
                      "their gradients would be added in it: build those that are to train in torch.float32",
@@ -520,15 +521,16 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-/* Put hooks on the tensors in an output that have a history; *found counts them. */
+/* Put hooks on the tensors in an output that have a history; *hooked counts these, *found all. */
 static int
-hook_outputs(fp_step *step, PyObject *output, int *found)
+hook_outputs(fp_step *step, PyObject *output, int *hooked, int *found)
 {
     if (fp_engine_is_tensor(output)) {
+        *found += 1;
         if (fp_engine_requires_grad(output)) {
-            const int hooked = fp_engine_hook(output, step->ref, step->began);
-            *found += hooked > 0;
-            return hooked < 0 ? -1 : 0;
+            const int done = fp_engine_hook(output, step->ref, step->began);
+            *hooked += done > 0;
+            return done < 0 ? -1 : 0;
         }
         return 0;
     }
@@ -544,13 +546,13 @@ hook_outputs(fp_step *step, PyObject *output, int *found)
         Py_XSETREF(tensors, tensors == NULL ? NULL : PyList_AsTuple(tensors));
     }
     else {
-        tensors = PyObject_CallFunctionObjArgs(step->run->find_tensors, output, step->name, NULL);
+        tensors = PyObject_CallFunctionObjArgs(step->run->find_tensors, output, NULL);
         Py_XSETREF(tensors, tensors == NULL ? NULL : PySequence_Tuple(tensors));
     }
     int status = tensors == NULL || Py_EnterRecursiveCall(" while looking for tensors in an output") ? -1 : 0;
     if (status == 0) {
         for (Py_ssize_t i = 0; status == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
-            status = hook_outputs(step, PyTuple_GET_ITEM(tensors, i), found);
+            status = hook_outputs(step, PyTuple_GET_ITEM(tensors, i), hooked, found);
         }
         Py_LeaveRecursiveCall();
     }
@@ -558,12 +560,31 @@ hook_outputs(fp_step *step, PyObject *output, int *found)
     return status;
 }
 
+/* If no tensor was found in an output: what a backward that comes from it nevertheless is told. */
+static int
+note_opaque(fp_step *step, PyObject *output, int found)
+{
+    if (found > 0 || output == Py_None || step->reason == NULL) {
+        Py_CLEAR(step->opaque);
+        return 0;
+    }
+    PyObject *opaque = PyUnicode_FromFormat("%U It returned a %.200s in which no tensor was found: return tensors, "
+                                            "containers of them, a dataclass, or a class "
+                                            "that is registered with torch.utils._pytree.",
+                                            step->reason, Py_TYPE(output)->tp_name);
+    if (opaque == NULL) {
+        return -1;
+    }
+    Py_XSETREF(step->opaque, opaque);
+    return 0;
+}
+
 PyObject *
 fp_pass_post_forward(PyObject *self, PyObject *output)
 {
     fp_step *step = (fp_step *)self;
     fp_run *run = step->run;
-    int hooked = 0;
+    int hooked = 0, found = 0;
     if (check_joined(step) < 0) {
         return NULL;
     }
@@ -576,7 +597,8 @@ fp_pass_post_forward(PyObject *self, PyObject *output)
     if (take_requires_grad(step) < 0) {
         return NULL;
     }
-    if (fp_engine_grad_enabled() && hook_outputs(step, output, &hooked) < 0) {
+    if (fp_engine_grad_enabled() &&
+        (hook_outputs(step, output, &hooked, &found) < 0 || note_opaque(step, output, found) < 0)) {
         return NULL;
     }
     if (run->in_backward) { /* recomputed: its backward comes at once */

@@ -58,6 +58,7 @@ typedef struct fp_step {
     PyObject *name;  /* str */
     PyObject *moved; /* called when parameters are not where they were put */
     PyObject *reason;
+    PyObject *opaque;  /* the same, when its last output had no tensor that was found; or NULL */
     PyObject *reduced; /* called with the index of a part whose gradient is reduced and in .grad; or None, NULL */
     fp_part *parts;
     Py_ssize_t n_parts;

@@ -101,6 +101,7 @@ step_dealloc(PyObject *self)
     Py_CLEAR(step->moved);
     Py_CLEAR(step->reduced);
     Py_CLEAR(step->reason);
+    Py_CLEAR(step->opaque);
     type->tp_free(self);
     Py_DECREF(type);
 }

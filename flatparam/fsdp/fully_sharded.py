@@ -343,7 +343,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
 
     def _watch_inputs(self, inputs: Any) -> None:
         """Free frozen parameters in backward as soon as the gradients that they are needed for are there."""
-        tensors = [tensor for tensor in find_tensors(inputs, self._unit.name) if tensor.requires_grad]
+        tensors = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
         if tensors and self._unit.step.expect_inputs():
             torch.autograd.graph.register_multi_grad_hook(
                 tensors, functools.partial(_inputs_done, weakref.ref(self._unit))

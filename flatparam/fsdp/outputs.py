@@ -16,22 +16,19 @@ class DeviceError(ValueError, RuntimeError):
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def find_tensors(output: Any, name: str) -> list[Tensor]:
-    """Every tensor in ``output``: registered pytrees, dataclasses, mappings, and attributes of other objects.
-
-    Raises: TypeError naming the unit (``name``) and the class for an object in which there is none: its unit's
-    parameters would be freed, and a backward that comes from it would not know.
-    """
+def find_tensors(value: Any) -> list[Tensor]:
+    """Every tensor in ``value``: registered pytrees, dataclasses, mappings, and attributes of other objects."""
     found: list[Tensor] = []
-    seen: set[int] = set()
-
-    def visit(value: Any) -> None:
+    seen: dict[int, Any] = {}
+    rest = [value]
+    while rest:
+        value = rest.pop()
         if isinstance(value, Tensor):
             found.append(value)
-            return
+            continue
         if isinstance(value, (*_PLAIN, torch.nn.Module)) or id(value) in seen:
-            return
-        seen.add(id(value))
+            continue
+        seen[id(value)] = value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             children: Any = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         elif isinstance(value, Mapping):
@@ -41,16 +38,7 @@ def find_tensors(output: Any, name: str) -> list[Tensor]:
         else:
             leaves = pytree.tree_leaves(value)
             children = leaves if len(leaves) != 1 or leaves[0] is not value else _attributes(value)
-        for child in list(children):
-            visit(child)
-
-    visit(output)
-    if not found and id(output) in seen and not isinstance(output, (Mapping, list, tuple, set, frozenset)):
-        raise TypeError(
-            f"{name} returned a {type(output).__qualname__}, in which no tensor was found: a backward from it would "
-            "come to parameters that have been freed. Return tensors, containers of them, a dataclass, or a class that "
-            "is registered with torch.utils._pytree"
-        )
+        rest.extend(reversed(list(children)))
     return found
 
 

@@ -101,19 +101,19 @@ class Summoned:
         unit.step.put(False)
         for segment, whole, grad, has in zip(unit.segments, self.wholes, self.gradients, having, strict=True):
             for original, value in zip(segment.originals, segment.unsharded(whole), strict=True):
-                self._show(original, value)
+                self._show(original, value, segment.trains(original))
             if grad is not None:
                 for original, value, is_there in zip(segment.originals, segment.unsharded(grad), has, strict=True):
                     if is_there:
                         set_gradient(_shown(original), value)
 
-    def _show(self, original: Original, value: Tensor) -> None:
+    def _show(self, original: Original, value: Tensor, trained: bool) -> None:
         if self.unit.options.use_orig_params:
             if self.with_grads:
                 original.param.grad = None
             original.param.data = value
             return
-        param = nn.Parameter(value, requires_grad=original.param.requires_grad)
+        param = nn.Parameter(value, requires_grad=trained)
         for place in original.names:
             vars(place.module).pop(place.name, None)
             place.module.register_parameter(place.name, param)

@@ -6,6 +6,7 @@ A unit has one segment for each (dtype, requires_grad) that it holds apart: a fl
 import copy
 import dataclasses
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -154,9 +155,7 @@ class Segment:
         self.placement = placement
         self.computes_on = options.device  # None: where the shard lies
         self.use_orig_params = options.use_orig_params
-        self.reduce_dtype = options.mixed_precision.reduce_dtype or (
-            originals[0].param.dtype if placement.full_precision else None
-        )
+        self._reduce_dtype = options.mixed_precision.reduce_dtype
         self.layout, self.compute_dtype = layout_of(originals, placement.shards, options)
         self.in_rows = [
             options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
@@ -192,6 +191,11 @@ class Segment:
     def device(self) -> torch.device:
         """Where the unsharded data are."""
         return self.computes_on or self.flat.device
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What gradients are reduced in; None: what is computed in."""
+        return self._reduce_dtype or (self.flat.dtype if self.placement.full_precision else None)
 
     def pin(self) -> None:
         """Have the shard in pinned memory again, if it lies on the host to be copied to a device."""
@@ -301,7 +305,7 @@ class Segment:
             before,
             after,
             self.compute_dtype,
-            self.reduce_dtype,
+            self._reduce_dtype,
             precision.keep_low_precision_grads,
             placement.stays_full,
             placement.param_rank,
@@ -309,7 +313,7 @@ class Segment:
             describe_group(placement.param) if placement.copied else None,
             describe_group(placement.outer),
             options.offload_grads,
-            placement.full_precision and self.flat.dtype in LOW,
+            placement.full_precision,
             options.device,
         )
 
@@ -394,6 +398,7 @@ class Unit:
         """Take the original parameters from their modules and register the flat ones instead."""
         for segment in self.segments:
             for original in segment.originals:
+                _warn_of_hooks(self.name, original)
                 for place in original.names:
                     delattr(place.module, place.name)
         self.register_flat()
@@ -469,6 +474,16 @@ class Unit:
                     yield segment, original.param
             else:
                 yield segment, segment.flat
+
+
+def _warn_of_hooks(name: str, original: Original) -> None:
+    """Say that hooks of a parameter that becomes a part of a flat one will not be called."""
+    if original.param._backward_hooks or getattr(original.param, "_post_accumulate_grad_hooks", None):
+        warnings.warn(
+            f"{name}: hooks of `{original.fqn}` are not called, as it becomes a part of a flat parameter: register "
+            "them on that when it is wrapped, or pass use_orig_params=True",
+            stacklevel=5,
+        )
 
 
 def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
