@@ -70,6 +70,24 @@ def run_ranks(fn, world_size, *args, timeout=120.0, environment=None):
                 rank.end()
 
 
+def ends_of_ranks(fn, world_size, *args, timeout=60.0, environment=None):
+    """The same for ranks that may raise or die: for each ``(exit code, result or None, what it noted last)``.
+
+    Those that are stopped or do not end in time have None for a code.
+    """
+    with tempfile.TemporaryDirectory(prefix="flatparam-ranks-") as folder:
+        ranks = [_Rank(fn, rank, world_size, folder, args, timeout, environment) for rank in range(world_size)]
+        try:
+            _wait_for(ranks, time.monotonic() + timeout, grace=timeout)
+            for rank in ranks:
+                rank.process.join(timeout=0.1)
+            results = [None if rank.result is None else pickle.loads(rank.result) for rank in ranks]
+            return [(r.process.exitcode, result, r.last_note) for r, result in zip(ranks, results, strict=True)]
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
 class _Rank:
     """One process, as the test process sees it."""
 
@@ -128,7 +146,7 @@ class _Rank:
             self.reading.close()
 
 
-def _wait_for(ranks, deadline):
+def _wait_for(ranks, deadline, grace=GRACE):
     """Read messages until every rank is done, or one has failed and the grace is over, or the deadline has passed."""
     while True:
         waiting = [rank for rank in ranks if not rank.done]
@@ -140,7 +158,7 @@ def _wait_for(ranks, deadline):
             if rank.reading in ready:
                 rank.read()
         if any(rank.error is not None or (rank.done and not rank.succeeded) for rank in ranks):
-            deadline = min(deadline, time.monotonic() + GRACE)
+            deadline = min(deadline, time.monotonic() + grace)
     for rank in ranks:
         rank.process.join(timeout=GRACE if rank.done else 0)
 

@@ -1,9 +1,11 @@
-"""Ranks that wait for others that do not come: Ctrl-C ends it; a group may go while a collective is under way."""
+"""Waiting for ranks that do not come: what the others are told, that Ctrl-C ends it, that a group may go meanwhile."""
 
 import datetime
 import functools
 import gc
+import json
 import os
+import re
 import signal
 import threading
 import time
@@ -11,11 +13,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import note, run_ranks
+from gloo import ends_of_ranks, note, run_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+from flatparam.fsdp import OrderError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -63,6 +66,12 @@ def waits(strategy):
         step(model)
         loss = model(torch.ones(2, 4)).sum() if where == "backward" else None
         yield f"{where} of {strategy}", loss.backward if loss is not None else functools.partial(step, model)
+    if strategy == "FULL_SHARD":
+        group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
+        yield "constructor", functools.partial(model_of, group)
+        model = made(strategy)
+        step(model)
+        yield "clip_grad_norm_", functools.partial(model.clip_grad_norm_, 1.0)
 
 
 def wait_in_vain():
@@ -78,7 +87,7 @@ def wait_in_vain():
 
 def test_ctrl_c_ends_every_wait_within_a_second():
     seconds = run_ranks(wait_in_vain, 2)[0]
-    assert len(seconds) == 3
+    assert len(seconds) == 5
     assert max(seconds.values()) < 1.0, seconds
 
 
@@ -123,3 +132,77 @@ def let_go():
 
 def test_a_group_goes_while_a_collective_is_under_way():
     assert run_ranks(let_go, 2, timeout=20.0) == [True, True]
+
+
+def meet_in_a_server():
+    """The world anew, with a store in the process of rank 0, as torchrun has it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    ports = [None] * world_size
+    dist.all_gather_object(ports, server.port if server else None)
+    dist.destroy_process_group()
+    store = server or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=30)
+    )
+
+
+def lose(how, who):
+    """Rank ``who`` is lost to the others; what they are told, and after how many seconds, is their last note.
+
+    They end at once when they have been told.
+    """
+    me, processes = dist.get_rank(), [None] * dist.get_world_size()
+    meet_in_a_server()
+    dist.all_gather_object(processes, os.getpid())
+    model = None
+    if how != "raises before its first unit":
+        model = model_of(dist.group.WORLD)
+        for _ in range(2):
+            step(model)
+    dist.barrier()
+    begin = time.monotonic()
+    if me == who and how.startswith("raises"):
+        raise ValueError("batch 17 is bad")
+    if me == who and how in ("dies", "stops"):
+        os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    try:
+        if model is None:
+            model_of(dist.group.WORLD)
+        elif me == who:
+            model.state_dict()
+        else:
+            step(model)
+    except OrderError as error:
+        note(json.dumps([str(error), time.monotonic() - begin]))
+        if how == "stops" and me == min({0, 1, 2} - {who}):
+            os.kill(processes[who], signal.SIGKILL)
+        os._exit(3)
+
+
+RAISED = r"rank 0 has raised an error of its own in .*ranks\.py, line \d+ and has ended: ValueError: batch 17 is bad"
+DIFFERENT = r"rank 0 gathers, to show or to save it, the unit .*, in step 2; rank \d gathers the unit .*, in step 3"
+LOST = {
+    ("does another thing", 0, "OFF"): DIFFERENT,
+    ("does another thing", 0, "DETAIL"): DIFFERENT,
+    ("raises", 0, "OFF"): RAISED,
+    ("raises before its first unit", 0, "OFF"): RAISED,
+    ("dies", 1, "OFF"): r"the process of rank 1 \(\d+\) has ended without a word",
+    ("dies", 0, "OFF"): "the store of the process group cannot be reached any more",
+    ("stops", 1, "OFF"): "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach",
+}
+
+
+@pytest.mark.parametrize(("how", "who", "debug"), LOST)
+def test_the_others_are_told_why_a_rank_does_not_come(how, who, debug):
+    environment = {"FLATPARAM_HEARTBEAT": "2"} if how == "stops" else {}
+    ends = ends_of_ranks(lose, 3, how, who, environment={**environment, "TORCH_DISTRIBUTED_DEBUG": debug})
+    told = {}
+    for rank, (code, _, said) in enumerate(ends):
+        if rank != who or how == "does another thing":
+            assert code == 3, ends
+            told[rank], seconds = json.loads(said)
+            assert seconds < (5.0 if how == "stops" else 3.0), (seconds, ends)
+    assert re.search(LOST[how, who, debug], told[1 if who == 0 else 0]), told
+    if (how, who) != ("dies", 0):  # whose process has the store
+        assert len(set(told.values())) == 1, told

@@ -14,7 +14,7 @@ from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatparam import ShardingStrategy
+from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam.fsdp.order import OrderError, Sequence, _limit, sequence_of
 
 pytestmark = pytest.mark.multiprocess
@@ -108,6 +108,20 @@ def saved_by_one_rank(model, me):
     step(model)
 
 
+def clipped_by_one_rank(model, me):
+    step(model)
+    if not me:
+        model.clip_grad_norm_(1.0)
+    step(model)
+
+
+def gradients_shown_by_one_rank(model, me):
+    step(model)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=not me, writeback=False):
+        pass
+    step(model)
+
+
 GATHERS = (r"rank 0 gathers .*`blocks\.1`, in step %d", r"rank \d gathers .*`blocks\.2`, in step %d")
 DIFFERENT = {
     skipped_in_step_1: [pattern % 1 for pattern in GATHERS],
@@ -117,6 +131,11 @@ DIFFERENT = {
     no_sync_on_one_rank: [r"rank 0 reduces the gradients of .*in step 2", r"rank \d .* in step [23]"],
     saved_by_one_rank: [r"rank 0 gathers, to show or to save it, the unit", r"rank \d gathers the unit .*in step 2"],
     saved_by_one_rank_at_first: [r"rank 0 gathers, to show or to save it, the unit", r"rank \d gathers the unit "],
+    clipped_by_one_rank: [r"rank 0 clips the gradients of the unit", r"rank \d gathers the unit .*in step 2"],
+    gradients_shown_by_one_rank: [
+        r"rank 0 compares, to show them, which gradients there are of the unit of Chosen",
+        r"rank \d gathers, to show or to save it, the unit of Linear",
+    ],
     no_backward_on_one_rank: [r"rank 0 .*in step 2", r"rank \d gathers .*in step 3"],
 }
 

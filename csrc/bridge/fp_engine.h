@@ -40,7 +40,7 @@ enum { FP_WATCHERS = 2 };
 void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_group_calls *calls, uint32_t number,
                     int sliced);
 
-enum { FP_EVENT_GATHERS = 0, FP_EVENT_REDUCES = 1, FP_EVENT_AGREES = 4, FP_EVENT_KINDS = 5 };
+enum { FP_EVENT_GATHERS = 0, FP_EVENT_REDUCES = 1, FP_EVENT_AGREES = 4, FP_EVENT_KINDS = 8 }; /* others are Python's */
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind)
 {

@@ -1,4 +1,5 @@
-/* python/fp_bridge_py.c -- wrappers of what the bridge does without a unit: tensors and their storages. */
+/* python/fp_bridge_py.c -- wrappers of what the bridge does without a unit: tensors and their storages, signs of life. */
+#include "bridge/fp_pulse.h"
 #include "bridge/fp_torch.h"
 #include "python/fp_module.h"
 
@@ -118,6 +119,30 @@ convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+static const char pulse_name[] = "flatparam._C.pulse";
+
+static void
+end_pulse(PyObject *capsule)
+{
+    fp_pulse_stop((fp_pulse *)PyCapsule_GetPointer(capsule, pulse_name));
+}
+
+static PyObject *
+pulse(PyObject *module, PyObject *args)
+{
+    const char *group, *prefix, *answer;
+    double interval;
+    if (!PyArg_ParseTuple(args, "sssd:pulse", &group, &prefix, &answer, &interval)) {
+        return NULL;
+    }
+    fp_pulse *started = fp_pulse_start(group, prefix, answer, interval);
+    PyObject *capsule = started == NULL ? NULL : PyCapsule_New(started, pulse_name, end_pulse);
+    if (started != NULL && capsule == NULL) {
+        fp_pulse_stop(started);
+    }
+    return capsule;
+}
+
 PyMethodDef fp_bridge_methods[] = {
     {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
@@ -144,5 +169,9 @@ PyMethodDef fp_bridge_methods[] = {
     {"convert", (PyCFunction)(void (*)(void))convert, METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},
+    {"pulse", pulse, METH_VARARGS,
+     "pulse($module, group, prefix, answer, interval, /)\n--\n\nA thread that looks every interval seconds into the "
+     "store of the process group with this name, at call below prefix, and sets answer there to what is new. It ends "
+     "with the object, the group or the store."},
     {NULL, NULL, 0, NULL},
 };

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .order import gather_objects, wait
 from .placement import Placement
 from .register import Register, register_of
 from .unit import Options, Original
@@ -89,8 +90,7 @@ def _compare(said: Described | str, groups: list[dist.ProcessGroup], numbers: di
         work = dist.all_gather(everyone, mine, group=group, async_op=True)
         if isinstance(said, str):
             _wait_with_an_error(work, said)
-        elif work is not None:
-            work.wait()
+        wait(work, group, mine.device)
         register = register_of(group)
         register.life = register.life or f"{everyone[0][-1].item():x}"
         numbers[register] = register.of_built()
@@ -110,8 +110,6 @@ def _wait_with_an_error(work: Any, said: str) -> None:
         time.sleep(0.005)
     if work is not None and not work.is_completed():
         warnings.warn(f"waiting to tell the other ranks, which build it later or not at all, that {said}", stacklevel=2)
-    if work is not None:
-        work.wait()
 
 
 def _describe(name: str, originals: list[Original], options: Options) -> Described:
@@ -140,8 +138,7 @@ def _describe(name: str, originals: list[Original], options: Options) -> Describ
 def _explain(said: Described | str, group: dist.ProcessGroup) -> str:
     """The first error, or else difference from the group's first rank. A collective call."""
     ranks = dist.get_process_group_ranks(group)
-    everyone: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyone, said, group=group)
+    everyone = gather_objects(said, group)
     for other in everyone:
         if isinstance(other, str):
             return other

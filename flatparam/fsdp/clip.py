@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from . import order
 from .unit import Unit, segment_of
 
 
@@ -68,10 +69,12 @@ def clip(
 
     is_max = norm_type == math.inf
     total: Tensor | None = None
-    for group, members in sharded.items():
+    for members in sharded.values():
         norm = local_norm(members)
         norm = norm if is_max else norm**norm_type
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        first = segment_of(members[0])
+        assert first is not None
+        order.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, first, order.CLIPS)
         total = norm if total is None else torch.maximum(total, norm) if is_max else total + norm
     assert total is not None
     if whole:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import _C
+from . import order
 from .clip import by_group, clip
 from .summon import StateError, refuse_unreduced
 from .unit import Segment, Unit, all_units, owner_of_param, segment_of, units_of
@@ -204,8 +205,8 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
         if shards:
             found = found or {found_inf.device: found_inf}  # a rank may have no gradient at all
             any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
-            for group in dict.fromkeys(segment.placement.optim for _, segment in shards):
-                dist.all_reduce(any_inf, op=dist.ReduceOp.MAX, group=group)
+            for segment in {id(segment.placement.optim): segment for _, segment in reversed(shards)}.values():
+                order.all_reduce(any_inf, dist.ReduceOp.MAX, segment, order.SCALES)
             for value in found.values():
                 value.copy_(any_inf)
         return found

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from .. import _C
-from . import collectives
+from . import collectives, peers
 from . import state_dict as state_dicts
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy, TrainingState
@@ -112,6 +112,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         super().__init__()
         _watch_optimizers()
         watch()
+        peers.enter()
         building = Building(_default_groups(process_group, device_mesh, placement))
         with telling(building):
             self._strategy = ShardingStrategy.of(sharding_strategy)
@@ -716,6 +717,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         _watch_optimizers()
         watch()
+        peers.enter()
         vars(self).update(state)
         self._unit.come_alive()
         enroll_loaded(self._unit)

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from .._flatten import is_dense, row_major
 from .blocks import has_rows, row_numel
 from .deferral import blank
 from .names import clean_tensor_name
+from .order import gather_objects
 from .safetensors_files import Entry, Files
 from .unit import Segment, Unit, in_order, units_of
 
@@ -215,8 +215,7 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, digest: st
     failed = told if error is not None else None
     groups = {id(g): g for u in units for g in (u.options.placement.optim, u.options.placement.replicate) if g}
     for group in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one group it tells in the others
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, failed or told, group=group)
+        everyone = gather_objects(failed or told, group)
         failed = next((other for other in everyone if other[1] is not None), None)
         if failed is None and len({other[2] for other in everyone}) > 1:
             other = next(other for other in everyone if other[2] != everyone[0][2])

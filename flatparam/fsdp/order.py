@@ -9,9 +9,12 @@ nobody. Where it comes to another, or nothing is known yet, it asks the others h
 A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store.
 """
 
+import contextlib
 import datetime
 import functools
 import json
+import pickle
+import re
 import time
 import warnings
 import weakref
@@ -20,8 +23,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _C
+from . import peers
 from .placement import Placement
 from .register import Register, number_of, number_of_part, register_of
 from .unit import Segment, Unit
@@ -32,17 +37,23 @@ _KINDS = (
     "gathers, to show or to save it,",
     "reduces the gradients, and those kept in no_sync, of",
     "compares changes of",
+    "clips the gradients of",
+    "compares, to show them, which gradients there are of",
+    "looks for infinite gradients of",
 )
-_OUTSIDE = 2  # of a step
-_WITHOUT_STORE = ("fake", "threaded")  # groups whose ranks are not processes
+GATHERS_OUTSIDE, CLIPS, SHOWS_GRADIENTS, SCALES = 2, 5, 6, 7  # of a step
+_ROOM = 8  # for kinds, in events
 _PATIENCE = datetime.timedelta(seconds=0.3)
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
+_TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
+_DIFFERENT = ". Every rank must run the same units in the same order, as often"
+_AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
 
 class OrderError(RuntimeError):
-    """The ranks of a group have come to different collectives; the message is the same on all of them."""
+    """The ranks of a group have come to different collectives, or some cannot come; the message is the same on all."""
 
 
 class _Post(NamedTuple):
@@ -71,6 +82,8 @@ class Sequence:
         self._group, self._device = weakref.ref(group), device
         self._whole_store = store
         self.sliced = _name(backend) == "gloo"  # its waits may be given up and begun again; those of others abort
+        self._board = peers.board()
+        self._unreachable: float | None = None  # since when the store is gone
         self._questions = 0
         self._asked: list[list[str]] = []  # the keys of those that this rank deletes, oldest first
         self._answered = ""  # the last call of one who is late
@@ -79,12 +92,13 @@ class Sequence:
         self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
         self._next_look = 0.0
         self._reason = ""
+        self._readers = 0  # of it
         self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
 
     @functools.cached_property
     def _store(self) -> dist.Store:
         """Ours alone: a store may outlive the groups made with it. Made at the first event, which all ranks come to."""
-        store = _own_connection(self._whole_store)
+        store = peers.own_connection(self._whole_store)
         life = self.register.life
         if life is None:  # nothing was built over this group, only loaded
             life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
@@ -92,18 +106,16 @@ class Sequence:
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
-        while self.sliced:
-            try:
-                work.wait(_PATIENCE)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    break
-            self._look()
-        work.wait()
+        try:
+            _wait_in_slices(work, self.sliced, self._look)
+        except OrderError:
+            raise
+        except RuntimeError as error:
+            self._failed(str(error))
+            raise
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
-        number, kind = divmod(event, len(_KINDS))
+        number, kind = divmod(event, _ROOM)
         return _Post(
             self._ranks[self._me],
             step,
@@ -113,27 +125,35 @@ class Sequence:
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
         """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
+        try:
+            self._ask_all(index, event, new_pass, alone)
+        except peers.STORE_ERRORS as error:
+            self._end_without_store(error)
+
+    def _ask_all(self, index: int, event: int, new_pass: int, alone: int) -> None:
         if self.order.broken:
             raise OrderError(self._reason)
         mine = self._post(event, new_pass, self.order.passes)
         first = self._first(index, mine)
         if (first.step, first.event) != (mine.step, mine.event):
             self._differ(first, mine)
-        self._ask(index, alone)
-        if alone:
+        waits = alone or self.order.always
+        self._ask(index, waits)
+        if waits:
             self._wait_for_all(index, mine)
             self._forget(index)
+        if alone == 1:
             self._tell(mine)
 
     def _first(self, index: int, mine: _Post) -> _Post:
         """What the first rank to ask has said."""
         return _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
 
-    def _ask(self, index: int, alone: int) -> None:
+    def _ask(self, index: int, waits: int) -> None:
         """Count a question: each rank deletes its share of those that nobody will look at any more."""
         self._questions += 1
         if self._questions % len(self._ranks) == self._me:
-            self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if alone else ())])
+            self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
 
     def _wait_for_all(self, index: int, mine: _Post) -> None:
         self._point_at(index)
@@ -148,6 +168,7 @@ class Sequence:
             now = time.monotonic()
             if now - looked > 0.5:
                 looked = now
+                self._raise_if_lost(now - begin)
                 self._point_at(index)
                 self._answer()
             if now - begin > self._seconds():
@@ -190,26 +211,49 @@ class Sequence:
         waited = now - self._stuck[1]
         self._next_look = now + min(_SELDOM, waited / 2, max(0.0, self._seconds() - waited))
         try:
-            self._look_into_store()
-        except (dist.DistStoreError, dist.DistNetworkError):
-            pass  # who has the store is gone, and the collective that is waited for may end all the same
+            self._look_into_store(waited)
+            self._unreachable = None
+        except peers.STORE_ERRORS as error:  # the collective that is waited for may end all the same
+            self._unreachable = now if self._unreachable is None else self._unreachable
+            if now - self._unreachable > _SELDOM:
+                self._end_without_store(error)
 
-    def _failed(self, message: str) -> None:
-        pass
-
-    def _look_into_store(self) -> None:
+    def _look_into_store(self, waited: float) -> None:
         self._raise_if_broken()
+        self._raise_if_lost(waited)
         if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
             self._compare(pending)
         last = self.order.at(self.order.count - 1)
         if last is not None:
             self._answer()
-            if time.monotonic() - self._stuck[1] > self._seconds():
+            if waited > self._seconds():
                 self._late(self._post(*last, self.order.passes))
+
+    def _failed(self, message: str) -> None:
+        """A collective has. Raises: OrderError, if that comes of what another rank has found, or of its end."""
+        if not _TRANSPORT.search(message):
+            return
+        try:
+            self._raise_if_broken()
+            found = self._board.why_failed(self._ranks, self._raise_if_broken) if self._board is not None else None
+        except peers.STORE_ERRORS as error:
+            self._end_without_store(error)
+        if found is None:
+            self._break(f"rank {self._ranks[self._me]}: {message.splitlines()[0]}; no rank has said why", "", absent=1)
+        self._break(found, "")
+
+    def _raise_if_lost(self, waited: float) -> None:
+        if self._board is not None and (found := self._board.lost(self._ranks, waited)) is not None:
+            self._break(found, "")
+
+    def _end_without_store(self, error: Exception) -> NoReturn:
+        self._reason = self._reason or without_store(error) + _AND_SO
+        self.order.broken = 1
+        raise OrderError(self._reason) from error
 
     def _raise_if_broken(self) -> None:
         if self._store.check(["broken"]):
-            self._break(self._store.get("broken").decode())
+            self._break(json.loads(self._store.get("broken"))[0])
 
     def _differ(self, first: _Post, mine: _Post) -> NoReturn:
         one, other = sorted((first, mine))
@@ -226,7 +270,8 @@ class Sequence:
         pairs = zip(self._ranks, before, self._answers(), strict=True)
         absent = [rank for rank, then, now in pairs if then == now and rank != mine.rank]
         who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}" if absent else "all of them wait"
-        self._break(f"{mine} and has waited {limit:.0f} s for the others: {who} came to no collective of this model")
+        reason = f"{mine} and has waited {limit:.0f} s for the others: {who} came to no collective of this model"
+        self._break(reason, absent=len(absent))
 
     def _answer(self) -> None:
         """Say that this rank waits, if one who is late has asked since."""
@@ -247,20 +292,30 @@ class Sequence:
         limit = _limit(self._backend())
         return max(limit - _LAST_MOMENT, limit / 2)
 
-    def _break(self, reason: str) -> NoReturn:
-        """Who is first to find a reason gives it to all."""
-        end = (
-            ". Every rank must run the same units in the same order, as often. Collectives of these ranks may be under "
-            "way that never end, so this process group cannot be used any more"
-        )
-        self._close(reason if reason.endswith(end) else reason + end)
+    def _break(self, reason: str, what_to_do: str = _DIFFERENT, absent: int = 0) -> NoReturn:
+        """Who is first to find a reason gives it to all, and goes when they have read it: the store may go with it.
+
+        ``absent``: how many will not read it, besides those that have ended.
+        """
+        self._close(reason if reason.endswith(_AND_SO) else reason + what_to_do + _AND_SO, absent)
         for peer in self._peers:
-            peer._close(self._reason)
+            peer._close(self._reason, 0)
+        peers.wait_until(lambda: all(one._is_read() for one in (self, *self._peers)))
         raise OrderError(self._reason)
 
-    def _close(self, reason: str) -> None:
-        self._reason = self._store.compare_set("broken", "", reason).decode()
+    def _close(self, reason: str, absent: int) -> None:
+        if self.order.broken:
+            return
         self.order.broken = 1
+        absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
+        self._reason, self._readers = reason, len(self._ranks) - absent
+        with contextlib.suppress(*peers.STORE_ERRORS):
+            said = self._store.compare_set("broken", "", json.dumps([reason, self._readers]))
+            self._reason, self._readers = json.loads(said)
+            self._store.add("readers", 1)
+
+    def _is_read(self) -> bool:
+        return self._store.check(["readers"]) and int(self._store.get("readers")) >= self._readers
 
     def _tell(self, mine: _Post) -> None:
         """All ranks do another thing than was to be expected: that is legal, and may be what a user looks for."""
@@ -293,17 +348,32 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
         backend: Any = group._get_backend(device)
     except RuntimeError:  # it is no backend of torch's kind
         return None
-    backend = getattr(backend, "wrapped_pg", backend)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL has it
-    return None if _name(backend) in _WITHOUT_STORE else Sequence(group, backend, store, device.type)
+    is_wrapped, backend = _unwrapped(backend) is not backend, _unwrapped(backend)
+    if _name(backend) in peers.WITHOUT_STORE:
+        return None
+    sequence = Sequence(group, backend, store, device.type)
+    sequence.order.always = int(is_wrapped)  # a wrapper's own comparison waits as long as a collective may take
+    return sequence
 
 
-def _own_connection(store: dist.Store) -> dist.Store:
-    """One that does not wait until another thread's ``store.wait()`` or ``get()`` has ended."""
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """None: it has none of torch's kind."""
     try:
-        clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]
-        return clone()
-    except (AttributeError, RuntimeError):  # before torch 2.8; a kind that has none
-        return store
+        return _unwrapped(group._get_backend(device))
+    except RuntimeError:
+        return None
+
+
+def _unwrapped(backend: Any) -> Any:
+    """Without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def without_store(error: Exception) -> str:
+    return (
+        "the store of the process group cannot be reached any more, so ranks cannot say what they do or why they end: "
+        f"the process that has it, most often that of rank 0, has ended ({str(error).splitlines()[0]})"
+    )
 
 
 def _name(backend: Any) -> str:
@@ -312,7 +382,7 @@ def _name(backend: Any) -> str:
 
 def _limit(backend: Any) -> float:
     """Seconds after which a collective fails."""
-    backend = getattr(backend, "wrapped_pg", backend)
+    backend = _unwrapped(backend)
     try:
         options = getattr(backend, "options", None)
     except RuntimeError:  # what backends say that have none
@@ -320,13 +390,83 @@ def _limit(backend: Any) -> float:
     return float(getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds())
 
 
-def before_gather(segment: Segment) -> Sequence | None:
-    """Outside of a step; who waits for it. Raises: OrderError, when the other ranks do another thing."""
+def before(segment: Segment, kind: int, device: torch.device) -> Sequence | None:
+    """A collective outside of a step, on ``device``, over the ranks that share ``segment``; who waits for it.
+
+    Raises: OrderError, when the other ranks do another thing.
+    """
     number = number_of_part(segment)
-    sequence = None if number is None else sequence_of(segment.placement.optim, segment.device)
+    sequence = None if number is None else sequence_of(segment.placement.optim, device)
     if sequence is not None and number is not None:
-        sequence.order.note(number * len(_KINDS) + _OUTSIDE, False)
+        sequence.order.note(number * _ROOM + kind, False)
     return sequence
+
+
+def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
+    """A small one outside of a step, over the ranks that share ``segment``, the first that it is about."""
+    group = segment.placement.optim
+    assert group is not None
+    sequence = before(segment, kind, tensor.device)
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    if sequence is None:
+        wait(work, group, tensor.device)
+    else:
+        sequence.wait(work)
+
+
+def wait(work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+    """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it.
+
+    Raises: OrderError, when another rank cannot come to it.
+    """
+    if work is None:
+        return
+    ours, ranks, begin = peers.board(), dist.get_process_group_ranks(group), time.monotonic()
+
+    def look(has_failed: bool = False) -> None:
+        try:
+            found = ours and (ours.why_failed(ranks) if has_failed else ours.lost(ranks, time.monotonic() - begin))
+        except peers.STORE_ERRORS as error:
+            found = without_store(error) if has_failed else None
+        if found:
+            raise OrderError(found + _AND_SO)
+
+    try:
+        _wait_in_slices(work, _name(_backend_of(group, device)) == "gloo", look)
+    except OrderError:
+        raise
+    except RuntimeError as error:
+        if _TRANSPORT.search(str(error)):
+            look(has_failed=True)
+        raise
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """``mine`` of every rank of ``group``. A collective call, which waits as ``wait`` does."""
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+    def gather(tensor: Tensor) -> list[Tensor]:
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        wait(dist.all_gather(everyone, tensor, group=group, async_op=True), group, device)
+        return everyone
+
+    data = pickle.dumps(mine)
+    sizes = [int(size) for size in gather(torch.tensor([len(data)], device=device))]
+    padded = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8, device=device)
+    pairs = zip(sizes, gather(padded), strict=True)
+    return [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
+
+
+def _wait_in_slices(work: Any, sliced: bool, look: Callable[[], object]) -> None:
+    while sliced:
+        try:
+            work.wait(_PATIENCE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                break
+        look()
+    work.wait()
 
 
 def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:

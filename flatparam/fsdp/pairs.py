@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .peers import life_of_world
+
 Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every inner group
 
 _cuts: "weakref.WeakKeyDictionary[Any, dict[Any, Cut]]" = weakref.WeakKeyDictionary()
@@ -100,7 +102,7 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
         return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if world not in _exchanged:
-        _exchanged[world] = f"flatparam/pairs of {store.add(f'flatparam/worlds of {me}', 1)}", itertools.count()
+        _exchanged[world] = f"flatparam/pairs of {life_of_world()}", itertools.count()
     life, numbers = _exchanged[world]
     number = next(numbers)
     store.set(f"{life}/{number}/{me}", json.dumps(mine))

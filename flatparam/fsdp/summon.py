@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from . import order
 from .unit import Original, Segment, Unit
 
 _active: "list[Summoned]" = []  # what is summoned now, in this process
@@ -128,7 +129,7 @@ class Summoned:
         has = [grad is not None for grad in grads]
         if segment.is_sharded:
             some = torch.tensor(has, dtype=torch.float32, device=segment.device)
-            dist.all_reduce(some, group=segment.placement.optim)
+            order.all_reduce(some, dist.ReduceOp.SUM, segment, order.SHOWS_GRADIENTS)
             has = (some > 0).tolist()
         if not any(has):
             return None, []

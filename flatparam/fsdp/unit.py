@@ -266,7 +266,7 @@ class Segment:
         shard = shard.to(self.device)
         placement = self.placement
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
-        sequence = order.before_gather(self)
+        sequence = order.before(self, order.GATHERS_OUTSIDE, self.device)
         for group in groups:
             assert group is not None
             whole = shard.new_empty(shard.numel() * dist.get_world_size(group))

@@ -1,0 +1,357 @@
+"""What a rank that waits for others can learn of their processes: which has ended, with which error; which is stopped.
+
+A rank that ends with an exception posts it in the world's store and stays until the others have read it: its process
+may have the store. A rank that ends without a word is missed by those on its machine, and by others as it answers no
+calls; a thread in C answers them, so a rank that computes, or holds the GIL, is not taken for one that is stopped.
+"""
+
+import atexit
+import contextlib
+import datetime
+import functools
+import itertools
+import json
+import math
+import multiprocessing.util
+import os
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import _C
+from ..install import is_installed
+
+STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
+WITHOUT_STORE = ("fake", "threaded")  # backends of groups whose ranks are not processes
+READING = 2.0  # seconds in which the others read what a rank has to say before it goes
+_ANSWERING = 1.6  # seconds in which a process that lives answers
+_PATIENCE = datetime.timedelta(seconds=10)  # with the store
+_SHARE = 0.4  # of the heartbeat that a rank waits before it calls, and for answers; it looks once a second
+_LENGTH = 1000  # of an error's message
+
+
+class Board:
+    """What the ranks of a world post, in ``store``, and whether they are alive.
+
+    ``life``: a name that no world before it had in this store; ``beat``: seconds without a sign of life after which a
+    process counts as stopped; 0: never.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, store: dist.Store, life: str, beat: float):
+        self.rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), world.group_name
+        self._prefix = f"flatparam board {life}"
+        self._store = dist.PrefixStore(self._prefix, store)
+        self._beat = beat
+        self._is_member = False  # which reads what others post
+        self._pulse: Any = None
+        self._said: dict[int, str] = {}  # why ranks have ended
+        self._read = 0  # posts so far
+        self._calls = itertools.count()
+        self._asked: tuple[float, dict[int, bytes]] | None = None  # since when this rank waits for answers to its call
+        self._other: tuple[bytes, float] = (b"", -math.inf)  # the call of another rank, and since when
+        self._places: dict[int, tuple[int, str]] | None = None  # the processes on this machine, and when they began
+
+    def enter(self) -> None:
+        """From now on this rank reads what others post, and answers."""
+        if self._is_member:
+            return
+        self._is_member = True
+        self._store.set(f"place of {self.rank}", json.dumps([_machine(), os.getpid(), _began(os.getpid())]))
+        self._store.add("members", 1)
+        if self._beat > 0:
+            answer, interval = f"answer of {self.rank}", min(_ANSWERING / 2 - 0.1, self._beat / 4)
+            with contextlib.suppress(RuntimeError):  # a group that C++ does not know
+                self._pulse = _C.pulse(self._name, self._prefix, answer, interval)
+                self._store.set(answer, "none yet")
+
+    def stop(self) -> None:
+        """Answer no more."""
+        self._pulse = None
+
+    def post(self, text: str) -> None:
+        """Let the others know why this rank ends, and wait until they do, but not for long."""
+        number = self._post(self.rank, text)
+        if self._number("members") == 0 and is_installed():
+            return  # these ranks use torch's runtime, where nobody reads
+        wait_until(lambda: self._read_posts() and self._number(f"readers of {number}") >= self._size - 1)
+        self._read_posts()
+
+    def lost(self, ranks: Iterable[int], waited: float) -> str | None:
+        """Why one of ``ranks`` will not come any more, for a rank that has waited for ``waited`` seconds."""
+        self._read_posts()
+        self._miss_answers(waited)
+        return self._of(ranks)
+
+    def why_failed(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
+        """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
+        before = self._answers()
+        if before:
+            self._store.set("call", self._new_call())
+        begin, found = time.monotonic(), None
+        while found is None and time.monotonic() - begin < READING:
+            look()
+            self._read_posts()
+            self._miss_processes()
+            if before and time.monotonic() - begin > _ANSWERING:
+                self._said.update(
+                    (rank, f"rank {rank} does not answer: its process has ended, or its machine is out of reach")
+                    for rank, answer in self._answers().items()
+                    if before.get(rank) == answer and rank not in self._said
+                )
+            found = self._of(ranks)
+            time.sleep(0.02)
+        absent = [rank for rank in ranks if rank not in self._values("place of {}")]
+        if found is None and absent:
+            return f"ranks {absent} have not come to their first unit, and may have ended before"
+        return found
+
+    def ended(self, ranks: Iterable[int]) -> int:
+        """How many of ``ranks`` are known not to come any more."""
+        return sum(rank in self._said for rank in ranks)
+
+    def _of(self, ranks: Iterable[int]) -> str | None:
+        return next((self._said[rank] for rank in ranks if rank in self._said and rank != self.rank), None)
+
+    def _number(self, key: str) -> int:
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _post(self, rank: int, text: str) -> int:
+        number = self._store.add("posts", 1)
+        self._store.set(f"post {number}", json.dumps([rank, text]))
+        return number
+
+    def _read_posts(self) -> bool:
+        """Whether all of them could be read."""
+        posts = self._number("posts")
+        while self._read < posts and self._store.check([f"post {self._read + 1}"]):
+            self._read += 1
+            rank, text = json.loads(self._store.get(f"post {self._read}"))
+            if rank != self.rank:
+                self._said.setdefault(rank, text)
+                self._store.add(f"readers of {self._read}", 1)
+        return self._read >= posts
+
+    def _miss_processes(self) -> None:
+        """Note those on this machine that are not there any more."""
+        if self._places is None:
+            machine = _machine()
+            places = {rank: json.loads(place) for rank, place in self._values("place of {}").items()}
+            self._places = {rank: place[1:] for rank, place in places.items() if machine and place[0] == machine}
+        for rank, (process, began) in self._places.items():
+            if rank not in self._said and _began(process) != began:
+                self._said[rank] = f"the process of rank {rank} ({process}) has ended without a word: killed, or done"
+
+    def _values(self, name: str) -> dict[int, bytes]:
+        """What each rank has set, of those that have."""
+        keys = [name.format(rank) for rank in range(self._size)]
+        if self._store.check(keys):
+            return dict(enumerate(self._store.multi_get(keys)))
+        return {rank: self._store.get(key) for rank, key in enumerate(keys) if self._store.check([key])}
+
+    def _answers(self) -> dict[int, bytes]:
+        return self._values("answer of {}")
+
+    def _new_call(self) -> str:
+        return f"{self.rank} {next(self._calls)} {time.time()}"
+
+    def _miss_answers(self, waited: float) -> None:
+        """Of the ranks that wait for long one calls, and posts who does not answer."""
+        now = time.monotonic()
+        if self._beat == 0 or waited < _SHARE * self._beat:
+            self._asked = None
+        elif self._asked is None:
+            last = self._store.get("call") if self._store.check(["call"]) else b""
+            if last == self._other[0] and now - self._other[1] < self._beat:
+                return
+            before, call = self._answers(), self._new_call()
+            found = self._store.compare_set("call", last.decode(), call)
+            if found == call.encode():
+                self._asked = (now, before)
+            else:
+                self._other = (found, now)
+        elif now - self._asked[0] >= _SHARE * self._beat:
+            before, self._asked = self._asked[1], None
+            self._miss_processes()
+            for rank, answer in self._answers().items():
+                if before.get(rank) == answer and rank not in (self.rank, *self._said):
+                    said = f"rank {rank} has given no sign of life for {self._beat:g} s: it is stopped, or out of reach"
+                    self._post(rank, said)
+            self._read_posts()
+
+
+_boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None]" = weakref.WeakKeyDictionary()
+_lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+
+
+def board() -> Board | None:
+    """That of the world; None where there are no other processes."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1:
+        return None
+    if world not in _boards:
+        _, store = dist.distributed_c10d._world.pg_map.get(world, (None, None))
+        if store is None or dist.get_backend(world) in WITHOUT_STORE:
+            _boards[world] = None
+        else:
+            life = life_of_world()  # asks the store, which a new connection would try to reach for minutes
+            own = own_connection(store)
+            if own is not store:
+                own.set_timeout(_PATIENCE)
+            _boards[world] = Board(world, own, life, _heartbeat())
+    return _boards[world]
+
+
+def enter() -> None:
+    """This rank is about to build, or has loaded, what it shares with others. Raises: OrderError without a store."""
+    from .order import OrderError, without_store
+
+    try:
+        if (ours := board()) is not None:
+            ours.enter()
+            _watch_excepthook()
+    except STORE_ERRORS as error:
+        raise OrderError(without_store(error)) from error
+
+
+def life_of_world() -> str:
+    """A name that no world before it had in its store: each rank counts alike."""
+    world: Any = dist.group.WORLD
+    if world not in _lives:
+        store = dist.distributed_c10d._get_default_store()
+        _lives[world] = str(store.add(f"flatparam/worlds of {dist.get_rank()}", 1))
+    return _lives[world]
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """One that does not wait until another thread's ``store.wait()`` or ``get()`` has ended."""
+    try:
+        clone: Callable[[], dist.Store] = store.clone  # type: ignore[attr-defined]
+        return clone()
+    except (AttributeError, RuntimeError):  # before torch 2.8; a kind that has none
+        return store
+
+
+def wait_until(is_so: Callable[[], Any], seconds: float = READING) -> None:
+    """Or until it has taken this long, or the store is gone."""
+    begin = time.monotonic()
+    with contextlib.suppress(*STORE_ERRORS):
+        while not is_so() and time.monotonic() - begin < seconds:
+            time.sleep(0.02)
+
+
+def _heartbeat() -> float:
+    text = os.environ.get("FLATPARAM_HEARTBEAT", "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"expected FLATPARAM_HEARTBEAT to be seconds, or 0 for none, got {text!r}")
+    return seconds
+
+
+@functools.cache
+def _machine() -> str:
+    """Where process numbers mean the same; empty where that is not known."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _began(process: int) -> str:
+    """When a process of this machine began, in ticks; empty: it is not there, or has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+# How a rank ends
+
+_rank_process = os.getpid()  # not those that a rank forks
+_hooks: list[Any] = [None]  # ours, the last one outermost
+
+
+def _ends_with(error: BaseException | None) -> None:
+    """This process is about to end with ``error``."""
+    while isinstance(error, SystemExit):  # as torch.multiprocessing.spawn does it
+        error = (error.__cause__ or error.__context__) if error.code else None
+    if error is None or os.getpid() != _rank_process or getattr(error, "_flatparam_posted", False):
+        return
+    with contextlib.suppress(Exception):  # what is wrong is the user's error
+        error._flatparam_posted = True  # type: ignore[attr-defined]
+        ours = [one for one in list(_boards.values()) if one is not None] or [_board_at_end()]
+        ours[-1].post(_describe(error, ours[-1].rank))
+
+
+def _board_at_end() -> Board:
+    """Of a rank that has built nothing, over the connection that there is: nothing is begun any more."""
+    world: Any = dist.group.WORLD
+    return Board(world, dist.distributed_c10d._world.pg_map[world][1], life_of_world(), 0.0)
+
+
+def _describe(error: BaseException, rank: int) -> str:
+    from .order import OrderError
+
+    if isinstance(error, OrderError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    message = "".join(traceback.format_exception_only(error)).strip()
+    message = message if len(message) <= _LENGTH else message[:_LENGTH] + "..."
+    return f"rank {rank} has raised an error of its own{where} and has ended: {message}"
+
+
+def stop_answering() -> None:
+    """This process ends: no thread shall look into a store any more."""
+    for one in list(_boards.values()):
+        if one is not None:
+            one.stop()
+
+
+def _watch_excepthook() -> None:
+    """Around torch's: that one prints nothing before those that it calls have ended."""
+    before = sys.excepthook
+    if before is _hooks[-1]:
+        return
+
+    def hook(kind: Any, error: BaseException, where: Any) -> None:
+        before(kind, error, where)
+        if _hooks[-1] is hook:  # else a later one is around this
+            _ends_with(error)
+
+    _hooks.append(hook)
+    sys.excepthook = hook
+
+
+def _at_exit() -> None:
+    if not hasattr(sys, "ps1"):
+        _ends_with(getattr(sys, "last_value", None))  # of a rank that had no model yet
+    stop_answering()
+
+
+class _Children:
+    """Processes of multiprocessing run neither exit functions nor sys.excepthook."""
+
+    def begin(self) -> None:
+        global _rank_process
+        if not dist.is_initialized():  # else a rank has forked it
+            _rank_process = os.getpid()
+            multiprocessing.util.Finalize(None, self._end, exitpriority=100)
+
+    def _end(self) -> None:
+        _ends_with(sys.exc_info()[1])
+        stop_answering()
+
+
+_children = _Children()
+atexit.register(_at_exit)
+multiprocessing.util.register_after_fork(_children, _Children.begin)
