@@ -22,7 +22,7 @@ from flatparam.fsdp import OrderError
 
 pytestmark = pytest.mark.multiprocess
 
-LIMIT = 4.0  # seconds that a collective of these groups may take
+LIMIT = 20.0  # seconds that a collective of these groups may take
 
 
 def model_of(group, **kwargs):
