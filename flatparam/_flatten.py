@@ -52,6 +52,20 @@ def in_storage_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def why_not_flat(tensor: Tensor, what: str) -> str | None:
+    """Why ``tensor``, ``what`` in words, cannot be part of a flat parameter; None: it can, beside others like it."""
+    if isinstance(tensor, FlatParameter):
+        return f"Cannot flatten a `FlatParameter`: {what} is flattened already"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return (
+            f"Cannot flatten sparse or quantized tensors: {what} has layout {tensor.layout}; convert it to a dense "
+            "floating-point tensor, or ignore it (ignored_states)"
+        )
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return f"Cannot flatten integer dtype tensors: {what}; register it as a buffer, or ignore it (ignored_states)"
+    return None
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of ``shape``."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
@@ -243,18 +257,9 @@ class Flattening(Streaming):
                 and not isinstance(tensor, FlatParameter)
             ):
                 continue  # as the first one, which is looked at more closely
-            if isinstance(tensor, FlatParameter):
-                raise ValueError(f"Cannot flatten a `FlatParameter`: {self._describe(tensor)} is flattened already")
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                raise ValueError(
-                    f"Cannot flatten sparse or quantized tensors: {self._describe(tensor)} has layout "
-                    f"{tensor.layout}; convert it to a dense floating-point tensor, or ignore it (ignored_states)"
-                )
-            if not tensor.is_floating_point() and not tensor.is_complex():
-                raise ValueError(
-                    f"Cannot flatten integer dtype tensors: {self._describe(tensor)}; register it as a buffer, "
-                    "or ignore it (ignored_states)"
-                )
+            refusal = why_not_flat(tensor, self._describe(tensor))
+            if refusal is not None:
+                raise ValueError(refusal)
             if tensor.dtype != first.dtype:
                 raise ValueError(
                     f"Must flatten tensors with uniform dtype but got {first.dtype} and {tensor.dtype}: "

@@ -1,6 +1,7 @@
 /* python/fp_bridge_py.c -- wrappers of what the bridge does without a unit: tensors and their storages, signs of life. */
 #include "bridge/fp_pulse.h"
 #include "bridge/fp_torch.h"
+#include "bridge/fp_values.h"
 #include "python/fp_module.h"
 
 static PyObject *
@@ -41,6 +42,13 @@ storage_numel(PyObject *module, PyObject *tensor)
 {
     const int64_t numel = fp_torch_storage_numel(tensor);
     return numel < 0 ? NULL : PyLong_FromLongLong(numel);
+}
+
+static PyObject *
+digest(PyObject *module, PyObject *tensor)
+{
+    uint64_t found;
+    return fp_torch_digest(tensor, &found) < 0 ? NULL : PyLong_FromUnsignedLongLong(found);
 }
 
 static PyObject *
@@ -155,6 +163,10 @@ PyMethodDef fp_bridge_methods[] = {
      "size."},
     {"storage_numel", storage_numel, METH_O,
      "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
+    {"digest", digest, METH_O,
+     "digest($module, tensor, /)\n--\n\nA number of 64 bits that tells the values of dense tensors on the host apart, "
+     "of "
+     "one size and strides. Of more than 16 KiB it reads a line of 64 bytes in each 8 KiB."},
     {"same_storage", (PyCFunction)(void (*)(void))same_storage, METH_FASTCALL,
      "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
     {"clear_grads", clear_grads, METH_O,

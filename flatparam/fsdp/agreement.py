@@ -9,31 +9,44 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .. import _C
+from .._flatten import in_storage_order
 from .order import gather_objects, wait
 from .placement import Placement
 from .register import Register, register_of
 from .unit import Options, Original
 
-_WORDS = 5  # a digest, and a number that no other rank has
+_WORDS = 6  # a digest, one of the values, and a number that no other rank has
+_APART = 1  # instead of a digest of values: this rank knows that others have other values
 _TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
 _PATIENCE = 2.0  # seconds in which the others are expected
 
 Described = list[tuple[str, str]]  # (name, what it is) of everything that must be the same on all ranks
 
 
-def check_same_unit(name: str, originals: list[Original], options: Options) -> dict[Register, int]:
-    """Compare a unit over the groups it is spread over; returns its numbers there. A collective call of 40 bytes.
+class Agreed(NamedTuple):
+    """What ranks have found out about a unit: its numbers, and which of its values differ between them."""
+
+    numbers: dict[Register, int]
+    apart: str | None
+
+
+def check_same_unit(name: str, originals: list[Original], options: Options, compare_values: bool) -> Agreed:
+    """Compare a unit over the groups it is spread over, with its values if asked. A collective call of 48 bytes.
 
     Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from those of rank 0, or the
     rank that could not build its unit and why.
     """
+    groups = groups_of_placement(options.placement)
+    alone = all(dist.get_world_size(group) == 1 for group in groups)
+    values = _Values(name, [o.fqn for o in originals], _digests(originals) if compare_values and not alone else [])
     numbers: dict[Register, int] = {}
-    problem = _compare(_describe(name, originals, options), groups_of_placement(options.placement), numbers)
+    problem = _compare(_describe(name, originals, options), groups, numbers, values)
     if problem is not None:
         error = ValueError(problem)
         vars(error)[_TOLD] = True
@@ -42,7 +55,58 @@ def check_same_unit(name: str, originals: list[Original], options: Options) -> d
         register = register_of(options.placement.param)
         register.life = register.life or next(iter(numbers)).life
         numbers[register] = register.of_built()
-    return numbers
+    return Agreed(numbers, values.apart)
+
+
+class _Values:
+    """The values that a unit's parameters have at the beginning, as digests. ``apart``: how ranks' values differ."""
+
+    def __init__(self, name: str, names: list[str], digests: list[int]):
+        self.apart: str | None = None
+        self._name, self._names, self._digests = name, names, digests
+
+    @property
+    def word(self) -> bytes:
+        """The same on all ranks that know of no difference, and have the same values."""
+        if self.apart is not None:
+            return _APART.to_bytes(8, "little")
+        return hashlib.sha256(repr(self._digests).encode()).digest()[:8]
+
+    def explain(self, group: dist.ProcessGroup) -> None:
+        """Find the first parameter that differs from that of the group's first rank. A collective call."""
+        ranks = dist.get_process_group_ranks(group)
+        everyone: list[Any] = gather_objects((self.apart, self._digests), group)
+        for apart, _ in everyone:
+            self.apart = self.apart or apart
+        first = everyone[0][1]
+        for rank, (_, digests) in zip(ranks, everyone, strict=True):
+            for fqn, one, other in zip(self._names, first, digests, strict=False):
+                if one != other:
+                    self.apart = self.apart or (
+                        f"parameter `{fqn}` of {self._name} has other values on rank {rank} than on rank {ranks[0]}: "
+                        "each rank keeps a shard of its own, so the whole would be a mixture. Build the model from one "
+                        "seed on all ranks, load one checkpoint after it was wrapped, or pass sync_module_states=True; "
+                        "check_values=False turns this comparison off"
+                    )
+
+
+def _digests(originals: list[Original]) -> list[int]:
+    """One a parameter; 0 for what has no values yet."""
+    return [0 if original.template is not None else digest_of(original.param) for original in originals]
+
+
+def digest_of(value: torch.Tensor) -> int:
+    """To tell values of one shape and dtype apart: of large ones it reads a part. 0 for what cannot be flattened."""
+    try:
+        return _C.digest(value)
+    except TypeError:  # it is on a device, or not dense
+        return _C.digest(_on_host(value.detach())) if _C.is_plain(value) else 0
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy of what is compared of ``value``: all of it, of one on a device some ten thousand elements."""
+    ordered = in_storage_order(value)
+    return ordered.clone() if value.is_cpu else ordered[:: 1 + ordered.numel() // 2**15].cpu()
 
 
 class Building:
@@ -74,15 +138,18 @@ def groups_of_placement(placement: Placement) -> list[dist.ProcessGroup]:
     return [group for group in (placement.optim, placement.replicate) if group is not None]
 
 
-def _compare(said: Described | str, groups: list[dist.ProcessGroup], numbers: dict[Register, int]) -> str | None:
+def _compare(
+    said: Described | str, groups: list[dist.ProcessGroup], numbers: dict[Register, int], values: _Values | None = None
+) -> str | None:
     """What is wrong, on all ranks of a group the same; None: nothing. A str is said by a rank that has an error.
 
     An error goes on to the ranks of the next group, which cannot know of it.
     """
     for group in groups:
         digest = hashlib.sha256(repr(said).encode()).digest()
+        word = bytes(8) if values is None else values.word
         mine = torch.tensor(
-            [int.from_bytes(part, "little", signed=True) for part in (*_words(digest), os.urandom(8))],
+            [int.from_bytes(part, "little", signed=True) for part in (*_words(digest), word, os.urandom(8))],
             dtype=torch.int64,
             device=dist.distributed_c10d._get_object_coll_device(group),
         )
@@ -94,13 +161,15 @@ def _compare(said: Described | str, groups: list[dist.ProcessGroup], numbers: di
         register = register_of(group)
         register.life = register.life or f"{everyone[0][-1].item():x}"
         numbers[register] = register.of_built()
-        if any(not torch.equal(mine[:-1], other[:-1]) for other in everyone):
+        if any(not torch.equal(mine[:-2], other[:-2]) for other in everyone):
             said = _explain(said, group)
+        elif values is not None and any(not torch.equal(mine[-2], other[-2]) for other in everyone):
+            values.explain(group)
     return said if isinstance(said, str) else None
 
 
 def _words(digest: bytes) -> Iterator[bytes]:
-    return (digest[8 * i : 8 * i + 8] for i in range(_WORDS - 1))
+    return (digest[8 * i : 8 * i + 8] for i in range(_WORDS - 2))
 
 
 def _wait_with_an_error(work: Any, said: str) -> None:

@@ -12,6 +12,7 @@ _FLAGS = (
     "use_orig_params",
     "segments",
     "offload_grads",
+    "check_values",
 )
 _CLASSES: dict[str, type] = {
     "module": nn.Module,

@@ -31,6 +31,7 @@ from torch.profiler import record_function
 from .. import _C
 from . import collectives, peers
 from . import state_dict as state_dicts
+from .additions import close, watch_registrations
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy, TrainingState
 from .arguments import check_types
@@ -38,7 +39,7 @@ from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
 from .foreign import Marks, refuse_wrapped, watch
 from .in_backward import step_in_backward
-from .loading import agree_on_loading
+from .loading import Values, agree_on_loading, check_kinds, values_of
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
@@ -79,7 +80,8 @@ class FullyShardedDataParallel(Marks, nn.Module):
     Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13), and
         ``placement``: groups to shard over (:class:`Placement`) instead of strategy and process group;
         ``segments``: a unit may hold parameters of several dtypes, and frozen beside trainable ones, each in a flat
-        parameter of its own: frozen ones have no gradient memory and are not reduced.
+        parameter of its own: frozen ones have no gradient memory and are not reduced;
+        ``check_values``: compare digests of the initial values over the ranks.
     ``limit_all_gathers`` holds always: memory is freed in the order of the program, so there is nothing to limit.
     Raises: ValueError for arguments that contradict each other or name what is not supported.
     """
@@ -108,11 +110,13 @@ class FullyShardedDataParallel(Marks, nn.Module):
         shard_alignment: int | None = None,
         atomic: Atomic = None,
         offload_grads: bool = False,
+        check_values: bool = True,
     ):
         super().__init__()
         _watch_optimizers()
         watch()
         peers.enter()
+        watch_registrations()
         building = Building(_default_groups(process_group, device_mesh, placement))
         with telling(building):
             self._strategy = ShardingStrategy.of(sharding_strategy)
@@ -140,9 +144,14 @@ class FullyShardedDataParallel(Marks, nn.Module):
                 use_orig_params=use_orig_params,
                 segments=segments,
                 offload_grads=offload_grads,
+                check_values=check_values,
             )
             if isinstance(module, FullyShardedDataParallel):
-                raise ValueError("the module is a FullyShardedDataParallel already: wrap it once")
+                wrapped: Unit = vars(module)["_unit"]
+                raise ValueError(
+                    f"the module is a FullyShardedDataParallel already, {wrapped.name} with {_first_name(wrapped)}: "
+                    "wrap it once (its `.module` is what it has wrapped)"
+                )
             if backward_prefetch not in _PREFETCH:
                 raise TypeError(
                     f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}"
@@ -196,6 +205,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
                         "shard_alignment": shard_alignment,
                         "atomic": atomic,
                         "offload_grads": offload_grads,
+                        "check_values": check_values,
                     },
                 )
             for inner in module.modules():
@@ -226,14 +236,18 @@ class FullyShardedDataParallel(Marks, nn.Module):
                 computes_on,
             )
             name = f"the unit of {type(module).__name__}"
-            numbers = check_same_unit(name, originals, options)
+            agreed = check_same_unit(name, originals, options, check_values and not sync_module_states)
             building.groups = []
             if sync_module_states:
                 synchronize(own, ignored_params, self._placement, computes_on)
             self._buffer_dtypes: dict[str, torch.dtype] = {}
             self.add_module(FSDP_WRAPPED_MODULE, module)
             self._unit = Unit(module, originals, options, name)
-            enroll(self._unit, numbers)
+            enroll(self._unit, agreed.numbers)
+            self._unit.apart = agreed.apart
+            if agreed.apart is not None:
+                warnings.warn(f"{agreed.apart}. The first forward raises this, unless values are loaded", stacklevel=2)
+            close(self._unit, [self, *own], ignored_params)
             _warn_of_padding(self._unit)
             self._is_root = False
             self._casts_to: torch.dtype | None = None
@@ -379,6 +393,8 @@ class FullyShardedDataParallel(Marks, nn.Module):
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
             wrapper._unit.name = f"the unit of {type(wrapper.module).__name__} at `{path}`"
             wrapper._unit.step.name = wrapper._unit.name
+            if wrapper._unit.apart is not None:
+                raise ValueError(wrapper._unit.apart)
             step_in_backward(wrapper._unit)
             wrapper._unit.step.join(run)
             if root._comm_hook is not None:
@@ -599,21 +615,26 @@ class FullyShardedDataParallel(Marks, nn.Module):
 
         Names in messages are those of the unwrapped model. Until it is done this takes the bytes of this rank's shards,
         and of what no unit manages, once more.
-        Raises: RuntimeError on every rank for keys or shapes that do not fit on one of them.
+        Raises: RuntimeError on every rank for keys, shapes or kinds of dtype that do not fit on one of them, and for
+        values that differ between ranks.
         """
         self._check_idle("load_state_dict")
         units = list(units_of(self.modules()))
         before, error, result = Before(self, units), None, None
+        values: Values = {}
         try:
             try:
                 result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+                check_kinds(self, state_dict)
+                values = values_of(self, state_dict)
             finally:
                 for wrapper in self.fsdp_modules(self):
                     wrapper._end_loading()
         except Exception as caught:
             error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
         try:
-            agree_on_loading("load_state_dict", units, None if error is None else f"{type(error).__name__}: {error}")
+            said = None if error is None else f"{type(error).__name__}: {error}"
+            agree_on_loading("load_state_dict", units, said, values)
         except RuntimeError as told:
             before.restore()
             raise (told if error is None else error) from None
@@ -728,7 +749,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullyShardedDataParallel":
         self._check_idle_here("changing device or dtype")
         for wrapper in self.fsdp_modules(self):
-            wrapper._check_stays_precise(fn)
+            wrapper._check_stays(fn)
         super()._apply(fn, recurse)
         unit = self._unit
         for segment in unit.segments:
@@ -741,10 +762,16 @@ class FullyShardedDataParallel(Marks, nn.Module):
         unit.step.make_views()
         return self
 
-    def _check_stays_precise(self, fn: Callable[[Tensor], Tensor]) -> None:
-        for segment in self._unit.segments if self._placement.full_precision else ():
-            dtype = fn(segment.flat.new_empty(0)).dtype
-            if dtype.itemsize < min(4, segment.flat.dtype.itemsize):
+    def _check_stays(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for segment in self._unit.segments:
+            probe = fn(segment.flat.new_empty(0))
+            if probe.is_meta:
+                raise ValueError(
+                    f"{self._unit.name} would lose the values of {_first_name(self._unit)} on the meta device: make "
+                    "the module there, and wrap it with param_init_fn=defer_init"
+                )
+            dtype = probe.dtype
+            if self._placement.full_precision and dtype.itemsize < min(4, segment.flat.dtype.itemsize):
                 raise ValueError(
                     f"{self._unit.name} keeps its parameters in full precision with {self._strategy.name}: {dtype} "
                     "would lose that. Use MixedPrecision(param_dtype=...)"
@@ -919,6 +946,12 @@ def _default_groups(process_group: Any, device_mesh: Any, placement: Any) -> lis
         return []
     world: Any = dist.group.WORLD
     return [world]
+
+
+def _first_name(unit: Unit) -> str:
+    """For messages: one of its parameters."""
+    names = [original.fqn for segment in unit.segments for original in segment.originals]
+    return f"parameter `{names[0]}`" if names else "no parameters"
 
 
 def _is_unit(module: nn.Module) -> bool:

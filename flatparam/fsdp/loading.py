@@ -1,9 +1,11 @@
 """Loading safetensors files into a wrapped model: each rank reads what its own shards hold."""
 
+import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from .._flatten import is_dense, row_major
+from .agreement import digest_of
 from .blocks import has_rows, row_numel
 from .deferral import blank
 from .names import clean_tensor_name
@@ -19,6 +22,7 @@ from .order import gather_objects
 from .safetensors_files import Entry, Files
 from .unit import Segment, Unit, in_order, units_of
 
+Values = dict[str, tuple[Unit | None, str]]  # by name: what has it, and a digest of what is loaded into it
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
@@ -56,6 +60,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
     found: _IncompatibleKeys | None = None
     wanted: list[Wanted] = []
     reader: Files | None = None
+    values: Values = {}
     error: Exception | None = None
     try:
         try:
@@ -65,10 +70,13 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
             found = _match(wanted, reader, strict)
             for one in wanted:
                 _read(one, reader)
+            shared = {name: unit for name, unit in _managed(module).items() if name in reader.entries}
+            values["the header"] = (None, reader.digest)
+            values |= {name: (shared[name], value) for name, value in reader.samples(shared).items()}
         except Exception as caught:
             error = caught
         said = None if error is None else f"{type(error).__name__}: {error}"
-        agree_on_loading("load_safetensors", units, said, None if reader is None else reader.digest)
+        agree_on_loading("load_safetensors", units, said, values)
     except BaseException as failure:
         for one in wanted:
             if one.in_place and one.read is not None:
@@ -83,6 +91,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
                 one.target.copy_(one.read)
     for unit in units:
         unit.filled()
+        unit.apart = None
     assert found is not None
     return found
 
@@ -209,16 +218,93 @@ def _read_piece(one: Wanted, entry: Entry, out: Tensor) -> None:
     out.copy_(in_order(rows.view(shape), one.stride).narrow(0, one.start - first * row, out.numel()))
 
 
-def agree_on_loading(what: str, units: list[Unit], error: str | None, digest: str | None = None) -> None:
-    """Raises: RuntimeError on every rank that shares a unit with one that has failed, or has read other files."""
-    told = (dist.get_rank() if dist.is_initialized() else 0, error, digest)
-    failed = told if error is not None else None
-    groups = {id(g): g for u in units for g in (u.options.placement.optim, u.options.placement.replicate) if g}
-    for group in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one group it tells in the others
-        everyone = gather_objects(failed or told, group)
+def check_kinds(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raises: RuntimeError for a tensor of ``state`` that ``module`` has in another kind of dtype, or that is cut off.
+
+    Kinds are those of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
+    """
+    dtypes = _dtypes(module)
+    for name, value in state.items():
+        dtype = dtypes.get(clean_tensor_name(name))
+        if dtype is None or not isinstance(value, Tensor) or value.dtype == dtype:
+            continue
+        if _kind(value.dtype) != _kind(dtype):
+            raise RuntimeError(
+                f"`{name}` has dtype {value.dtype}, which cannot be loaded into {dtype}: convert it first"
+            )
+        if _kind(dtype) == "integer" and not torch.equal(value.to(dtype).to(value.dtype), value):
+            raise RuntimeError(f"`{name}` of {value.dtype} has values that {dtype} cannot hold")
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
+
+
+def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """By name in the unwrapped model."""
+    found: dict[str, torch.dtype] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+            if tensor is not None and name not in inner._non_persistent_buffers_set:
+                found[clean_tensor_name(_join(path, name))] = tensor.dtype
+        for unit in units_of([inner]):
+            for key, segment in _names(path, unit):
+                found[key] = segment.flat.dtype
+    return found
+
+
+def _names(path: str, unit: Unit) -> Iterator[tuple[str, Segment]]:
+    for segment in unit.segments:
+        for original in segment.originals:
+            yield from ((clean_tensor_name(_join(path, name.fqn)), segment) for name in original.names)
+
+
+def _managed(module: nn.Module) -> dict[str, Unit]:
+    """The unit of each parameter by its name in the unwrapped model."""
+    return {
+        name: unit
+        for path, inner in module.named_modules(remove_duplicate=False)
+        for unit in units_of([inner])
+        for name, _ in _names(path, unit)
+    }
+
+
+def values_of(module: nn.Module, state: Mapping[str, Any]) -> Values:
+    """What must be the same on all ranks that share a unit: of each parameter that ``state`` has."""
+    units = _managed(module)
+    return {
+        name: (units[name], f"{value.dtype} {tuple(value.shape)} {digest_of(value.detach().cpu().contiguous())}")
+        for key, value in state.items()
+        if isinstance(value, Tensor) and (name := clean_tensor_name(key)) in units
+    }
+
+
+def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Values) -> None:
+    """Raises: RuntimeError on every rank that shares a unit with one that has failed, or has read other ``values``."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    failed = (me, error, None) if error is not None else None
+    groups: dict[int, tuple[Any, list[Unit]]] = {}
+    for unit in units:
+        for group in (unit.options.placement.optim, unit.options.placement.replicate):
+            if group is not None:
+                groups.setdefault(id(group), (group, []))[1].append(unit)
+    for group, sharing in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one it tells in the next
+        here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}
+        digest = hashlib.sha256(repr(sorted(here.items())).encode()).hexdigest()
+        everyone = gather_objects(failed or (me, None, digest), group)
         failed = next((other for other in everyone if other[1] is not None), None)
         if failed is None and len({other[2] for other in everyone}) > 1:
-            other = next(other for other in everyone if other[2] != everyone[0][2])
-            failed = (other[0], f"its files are not those of rank {everyone[0][0]}: their headers differ", None)
+            ranks = [other[0] for other in everyone]
+            failed = _first_difference(ranks, gather_objects(here, group))
     if failed is not None:
         raise RuntimeError(f"{what}: nothing was loaded: rank {failed[0]}: {failed[1]}")
+
+
+def _first_difference(ranks: list[int], everyone: list[dict[str, str]]) -> tuple[int, str, None]:
+    first = everyone[0]
+    for rank, other in zip(ranks, everyone, strict=True):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                said = f"`{name}` differs" if name != "the header" else "their headers differ"
+                return rank, f"what it loads is not what rank {ranks[0]} loads: {said}", None
+    raise AssertionError("the ranks load the same, but have other digests of it")

@@ -13,7 +13,7 @@ class Before:
     """The values that ``module`` has now: this rank's shards, and what ``units``, those in it, do not manage."""
 
     def __init__(self, module: nn.Module, units: list[Unit]):
-        self._units = units
+        self._units = [(unit, unit.apart) for unit in units]
         self._shards: list[tuple[Segment, Tensor]] = []
         self._templates: list[tuple[Original, nn.Parameter | None]] = []
         self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -36,8 +36,9 @@ class Before:
         """Let the module have them again."""
         for segment, shard in self._shards:
             segment.flat.detach().copy_(shard)
-        for unit in self._units:
+        for unit, apart in self._units:
             unit.filled()
+            unit.apart = apart
         for original, template in self._templates:
             original.template = template
         for mapping, name, tensor, value in self._others:

@@ -142,6 +142,8 @@ class Summoned:
         """Write back what was asked for, and let the modules have what they had before."""
         unit = self.unit
         unit.summoned = None
+        if self.writeback:
+            unit.apart = None  # on all ranks: what they have written is theirs
         _active.remove(self)
         if not self.shown:
             return

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
-from .._flatten import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major
+from .._flatten import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
 from ..layout import FlatLayout
 from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
 from .deferral import blank, template_of
@@ -345,6 +345,7 @@ class Unit:
         if not options.use_orig_params:
             self._hide_originals()
         self.summoned: Any = None  # what summon.py keeps while the full parameters are there
+        self.apart: str | None = None  # how ranks' values differ, as no values were given to all of them since
         self._make_step()
 
     def _make_step(self) -> None:
@@ -534,11 +535,19 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
             raise DeviceError(
                 f"Must flatten tensors on the same device but got both {first.param.device} (`{first.fqn}`) and {what}"
             )
+        refusal = why_not_flat(param, what)
+        if refusal is not None:
+            raise ValueError(refusal)
         if not _C.is_plain(param):
-            raise ValueError(f"Cannot flatten {what}: a {type(param).__name__} that is not plain and dense; ignore it")
-        if not param.is_floating_point() and not param.is_complex():
+            kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
             raise ValueError(
-                f"Cannot flatten integer dtype tensors: {what}; register it as a buffer, or ignore it (ignored_states)"
+                f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; make it "
+                "a plain nn.Parameter, or ignore it (ignored_states)"
+            )
+        if param.dtype.itemsize == 1:
+            raise ValueError(
+                f"Cannot flatten {what}: no collective moves {param.dtype} and no gradient has it; build it in a wider "
+                "dtype, or ignore it (ignored_states)"
             )
         if options.placement.full_precision and param.dtype in LOW and param.requires_grad:
             raise ValueError(
@@ -556,6 +565,10 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
                 "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
                 f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
             )
+    for group in _by_segment(list(originals), options):
+        if not any(original.shape.numel() for original in group):
+            names = ", ".join(f"`{original.fqn}` {tuple(original.shape)}" for original in group)
+            raise ValueError(f"Cannot flatten parameters without any element: {names}; ignore them (ignored_states)")
     there = [original for original in originals if original.template is None and not original.param.is_meta]
     check_memory([original.fqn for original in there], [original.param for original in there])
 
@@ -588,7 +601,7 @@ def find_originals(
             if original is None:
                 template = template_of(param)
                 whole = param if template is None else template
-                dense = is_dense(whole)
+                dense = whole.layout == torch.strided and is_dense(whole)
                 found[param] = Original(
                     param,
                     [place],

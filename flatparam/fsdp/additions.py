@@ -1,0 +1,84 @@
+"""Parameters that join a tree after its units were made: nobody would shard or reduce them, so they are refused.
+
+Found where torch registers them, so a step looks for nothing.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.fsdp import FlatParameter
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from .unit import Unit, owner_of_param
+
+_inside: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.Parameter]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@functools.cache
+def watch_registrations() -> None:
+    """From the first model that is wrapped on."""
+    register_module_parameter_registration_hook(_on_parameter)
+    register_module_module_registration_hook(_on_module)
+
+
+def close(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Nothing that trains may be added to ``modules`` any more, which are of ``unit``; ``ignored``: what it may be."""
+    owner = weakref.ref(unit)
+    _inside.update((module, (owner, ignored)) for module in modules)
+
+
+def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    unit, ignored = _unit_of(module)
+    if unit is not None and param is not None:
+        _check(unit, ignored, module, name, param, name)
+
+
+def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
+    unit, ignored = _unit_of(module)
+    if unit is None or added is None:
+        return
+    empty = True
+    for path, param in added.named_parameters():
+        empty = False
+        if owner_of_param(param) is None:
+            _check(unit, ignored, module, f"{name}.{path}", param, None)
+    if empty:  # parameters may come later
+        close(unit, added.modules(), ignored)
+
+
+def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:
+    owner, ignored = _inside.get(module, (None, set()))
+    return None if owner is None else owner(), ignored
+
+
+def _check(
+    unit: Unit, ignored: set[nn.Parameter], module: nn.Module, name: str, param: Any, own_name: str | None
+) -> None:
+    """Raises: ValueError naming what was added and where. ``own_name``: of a parameter of ``module`` itself."""
+    if not param.requires_grad or param in ignored or isinstance(param, FlatParameter):
+        return
+    if own_name is not None and any(
+        place.module is module and place.name == own_name
+        for segment in unit.segments
+        for original in segment.originals
+        for place in original.names
+    ):
+        return  # in the place of one of the unit's
+    where, owner = f"a {type(module).__name__} in {unit.name}", owner_of_param(param)
+    if owner is not None:
+        raise ValueError(
+            f"`{name}` of {where} cannot be tied to `{owner[1]}` of {owner[0].name} any more: that is sharded. Tie "
+            "them before the model is wrapped, in one unit"
+        )
+    raise ValueError(
+        f"parameter `{name}` was added to {where} after that was wrapped: each rank would train it on its own. Add it "
+        "before, and name it in ignored_states= if that is what you want; or freeze it first (requires_grad=False)"
+    )

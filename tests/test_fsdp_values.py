@@ -1,0 +1,252 @@
+"""Whose values a model has: ranks that start apart, load apart or add parameters later are told, not mixed."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import assert_same, data, full_params, loss_of, make, wrap_blocks
+from gloo import fake_world, note, run_ranks
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from flatparam import _C, ShardingStrategy, load_safetensors
+from flatparam import FullyShardedDataParallel as FSDP
+
+APART = r"parameter `{}` of the unit of {} has other values on rank 1 than on rank 0.*check_values=False"
+
+
+def apart(name, kind, **settings):
+    """Building with a seed for each rank warns, and the first forward raises, on all ranks."""
+    with pytest.warns(UserWarning, match=APART.format(name, kind)):
+        model = wrap_blocks(make(dist.get_rank()), **settings)
+    with pytest.raises(ValueError, match=APART.format(name, kind)):
+        model(data(0))
+    return model
+
+
+def starting_apart():
+    state = make().state_dict()
+    for strategy, uo in itertools.product(("FULL_SHARD", "NO_SHARD", "ZERO_1"), (False, True)):
+        note(f"{strategy} {uo}")
+        settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+        model = apart("inner.weight", "Block", **settings)
+        model.state_dict()
+        with pytest.raises(RuntimeError):  # nothing is loaded
+            model.load_state_dict({})
+        with pytest.raises(ValueError, match="has other values"):
+            model(data(0))
+        model.load_state_dict(state)
+        loss_of(model, data(0)).backward()
+        assert_same(model, make())
+        written = apart("inner.weight", "Block", **settings)
+        with FSDP.summon_full_params(written):
+            for param, value in zip(written.parameters(), make().parameters(), strict=True):
+                param.data.copy_(value.data)
+        loss_of(written, data(0)).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrap_blocks(make(dist.get_rank()), sync_module_states=True, **settings)(data(0))
+            wrap_blocks(make(dist.get_rank()), check_values=False, **settings)(data(0))
+            policy = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+            FSDP(make(dist.get_rank()), check_values=False, **policy, **settings)(data(0))
+            wrap_blocks(make(), **settings)(data(0))
+    for changed in range(16):  # one element of one parameter, on one rank
+        module = make()
+        param = list(module.parameters())[changed % 4]
+        if dist.get_rank() == 1:
+            param.data.view(-1)[changed % param.numel()] = -0.0
+        with pytest.warns(UserWarning, match="has other values on rank 1"):
+            FSDP(module)
+    strided = nn.Module()
+    strided.weight = nn.Parameter((torch.arange(12.0) + dist.get_rank()).view(3, 4)[:, :2])
+    with pytest.warns(UserWarning, match="`weight` of the unit of Module has other values on rank 1"):
+        FSDP(strided)
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_start_apart():
+    run_ranks(starting_apart, 2)
+
+
+def starting_apart_in_a_grid():
+    for sick in range(4):
+        module = make(1 if dist.get_rank() == sick else 0)
+        mesh = init_device_mesh("cpu", (2, 2))
+        with pytest.warns(UserWarning, match=r"has other values on rank \d than on rank \d"):
+            model = FSDP(module, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        with pytest.raises(ValueError, match="has other values"):
+            model(data(0))
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_a_grid_that_start_apart():
+    run_ranks(starting_apart_in_a_grid, 4)
+
+
+def loading_apart(folder):
+    """Each rank has a state, or a file, of its own; or one of another kind."""
+    rank = dist.get_rank()
+    ours, theirs = make(2).state_dict(), make(2).state_dict()
+    theirs["blocks.1.inner.weight"] = theirs["blocks.1.inner.weight"] + 1
+    given = (ours, theirs)[rank]
+    path = f"{folder}/rank{rank}.safetensors"
+    save_file(given, path)
+    counted = {**ours, "first.bias": torch.arange(5)}
+    for strategy, uo in itertools.product(("FULL_SHARD", "NO_SHARD"), (False, True)):
+        note(f"{strategy} {uo}")
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        told = r"nothing was loaded: rank 1: .*rank 0 loads: `blocks.1.inner.weight` differs"
+        with pytest.raises(RuntimeError, match=told):
+            model.load_state_dict(given)
+        with pytest.raises(RuntimeError, match=told):
+            load_safetensors(model, path)
+        with pytest.raises(RuntimeError, match=r"`first.bias` has dtype torch.int64, which cannot be loaded into .*32"):
+            model.load_state_dict(counted)
+        with pytest.raises(
+            RuntimeError, match=r"nothing was loaded: rank 1: .*int64|`first.bias` has dtype torch.int64"
+        ):
+            model.load_state_dict(counted if rank else ours)
+        assert_same(model, make())
+        model.load_state_dict({name: value.double() for name, value in ours.items()})
+        assert_same(model, make(2))
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_load_apart(tmp_path):
+    run_ranks(loading_apart, 2, str(tmp_path))
+
+
+def test_kinds_of_buffers():
+    with fake_world(1):
+        model = FSDP(nn.BatchNorm1d(3))
+        state = model.state_dict()
+        model.load_state_dict({**state, "num_batches_tracked": torch.tensor(3, dtype=torch.int32)})
+        assert model.num_batches_tracked == 3
+        for name, value, message in (
+            ("num_batches_tracked", torch.tensor(3.5), "torch.float32, which cannot be loaded into torch.int64"),
+            ("running_mean", torch.ones(3, dtype=torch.int8), "torch.int8, which cannot be loaded into torch.float32"),
+            ("weight", torch.ones(3, dtype=torch.complex64), "torch.complex64, which cannot be loaded into"),
+        ):
+            with pytest.raises(RuntimeError, match=f"`{name}` has dtype {message}"):
+                model.load_state_dict({**state, name: value})
+        small = FSDP(nn.Linear(1, 1))
+        small.module.register_buffer("small", torch.zeros(2, dtype=torch.int8))
+        with pytest.raises(RuntimeError, match=r"`small` of torch.int64 has values that torch.int8 cannot hold"):
+            small.load_state_dict({**small.state_dict(), "small": torch.tensor([1, 300])})
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_is_added_later(uo):
+    """A parameter, or a module with some, that a wrapped tree gets is refused unless nobody would train it."""
+    with fake_world(2):
+        ignored = nn.Parameter(torch.ones(2))
+        module = make()
+        module.own = ignored
+        model = wrap_blocks(module, use_orig_params=uo, ignored_states=[ignored])
+        later = (
+            (model, "more"),
+            (model.module, "more"),
+            (model.first, "more"),
+            (model.blocks[0].module.inner, "more"),
+            (model.module.blocks, "3"),
+        )
+        for round_ in range(2):
+            for place, name in later:
+                for value in (nn.Parameter(torch.ones(2)), nn.Sequential(nn.Linear(2, 2))):
+                    with pytest.raises(
+                        ValueError, match=rf"parameter `{name}.*added to a \w+ in the unit of \w+.* own"
+                    ):
+                        setattr(place, name, value)
+                    assert not hasattr(place, name)
+            model = FSDP.fsdp_modules(model)[0]
+            if round_ == 0:
+                model(data(0)).sum().backward()
+        if uo:
+            with pytest.raises(
+                ValueError, match=r"`more` of a Linear .* cannot be tied to `inner.weight` of the unit of"
+            ):
+                model.first.more = model.blocks[0].module.inner.weight
+        model.module.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        model.module.again = ignored
+        model.module.tanh = nn.Sequential(nn.Tanh())
+        with pytest.raises(ValueError, match="`more` was added to a Tanh"):
+            model.module.tanh[0].more = nn.Parameter(torch.ones(2))
+        model.first.register_parameter("nothing", None)
+        nn.Linear(2, 2).more = nn.Parameter(torch.ones(2))
+        model(data(0)).sum().backward()
+        assert len(full_params(model)) == len(list(make().parameters())) + 2  # own and frozen
+
+
+class Tagged(torch.Tensor):
+    """A subclass."""
+
+
+def of(value, **settings):
+    module = nn.Module()
+    module.inner = nn.Module()
+    module.inner.weight = nn.Parameter(value, **settings)
+    return module
+
+
+def test_what_cannot_be_flattened_is_named():
+    eye = torch.eye(3)
+    for value, message in (
+        (eye.to_sparse(), "sparse or quantized tensors: .* has layout torch.sparse_coo; convert"),
+        (eye.to_sparse_csr(), "has layout torch.sparse_csr"),
+        (eye.to_mkldnn(), "has layout torch._mkldnn"),
+        (eye.as_subclass(Tagged), "it is a Tagged, a subclass of torch's"),
+        (torch.zeros(0, 3), r"without any element: `inner.weight` \(0, 3\); ignore"),
+        (eye.to(torch.float8_e4m3fn), "no collective moves torch.float8_e4m3fn"),
+    ):
+        for uo in (False, True):
+            with (
+                fake_world(1),
+                pytest.raises(ValueError, match=rf"(?s)Cannot flatten .*`inner.weight`.*{message}|{message}"),
+            ):
+                FSDP(
+                    of(value, requires_grad=value.numel() != 9 or value.dtype != torch.float8_e4m3fn),
+                    use_orig_params=uo,
+                )
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_would_lose_a_wrapped_model_is_refused(uo):
+    with fake_world(2):
+        model = wrap_blocks(make(), use_orig_params=uo)
+        before = full_params(model)
+        for moved in (lambda: model.to("meta"), lambda: model.to_empty(device="meta")):
+            with pytest.raises(
+                ValueError, match=r"the unit of \w+ would lose the values of parameter `[a-z.]+`.*defer_init"
+            ):
+                moved()
+        with pytest.raises(ValueError, match=r"already, the unit of Model with parameter `first.weight`: wrap it once"):
+            FSDP(model)
+        model.to(torch.float64).to(torch.float32)
+        assert all(torch.equal(value, before[name]) for name, value in full_params(model).items())
+        loss_of(model, data(0)).backward()
+
+
+def test_digests():
+    """Of every dtype and of what is dense in another order; nothing else."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex128, torch.bool, torch.int8):
+        one = torch.ones(5, 7).to(dtype)
+        assert _C.digest(one) == _C.digest(one.clone())
+        assert _C.digest(one) != _C.digest(torch.zeros(5, 7).to(dtype))
+        assert _C.digest(one.t()) == _C.digest(one)
+    large = torch.zeros(2**20)
+    for i in range(0, 2**20 - 4096, 50021):
+        other = large.clone()
+        other[i : i + 2100] = 1
+        assert _C.digest(other) != _C.digest(large)
+    assert _C.digest(torch.empty(0)) == _C.digest(torch.empty(0, 3))
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="freed"):
+        _C.digest(freed)
+    for wrong in (3, None, torch.ones(4)[::2], torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(TypeError, match="expected a"):
+            _C.digest(wrong)
