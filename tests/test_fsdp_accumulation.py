@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import (
     Averaged,
     assert_same,
@@ -17,11 +18,13 @@ from fsdp_models import (
     wrap_blocks,
 )
 from gloo import fake_world, note, run_ranks
+from layer_zero_ranks import layer_zero
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 
+LAYER_ZERO = ("LAYER_ZERO", "LAYER_ZERO_NESTED")
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1")
 TO_DO = r"the unit of \w+ at `.*` come from no_sync\(\) and are not reduced .* run the last micro-batch outside of"
 CLEARED = {
@@ -33,6 +36,8 @@ CLEARED = {
 
 
 def wrapped(strategy, uo):
+    if strategy in LAYER_ZERO:
+        return layer_zero(2, strategy, use_orig_params=uo)
     return wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
 
 
@@ -244,7 +249,7 @@ def means(*steps):
     found = []
     for step in steps:
         module = make()
-        Averaged(module, 2).backward(lambda rank, step=step: [data(step, rank)])
+        Averaged(module, dist.get_world_size()).backward(lambda rank, step=step: [data(step, rank)])
         found.append({name: p.grad for name, p in module.named_parameters()})
     return found
 
@@ -257,10 +262,10 @@ def assert_close_grads(model, wanted, what):
             torch.testing.assert_close(found[name], grad, msg=lambda text, name=name: f"{what} {name}: {text}")
 
 
-def frozen_in_between():
+def frozen_in_between(strategies=ALL):
     """Frozen with a gradient: it stays as it is. Unfrozen after a micro-batch: it has that of the next ones."""
     zeroth, first, second = means(0, 1, 2)
-    for strategy, uo in itertools.product(ALL, (False, True)):
+    for strategy, uo in itertools.product(strategies, (False, True)):
         for part, synced in itertools.product(("blocks.1", "inner") if uo else ("blocks.1",), (True, False)):
             what = f"{strategy} uo={uo} {part} synced={synced}"
             note(what)
@@ -304,12 +309,12 @@ def write(model, how):
         WRITES[how](p)
 
 
-def written_in_between():
+def written_in_between(strategies=ALL):
     """The next micro-batch computes with the weights of now, whoever has written them."""
-    for strategy, uo, how in itertools.product(ALL, (False, True), WRITES):
+    for strategy, uo, how in itertools.product(strategies, (False, True), WRITES):
         note(f"{strategy} uo={uo} {how}")
         model, module = wrapped(strategy, uo), make()
-        oracle = Averaged(module, 2)
+        oracle = Averaged(module, dist.get_world_size())
         backward(model, 0, synced=False)
         oracle.backward(lambda rank: [data(0, rank)])
         write(model, how)
@@ -363,3 +368,13 @@ def beside():
 @pytest.mark.multiprocess
 def test_freezing_writing_and_scaling_between_micro_batches():
     run_ranks(beside, 2)
+
+
+def beside_layer_zero():
+    frozen_in_between(LAYER_ZERO)
+    written_in_between(LAYER_ZERO)
+
+
+@pytest.mark.multiprocess
+def test_freezing_and_writing_between_micro_batches_of_layer_zero():
+    run_ranks(beside_layer_zero, 4)
