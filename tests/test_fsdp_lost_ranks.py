@@ -1,5 +1,6 @@
 """Waiting for ranks that do not come: what the others are told, that Ctrl-C ends it, that a group may go meanwhile."""
 
+import ctypes
 import datetime
 import functools
 import gc
@@ -7,6 +8,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -15,10 +17,12 @@ import torch
 import torch.distributed as dist
 from gloo import ends_of_ranks, note, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam.fsdp import OrderError
+from flatparam.fsdp.peers import _heartbeat
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,6 +73,11 @@ def waits(strategy):
     if strategy == "FULL_SHARD":
         group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
         yield "constructor", functools.partial(model_of, group)
+        grid = (dist.new_group([dist.get_rank()], use_local_synchronization=True), group)
+        yield (
+            "constructor with a pair of groups",
+            functools.partial(model_of, grid, sharding_strategy=ShardingStrategy.LAYER_ZERO),
+        )
         model = made(strategy)
         step(model)
         yield "clip_grad_norm_", functools.partial(model.clip_grad_norm_, 1.0)
@@ -87,7 +96,7 @@ def wait_in_vain():
 
 def test_ctrl_c_ends_every_wait_within_a_second():
     seconds = run_ranks(wait_in_vain, 2)[0]
-    assert len(seconds) == 5
+    assert len(seconds) == 6
     assert max(seconds.values()) < 1.0, seconds
 
 
@@ -206,3 +215,48 @@ def test_the_others_are_told_why_a_rank_does_not_come(how, who, debug):
     assert re.search(LOST[how, who, debug], told[1 if who == 0 else 0]), told
     if (how, who) != ("dies", 0):  # whose process has the store
         assert len(set(told.values())) == 1, told
+
+
+def lose_on_a_grid():
+    """Rank 3 is lost to the ranks of its row and column, and so to rank 0, which shares nothing with it."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = model_of(None, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    step(model)
+    try:
+        if dist.get_rank() == 3:
+            raise ValueError("batch 17 is bad")
+        step(model)
+    except ValueError:
+        sys.exit(1)  # as torch.multiprocessing.spawn ends a process
+    except OrderError as error:
+        note(error)
+        os._exit(3)
+
+
+def test_all_ranks_of_a_grid_are_told_of_an_error_of_one():
+    ends = ends_of_ranks(lose_on_a_grid, 4, timeout=20.0)
+    assert [code for code, _, _ in ends] == [3, 3, 3, 1]
+    for _, _, said in ends[:3]:
+        assert re.match(RAISED.replace("rank 0", "rank 3"), said), ends
+
+
+def hold_the_gil():
+    """For longer than the heartbeat: a rank that is busy is no rank that is stopped."""
+    model = made(limit=30.0)
+    step(model)
+    if dist.get_rank():
+        ctypes.PyDLL(None).usleep(3_000_000)
+    step(model)
+
+
+def test_a_rank_that_is_busy_is_waited_for():
+    run_ranks(hold_the_gil, 2, environment={"FLATPARAM_HEARTBEAT": "1"})
+
+
+def test_a_heartbeat_that_is_no_number_of_seconds_is_refused(monkeypatch):
+    for text in ("-1", "soon", "inf"):
+        monkeypatch.setenv("FLATPARAM_HEARTBEAT", text)
+        with pytest.raises(
+            ValueError, match=f"expected FLATPARAM_HEARTBEAT to be seconds, or 0 for none, got '{text}'"
+        ):
+            _heartbeat()

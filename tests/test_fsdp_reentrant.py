@@ -122,9 +122,13 @@ def recomputation_in_units():
             with model.no_sync():
                 loss_of(model, data(1)).backward()
             loss_of(model, data(0)).backward()
-            alike = block is not Both and (root is Net or strategy in TorchStrategy.__members__)  # the order of additions
+            alike = block is not Both and (
+                root is Net or strategy in TorchStrategy.__members__
+            )  # the order of additions
             check(full_grads(model), module, twice, f"{what} after no_sync", alike)
-            if block in (Before, OneDimensional) and uo and strategy in TorchStrategy.__members__:  # else it frees too early
+            if (
+                block in (Before, OneDimensional) and uo and strategy in TorchStrategy.__members__
+            ):  # else it frees too early
                 arguments = {"sharding_strategy": TorchStrategy[strategy], "device_id": torch.device("cpu")}
                 model = wrap_blocks(make(cls=root, block=block), TorchFSDP, use_orig_params=uo, **arguments)
                 loss_of(model, data(0)).backward()

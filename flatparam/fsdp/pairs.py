@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .peers import life_of_world
+from .peers import life_of_world, wait_for_keys
 
 Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every inner group
 
@@ -106,7 +106,9 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
     life, numbers = _exchanged[world]
     number = next(numbers)
     store.set(f"{life}/{number}/{me}", json.dumps(mine))
-    answers = store.multi_get([f"{life}/{number}/{rank}" for rank in wide])
+    keys = [f"{life}/{number}/{rank}" for rank in wide]
+    wait_for_keys(store, keys, wide)
+    answers = store.multi_get(keys)
     return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
 
 

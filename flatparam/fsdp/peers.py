@@ -237,6 +237,23 @@ def own_connection(store: dist.Store) -> dist.Store:
         return store
 
 
+def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int]) -> None:
+    """That all of ``ranks`` set, or until the store's own time-out; Ctrl-C ends it.
+
+    Raises: OrderError, when one of them cannot any more.
+    """
+    from .order import OrderError
+
+    ours, begin, waited = board(), time.monotonic(), 0.0
+    patience: datetime.timedelta = getattr(store, "timeout", dist.constants.default_pg_timeout)
+    while not store.check(keys) and waited < patience.total_seconds():
+        found = ours.lost(ranks, waited) if ours is not None and waited > 0.2 else None
+        if found is not None:
+            raise OrderError(found)
+        time.sleep(min(0.3, 0.001 + waited / 10))
+        waited = time.monotonic() - begin
+
+
 def wait_until(is_so: Callable[[], Any], seconds: float = READING) -> None:
     """Or until it has taken this long, or the store is gone."""
     begin = time.monotonic()
