@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import is_torchdynamo_compiling
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy, HandleTrainingState
 
 from ._interruption import Interruptible
-from ._storage import free, has_memory
+from ._storage import free, has_memory, same_storage
 
 _FREED_FOR_GRAPH = (
     ". If this is a backward through the graph of one with create_graph=True (gradients of gradients): that needs the "
@@ -23,6 +23,10 @@ _FREED_FOR_GRAPH = (
 
 def environment_is_on(name: str) -> bool:
     return os.environ.get(name, "") == "1"
+
+
+# What else the flat parameter's data is at times
+_OTHER_MEMORY = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
 class HandleBase(Interruptible):
@@ -89,6 +93,26 @@ class HandleBase(Interruptible):
     def _is_replaced(self, *names: str) -> bool:
         """Whether a user replaced one of these methods, on the class or on this handle."""
         return any(getattr(getattr(self, name), "__func__", None) is not self._own_methods[name] for name in names)
+
+    def _keep_moved_shard(self) -> None:
+        """Let ``_local_shard`` be the memory that the user has moved the sharded flat parameter to, as ``.to()`` does.
+
+        torch keeps the one from before: what is written to the other one is lost in the next forward.
+        """
+        flat_param = self.flat_param
+        shard = getattr(flat_param, "_local_shard", None)
+        if shard is None or same_storage(shard, flat_param):
+            return
+        ours = (getattr(flat_param, name, None) for name in _OTHER_MEMORY)
+        if (shard.shape, shard.dtype) != (flat_param.shape, flat_param.dtype) or any(
+            tensor is not None and same_storage(tensor, flat_param) for tensor in ours
+        ):
+            return
+        if not self._offload_params:
+            flat_param._local_shard = flat_param.data
+        elif flat_param.is_cpu:
+            shard.copy_(flat_param.detach())  # it stays in pinned memory
+            flat_param.data = shard
 
     # Messages and checks
 

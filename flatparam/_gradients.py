@@ -252,6 +252,9 @@ class Gradients(Zeroing):
         """
         flat_param = self.flat_param
         self._check_sharded(flat_param)
+        if self._training_state is HandleTrainingState.IDLE and self._grad_is_unsharded():
+            self._use_unsharded_grad_views()  # left by no_sync(): the runtime asks in module.to()
+            return
         grad = self.sharded_grad
         if grad is None:
             self._clear_grads()

@@ -3,18 +3,21 @@
 torch's runtime sets the handle's state before each part of a step and sets it back at the end of the part. An
 exception (in the model's forward, a hook, a collective; KeyboardInterrupt) skips the end, and torch's next forward then
 takes what was left for its own: it computes with weights of earlier steps, or loses gradients. The former also happens
-without an exception, if an optimizer steps between a forward and its backward, or after a forward that has none.
+without an exception, if an optimizer steps between a forward and its backward, or after a forward that has none, or if
+the user writes the parameters there.
 """
 
 import weakref
 from collections.abc import Callable
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 
-from . import _optimizer_steps
+from . import _C, _optimizer_steps
 from ._storage import is_allocated, same_storage
 
 _task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
@@ -25,6 +28,8 @@ _IN_BACKWARD = (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_P
 
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
 _MOST_FORWARDS = 64  # remembered until a backward comes
+_transform_in_force = torch._C._functorch.peek_interpreter_stack  # of torch.func: the innermost one, or None
+_DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 class Interruptible:
@@ -36,6 +41,9 @@ class Interruptible:
     _is_of_backward = False  # whether `_state` was set while autograd ran
     _kept_hook: tuple[Any, Callable[..., Any]] | None = None  # in a backward that does not come to the parameters
     _steps_seen = 0  # by optimizers, when the last forward began
+    _ranks_with_trainable: tuple[tuple[bool, ...], int] = ((), 0)  # for which parameters require gradients
+    # The sum of the parameters' versions and the modes when a forward left the parameters gathered
+    _left_gathered: tuple[int | None, tuple[bool, bool]] | None = None
 
     @property
     def _training_state(self) -> HandleTrainingState:
@@ -50,6 +58,8 @@ class Interruptible:
         # A forward begins, of torch's runtime (else the user sets the state as suits him), not one that activation
         # checkpointing runs again
         if state is _FORWARD and not in_backward and self._handle_index is not None:
+            if _transform_in_force() is not None:
+                self._refuse_to_be_differentiated()
             interrupted = self._state not in _AT_REST or (self._prefetched and self._is_of_backward)
             if interrupted or self._is_out_of_date():
                 self._recover()
@@ -61,12 +71,66 @@ class Interruptible:
         self._is_of_backward = in_backward
         self._state = state
 
+    def _refuse_to_be_differentiated(self: Any) -> None:
+        """torch's runtime hangs its hooks on tensors of the transform, which are gone when it comes to their backward.
+
+        Raises: RuntimeError. Under ``vmap`` alone a forward is right.
+        """
+        if any(transform.key() in _DIFFERENTIATING for transform in torch._C._functorch.get_interpreter_stack()):
+            raise RuntimeError(
+                f"torch.func.grad, vjp, jvp, jacrev, jacfwd and hessian do not work through torch's "
+                f"FullyShardedDataParallel, which does without hooks in them: {self._names()} would be freed when its "
+                "backward comes. Use torch.autograd.grad, torch.autograd.functional or flatparam's own "
+                "FullyShardedDataParallel, or differentiate inside summon_full_params()"
+            )
+
     def _is_out_of_date(self: Any) -> bool:
-        """Whether an optimizer has stepped since the last forward began, and something is still gathered."""
-        if self._steps_seen == _optimizer_steps.taken or not self.uses_sharded_strategy:
+        """Whether something is still gathered that an optimizer or the user has changed since."""
+        if not self.uses_sharded_strategy:
             return False
         tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
-        return any(tensor is not None and is_allocated(tensor) for tensor in tensors)
+        if not any(tensor is not None and is_allocated(tensor) for tensor in tensors):
+            return False
+        return self._steps_seen != _optimizer_steps.taken or self._was_written()
+
+    def _note_left_gathered(self: Any) -> None:
+        self._left_gathered = (self._sum_of_versions(), self._modes())
+
+    def _was_written(self: Any) -> bool:
+        """Whether the user may have written parameters in place since a forward has left them gathered.
+
+        All ranks must answer alike. Where each of them has a trainable parameter in its shard, all can see the write
+        that an optimizer makes outside of its step: versions of tensors count it. Else a change between training and
+        evaluation counts for one.
+        """
+        if self._left_gathered is None:
+            return False
+        versions, modes = self._left_gathered
+        now = self._sum_of_versions()
+        if now is None or versions is None or not self._every_rank_has_trainable():
+            return modes != self._modes()
+        return versions != now
+
+    def _sum_of_versions(self: Any) -> int | None:
+        found = _C.versions(self.flat_param._params if self._use_orig_params else (self.flat_param,))
+        return None if found is None else found[0]
+
+    def _modes(self: Any) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), self._fully_sharded_module.training
+
+    def _every_rank_has_trainable(self: Any) -> bool:
+        flat_param = self.flat_param
+        if not self._use_orig_params:
+            return True
+        trainable = tuple(map(attrgetter("requires_grad"), flat_param._params))
+        if trainable != self._ranks_with_trainable[0]:
+            per_rank = flat_param._sharded_size.numel()
+            places = zip(self._get_flat_param_offsets(), flat_param._is_padding_mask, strict=True)
+            unpadded = (ends for ends, is_padding in places if not is_padding)
+            spans = [(start, end) for start, end in compress(unpadded, trainable) if start <= end]
+            ranks = {rank for start, end in spans for rank in range(start // per_rank, end // per_rank + 1)}
+            self._ranks_with_trainable = (trainable, len(ranks))
+        return bool(self._ranks_with_trainable[1] == self.world_size)
 
     def _free_gathered(self: Any, *others: str) -> None:
         for name in (*_GATHERED, *others):
@@ -84,6 +148,8 @@ class Interruptible:
         flat_param = self.flat_param
         if not hasattr(flat_param, "_local_shard"):
             return  # never used yet
+        if self._state in _AT_REST:
+            self._keep_moved_shard()
         flat_param.data = flat_param._local_shard
         self._write_back_replaced()
         if self._state in _IN_BACKWARD:

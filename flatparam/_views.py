@@ -225,6 +225,8 @@ class Views(HandleBase):
             self._use_unsharded_views(as_params=True)
             return
         flat_param = self.flat_param
+        if self._training_state is HandleTrainingState.IDLE:
+            self._keep_moved_shard()
         self._check_sharded(flat_param)
         if not self._loops_in_c(flat_param) or not self._point_at(flat_param):
             self._use_sharded_views_by_ops()

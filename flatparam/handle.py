@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle, _no_dispatch_record_stream
 from torch.distributed.fsdp._flat_param import (
     NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
@@ -313,10 +314,11 @@ class FlatParamHandle(Flattening, Writeback, Fused):
 
     @torch.no_grad()
     @torch.inference_mode(False)
+    @temporarily_clear_interpreter_stack()
     def init_flat_param_attributes(self) -> None:
         """Make the tensors that unsharding needs, their storages freed. Run once, at the runtime's lazy initialization.
 
-        Made outside of inference mode whatever the caller's: they outlive a first forward in it.
+        Made outside of inference mode and torch.func's transforms, whatever the caller's: they outlive a first forward.
         Source: torch 2.13 ``FlatParamHandle.init_flat_param_attributes``.
         """
         flat_param = self.flat_param
@@ -365,7 +367,10 @@ class FlatParamHandle(Flattening, Writeback, Fused):
         Returns whether anything was done. Source: torch 2.13 ``FlatParamHandle.pre_unshard``.
         """
         try:
-            if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS and self._skipped_use_sharded_views:
+            state = self._training_state
+            if state is not HandleTrainingState.BACKWARD_PRE:
+                self._keep_moved_shard()
+            if state is HandleTrainingState.SUMMON_FULL_PARAMS and self._skipped_use_sharded_views:
                 self._use_sharded_views()
             ran = False
             if self._use_orig_params and not self._skip_writeback_check:
@@ -512,23 +517,31 @@ class FlatParamHandle(Flattening, Writeback, Fused):
     def to_cpu(self) -> Generator[None, None, None]:
         """In the context the unsharded flat parameter lies on the CPU; its memory on the device is freed meanwhile.
 
-        Source: torch 2.13 ``FlatParamHandle.to_cpu``; unlike there, also right when it is on the CPU already
-        (pytorch#188989: torch reads freed memory then).
+        Where it lies there already it stays as it is (torch before 2.15 reads freed memory then: pytorch#188989).
+        Source: torch 2.15 ``FlatParamHandle.to_cpu``.
         """
         self._check_sharded_strategy()
         self._check_unsharded(self.flat_param)
         self._check_on_compute_device(self.flat_param)
         if not same_storage(self.flat_param, self._get_padded_unsharded_flat_param()):
             raise AssertionError(self._about("expects the unpadded parameter to be a view into the padded one"))
+        with contextlib.nullcontext() if self.flat_param.is_cpu else self._offload_to_cpu():
+            yield
+
+    @contextlib.contextmanager
+    def _offload_to_cpu(self) -> Generator[None, None, None]:
         self.flat_param_to(torch.device("cpu"), copy=True)
         self._free_unsharded_flat_param()
         try:
             yield
         finally:
-            self._check_unsharded(self.flat_param)
-            unsharded = self._alloc_padded_unsharded_flat_param()
-            unsharded[: self.flat_param.numel()].copy_(self.flat_param.detach())
-            self._use_unsharded_flat_param(unsharded)
+            self._restore_unsharded_flat_param_from_cpu()
+
+    def _restore_unsharded_flat_param_from_cpu(self) -> None:
+        self._check_unsharded(self.flat_param)
+        unsharded = self._alloc_padded_unsharded_flat_param()
+        unsharded[: self.flat_param.numel()].copy_(self.flat_param.detach())
+        self._use_unsharded_flat_param(unsharded)
 
     # Resharding
 
@@ -537,15 +550,16 @@ class FlatParamHandle(Flattening, Writeback, Fused):
 
         In that order: at no time do the original parameters point to freed memory.
         """
-        if self._reshard_fused(free_unsharded_flat_param):
-            return
-        try:
-            self._use_sharded_flat_param()
-            if free_unsharded_flat_param:
-                self._free_unsharded_flat_param()
-        except BaseException:
-            self._leave_summon()
-            raise
+        if not self._reshard_fused(free_unsharded_flat_param):
+            try:
+                self._use_sharded_flat_param()
+                if free_unsharded_flat_param:
+                    self._free_unsharded_flat_param()
+            except BaseException:
+                self._leave_summon()
+                raise
+        if not free_unsharded_flat_param and self._training_state is HandleTrainingState.FORWARD:
+            self._note_left_gathered()
 
     def post_reshard(self) -> None:
         """NO_SHARD: free the low-precision copy, which was the unsharded parameter of the computation."""
@@ -583,6 +597,8 @@ class FlatParamHandle(Flattening, Writeback, Fused):
             raise AssertionError(
                 self._about(f"Expects the local shard to be on CPU but got {flat_param._local_shard.device}")
             )
+        if self._offload_params and not self.uses_sharded_strategy:  # nothing else has noted who reads the copy
+            _no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())
         flat_param.data = flat_param._local_shard
         if in_forward:
             self._let_model_go_without_backward()
@@ -634,6 +650,20 @@ class FlatParamHandle(Flattening, Writeback, Fused):
             self._use_sharded_views()
         else:
             self._use_unsharded_views(as_params=True)
+
+    def _deregister_orig_params(self) -> None:
+        """Take the original parameters off their modules, as ``module.to()`` does for as long as it moves the flat one.
+
+        The runtime then shows those of the flat parameter again, and its gradient. What the user has put in place of
+        them (a gradient of None, by ``zero_grad()``) is therefore taken in before; torch brings back what was there.
+        """
+        flat_param = self.flat_param
+        infos = (*flat_param._param_infos, *flat_param._shared_param_infos)
+        if hasattr(flat_param, "_shard_param_infos") and all(hasattr(info.module, info.param_name) for info in infos):
+            self._reset_flat_param_grad_info_if_needed()
+            if not self._skip_writeback_check:
+                self._writeback_orig_params()
+        super()._deregister_orig_params()
 
     def _get_modules(self) -> set[nn.Module]:
         infos = (*self.flat_param._param_infos, *self.flat_param._shared_param_infos)

@@ -63,6 +63,7 @@ def install() -> None:
     _compat.add()
     copying.add()
     _gathered_states.add()
+    _complete_cpu_streams()
     _leave_out_of_compiled_graphs()
 
 
@@ -148,6 +149,20 @@ def _leave_out_of_compiled_graphs() -> None:
     """Have torch.compile run the handle as it is, like torch's own files, which are on its list of what to skip."""
     if not torch._dynamo.trace_rules.check_file(FlatParamHandle.unshard.__code__.co_filename).skipped:
         torch._dynamo.trace_rules.add("flatparam")
+
+
+def _complete_cpu_streams() -> None:
+    """Give the CPU's streams what torch's runtime calls at the end of an offloaded backward, where torch lacks it.
+
+    It stays after ``uninstall()``: models that are wrapped already go on.
+    """
+    stream: Any = torch.cpu.Stream
+    if not hasattr(stream, "synchronize"):
+        stream.synchronize = _nothing_to_wait_for
+
+
+def _nothing_to_wait_for(stream: Any) -> None:
+    pass
 
 
 def _bind(handle: type) -> None:

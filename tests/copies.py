@@ -57,8 +57,6 @@ class Run:
         return "-".join(parts + ["root"] * (not self.each) + ["offload"] * self.offload)
 
     def settings(self):
-        if self.offload:
-            torch.cpu.Stream.synchronize = lambda stream: None  # torch's runtime calls it and lacks it
         return {
             "sharding_strategy": ShardingStrategy[self.strategy],
             "mixed_precision": PRECISIONS[self.precision],

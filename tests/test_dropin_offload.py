@@ -36,7 +36,6 @@ SETTINGS = [(strategy, orig) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO
 
 def offloaded_or_not(kind):
     """Train each plan, with our handle offloaded and with torch's not; return the values that a user sees."""
-    torch.cpu.Stream.synchronize = lambda self: None  # torch's runtime calls it, and lacks it
     results = {}
     for (strategy, orig), (number, plan) in itertools.product(SETTINGS, enumerate(PLANS)):
         setting = Setting(kind, strategy, orig)
@@ -85,9 +84,18 @@ def follow(recorder, setting, kind, plan, adam, to_none):
 
 def the_first_step(recorder, setting):
     """States before and after the first step of an offloaded model, and summoned parameters."""
-    pinning = mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone)  # torch's handle pins without a device
-    with pinning, repaired(setting.kind):
+    with what_torch_lacks() if setting.kind == "torch" else contextlib.nullcontext(), repaired(setting.kind):
         look_at_the_first_step(recorder, setting)
+
+
+@contextlib.contextmanager
+def what_torch_lacks():
+    """Its handle pins memory without a device, and its runtime waits for a stream of the CPU, which cannot be."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone))
+        if not hasattr(torch.cpu.Stream, "synchronize"):
+            stack.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True))
+        yield
 
 
 def look_at_the_first_step(recorder, setting):

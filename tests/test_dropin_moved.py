@@ -1,0 +1,113 @@
+"""The drop-in trains as the unsharded module where the user moves the model, or writes it, between two steps.
+
+Oracle: the unsharded module, to which the same is done. A plan is a word: s is a pass, n a pass in no_sync(), z is
+zero_grad(), u an update, e an evaluation; c is model.cpu(), where nothing moves, k moves all to other memory; p takes
+some gradients away, g puts other gradients in their place, d other data; w writes the trainable parameters in place,
+as optimizers that average do when they change between training and evaluation.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from dropin_behaviours import Setting
+from dropin_models import Block
+from gloo import handle_of, note, run_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
+
+pytestmark = pytest.mark.multiprocess
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+MOVED = ("szcsu", "skusu", "skzsu", "ncsu", "ekusue", "sckusu")
+MOVED_WITH_ORIG = ("spcsu", "sgcu", "sdcsu")
+WRITTEN = ("suewe", "suewsue", "ewsu", "suekwe")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block(5)
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(self.block(x))))
+
+
+def differences():
+    """Return for each plan and setting the largest difference to the unsharded module: of outputs and parameters."""
+    found = {}
+    with handle_of("flatparam"):
+        for strategy in STRATEGIES:
+            for orig in (True, False):
+                plans = MOVED + WRITTEN + (MOVED_WITH_ORIG if orig else ())
+                for plan, offload in [(plan, False) for plan in plans] + [("szcskusu", True)]:
+                    name = f"{plan} {strategy} orig={orig} offload={offload}"
+                    note(name)
+                    found[name] = difference(Setting("flatparam", strategy, orig), plan, offload)
+            name = f"suewsue {strategy}, one rank holds no trainable parameter"
+            note(name)
+            found[name] = difference(Setting("flatparam", strategy, True), "suewsue", False, trainable=("last.bias",))
+    return found
+
+
+def difference(setting, plan, offload, trainable=None):
+    torch.manual_seed(0)
+    plain = Net().double()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(trainable is None or name in trainable)
+    model = setting.wrap(copy.deepcopy(plain), cpu_offload=CPUOffload(offload_params=offload))
+    both = (plain, model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in both]
+    worst = 0.0
+    for number, move in enumerate(plan):
+        x = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        mine = x[dist.get_rank()]
+        if move == "e":
+            with torch.no_grad():
+                worst = max(worst, float((model(mine) - plain(mine)).abs().max()))
+        elif move in "sn":
+            sum(plain(each).square().sum() / 2 for each in x).backward()
+            with model.no_sync() if move == "n" else contextlib.nullcontext():
+                model(mine).square().sum().backward()
+        elif move in "zu":
+            for optimizer in optimizers:
+                optimizer.step() if move == "u" else optimizer.zero_grad()
+        else:
+            for each in both:
+                do(move, each)
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        return max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+
+
+def do(move, model):
+    parameters = list(model.parameters())
+    if move == "c":
+        model.cpu()
+    elif move == "k":
+        model._apply(torch.clone)
+    elif move == "p":
+        for layer in (model.first, model.block.up):
+            layer.zero_grad()
+    elif move == "g":
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 2
+    elif move == "d":
+        for parameter in parameters:
+            parameter.data = parameter.data * 1.5
+    else:
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.requires_grad and parameter.numel():
+                    parameter.mul_(1.25)
+
+
+def test_what_the_user_does_between_steps_is_not_undone():
+    for found in run_ranks(differences, 2):
+        wrong = {name: value for name, value in found.items() if not value < 1e-9}
+        assert not wrong, wrong
+        assert len(found) == len(STRATEGIES) * (2 * len(MOVED + WRITTEN) + len(MOVED_WITH_ORIG) + 3)
