@@ -94,7 +94,7 @@ def what_torch_lacks():
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone))
         if not hasattr(torch.cpu.Stream, "synchronize"):
-            stack.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True))
+            stack.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", mock.Mock(), create=True))
         yield
 
 

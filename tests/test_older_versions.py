@@ -128,6 +128,26 @@ def test_metadata_of_this_version_is_as_before(installed):
             FlatParamShardMetadata(*wrong)
 
 
+def test_four_fields_make_metadata_in_every_way_that_a_tuple_has(installed):
+    old = {name: getattr(METADATA, name) for name in ("param_names", "param_shapes", "param_numels", "param_offsets")}
+    for positional in range(5):
+        named = dict(list(old.items())[positional:])
+        assert FlatParamShardMetadata(*list(old.values())[:positional], **named) == METADATA
+    assert FlatParamShardMetadata(**dict(reversed(old.items()))) == METADATA
+    assert FlatParamShardMetadata._make(old.values()) == METADATA == FlatParamShardMetadata._make(iter(METADATA))
+    assert type(FlatParamShardMetadata._make(old.values())) is FlatParamShardMetadata
+
+    class Own(FlatParamShardMetadata):
+        pass
+
+    assert type(Own._make(old.values())) is Own
+    with pytest.raises(TypeError, match="argument"):
+        FlatParamShardMetadata(old["param_names"], old["param_shapes"], param_strides=(), param_offsets=())
+    for wrong in (3, 5, 7):
+        with pytest.raises(TypeError, match=f"Expected 6 arguments, got {wrong}"):
+            FlatParamShardMetadata._make(range(wrong))
+
+
 def test_a_strategy_under_the_old_path_unpickles(installed):
     strategy = pickle.loads(b"\x80\x02c" + OLD.encode() + b"\nHandleShardingStrategy\n" + numbers(2) + b"R.")
     assert strategy is HandleShardingStrategy.SHARD_GRAD_OP
@@ -149,7 +169,9 @@ def test_nothing_of_it_is_left_after_uninstall():
     assert not hasattr(torch.distributed.fsdp, "flat_param")
     with pytest.raises(TypeError, match="missing 2 required positional arguments"):
         pickle.loads(pickled(NEW, *FIELDS_OF_2_5))
-    assert pickle.loads(pickled(NEW, *FIELDS_OF_2_6)) == METADATA
+    with pytest.raises(TypeError, match="Expected 6 arguments, got 4"):
+        FlatParamShardMetadata._make(range(4))
+    assert pickle.loads(pickled(NEW, *FIELDS_OF_2_6)) == METADATA == FlatParamShardMetadata._make(METADATA)
 
 
 def test_a_second_uninstall_changes_nothing():
