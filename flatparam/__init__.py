@@ -1,62 +1,17 @@
+# ruff: noqa: F405
 """flatparam: the flat-parameter engine under sharded PyTorch training, in C."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import _build_check
 
 _build_check.check()
 
-from torch.distributed.fsdp._flat_param import (  # noqa: E402
-    FlatParameter,
-    FlatParamShardMetadata,
-    HandleShardingStrategy,
-    ParamInfo,
-    SharedParamInfo,
-)
-from torch.distributed.fsdp.wrap import (  # noqa: E402
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap,
-)
+from . import _C  # noqa: E402, F401  (a broken extension is an error of the import)
 
-from ._C import ShardError  # noqa: E402
-from .fsdp import (  # noqa: E402
-    FLAT_PARAM,
-    FSDP_PREFIX,
-    FSDP_WRAPPED_MODULE,
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    HandleTrainingState,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MemoryPlan,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    Placement,
-    ShardedGradScaler,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    TrainingState,
-    TrainingState_,
-    clean_tensor_name,
-    defer_init,
-    load_safetensors,
-    p_assert,
-)
-from .handle import FlatParamHandle  # noqa: E402
-from .install import install, is_installed, uninstall  # noqa: E402
-from .layout import FlatLayout  # noqa: E402
+if TYPE_CHECKING:
+    from ._api import *  # noqa: F403
 
 __all__ = [
     "FLAT_PARAM",
@@ -108,3 +63,23 @@ __all__ = [
     "uninstall",
     "wrap",
 ]
+
+_WITH_THEM = ("copying", "fsdp", "handle", "layout")  # submodules that need no import of their own
+
+
+def __getattr__(name: str) -> Any:
+    """Import what the package gives with the first of its names that is asked for.
+
+    It takes half as long as torch itself, most of it in torch.distributed.fsdp, which some programs do without.
+    """
+    if name in __all__:
+        api = import_module("._api", __name__)
+        globals().update({public: getattr(api, public) for public in __all__})
+        return globals()[name]
+    if name in _WITH_THEM:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_WITH_THEM})

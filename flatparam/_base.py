@@ -53,6 +53,7 @@ class HandleBase(Interruptible):
     _use_full_prec_in_eval: bool
     _use_orig_params: bool
 
+    _shard_seen: Tensor | None = None  # `_local_shard` when it was looked at last
     _backward_made_graph = False  # a backward with create_graph=True has used the unsharded flat parameter
 
     # By name, as defined here; filled when the class is complete
@@ -97,11 +98,15 @@ class HandleBase(Interruptible):
     def _keep_moved_shard(self) -> None:
         """Let ``_local_shard`` be the memory that the user has moved the sharded flat parameter to, as ``.to()`` does.
 
-        torch keeps the one from before: what is written to the other one is lost in the next forward.
+        torch keeps the one from before: what is written to the other one is lost in the next forward. Who sets
+        ``_local_shard`` himself gets that.
         """
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)
-        if shard is None or same_storage(shard, flat_param):
+        if shard is None:
+            return
+        seen, self._shard_seen = self._shard_seen, shard
+        if shard is not seen or same_storage(shard, flat_param):
             return
         ours = (getattr(flat_param, name, None) for name in _OTHER_MEMORY)
         if (shard.shape, shard.dtype) != (flat_param.shape, flat_param.dtype) or any(
@@ -109,7 +114,7 @@ class HandleBase(Interruptible):
         ):
             return
         if not self._offload_params:
-            flat_param._local_shard = flat_param.data
+            flat_param._local_shard = self._shard_seen = flat_param.data
         elif flat_param.is_cpu:
             shard.copy_(flat_param.detach())  # it stays in pinned memory
             flat_param.data = shard

@@ -1,8 +1,8 @@
 """What older torch versions wrote and imported, understood while flatparam is installed.
 
 - ``torch.distributed.fsdp.flat_param``: the module's name up to torch 2.1, in scripts and as the path in pickles.
-- ``FlatParamShardMetadata`` of four fields, as torch up to 2.5 pickled and made it: it knew row-major parameters only, so the
-  strides and contiguities that torch 2.6 put between its fields follow from the shapes.
+- ``FlatParamShardMetadata`` of four fields, as torch up to 2.5 pickled and made it: it knew row-major parameters only,
+  so the strides and contiguities that torch 2.6 put between its fields follow from the shapes.
 """
 
 import functools

@@ -9,7 +9,7 @@ the user writes the parameters there.
 
 import weakref
 from collections.abc import Callable
-from itertools import compress
+from itertools import accumulate, compress
 from operator import attrgetter
 from typing import Any
 
@@ -124,11 +124,11 @@ class Interruptible:
             return True
         trainable = tuple(map(attrgetter("requires_grad"), flat_param._params))
         if trainable != self._ranks_with_trainable[0]:
-            per_rank = flat_param._sharded_size.numel()
-            places = zip(self._get_flat_param_offsets(), flat_param._is_padding_mask, strict=True)
-            unpadded = (ends for ends, is_padding in places if not is_padding)
-            spans = [(start, end) for start, end in compress(unpadded, trainable) if start <= end]
-            ranks = {rank for start, end in spans for rank in range(start // per_rank, end // per_rank + 1)}
+            per_rank, numels = flat_param._sharded_size.numel(), flat_param._numels_with_padding
+            segments = zip(numels, accumulate(numels), flat_param._is_padding_mask, strict=True)
+            unpadded = ((numel, end) for numel, end, is_padding in segments if not is_padding)
+            spans = [(end - numel, end - 1) for numel, end in compress(unpadded, trainable) if numel > 0]
+            ranks = {rank for first, last in spans for rank in range(first // per_rank, last // per_rank + 1)}
             self._ranks_with_trainable = (trainable, len(ranks))
         return bool(self._ranks_with_trainable[1] == self.world_size)
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 
+from ._compiling import leave_out_of_graphs
 from ._flatten import make_unit
 from ._pickling import (
     PickledState,
@@ -70,6 +71,7 @@ def reduce_handle(handle: Any) -> tuple[Any, ...]:
 
 def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     """Give a new ``handle`` its ``state``, with modules complete, and let those have its original parameters."""
+    leave_out_of_graphs()
     flat_param = state["flat_param"]
     vars(handle).update({name: value for name, value in state.items() if name != _ATTRIBUTES})
     handle._training_state = HandleTrainingState.IDLE

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from .install import install
+from ._install import install
 
 USAGE = """usage: python -m flatparam run SCRIPT [ARGUMENT ...]
        python -m flatparam run -m MODULE [ARGUMENT ...]
@@ -24,6 +24,11 @@ USAGE = """usage: python -m flatparam run SCRIPT [ARGUMENT ...]
 Do what `python SCRIPT ...` or `python -m MODULE ...` does, with flatparam's handle under torch's
 FullyShardedDataParallel. With torchrun: torchrun [OPTION ...] -m flatparam run SCRIPT [ARGUMENT ...]"""
 
+# Modules and commands that start Python processes
+LAUNCHERS = (
+    *("torch.distributed.run", "torch.distributed.launch", "torchrun"),
+    *("accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner"),
+)
 CHILD = "flatparam._spawned"  # what spawned children run in place of the script
 BY_NAME, BY_PATH = "init_main_from_name", "init_main_from_path"  # how multiprocessing tells them the script
 
@@ -35,6 +40,14 @@ def main(arguments: list[str]) -> int:
         return 0
     as_module = arguments[:1] == ["-m"]
     command = arguments[1:] if as_module else arguments
+    launcher = launcher_in(command, as_module)
+    if launcher is not None:
+        print(
+            f"flatparam run: {launcher} starts Python processes of its own, which flatparam would not be under. Put "
+            f"it first: {launcher} [OPTION ...] -m flatparam run SCRIPT [ARGUMENT ...]",
+            file=sys.stderr,
+        )
+        return 2
     if not command or (command[0].startswith("-") and not as_module):
         expected, got = "a module" if as_module else "-m or a script", repr(command[0]) if command else "nothing"
         print(f"flatparam run: expected {expected}, got {got}\n{USAGE}", file=sys.stderr)
@@ -46,6 +59,16 @@ def main(arguments: list[str]) -> int:
         return 1
     install_in_spawned_children()
     return run_module(command) if as_module else run_script(command)
+
+
+def launcher_in(command: list[str], as_module: bool) -> str | None:
+    """What ``command`` runs, as a user types it, if that starts the training script in other Python processes."""
+    name = command[0] if as_module and command else os.path.basename(command[0]) if command else ""
+    if name in LAUNCHERS:
+        return f"python -m {name}" if as_module else name
+    if command[1:2] == ["launch"] and name in ("accelerate", "accelerate.commands.accelerate_cli"):
+        return "accelerate launch"
+    return None
 
 
 def run_module(command: list[str]) -> int:

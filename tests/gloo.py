@@ -30,7 +30,7 @@ PRELOADED = (
     "torch.distributed.fsdp._flat_param",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch.testing._internal.distributed.fake_pg",
-    "flatparam",  # where it is found from the working folder; else each rank imports it
+    "flatparam._api",  # where it is found from the working folder; else each rank imports it
 )
 GRACE = 3.0  # seconds that the other ranks get to tell their own error, once one rank has failed
 

@@ -1,13 +1,21 @@
-"""torch.compile of a wrapped model, and of modules inside of one: as with torch's handle, with no more graph breaks."""
+"""torch.compile of a wrapped model, and of modules inside of one: as with torch's handle, with no more graph breaks.
+
+Of a model on flatparam's own runtime: as the unsharded module.
+"""
+
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 from dropin_behaviours import Setting, batch
 from dropin_models import Mlp
-from gloo import note, run_both
+from gloo import note, run_both, run_ranks
 from recording import Recorder, first_difference
+from torch import nn
 from torch._dynamo.utils import counters
+
+import flatparam
 
 pytestmark = pytest.mark.multiprocess
 CASES = [
@@ -56,6 +64,38 @@ def train_all(kind):
         results.append(train(kind, *case))
         dist.barrier()
     return results
+
+
+def train_compiled(how):
+    """Train with flatparam's runtime, compiled, and unsharded; return the parameters of both, and how much was."""
+    assert not flatparam.is_installed()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = flatparam.FullyShardedDataParallel(copy.deepcopy(plain), use_orig_params=True)
+    if how == "torch.compile":
+        run = torch.compile(model, backend="aot_eager")
+    else:
+        model.compile(backend="aot_eager")
+        run = model
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        sum(plain(each).square().sum() / 2 for each in x).backward()
+        run(x[dist.get_rank()]).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.tolist() for name, value in plain.state_dict().items()}, {
+        name: value.tolist() for name, value in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_flatparams_runtime_compiles_without_install(how):
+    for expected, got in run_ranks(train_compiled, 2, how):
+        assert got.keys() == expected.keys()
+        for name, value in got.items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]))
 
 
 def test_compiled_models_train_as_with_torchs_handle():

@@ -67,8 +67,9 @@ IN_ONE_PROCESS = {
         assert isinstance(before, _flat_param.FlatParamHandle) and not isinstance(during, _flat_param.FlatParamHandle)
         assert type(handle()) is torchs
         """,
-    "nothing is imported, and nothing but the handle changes": """
-        import flatparam, torch.distributed.fsdp
+    "nothing is imported but Dynamo, and nothing but the handle changes": """
+        import flatparam.handle, torch.distributed.fsdp, torch._dynamo.trace_rules
+        assert flatparam.install
         from torch.distributed.fsdp import _flat_param
         modules = set(sys.modules)
         names = {name: id(value) for name, value in vars(_flat_param).items()}

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import _flat_param as torch_flat_param
 import flatparam
 import flatparam._flat_param as our_flat_param
 
-install = importlib.import_module("flatparam.install")
+install = importlib.import_module("flatparam._install")
 
 OF_EVERY_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__static_attributes__", "__firstlineno__"}
 

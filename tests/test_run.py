@@ -313,6 +313,24 @@ def test_what_is_no_script_is_refused(capsys, arguments, expected):
     assert printed.out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "launcher"),
+    [
+        (["-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"], "python -m torch.distributed.run"),
+        (["-m", "torch.distributed.launch", "train.py"], "python -m torch.distributed.launch"),
+        (["/some/bin/torchrun", "train.py"], "torchrun"),
+        (["/some/bin/accelerate", "launch", "train.py"], "accelerate launch"),
+    ],
+)
+def test_a_launcher_is_refused_with_what_was_meant(capsys, arguments, launcher):
+    """It would start the training in processes that flatparam is not installed in, without a word."""
+    status, printed = run_main(capsys, *arguments)
+    assert status == 2
+    assert printed.out == ""
+    assert f"flatparam run: {launcher} starts Python processes of its own" in printed.err
+    assert f"{launcher} [OPTION ...] -m flatparam run SCRIPT" in printed.err
+
+
 def test_a_refused_install_runs_nothing(capsys, monkeypatch, tmp_path):
     def refuse():
         raise RuntimeError("flatparam is not installed: why")

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from .. import _C
+from .._compiling import leave_out_of_graphs
 from . import collectives, peers
 from . import state_dict as state_dicts
 from .additions import close, watch_registrations
@@ -114,6 +115,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
     ):
         super().__init__()
         _watch_optimizers()
+        leave_out_of_graphs()
         watch()
         peers.enter()
         watch_registrations()
@@ -737,6 +739,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _watch_optimizers()
+        leave_out_of_graphs()
         watch()
         peers.enter()
         vars(self).update(state)
@@ -924,7 +927,13 @@ class FullyShardedDataParallel(Marks, nn.Module):
             modules = self.__dict__.get("_modules", {})
             if FSDP_WRAPPED_MODULE not in modules:
                 raise
-            return getattr(modules[FSDP_WRAPPED_MODULE], name)
+            inner = modules[FSDP_WRAPPED_MODULE]
+            try:
+                return getattr(inner, name)
+            except AttributeError:
+                if not name.startswith("_") or hasattr(type(inner), name):
+                    raise
+            raise  # of the wrapper: who asks for a private attribute means that of a class
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]

@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._dynamo.trace_rules
 import torch.distributed.fsdp._flat_param as torch_flat_param
 
 from . import _compat, _flat_param, _gathered_states, copying
+from ._compiling import leave_out_of_graphs
 from .handle import FlatParamHandle
 
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle
@@ -64,7 +64,7 @@ def install() -> None:
     copying.add()
     _gathered_states.add()
     _complete_cpu_streams()
-    _leave_out_of_compiled_graphs()
+    leave_out_of_graphs()
 
 
 def uninstall() -> None:
@@ -143,12 +143,6 @@ def _is_torchs(function: Any) -> bool:
     """Whether the code is in torch's folder, or is what ``contextlib.contextmanager`` puts around it."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     return file.startswith(os.path.join(os.path.dirname(torch.__file__), "")) or file == contextlib.__file__
-
-
-def _leave_out_of_compiled_graphs() -> None:
-    """Have torch.compile run the handle as it is, like torch's own files, which are on its list of what to skip."""
-    if not torch._dynamo.trace_rules.check_file(FlatParamHandle.unshard.__code__.co_filename).skipped:
-        torch._dynamo.trace_rules.add("flatparam")
 
 
 def _complete_cpu_streams() -> None:

@@ -1,0 +1,70 @@
+"""What `import flatparam` costs and brings, each in an interpreter of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CASES = {
+    "nothing but the extension until a name is asked for": """
+        import flatparam
+        assert "flatparam._C" in sys.modules
+        for late in ("torch._dynamo", "torch.distributed.fsdp", "flatparam.fsdp", "flatparam.handle"):
+            assert late not in sys.modules, late
+        assert {"FullyShardedDataParallel", "install", "fsdp"} <= set(dir(flatparam))
+        """,
+    "Dynamo is left to the first wrapped model": """
+        import flatparam
+        assert flatparam.FullyShardedDataParallel is flatparam.fsdp.FullyShardedDataParallel
+        assert flatparam.FlatParamHandle and flatparam.FlatLayout and flatparam.install
+        assert "torch._dynamo" not in sys.modules
+        """,
+    "every name is there in every order": """
+        import flatparam.run, flatparam.layout, flatparam.handle
+        import flatparam
+        assert callable(flatparam.install) and callable(flatparam.wrap)
+        for name in flatparam.__all__:
+            assert getattr(flatparam, name) is not None, name
+        """,
+    "from flatparam import *": """
+        from flatparam import *
+        assert FullyShardedDataParallel.__module__ == "flatparam.fsdp.fully_sharded"
+        assert callable(install)
+        """,
+    "what is not there": """
+        import flatparam
+        try:
+            flatparam.nothing_of_this_name
+        except AttributeError as error:
+            assert str(error) == "module 'flatparam' has no attribute 'nothing_of_this_name'"
+        else:
+            raise AssertionError
+        assert not hasattr(flatparam, "_nothing") and "flatparam.handle" not in sys.modules
+        """,
+}
+
+
+def python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_imported_when(name):
+    lines = CASES[name].split("\n        ")
+    python("\n".join(["import sys", *lines]))
+
+
+def test_the_import_takes_less_than_50_ms_over_torch():
+    """Of processor time, the least of three: others may use the machine."""
+    code = "import torch, time; begin = time.process_time(); import flatparam; print(time.process_time() - begin)"
+    assert min(float(python(code)) for _ in range(3)) < 0.05
