@@ -256,7 +256,10 @@ PROBLEM = problem(set(sys.argv[1:]))
 if PROBLEM is not None:
     raise SystemExit(PROBLEM)
 
+BUILDS = set(sys.argv[1:]) & NEEDS_TORCH
+
 setup(
+    install_requires=[CHECKS["torch_requirement"](torch_version() if BUILDS else None)],
     license="BSD-3-Clause",  # here and not in pyproject.toml, where setuptools before 77 does not take an expression
     ext_modules=[Extension("flatparam._C", sources=sources())],
     cmdclass={"build_ext": BuildExtension},

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """What the package gives: imported with the first of its names that is asked for."""
 
 from torch.distributed.fsdp._flat_param import (
@@ -19,6 +20,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from ._C import ShardError
+from ._install import install, is_installed, uninstall
 from .fsdp import (
     FLAT_PARAM,
     FSDP_PREFIX,
@@ -51,5 +53,4 @@ from .fsdp import (
     p_assert,
 )
 from .handle import FlatParamHandle
-from ._install import install, is_installed, uninstall
 from .layout import FlatLayout

@@ -13,6 +13,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 MIN_TORCH = (2, 11)
+MAX_TORCH = (2, 15)  # the newest that is known to work; a newer one's handle may have what ours has not
 MACHINES = ("x86_64", "aarch64")
 
 
@@ -33,13 +34,31 @@ def platform_problem(system: str, machine: str, bits: int) -> str | None:
 
 def torch_problem(version: str | None) -> str | None:
     """Say in one line why flatparam cannot be built against this torch (None: not installed), or return None."""
-    wanted = ".".join(map(str, MIN_TORCH))
+    wanted, newest = (".".join(map(str, bound)) for bound in (MIN_TORCH, MAX_TORCH))
     then = "then: pip install --no-build-isolation ."
     if version is None:
-        return f"flatparam compiles against the installed torch and found none: install torch >= {wanted}, {then}"
+        return (
+            f"flatparam compiles against the installed torch and found none: install torch >= {wanted}, {then} "
+            "(without that option pip builds apart from what is installed, where no torch ever is)"
+        )
     if release(version) < MIN_TORCH:
         return f"flatparam needs torch >= {wanted}, found {version}: install a newer torch, {then}"
+    if release(version) > MAX_TORCH:
+        return (
+            f"flatparam knows torch {wanted} to {newest}, found {version}: take a newer flatparam, or install "
+            f'"torch=={newest}.*", {then}'
+        )
     return None
+
+
+def torch_requirement(version: str | None) -> str:
+    """Return what a distribution needs: the minor release that it was built with, for its extension loads in no other.
+
+    ``None``: sources, which can be built with any that works.
+    """
+    if version is None:
+        return f"torch>={'.'.join(map(str, MIN_TORCH))},<{MAX_TORCH[0]}.{MAX_TORCH[1] + 1}"
+    return "torch=={}.{}.*".format(*release(version))
 
 
 def import_problem(torch_version: str | None, built_against: str | None, built_here: bool) -> str | None:

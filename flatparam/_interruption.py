@@ -103,8 +103,8 @@ class Interruptible:
         that an optimizer makes outside of its step: versions of tensors count it. Else a change between training and
         evaluation counts for one.
         """
-        if self._left_gathered is None:
-            return False
+        if self._left_gathered is None or self._is_replaced("_use_sharded_views"):
+            return False  # a user's own way to show the shard may write it
         versions, modes = self._left_gathered
         now = self._sum_of_versions()
         if now is None or versions is None or not self._every_rank_has_trainable():

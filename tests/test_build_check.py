@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatparam import _build_check
 
@@ -45,14 +46,17 @@ def test_platforms(system, machine, bits, works):
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [("2.11.0", None), ("3.0.1", None), ("2.10.1", "found 2.10.1"), ("1.13", "found 1.13"), (None, "found none")],
+    [
+        *(("2.11.0", None), ("2.15.0+cu132", None), ("2.15.9", None), ("2.10.1", "found 2.10.1")),
+        *(("2.16.0", "found 2.16.0"), ("3.0.1", "found 3.0.1"), ("1.13", "found 1.13"), (None, "found none")),
+    ],
 )
 def test_torch_to_build_against(version, words):
     problem = _build_check.torch_problem(version)
     assert (problem is None) == (words is None)
     if words is not None:
         assert words in problem
-        assert "torch >= 2.11" in problem
+        assert "torch >= 2.11" in problem or "torch 2.11 to 2.15" in problem
         assert "pip install --no-build-isolation ." in problem
         assert "\n" not in problem
 
@@ -78,9 +82,30 @@ def test_what_the_import_refuses(installed, built_against, built_here, words):
         assert "\n" not in problem
 
 
-def test_the_minimum_is_the_one_that_is_declared():
-    minimum = ".".join(map(str, _build_check.MIN_TORCH))
-    assert f'dependencies = ["torch>={minimum}"]' in (ROOT / "pyproject.toml").read_text()
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.13.0+cpu", "torch==2.13.*"), ("2.15.1", "torch==2.15.*"), (None, "torch>=2.11,<2.16")],
+)
+def test_what_a_distribution_needs(version, expected):
+    assert _build_check.torch_requirement(version) == expected
+
+
+@pytest.mark.multiprocess
+def test_a_wheel_says_which_torch_it_was_built_with(tmp_path):
+    """So that pip does not leave it beside a torch in which it cannot be loaded; sources say what they work with."""
+    installed = ".".join(map(str, _build_check.release(str(torch.__version__))))
+    for command, expected in (("dist_info", f"torch=={installed}.*"), ("egg_info", "torch<2.16,>=2.11")):
+        tree = tmp_path / command
+        tree.mkdir()
+        shutil.copytree(ROOT / "csrc", tree / "csrc")
+        shutil.copytree(ROOT / "flatparam", tree / "flatparam", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        for name in ("setup.py", "pyproject.toml", "README.md"):
+            shutil.copy2(ROOT / name, tree / name)
+        done = subprocess.run([sys.executable, "setup.py", "-q", command], cwd=tree, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        [metadata] = [*tree.glob("*.dist-info/METADATA"), *tree.glob("*.egg-info/PKG-INFO")]
+        needs = re.findall(r"^Requires-Dist: (torch.*)$", metadata.read_text(), re.MULTILINE)
+        assert [need.replace("(", "").replace(")", "").replace("torch ", "torch") for need in needs] == [expected]
 
 
 def importing(package_parent, **env):
@@ -156,7 +181,8 @@ def run_in_a_new_tree(bare_python, tmp_path, *command):
 
 NO_TORCH = (
     "flatparam compiles against the installed torch and found none: install torch >= 2.11, "
-    "then: pip install --no-build-isolation ."
+    "then: pip install --no-build-isolation . (without that option pip builds apart from what is installed, where no "
+    "torch ever is)"
 )
 
 

@@ -69,8 +69,13 @@ def requirements(group):
 
 def has_torch():
     """Tell whether this interpreter has a torch that flatparam can be built against, without importing it."""
-    minimum = runpy.run_path(str(ROOT / "flatparam" / "_build_check.py"))["MIN_TORCH"]
-    return importlib.util.find_spec("torch") is not None and is_met("torch>=" + ".".join(map(str, minimum)))
+    if importlib.util.find_spec("torch") is None:
+        return False
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return runpy.run_path(str(ROOT / "flatparam" / "_build_check.py"))["torch_problem"](version) is None
 
 
 def continue_in_venv(arguments):
