@@ -1,6 +1,6 @@
 # Every target finds or makes the Python environment that it needs (tools/environment.py), builds what changed and runs.
 #   make demo | test | equality | bench | lint | asan | instructions | upstream | format | build | venv | clean
-# PYTHON=python3    use this interpreter as it is if it has torch >= 2.11; else .venv is made from it
+# PYTHON=python3    use this interpreter as it is if it has torch 2.11 to 2.15; else .venv is made from it
 # ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x", make bench ARGS=--quick
 
 STARTER := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
