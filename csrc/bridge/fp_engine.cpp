@@ -131,6 +131,8 @@ struct fp_flat {
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
     int64_t sources = 0;                                             // how often that changed
     decltype(torch::autograd::Edge::function) node;                  // behind the views; null if they have none
+    int64_t shown_version = 0; // the version of full that autograd knows of the views
+    int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
 
     int64_t part_numel() const
     {
@@ -732,6 +734,74 @@ add_to_partial(fp_flat &flat, const at::Tensor &shard)
     }
 }
 
+// Let autograd take the views for what they were made as, though full has been changed in place since; else it would look
+// for another history of them.
+void
+show_version(fp_flat &flat, PyObject *const *views)
+{
+    const int64_t version = flat.full._version();
+    if (version == flat.shown_version) {
+        return;
+    }
+    for (size_t i = 0; i < flat.geometry->views.size(); i++) {
+        if (auto *meta = torch::autograd::impl::get_view_autograd_meta(THPVariable_Unpack(views[i]))) {
+            meta->set_attr_version(static_cast<uint32_t>(version));
+        }
+    }
+    flat.shown_version = version;
+}
+
+void
+change_version(fp_flat &flat, PyObject *const *views)
+{
+    const bool seen = flat.seen_version == flat.full._version();
+    flat.full.unsafeGetTensorImpl()->bump_version();
+    flat.seen_version += seen;
+    show_version(flat, views);
+}
+
+bool
+is_view_at(const fp_flat &flat, PyObject *view, size_t i)
+{
+    const View &place = flat.geometry->views[i];
+    return is_at(THPVariable_Unpack(view), flat.full, place.shape, place.stride,
+                 flat.full.storage_offset() + place.offset);
+}
+
+bool
+has_same_bytes(const at::Tensor &a, const at::Tensor &b)
+{
+    return at::equal(a.view(at::kByte), b.view(at::kByte));
+}
+
+// What our shard has of values, elements [offset, ...) of the unsharded tensor, becomes so. What it has in a higher
+// precision, and is the same in theirs, stays. Whether anything has changed.
+bool
+write_to_shard(const fp_flat &flat, const at::Tensor &shard, int64_t offset, const at::Tensor &values)
+{
+    const int64_t begin = flat.rank * flat.shard_numel;
+    const int64_t first = std::max(begin, offset);
+    const int64_t last = std::min(begin + flat.shard_numel, offset + values.numel());
+    if (first >= last) {
+        return false;
+    }
+    const at::Tensor target = alias(shard, last - first, int64_t{1}, shard.storage_offset() + first - begin);
+    const at::Tensor mine =
+        alias(values, last - first, int64_t{1}, values.storage_offset() + first - offset).to(shard.device());
+    const at::Tensor now = at::empty_like(mine);
+    convert(now, target, {});
+    if (has_same_bytes(now, mine)) {
+        return false;
+    }
+    if (mine.scalar_type() == shard.scalar_type()) {
+        target.copy_(mine);
+        return true;
+    }
+    const at::ScalarType bits = mine.element_size() == 1 ? at::kByte : mine.element_size() == 2 ? at::kShort : at::kInt;
+    target.copy_(at::where(now.view(bits).eq(mine.view(bits)), target, mine.to(shard.scalar_type())));
+    return true;
+}
+
 void
 reduce_partial(fp_flat &flat, const at::Tensor &shard, PyObject *collectives)
 {
@@ -886,6 +956,7 @@ fp_flat_prepare(fp_flat *flat, PyObject *shard_object)
         flat->borrowed = borrowed;
         flat->whole = false;
         flat->copy.reset();
+        flat->shown_version = flat->seen_version = flat->full._version();
         return 1;
     });
 }
@@ -966,15 +1037,9 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         if (changed) {
-            flat->full.unsafeGetTensorImpl()->bump_version();
-            const auto version = static_cast<uint32_t>(flat->full._version());
-            for (size_t i = 0; i < flat->geometry->views.size(); i++) {
-                const at::Tensor &view = THPVariable_Unpack(views[i]);
-                if (auto *meta = torch::autograd::impl::get_view_autograd_meta(view)) {
-                    meta->set_attr_version(version); /* or autograd would look for another history of the view */
-                }
-            }
+            fp::change_version(*flat, views);
         }
+        fp::show_version(*flat, views);
         if (flat->borrowed) {
             return 1;
         }
@@ -1020,6 +1085,96 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
         }
         flat->whole = true;
         return from_shards ? 1 : 0;
+    });
+}
+
+void
+fp_flat_refuse_graphs(fp_flat *flat, PyObject *const *views)
+{
+    fp::change_version(*flat, views);
+}
+
+int
+fp_flat_is_written(const fp_flat *flat, PyObject *const *views) noexcept
+{
+    return flat->full._version() != flat->seen_version || fp_flat_moved_view(flat, views) >= 0;
+}
+
+Py_ssize_t
+fp_flat_moved_view(const fp_flat *flat, PyObject *const *views) noexcept
+{
+    for (size_t i = 0; i < flat->geometry->views.size(); i++) {
+        if (!fp::is_view_at(*flat, views[i], i)) {
+            return static_cast<Py_ssize_t>(i);
+        }
+    }
+    return -1;
+}
+
+void
+fp_flat_forget_written(fp_flat *flat) noexcept
+{
+    if (flat->full.defined()) {
+        flat->seen_version = flat->full._version();
+    }
+}
+
+int
+fp_flat_take_written(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py_ssize_t *misfit)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const size_t n = flat->geometry->views.size();
+        *misfit = -1;
+        fp::wait_for(flat->work, flat->work_group);
+        bool changed = false;
+        if (flat->full._version() != flat->seen_version) {
+            flat->seen_version = flat->full._version();
+            fp::show_version(*flat, views);
+            if (flat->whole) {
+                changed = fp::write_to_shard(*flat, shard, 0, flat->io);
+            }
+            else if (!flat->borrowed) {
+                *misfit = static_cast<Py_ssize_t>(n);
+            }
+        }
+        std::vector<std::pair<size_t, at::Tensor>> given;
+        for (size_t i = 0; i < n; i++) {
+            if (fp::is_view_at(*flat, views[i], i)) {
+                continue;
+            }
+            const fp::View &place = flat->geometry->views[i];
+            const at::Tensor view = THPVariable_Unpack(views[i]);
+            if (fp::is_plain_tensor(view) && view.sizes() == c10::IntArrayRef(place.shape) &&
+                view.scalar_type() == flat->full.scalar_type() && view.device() == flat->full.device()) {
+                const at::Tensor values = at::empty({place.numel}, flat->io.options());
+                fp::alias(values, place.shape, place.stride, 0)
+                    .copy_(fp::alias(view, view.sizes(), view.strides(), view.storage_offset()));
+                given.emplace_back(i, values);
+            }
+            else {
+                *misfit = static_cast<Py_ssize_t>(i);
+            }
+            view.set_data(fp::alias(flat->full, place.shape, place.stride, flat->full.storage_offset() + place.offset));
+        }
+        for (const auto &[i, values] : given) {
+            const fp::View &place = flat->geometry->views[i];
+            changed = (!flat->borrowed && fp::write_to_shard(*flat, shard, place.offset, values)) || changed;
+            if (flat->borrowed || flat->whole) {
+                const at::Tensor target =
+                    fp::alias(flat->io, place.numel, int64_t{1}, flat->io.storage_offset() + place.offset);
+                changed = (flat->borrowed && !fp::has_same_bytes(target, values)) || changed;
+                target.copy_(values);
+            }
+        }
+        if (changed) {
+            shard.unsafeGetTensorImpl()->bump_version();
+        }
+        if (flat->whole && !given.empty()) {
+            flat->copy.reset(); /* it is made anew of what is whole */
+        }
+        return changed ? 1 : 0;
     });
 }
 
@@ -1107,6 +1262,28 @@ int
 fp_flat_has_values(const fp_flat *flat) noexcept
 {
     return flat->whole || flat->copy.defined();
+}
+
+int
+fp_flat_has_values_of(fp_flat *flat, PyObject *shard_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        fp::wait_for(flat->work, flat->work_group);
+        const at::Tensor &values = flat->whole ? flat->io : flat->copy;
+        const int64_t first =
+            flat->rank * flat->shard_numel - (flat->whole ? 0 : flat->param_rank * flat->part_numel());
+        if (!values.defined() || first < 0 || first + flat->shard_numel > values.numel()) {
+            return 0;
+        }
+        const at::Tensor now = at::empty({flat->shard_numel}, values.options());
+        fp::convert(now, shard.to(now.device()), {});
+        return fp::has_same_bytes(now,
+                                  fp::alias(values, flat->shard_numel, int64_t{1}, values.storage_offset() + first))
+                   ? 1
+                   : 0;
+    });
 }
 
 int
@@ -1472,21 +1649,27 @@ fp_engine_versions(PyObject *const *tensors, Py_ssize_t n) noexcept
     return sum;
 }
 
-int
-fp_engine_moved(PyObject *const *params, Py_ssize_t n, PyObject *shard_object, const int64_t *starts,
-                const int64_t *numels, const char *mask) noexcept
+Py_ssize_t
+fp_engine_moved(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *shard_object,
+                const int64_t *starts, const int64_t *numels) noexcept
 {
     const at::Tensor &shard = THPVariable_Unpack(shard_object);
     for (Py_ssize_t i = 0; i < n; i++) {
         const at::Tensor &param = THPVariable_Unpack(params[i]);
-        if (mask != nullptr && param.requires_grad() != (mask[i] != 0)) {
-            return 1;
+        if (numels[i] <= 0) {
+            if (param.numel() != 0) {
+                return i;
+            }
+            continue;
         }
-        if (numels[i] < 0 ? param.numel() != 0 : !fp::is_piece(param, shard, starts[i], numels[i])) {
-            return 1;
+        const fp::View &view = geometry->shared->views[static_cast<size_t>(i)];
+        const bool as_put = param.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(param, view)
+                                                                                   : param.is_contiguous();
+        if (!as_put || !fp::is_piece(param, shard, starts[i], numels[i]) || param.dtype() != shard.dtype()) {
+            return i;
         }
     }
-    return 0;
+    return -1;
 }
 
 int

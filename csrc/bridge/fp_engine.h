@@ -107,6 +107,19 @@ int fp_flat_wait(fp_flat *flat);
 /* Its pass is forgotten: a gather that other ranks do not come to is waited for no longer than a moment. What it writes to
  * stays until it has ended, and the next gather waits for that. */
 int fp_flat_give_up(fp_flat *flat);
+
+/* What users have written to the views. fp_flat_is_written: 1 if one was changed in place, as far as torch counts that, or
+ * was given other data. fp_flat_moved_view: the first one that was given other data; -1: none.
+ * fp_flat_take_written takes it: our part goes into the shard, all of it into what is gathered, and the views are where
+ * they were. 1: the shard has changed; 0: it has not; -1. *misfit: the view whose new data have another shape, dtype or
+ * device, so that they were dropped; n: one was changed in place where nobody reads that; else -1.
+ * fp_flat_forget_written: what was changed in place is of no interest. */
+int fp_flat_is_written(const fp_flat *flat, PyObject *const *views) FP_NOEXCEPT;
+Py_ssize_t fp_flat_moved_view(const fp_flat *flat, PyObject *const *views) FP_NOEXCEPT;
+int fp_flat_take_written(fp_flat *flat, PyObject *shard, PyObject *const *views, Py_ssize_t *misfit);
+void fp_flat_forget_written(fp_flat *flat) FP_NOEXCEPT;
+/* Let autograd refuse the graphs that need the values that are gathered. */
+void fp_flat_refuse_graphs(fp_flat *flat, PyObject *const *views);
 /* The same for what the device reads of a shard on the host: it may be written to again. */
 int fp_flat_wait_read(fp_flat *flat);
 /* How often the shard was seen to have another storage than before. */
@@ -114,6 +127,8 @@ int64_t fp_flat_sources(fp_flat *flat, PyObject *shard);
 int fp_flat_is_allocated(const fp_flat *flat) FP_NOEXCEPT;
 int fp_flat_is_whole(const fp_flat *flat) FP_NOEXCEPT;   /* what was gathered is still there */
 int fp_flat_has_values(const fp_flat *flat) FP_NOEXCEPT; /* the same, or a copy is */
+/* 1 if what was gathered, or the copy, has the values of shard for our part; 0: it has others, or is not there; -1. */
+int fp_flat_has_values_of(fp_flat *flat, PyObject *shard);
 /* Free the memory; see fp_torch_resize_storage for reason. Our part of what was gathered becomes the copy. */
 int fp_flat_release(fp_flat *flat, const char *reason);
 int fp_flat_forget_whole(fp_flat *flat);       /* what was gathered shall not become the copy */
@@ -215,10 +230,10 @@ fp_range *fp_range_begin(const char *what, PyObject *name) FP_NOEXCEPT; /* name:
 void fp_range_end(fp_range *range);                                     /* NULL is allowed */
 /* Sum of the versions of tensors: it changes when one of them is changed in place. */
 int64_t fp_engine_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;
-/* 1 if some parameter's data is not the piece of shard that starts and numels say, or has another requires_grad than
- * mask (NULL: not looked at). */
-int fp_engine_moved(PyObject *const *params, Py_ssize_t n, PyObject *shard, const int64_t *starts,
-                    const int64_t *numels, const char *mask) FP_NOEXCEPT;
+/* The first parameter whose data are not the piece of shard that starts and numels say, in one of the layouts that pieces
+ * have; geometry: of the whole parameters. -1: none. */
+Py_ssize_t fp_engine_moved(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *shard,
+                           const int64_t *starts, const int64_t *numels) FP_NOEXCEPT;
 int fp_engine_requires_grad(PyObject *tensor) FP_NOEXCEPT;
 int fp_engine_is_tensor(PyObject *object) FP_NOEXCEPT;
 int fp_engine_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */

@@ -126,13 +126,19 @@ check_others(const fp_exchange *exchange)
 /* ---- before a forward ---- */
 
 static int
-is_stale(const fp_step *step)
+is_stale(fp_step *step)
 {
+    const int doubted = step->doubted;
     int stale = 0;
+    step->doubted = 0;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         const fp_part *part = &step->parts[k];
         stale = stale || !fp_flat_has_values(part->flat) || part->synced != fp_part_versions(part) ||
                 (!part->untracked && part->synced_steps != fp_pass_optimizer_steps);
+    }
+    for (Py_ssize_t k = 0; doubted && stale == 0 && k < step->n_parts; k++) {
+        const int matches = fp_flat_has_values_of(step->parts[k].flat, step->parts[k].master);
+        stale = matches < 0 ? -1 : !matches;
     }
     return stale;
 }
@@ -147,11 +153,16 @@ agree_with(fp_exchange *exchange)
     }
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
         fp_step *step = exchange->steps[i];
-        if (type == NULL && fp_pass_look_for_moved(step) < 0) {
+        const int looked = type == NULL ? fp_pass_look_over(step) : 0;
+        const int stale = looked < 0 ? 1 : is_stale(step);
+        if (type != NULL) {
+            PyErr_Clear(); /* one is enough */
+        }
+        else if (looked < 0 || stale < 0) {
             PyErr_Fetch(&type, &value, &traceback);
             exchange->flags[exchange->n + exchange->rank] = (int32_t)(i + 1);
         }
-        exchange->flags[i] = is_stale(step);
+        exchange->flags[i] = stale != 0;
     }
     const int status = start(exchange) < 0 || read_sum(exchange) < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < exchange->n; i++) {

@@ -314,6 +314,61 @@ fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, con
     return status;
 }
 
+/* 1 if object is the attribute of item, and listed stands among its module's parameters; 0; -1. */
+static int
+is_put(fp_attribute *item, const PyObject *object, const PyObject *listed, int is_parameter, module_dicts *dicts)
+{
+    int direct = is_direct(item);
+    if (direct > 0) {
+        direct = get_dicts(item->module, dicts);
+    }
+    if (direct < 0) {
+        return -1;
+    }
+    if (!direct) { /* a class may give its tensors in another form */
+        PyObject *value = is_parameter ? get(item, dicts) : NULL;
+        Py_XDECREF(value);
+        if (PyErr_Occurred()) {
+            if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+                return -1;
+            }
+            PyErr_Clear(); /* it gives none */
+        }
+        return !is_parameter || value == object;
+    }
+    const PyObject *in_dict = PyDict_GetItemWithError(dicts->dict, item->name);
+    const PyObject *in_parameters = PyErr_Occurred() ? NULL : PyDict_GetItemWithError(dicts->parameters, item->name);
+    return PyErr_Occurred() ? -1 : in_parameters == listed && in_dict == (is_parameter ? NULL : object);
+}
+
+Py_ssize_t
+fp_attributes_find_other(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, PyObject *const *listed,
+                         Py_ssize_t n, int is_parameter)
+{
+    module_dicts dicts = {NULL, NULL, NULL};
+    int same = 1;
+    Py_ssize_t i = 0;
+    for (; same == 1 && i < n; i += same == 1) {
+        PyObject *in_list = listed == NULL ? NULL : listed[i];
+        same = is_put(&attributes->items[first + i], values[i], in_list, is_parameter, &dicts);
+    }
+    forget_dicts(&dicts);
+    return same < 0 ? -1 : i;
+}
+
+int
+fp_attributes_list(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n)
+{
+    int status = 0;
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
+        const fp_attribute *item = &attributes->items[first + i];
+        PyObject *parameters = PyObject_GetAttr(item->module, nn.parameters);
+        status = parameters == NULL ? -1 : PyObject_SetItem(parameters, item->name, values[i]);
+        Py_XDECREF(parameters);
+    }
+    return status;
+}
+
 int
 fp_attributes_check(PyObject *value, int is_parameter)
 {

@@ -48,6 +48,13 @@ int fp_attributes_put(fp_attributes *attributes, Py_ssize_t first, PyObject *con
 /* values[i] = a new reference to the attribute of item first + i, for n items; NULL if its module has none, or wanted[i] is
  * 0 (wanted may be NULL). On failure none is left. */
 int fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, const char *wanted, PyObject **values);
+/* The first of the n items from first on, counted from it, whose attribute is not values[i], or which does not stand among
+ * its module's parameters as listed[i] (NULL: as none); n: all are. is_parameter: it stands there only, and is no plain
+ * attribute; others are not looked for where a class has rules of its own. -1: error. */
+Py_ssize_t fp_attributes_find_other(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values,
+                                    PyObject *const *listed, Py_ssize_t n, int is_parameter);
+/* Let the n items stand among the parameters of their modules as values; the attributes stay. */
+int fp_attributes_list(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n);
 /* 1 if nn.Module's own rules hold for item i, so that it is read and written in the module's dictionaries; 0 if its class
  * has rules of its own, or somebody watches parameters being registered; -1. */
 int fp_attributes_is_direct(fp_attributes *attributes, Py_ssize_t i);

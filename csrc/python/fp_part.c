@@ -30,7 +30,7 @@ fp_part_show(fp_part *part, int views)
     }
     Py_DECREF(values);
     if (status == 0) {
-        part->shows_views = views;
+        part->shows = views ? FP_SHOWS_VIEWS : FP_SHOWS_PARAMS;
     }
     return status;
 }
@@ -38,13 +38,30 @@ fp_part_show(fp_part *part, int views)
 int
 fp_part_show_views(fp_part *part)
 {
-    return part->shows_views ? 0 : fp_part_show(part, 1);
+    return part->shows == FP_SHOWS_VIEWS ? 0 : fp_part_show(part, 1);
+}
+
+int
+fp_part_list_params(fp_part *part)
+{
+    if (part->shows != FP_SHOWS_VIEWS || part->params == NULL) {
+        return 0;
+    }
+    PyObject *params = Py_NewRef(part->params); /* ours: what is replaced may run code */
+    PyObject *const *items = &PyTuple_GET_ITEM(params, 0);
+    int status = fp_attributes_list(&part->attributes, 0, items, part->n);
+    for (Py_ssize_t k = 0; status == 0 && k < part->n_shared; k++) {
+        status = fp_attributes_list(&part->attributes, part->n + k, &items[part->primary[k]], 1);
+    }
+    Py_DECREF(params);
+    part->shows = FP_SHOWS_BOTH;
+    return status;
 }
 
 int
 fp_part_show_params(fp_part *part)
 {
-    return !part->shows_views || part->params == NULL ? 0 : fp_part_show(part, 0);
+    return part->shows == FP_SHOWS_PARAMS || part->params == NULL ? 0 : fp_part_show(part, 0);
 }
 
 int64_t
@@ -61,9 +78,15 @@ fp_part_is_as_gathered(fp_part *part)
     for (Py_ssize_t i = 0; untracked && i < PyTuple_GET_SIZE(part->owners); i++) {
         untracked = !fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i));
     }
-    return untracked == part->untracked && part->versions == fp_part_versions(part) &&
-           (part->params == NULL || !fp_engine_moved(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners),
-                                                     part->master, part->starts, part->numels, NULL));
+    if (untracked != part->untracked || part->versions != fp_part_versions(part) ||
+        fp_flat_is_written(part->flat, fp_part_items(part->views))) {
+        return 0;
+    }
+    const Py_ssize_t moved = fp_part_find_moved(part);
+    if (moved < 0) {
+        PyErr_Clear(); /* who looks it over before the gather says so */
+    }
+    return moved == part->n;
 }
 
 int
@@ -104,21 +127,93 @@ fp_part_take_requires_grad(const fp_part *part, PyObject *name)
     return 0;
 }
 
-int
-fp_part_was_registered_anew(fp_part *part)
+Py_ssize_t
+fp_part_find_other(fp_part *part)
 {
-    for (Py_ssize_t i = 0; !part->shows_views && i < part->n; i++) {
-        PyObject *value;
-        if (fp_attributes_get(&part->attributes, i, 1, NULL, &value) < 0) {
-            return -1;
-        }
-        const int same = value == PyTuple_GET_ITEM(part->params, i);
-        Py_XDECREF(value);
-        if (!same) {
-            return 1;
+    if (part->shows == FP_SHOWS_NOTHING) {
+        return part->n;
+    }
+    const int is_parameter = part->shows == FP_SHOWS_PARAMS;
+    PyObject *values = is_parameter ? part->params : part->views;
+    PyObject *listed = part->params == NULL ? NULL : part->shows == FP_SHOWS_VIEWS ? part->views : part->params;
+    PyObject *const *value = &PyTuple_GET_ITEM(values, 0);
+    PyObject *const *in_list = listed == NULL ? NULL : &PyTuple_GET_ITEM(listed, 0);
+    Py_INCREF(values);
+    Py_XINCREF(listed);
+    Py_ssize_t found = fp_attributes_find_other(&part->attributes, 0, value, in_list, part->n, is_parameter);
+    for (Py_ssize_t k = 0; found == part->n && k < part->n_shared; k++) {
+        const Py_ssize_t i = part->primary[k];
+        const Py_ssize_t at = fp_attributes_find_other(&part->attributes, part->n + k, &value[i],
+                                                       in_list == NULL ? NULL : &in_list[i], 1, is_parameter);
+        found = at < 0 ? -1 : at == 0 ? i : part->n;
+    }
+    Py_DECREF(values);
+    Py_XDECREF(listed);
+    return found;
+}
+
+Py_ssize_t
+fp_part_find_moved(fp_part *part)
+{
+    if (part->params != NULL) {
+        const Py_ssize_t moved = fp_engine_moved(fp_part_items(part->params), part->n, part->geometry, part->master,
+                                                 part->starts, part->numels);
+        if (moved >= 0) {
+            return moved;
         }
     }
-    return 0;
+    return fp_part_find_other(part);
+}
+
+int
+fp_part_take_written(fp_part *part, PyObject *name)
+{
+    if (part->views == NULL || !fp_flat_is_written(part->flat, fp_part_items(part->views))) {
+        return 0;
+    }
+    PyObject *views = Py_NewRef(part->views);
+    Py_ssize_t misfit;
+    int status = fp_flat_take_written(part->flat, part->master, fp_part_items(views), &misfit);
+    if (status >= 0 && misfit == part->n) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "%U: a parameter was changed in place at a time when the module's tensors are out of date, so the "
+                     "change is dropped: write to it inside summon_full_params()",
+                     name);
+        status = -1;
+    }
+    else if (status >= 0 && misfit >= 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "%U: the new data of parameter `%U` of a %.200s have another shape, dtype or device than it has "
+                     "there, so they are dropped and it is as before: give it data that fit, or wrap the module anew",
+                     name, fp_attributes_name(&part->attributes, misfit),
+                     Py_TYPE(part->attributes.items[misfit].module)->tp_name);
+        status = -1;
+    }
+    Py_DECREF(views);
+    return status;
+}
+
+int
+fp_part_adopt(fp_part *part, Py_ssize_t i, PyObject *param)
+{
+    if (part->params == NULL || i < 0 || i >= part->n) {
+        PyErr_SetString(PyExc_IndexError, "there is no such parameter");
+        return -1;
+    }
+    if (fp_attributes_check(param, 1) < 0) {
+        return -1;
+    }
+    PyObject *params = PyTuple_New(part->n);
+    for (Py_ssize_t k = 0; params != NULL && k < part->n; k++) {
+        PyTuple_SET_ITEM(params, k, Py_NewRef(k == i ? param : PyTuple_GET_ITEM(part->params, k)));
+    }
+    if (params == NULL) {
+        return -1;
+    }
+    Py_SETREF(part->params, params);
+    Py_SETREF(part->owners, Py_NewRef(params));
+    part->versions = part->synced = -1;
+    return part->views == NULL ? 0 : fp_part_forward_requires_grad(part);
 }
 
 static int
@@ -449,6 +544,7 @@ fp_part_read(fp_part *part, PyObject *tuple)
         .device = device == Py_None ? NULL : device,
     };
     part->versions = part->synced = -1;
+    part->shows = part->params == NULL ? FP_SHOWS_NOTHING : FP_SHOWS_PARAMS;
     part->flat = fp_flat_new(&options);
     if (part->flat == NULL) {
         return -1;

@@ -5,6 +5,9 @@
 #include "bridge/fp_engine.h"
 #include "python/fp_attributes.h"
 
+/* Nothing was put yet; the original parameters; views; views as attributes, while modules list the parameters. */
+enum { FP_SHOWS_NOTHING = 0, FP_SHOWS_PARAMS = 1, FP_SHOWS_VIEWS = 2, FP_SHOWS_BOTH = 3 };
+
 typedef struct {
     fp_attributes attributes; /* n parameters, then n_shared further names of them */
     Py_ssize_t n, n_shared;
@@ -25,7 +28,7 @@ typedef struct {
     int untracked;            /* no owner requires grad */
     int full_precision;       /* gradients are reduced and added in the shard's dtype, which is no low one */
     int full;                 /* gathered, or being gathered */
-    int shows_views;          /* the modules have views now */
+    int shows;                /* what the modules have now: FP_SHOWS_... */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */
     int unreduced;            /* and that is not what the optimizer is to step with */
     int deferred;             /* gradients of this pass are kept though they are to be reduced */
@@ -57,6 +60,8 @@ fp_part_items(PyObject *tuple)
 int fp_part_show(fp_part *part, int views);
 int fp_part_show_views(fp_part *part);
 int fp_part_show_params(fp_part *part);
+/* Where the modules have views: let them list the parameters, as parameters() and zero_grad() see. */
+int fp_part_list_params(fp_part *part);
 /* A number that grows with each change of the master and of the owners that torch counts, and with each storage that the
  * master gets. */
 int64_t fp_part_versions(const fp_part *part);
@@ -67,8 +72,16 @@ int fp_part_forward_requires_grad(const fp_part *part);
 /* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the
  * unit called name, if autograd would give that view a gradient which nobody reduces. */
 int fp_part_take_requires_grad(const fp_part *part, PyObject *name);
-/* 1 if a module has another object in place of an original parameter, -1 on failure. */
-int fp_part_was_registered_anew(fp_part *part);
+/* The first parameter whose data are not where they were put, or in place of which a module has something else; n: none;
+ * -1 on failure. */
+Py_ssize_t fp_part_find_moved(fp_part *part);
+/* The first one in place of which, or of whose view, a module has something else; n: none; -1. */
+Py_ssize_t fp_part_find_other(fp_part *part);
+/* Take what users have written to the views into the shard: 1 if that has changed; 0; -1. ValueError, RuntimeError for what
+ * cannot be taken, which is dropped; name: the unit's. */
+int fp_part_take_written(fp_part *part, PyObject *name);
+/* Let another Parameter be the i-th original one. */
+int fp_part_adopt(fp_part *part, Py_ssize_t i, PyObject *param);
 
 extern int64_t fp_part_unreduced; /* how many are unreduced */
 

@@ -87,34 +87,101 @@ fp_pass_make_views(fp_step *step, Py_ssize_t index)
     if (fp_part_forward_requires_grad(part) < 0) {
         return -1;
     }
-    if (part->shows_views || part->params == NULL) {
-        part->shows_views = 0;
-        return fp_part_show_views(part);
+    if (part->shows != FP_SHOWS_PARAMS || part->params == NULL) {
+        return fp_part_show(part, 1);
     }
     return 0;
 }
 
-/* Parameters that were replaced, or whose data were, go back into the shard, by Python. */
+/* What was written to the views goes into the shard, and so do parameters that were replaced, or whose data were; the
+ * latter by Python. */
 int
-fp_pass_look_for_moved(fp_step *step)
+fp_pass_look_over(fp_step *step)
 {
+    int any = 0;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
-        if (part->params == NULL) {
-            continue;
+        if (fp_part_take_written(part, step->name) < 0) {
+            return -1;
         }
-        int moved = fp_engine_moved(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), part->master,
-                                    part->starts, part->numels, NULL);
-        if (!moved) {
-            moved = fp_part_was_registered_anew(part);
-        }
+        const Py_ssize_t moved = fp_part_find_moved(part);
         if (moved < 0) {
             return -1;
         }
-        if (moved) {
-            PyObject *result = PyObject_CallNoArgs(step->moved);
-            Py_XDECREF(result);
-            return result == NULL ? -1 : 0;
+        any = any || moved < part->n;
+    }
+    if (!any) {
+        return 0;
+    }
+    PyObject *result = PyObject_CallNoArgs(step->moved);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+static int
+refuse_moved(const fp_step *step, const fp_part *part, Py_ssize_t i, const char *what)
+{
+    PyErr_Format(PyExc_RuntimeError, "%U: parameter `%U` of a %.200s %s", step->name,
+                 fp_attributes_name(&part->attributes, i), Py_TYPE(part->attributes.items[i].module)->tp_name, what);
+    return -1;
+}
+
+/* The same after a forward. The graph has the values that were written, so it is not refused for them. */
+static int
+take_written_in_forward(fp_step *step)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        const int64_t versions = fp_part_versions(part);
+        const int written = fp_part_take_written(part, step->name);
+        if (written < 0) {
+            return -1;
+        }
+        if (written) {
+            part->versions += fp_part_versions(part) - versions;
+        }
+        const Py_ssize_t other = fp_part_find_other(part);
+        if (other < 0) {
+            return -1;
+        }
+        if (other < part->n) {
+            if (fp_part_show(part, 1) == 0) {
+                refuse_moved(step, part, other,
+                             "was replaced by another object in its forward, whose gradient nobody would reduce; it is "
+                             "as before: replace it between steps, or set its .data");
+            }
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Before the backward of a unit: what was written since its forward is known to autograd, or refused. */
+static int
+check_unchanged(fp_step *step)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        fp_part *part = &step->parts[k];
+        if (part->views == NULL) {
+            continue;
+        }
+        const Py_ssize_t in_views = fp_flat_moved_view(part->flat, fp_part_items(part->views));
+        const Py_ssize_t moved = in_views >= 0 ? in_views : fp_part_find_moved(part);
+        if (moved < 0) {
+            return -1;
+        }
+        if (moved < part->n) {
+            return refuse_moved(step, part, moved,
+                                "was replaced, or given other data, between forward and backward, which has to come to "
+                                "the weights of the forward: change it after the backward");
+        }
+        if (fp_part_take_written(part, step->name) < 0) {
+            return -1;
+        }
+        const int64_t versions = fp_part_versions(part);
+        if (versions != part->versions) {
+            fp_flat_refuse_graphs(part->flat, fp_part_items(part->views));
+            part->versions = versions;
         }
     }
     return 0;
@@ -125,7 +192,7 @@ fp_pass_start_gather(fp_step *step)
 {
     fp_run *run = step->run;
     int gathered = 0;
-    if (!run->in_backward && !step->copied && fp_pass_look_for_moved(step) < 0) {
+    if (!run->in_backward && !step->copied && fp_pass_look_over(step) < 0) {
         return -1;
     }
     /* Only others were freed since, or could not be gathered when this was last tried. */
@@ -315,6 +382,7 @@ fp_pass_recover(fp_run *run)
         for (Py_ssize_t k = 0; k < step->n_parts; k++) {
             fp_part *part = &step->parts[k];
             part->deferred = 0;
+            fp_flat_forget_written(part->flat);
             fp_flat_forget(part->flat, !part->shows_kept);
             if (in_backward && fp_part_drop_kept(part) < 0) {
                 return -1;
@@ -521,6 +589,22 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+/* A forward is over: parameters() are the original ones from now on, of units that stay full too. */
+static int
+list_params(fp_run *run)
+{
+    int status = 0;
+    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
+        fp_step *step = run->steps[s];
+        Py_INCREF(step);
+        for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
+            status = fp_part_list_params(&step->parts[k]);
+        }
+        Py_DECREF(step);
+    }
+    return status;
+}
+
 /* Put hooks on the tensors in an output that have a history; *hooked counts these, *found all. */
 static int
 hook_outputs(fp_step *step, PyObject *output, int *hooked, int *found)
@@ -594,7 +678,7 @@ fp_pass_post_forward(PyObject *self, PyObject *output)
     }
     step->depth--;
     run->depth--;
-    if (take_requires_grad(step) < 0) {
+    if (take_requires_grad(step) < 0 || (step->depth == 0 && take_written_in_forward(step) < 0)) {
         return NULL;
     }
     if (fp_engine_grad_enabled() &&
@@ -621,6 +705,9 @@ fp_pass_post_forward(PyObject *self, PyObject *output)
         return NULL;
     }
     if ((!stays || step->reshard_after_forward || !step->sharded) && fp_pass_show_params(step) < 0) {
+        return NULL;
+    }
+    if (run->depth == 0 && list_params(run) < 0) {
         return NULL;
     }
     return Py_NewRef(output);
@@ -710,11 +797,12 @@ before_backward_of(fp_step *step, uint64_t began)
     }
     step->task = task;
     step->awaits_backward = 0;
-    if (make_full(step) < 0 || fp_line_bring_back(run) < 0) {
+    if (check_unchanged(step) < 0 || make_full(step) < 0 || fp_line_bring_back(run) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (fp_part_show_views(&step->parts[k]) < 0) { /* for a forward that is recomputed in parts */
+        fp_part *part = &step->parts[k];
+        if (part->shows == FP_SHOWS_PARAMS && fp_part_show_views(part) < 0) { /* for a forward recomputed in parts */
             return -1;
         }
     }

@@ -68,6 +68,7 @@ typedef struct fp_step {
     int sharded;         /* some part is spread over ranks */
     int copied;          /* so is what parts gather from until the masters change, or it stays full */
     int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
+    int doubted;         /* copied: the next pass compares the masters with what it would gather from */
     Py_ssize_t depth;    /* forwards of this unit that are under way */
     int gathering;       /* gathers were started and not waited for */
     int full;            /* all parts are */
@@ -92,7 +93,7 @@ extern const fp_unit_calls fp_pass_step_calls, fp_pass_run_calls; /* what autogr
 
 /* For fp_agree.c and fp_line.c. */
 PyObject *fp_pass_collectives(const fp_step *step);
-int fp_pass_look_for_moved(fp_step *step);
+int fp_pass_look_over(fp_step *step);
 int fp_pass_start_gather(fp_step *step);
 int fp_pass_prefetch(fp_step *target);
 int fp_pass_release_part(fp_step *step, fp_part *part);

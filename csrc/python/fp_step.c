@@ -227,11 +227,46 @@ step_put(PyObject *self, PyObject *argument)
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
-        if ((views ? part->views : part->params) != NULL && fp_part_show(part, views) < 0) {
+        if ((views ? part->views : part->params) != NULL &&
+            (fp_part_show(part, views) < 0 || fp_part_list_params(part) < 0)) {
             return NULL;
         }
     }
     Py_RETURN_NONE;
+}
+
+static PyObject *
+step_look_over(PyObject *self, PyObject *ignored)
+{
+    return fp_pass_look_over((fp_step *)self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* adopt(part, index, param) */
+static PyObject *
+step_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_step *step = (fp_step *)self;
+    int64_t k, i;
+    if (fp_check_nargs("adopt", nargs, 3) < 0 || fp_as_int64(args[0], &k) < 0 || fp_as_int64(args[1], &i) < 0) {
+        return NULL;
+    }
+    if (k < 0 || k >= step->n_parts) {
+        PyErr_Format(PyExc_IndexError, "expected a part below %zd, got %lld", step->n_parts, (long long)k);
+        return NULL;
+    }
+    return fp_part_adopt(&step->parts[k], (Py_ssize_t)i, args[2]) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+step_is_written(PyObject *self, void *ignored)
+{
+    const fp_step *step = (fp_step *)self;
+    int written = 0;
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        const fp_part *part = &step->parts[k];
+        written = written || (part->views != NULL && fp_flat_is_written(part->flat, fp_part_items(part->views)));
+    }
+    return PyBool_FromLong(written);
 }
 
 static PyObject *
@@ -278,6 +313,13 @@ step_invalidate(PyObject *self, PyObject *ignored)
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         step->parts[k].synced = -1;
     }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+step_doubt(PyObject *self, PyObject *ignored)
+{
+    ((fp_step *)self)->doubted = 1;
     Py_RETURN_NONE;
 }
 
@@ -331,7 +373,7 @@ static PyObject *
 step_shows_views(PyObject *self, void *ignored)
 {
     const fp_step *step = (fp_step *)self;
-    return PyBool_FromLong(step->n_parts > 0 && step->parts[0].shows_views);
+    return PyBool_FromLong(step->n_parts > 0 && step->parts[0].shows >= FP_SHOWS_VIEWS);
 }
 
 static PyObject *
@@ -433,8 +475,16 @@ static PyMethodDef step_methods[] = {
      "modules have them."},
     {"put", step_put, METH_O,
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
+    {"look_over", step_look_over, METH_NOARGS,
+     "look_over($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put in their "
+     "place, into the shards."},
+    {"adopt", FP_FASTCALL(step_adopt), METH_FASTCALL,
+     "adopt($self, part, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there was."},
     {"invalidate", step_invalidate, METH_NOARGS,
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
+    {"doubt", step_doubt, METH_NOARGS,
+     "doubt($self, /)\n--\n\nThe shard may have been written without torch counting it: the next pass compares it with "
+     "what it has gathered from."},
     {"compute_in_full", step_compute_in_full, METH_O,
      "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
      "precision, "
@@ -459,6 +509,8 @@ static PyMethodDef step_methods[] = {
 static PyGetSetDef step_getset[] = {
     {"is_full", step_is_full, NULL, "Whether the unsharded data have memory.", NULL},
     {"is_partly_full", step_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
+    {"is_written", step_is_written, NULL,
+     "Whether somebody has changed a view in place, or its data, since that was looked over.", NULL},
     {"has_frozen", step_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
     {"unreduced", step_unreduced, NULL,
      "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", NULL},

@@ -330,6 +330,8 @@ class FullyShardedDataParallel(Marks, nn.Module):
             raise StateError(
                 f"{unit.name}: forward inside summon_full_params(), which has its full parameters: call it outside"
             )
+        if not self._use_orig_params:
+            unit.check_registered()
         step = unit.step
         if step.run is None:
             self._lazy_init()
@@ -354,8 +356,11 @@ class FullyShardedDataParallel(Marks, nn.Module):
                 output = module(*args, **kwargs)
             return step.post_forward(output)
         except BaseException as error:
-            step.abort_forward()
-            unit.check_shards(error)
+            try:
+                unit.explain(error)
+            finally:
+                step.abort_forward()
+                unit.check_shards(error)
             raise
 
     def _watch_inputs(self, inputs: Any) -> None:
@@ -485,6 +490,25 @@ class FullyShardedDataParallel(Marks, nn.Module):
             self._lazy_init()
         run: Any = self._unit.step.run
         run.refresh()
+
+    def refresh(self) -> None:
+        """Take the parameters' values as they are now, whatever has written them, for the next forward and backward.
+
+        For LAYER_ZERO and ZERO_1 after writes that torch does not count, as ``param.data.copy_(average)``; other
+        strategies gather in every forward. A collective call, for the root, between steps.
+        Raises: StateError naming the state and those allowed.
+        """
+        self._check_root("refresh")
+        for unit in units_of(self.modules()):
+            unit.step.invalidate()
+        self.sync_params()
+
+    def train(self, mode: bool = True) -> "FullyShardedDataParallel":
+        """As of any module. Where it begins or ends an evaluation, weights may have been exchanged by ``.data``."""
+        if "_unit" in vars(self) and not (mode and self.training):
+            self._unit.step.doubt()
+        super().train(mode)
+        return self
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
@@ -707,6 +731,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         wrappers = self.fsdp_modules(self)
         had_views = [wrapper._unit.step.shows_views for wrapper in wrappers]
         for wrapper in wrappers:
+            wrapper._unit.look_over()
             wrapper._unit.step.put(False)
             for views in wrapper._unit.step.views():
                 memo.update((id(view), torch.empty(0)) for view in views or ())  # the copy makes its own
@@ -734,6 +759,8 @@ class FullyShardedDataParallel(Marks, nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's shards and the modules, between two steps, without gradients; loaded by the same rank."""
         self._check_idle("pickling")
+        for unit in units_of(self.modules()):
+            unit.look_over()
         state = {**vars(self), "_outer": None}
         return copyreg.__newobj__, (type(self),), pickled(state, units_of(self.modules()))  # type: ignore[attr-defined]
 
@@ -753,8 +780,9 @@ class FullyShardedDataParallel(Marks, nn.Module):
         self._check_idle_here("changing device or dtype")
         for wrapper in self.fsdp_modules(self):
             wrapper._check_stays(fn)
-        super()._apply(fn, recurse)
         unit = self._unit
+        unit.look_over()
+        super()._apply(fn, recurse)
         for segment in unit.segments:
             if self._use_orig_params:
                 segment.flat.data = fn(segment.flat.data)
@@ -1010,7 +1038,7 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
     state_dicts.insert_prefix(state_dict, prefix)
     if module._unit.summoned is None:
         on_host = module._unit.options.device is not None  # as the shards are
-        loading = Summoned(module._unit, writeback=True, offload_to_cpu=on_host)
+        loading = Summoned(module._unit, writeback=True, offload_to_cpu=on_host, loads=True)
         loading.enter()
         module._loading = loading
 

@@ -111,8 +111,7 @@ def _wanted(module: nn.Module) -> Iterator[Wanted]:
             paths.setdefault(unit, []).append(path)
     managed: set[tuple[nn.Module, str]] = set()
     for unit, places in paths.items():
-        if unit.options.use_orig_params:
-            unit.take_back()
+        unit.look_over()
         managed.update((unit.module, name) for name in unit.flat_names())
         for segment in unit.segments:
             managed.update((name.module, name.name) for original in segment.originals for name in original.names)

@@ -19,6 +19,7 @@ class Before:
         self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         managed: set[tuple[int, str]] = set()
         for unit in units:
+            unit.look_over()
             managed.update((id(unit.module), name) for name in unit.flat_names())
             for segment in unit.segments:
                 self._shards.append((segment, segment.flat.detach().clone()))

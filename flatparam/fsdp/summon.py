@@ -9,14 +9,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from .. import _C
 from . import order
-from .unit import Original, Segment, Unit
+from .unit import Original, Segment, StateError, Unit, check_not_rounded, same_bytes
 
 _active: "list[Summoned]" = []  # what is summoned now, in this process
-
-
-class StateError(RuntimeError, AssertionError, ValueError):
-    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
 
 
 def refuse_unreduced(units: Iterable[Unit], what: str) -> None:
@@ -58,7 +55,8 @@ class Summoned:
 
     Args: ``writeback``: keep this rank's shard of what was written; ``rank0_only``: only rank 0 of the group that
     shares the unit sees them; ``offload_to_cpu``; ``with_grads``: ``.grad`` too, which is written back in the same way:
-    a gradient that was cleared, set or replaced stays so.
+    a gradient that was cleared, set or replaced stays so; ``loads``: a state dict is loaded, after which modules have
+    the parameters that they had before.
     """
 
     def __init__(
@@ -69,6 +67,7 @@ class Summoned:
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
+        loads: bool = False,
     ):
         self.unit = unit
         self.writeback = writeback
@@ -78,12 +77,15 @@ class Summoned:
         self.wholes: list[Tensor] = []
         self.gradients: list[Tensor | None] = []  # of each segment, whole
         self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
+        self.loads = loads
+        self._made: dict[str, nn.Parameter] = {}  # with use_orig_params=False: what modules show, by name
         self.had_views = unit.step.shows_views
 
     @torch.no_grad()
     def enter(self) -> None:
         """Gather, and let the modules have full parameters. A collective call."""
         unit = self.unit
+        unit.look_over()
         having: list[list[bool]] = []
         for segment in unit.segments:
             whole = segment.gather(segment.flat.detach())
@@ -115,6 +117,7 @@ class Summoned:
             original.param.data = value
             return
         param = nn.Parameter(value, requires_grad=trained)
+        self._made[original.fqn] = param
         for place in original.names:
             vars(place.module).pop(place.name, None)
             place.module.register_parameter(place.name, param)
@@ -147,17 +150,11 @@ class Summoned:
         _active.remove(self)
         if not self.shown:
             return
-        values = [
-            (segment, whole, [_shown(original) for original in segment.originals])
-            for segment, whole in zip(unit.segments, self.wholes, strict=True)
-        ]
-        for segment, whole, params in values:
+        misfit = self._take_written()
+        for segment, whole in zip(unit.segments, self.wholes, strict=True):
             if self.writeback or not segment.is_sharded:
-                for param, place in zip(params, segment.unsharded(whole), strict=True):
-                    if param.data_ptr() != place.data_ptr() or param.device != place.device:
-                        place.copy_(param)
                 shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
-                changed = not torch.equal(shard, mine)
+                changed = not same_bytes(shard, mine)
                 if changed:  # what was not written is no change to a graph that waits for backward
                     shard.copy_(mine)
                 placement = unit.options.placement
@@ -180,6 +177,40 @@ class Summoned:
                     set_gradient(param, grad)
         unit.register_flat()
         unit.step.put(self.had_views or not unit.options.use_orig_params)
+        if misfit is not None:
+            raise misfit
+
+    def _take_written(self) -> ValueError | None:
+        """Have in the wholes what was put in place of parameters or their data. If that cannot be: nothing, and why."""
+        writes: list[tuple[Tensor, Tensor]] = []
+        replaced: list[tuple[int, int, Original, nn.Parameter]] = []
+        try:
+            for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
+                if not self.writeback and segment.is_sharded:
+                    continue
+                for i, place in enumerate(segment.unsharded(whole)):
+                    original = segment.originals[i]
+                    other = None if self.loads else self.unit.standing_for(original, self._made.get(original.fqn))
+                    if other is not None:
+                        replaced.append((k, i, original, other))
+                    now = _shown(original)
+                    if _is_at(now, place):
+                        continue
+                    if not _C.is_plain(now) or now.shape != place.shape:
+                        raise ValueError(
+                            f"{self.unit.name}: expected the new data of parameter `{original.fqn}` to have its shape "
+                            f"{tuple(place.shape)}, got {tuple(now.shape)}; it is as before"
+                        )
+                    value = check_not_rounded(self.unit.name, original, now.detach(), place.dtype).to(place.device)
+                    shares = value.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+                    writes.append((place, value.clone() if shares else value))
+        except ValueError as error:
+            return error
+        for k, i, original, other in replaced:
+            self.unit.adopt(k, i, original, other)
+        for place, value in writes:
+            place.copy_(value)
+        return None
 
     def _put_gradient_back(self, segment: Segment, whole: Tensor | None, grads: list[Tensor | None]) -> None:
         """Let the owners have this rank's pieces of ``grads``, of the whole parameters; many lie in ``whole``."""
@@ -219,8 +250,20 @@ def _owners(unit: Unit, segment: Segment) -> list[nn.Parameter]:
 
 
 def _shown(original: Original) -> nn.Parameter:
+    """What modules show of ``original``."""
     place = original.names[0]
-    return getattr(place.module, place.name)
+    value = place.module._parameters.get(place.name)
+    return original.param if value is None else value
+
+
+def _is_at(value: Tensor, place: Tensor) -> bool:
+    return (
+        value.device == place.device
+        and value.dtype == place.dtype
+        and value.data_ptr() == place.data_ptr()
+        and value.shape == place.shape
+        and value.stride() == place.stride()
+    )
 
 
 def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:

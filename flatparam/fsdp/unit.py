@@ -6,6 +6,7 @@ A unit has one segment for each (dtype, requires_grad) that it holds apart: a fl
 import copy
 import dataclasses
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter, MixedPrecision
+from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
@@ -35,6 +37,10 @@ _FREED = (
     "of {}; outside of them use summon_full_params(), and call the wrapped module instead of one of its parts. In "
     "backward this means that what the unit computed reached the loss by another way than its output."
 )
+
+
+class StateError(RuntimeError, AssertionError, ValueError):
+    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
 
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
@@ -424,6 +430,25 @@ class Unit:
                 original.template = None
         self.step.invalidate()
 
+    def check_registered(self) -> None:
+        """Raises: StateError if its module has another tensor in place of a flat parameter."""
+        for name, segment in zip(self.flat_names(), self.segments, strict=True):
+            if self.module._parameters.get(name, segment.flat) is not segment.flat:
+                _let_swap_back()
+                how = " by functional_call()" if _in_functional_call() else ""
+                raise StateError(
+                    f"{self.name}: its flat parameter `{name}` was exchanged{how}, and only the one it has is used: "
+                    "set the data of that one, or call the module before it is wrapped"
+                )
+
+    def explain(self, error: BaseException) -> None:
+        """Raises: RuntimeError from ``error``, which ended a forward, if that comes of a write in place."""
+        if self.step.is_written and isinstance(error, RuntimeError) and "modified inplace" in str(error):
+            raise RuntimeError(
+                f"{self.name}: a parameter was changed in place in the middle of its forward, where gradients are "
+                "recorded; the change is dropped. Set the parameter's .data there, or change it between steps"
+            ) from error
+
     def check_shards(self, error: BaseException) -> None:
         """Raises: ValueError from ``error`` if a flat parameter was given data of another shape: it comes from that."""
         for name, segment in zip(self.flat_names(), self.segments, strict=True):
@@ -433,39 +458,129 @@ class Unit:
                     f"({segment.layout.shard_numel},), got {tuple(segment.flat.shape)}: a shard keeps its size"
                 ) from error
 
+    def look_over(self) -> None:
+        """Take what users have written to parameters, or put in their place, into the shards: before these are read."""
+        if self.summoned is None:
+            self.step.look_over()
+
+    @torch.no_grad()
     def take_back(self) -> None:
         """Copy the values of parameters that were replaced, or whose data were, into the shard.
 
-        The modules have the parameters they had when they were wrapped afterwards, pointing at the shard.
+        Another Parameter that stands in an original one's place is that from now on; with ``use_orig_params=False`` its
+        place is the view's again.
 
-        Raises: ValueError for a parameter that has neither its full shape nor its piece's.
+        Raises: ValueError naming a parameter whose values do not fit, or in whose place is no Parameter, and StateError
+        in ``functional_call``; the shards are as they were.
         """
-        for segment in self.segments:
-            shard = segment.flat.detach()
-            for piece, here in zip(segment.pieces, segment.here(), strict=True):
-                original, held = here.original, max(here.numel, 0)
-                place = original.names[0]
-                now = getattr(place.module, place.name, original.param)
-                value = now.detach()
-                if now is not original.param:
-                    for other in original.names:
-                        delattr(other.module, other.name)
-                        other.module.register_parameter(other.name, original.param)
-                if here.numel < 0 and value.numel() == 0:
-                    continue
-                if value.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() and held > 0:
-                    continue
-                if value.shape == original.shape:
-                    value = in_order(value, original.stride).narrow(0, piece.intra_param_start_idx or 0, held)
-                elif value.shape == here.shape:
-                    value = in_order(value, here.stride)
-                elif value.numel() != held:
-                    raise ValueError(
-                        f"{self.name}: expected the new data of parameter `{original.fqn}` to have its shape "
-                        f"{tuple(original.shape)} or that of its piece here, {here.shape}, got {tuple(value.shape)}"
-                    )
-                shard.narrow(0, here.start, held).copy_(value.reshape(-1))
+        writes: list[tuple[Tensor, Tensor]] = []
+        replaced: list[tuple[int, int, Original, nn.Parameter]] = []
+        try:
+            for k, (segment, views) in enumerate(zip(self.segments, self.step.views(), strict=True)):
+                shard = segment.flat.detach()
+                for i, (piece, here) in enumerate(zip(segment.pieces, segment.here(), strict=True)):
+                    now = self.standing_for(here.original, None if views is None else views[i])
+                    if now is not None and now is not here.original.param:
+                        replaced.append((k, i, here.original, now))
+                    elif not segment.use_orig_params:
+                        continue
+                    value = here.original.param.detach() if now is None else now.detach()
+                    held = max(here.numel, 0)
+                    target = shard.narrow(0, here.start, held)
+                    if value.numel() + held and not _lies_at(value, here, target):
+                        writes.append((target, self._fit(here, piece.intra_param_start_idx or 0, value, target)))
+        except ValueError:
+            for segment in self.segments if self.options.use_orig_params else ():
+                segment.point_at_pieces()
+            raise
+        for k, i, original, now in replaced:
+            self.adopt(k, i, original, now)
+        for target, value in writes:
+            target.copy_(value)
+        for segment in self.segments if self.options.use_orig_params else ():
             segment.point_at_pieces()
+        if replaced:
+            self.step.put(self.step.shows_views)
+
+    def standing_for(self, original: Original, view: Tensor | None) -> nn.Parameter | None:
+        """What modules have in place of ``original`` or its ``view``, if it is neither; None: one of the two.
+
+        Raises: ValueError naming the parameter if it cannot stand there.
+        """
+        found: list[Any] = []
+        for place in original.names:
+            own = [vars(place.module).get(place.name), place.module._parameters.get(place.name)]
+            have = [value for value in own if value is not None] or [_attribute(place)]
+            found.append(next((value for value in have if value is not original.param and value is not view), original))
+        if all(value is original for value in found):
+            return None
+        what = f"{self.name}: parameter `{original.fqn}`"
+        if _in_functional_call():
+            _let_swap_back()
+            raise StateError(
+                f"{what} is exchanged by functional_call(), for tensors that are not sharded: call it on the module "
+                "before it is wrapped, or on a copy with the values of state_dict()"
+            )
+        now = found[0]
+        if not isinstance(now, nn.Parameter):
+            raise ValueError(
+                f"{what} was deleted, or replaced by something that is no nn.Parameter ({type(now).__name__}): do that "
+                "before wrapping (parametrizations, weight norm and pruning too)"
+            )
+        if any(value is not now for value in found):
+            names = ", ".join(f"`{place.fqn}`" for place in original.names)
+            raise ValueError(f"{what} is shared by {names}, and not all of them were replaced: replace all, or none")
+        if not _C.is_plain(now):
+            raise ValueError(f"{what} was replaced by a {type(now).__name__} that is not plain and dense")
+        owner = owner_of_param(now)
+        if owner is not None:
+            raise ValueError(
+                f"{what} was replaced by `{owner[1]}` of {owner[0].name}: tie parameters before wrapping, in one unit; "
+                "to exchange values, set their .data"
+            )
+        if not self.options.use_orig_params and now.requires_grad != original.param.requires_grad:
+            raise ValueError(
+                f"{what} was replaced by one that {'requires' if now.requires_grad else 'does not require'} grad; that "
+                "is decided for all of a flat parameter: use use_orig_params=True, or replace it before wrapping"
+            )
+        return now
+
+    def _fit(self, here: Here, start: int, value: Tensor, target: Tensor) -> Tensor:
+        """``value``, of the whole or of the piece here, as what ``target`` is to be.
+
+        ``start``: of the piece in the whole. Raises: ValueError for another shape, and where the dtype would round.
+        """
+        original = here.original
+        if not _C.is_plain(value):
+            raise ValueError(f"{self.name}: the new data of parameter `{original.fqn}` are not plain and dense")
+        if value.shape == original.shape:
+            value = in_order(value, original.stride).narrow(0, start, target.numel())
+        elif value.shape == here.shape:
+            value = in_order(value, here.stride)
+        elif value.numel() != target.numel():
+            raise ValueError(
+                f"{self.name}: expected the new data of parameter `{original.fqn}` to have its shape "
+                f"{tuple(original.shape)} or that of its piece here, {here.shape}, got {tuple(value.shape)}; it is as "
+                "before"
+            )
+        value = check_not_rounded(self.name, original, value.reshape(-1), target.dtype)
+        return value.clone() if value.untyped_storage().data_ptr() == target.untyped_storage().data_ptr() else value
+
+    def adopt(self, k: int, i: int, original: Original, param: nn.Parameter) -> None:
+        """Let ``param`` be the i-th original parameter of the k-th segment; the one before keeps its values."""
+        if self.options.use_orig_params:
+            old = original.param
+            old.data = old.detach().clone()
+            _of_params.pop(old, None)
+            original.param = param
+            self.step.adopt(k, i, param)
+            _of_params[param] = weakref.ref(self), original.fqn
+            for place in original.names:
+                place.module._parameters[place.name] = param
+        else:
+            for place in original.names:
+                place.module._parameters.pop(place.name, None)
+                vars(place.module)[place.name] = None  # the view comes there
 
     def parameters(self) -> Iterator[tuple[Segment, nn.Parameter]]:
         """What the optimizer steps: the original parameters, or the flat ones."""
@@ -485,6 +600,61 @@ def _warn_of_hooks(name: str, original: Original) -> None:
             "them on that when it is wrapped, or pass use_orig_params=True",
             stacklevel=5,
         )
+
+
+def _attribute(place: Name) -> Any:
+    """What the class of a module makes of a parameter's name, which the module does not have; None if it fails."""
+    try:
+        return getattr(place.module, place.name, None)
+    except Exception:
+        return None
+
+
+def _in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call``, or its older names, is calling this."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _let_swap_back() -> None:
+    """Have ``functional_call`` put the views back where it has put Parameters: it would register them, and cannot."""
+    for unit in _units:
+        for segment in unit.segments if unit.summoned is None and not unit.options.use_orig_params else ():
+            for place in (place for original in segment.originals for place in original.names):
+                given = place.module._parameters.pop(place.name, None)
+                if given is not None:
+                    vars(place.module)[place.name] = given
+
+
+def _lies_at(value: Tensor, here: Here, target: Tensor) -> bool:
+    """Whether ``value`` is ``target``, the piece of the shard, as ``point_at_pieces`` has made it."""
+    return (
+        value.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+        and value.storage_offset() == target.storage_offset()
+        and value.dtype == target.dtype
+        and value.shape == torch.Size(here.shape)
+        and value.stride() == here.stride
+    )
+
+
+def check_not_rounded(name: str, original: Original, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in ``dtype``. Raises: ValueError naming the parameter if that loses something."""
+    if value.dtype == dtype:
+        return value
+    converted = value.to(dtype)
+    if not same_bytes(converted.to(value.dtype), value):
+        raise ValueError(
+            f"{name}: the new data of parameter `{original.fqn}` are of {value.dtype}, which {dtype} would round: "
+            "convert them yourself, or the model before"
+        )
+    return converted
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one dtype and shape are equal bit for bit: -0.0 is not 0.0, and a NaN is itself."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -519,7 +689,7 @@ def check_reduced(optimizer: torch.optim.Optimizer, *args: Any) -> None:
 def _take_back(unit: "weakref.ref[Unit]") -> None:
     """``take_back`` of a unit that the step must not keep alive."""
     alive = unit()
-    if alive is not None:
+    if alive is not None and alive.summoned is None:
         alive.take_back()
 
 

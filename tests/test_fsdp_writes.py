@@ -1,0 +1,423 @@
+"""What users write to weights is kept and trained on as in the unsharded module, or refused by name.
+
+In forwards, between forward and backward, between steps, in summoned parameters, by assignment and in place. The
+oracle is the unsharded module that the same is done to.
+"""
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import Averaged, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import vector_to_parameters
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import MixedPrecision, ShardingStrategy
+
+pytestmark = pytest.mark.multiprocess
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
+SETTINGS = tuple(itertools.product(STRATEGIES, (False, True)))
+
+
+def wrap(module, strategy, uo, **arguments):
+    return wrap_blocks(module, sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, **arguments)
+
+
+def step_both(model, module, step):
+    """A training step of both, by SGD."""
+    loss_of(model, data(step)).backward()
+    Averaged(module, dist.get_world_size()).backward(lambda rank: [data(step, rank)])
+    assert_same_grads(model, module, step)
+    for m in (model, module):
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+        m.zero_grad()
+    assert_same(model, module, step)
+
+
+def constrain(module):
+    """Before the forward of a linear: its weight within bounds, as a module of its own would do it."""
+
+    for inner in module.modules():
+        if isinstance(inner, nn.Linear):
+            inner.register_forward_pre_hook(lambda linear, args: give(linear, linear.weight.data.clamp(-0.3, 0.3)))
+    return module
+
+
+def given_data_in_forward():
+    for strategy, uo in SETTINGS:
+        note(f"{strategy} uo={uo}")
+        module, model = constrain(make()), wrap(constrain(make()), strategy, uo)
+        for step in range(3):
+            step_both(model, module, step)
+        with torch.no_grad():
+            model(data(9))
+            module(data(9))
+        assert_same(model, module)
+        step_both(model, module, 3)
+
+        # turned around: the same memory in another order
+        torch.manual_seed(1)
+        square = nn.Linear(4, 4, bias=False)
+        wanted, x = copy.deepcopy(square), torch.randn(2, 4)
+        model = FSDP(nn.Sequential(square), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        for linear in (square, wanted):
+            linear.register_forward_pre_hook(lambda linear, args: give(linear, linear.weight.data.t()))
+        for _ in range(3):
+            torch.testing.assert_close(model(x), wanted(x))
+        assert torch.equal(model.state_dict()["0.weight"], wanted.weight)
+
+        # what cannot be is said, and the weight is as before
+        model = wrap(make(), strategy, uo)
+        handle = model.blocks[1].inner.register_forward_hook(
+            lambda linear, args, output: give(linear, linear.weight.data.double())
+        )
+        with pytest.raises(ValueError, match=r"`weight` of a Linear have another shape, dtype or device"):
+            model(data(0))
+        handle.remove()
+        assert_same(model, make())
+        handle = model.blocks[1].module.register_forward_hook(
+            lambda block, args, output: setattr(block, "scale", nn.Parameter(torch.ones(5)))
+        )
+        with pytest.raises(RuntimeError, match=r"`scale` of a Block was replaced by another object in its forward"):
+            model(data(0))
+        handle.remove()
+        step_both(model, make(), 4)
+
+
+def give(linear, value):
+    linear.weight.data = value
+
+
+def in_low_precision():
+    """What was not written keeps the precision that the shard has."""
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    for strategy, uo in SETTINGS:
+        note(f"{strategy} uo={uo}")
+        model = wrap(make(), strategy, uo, mixed_precision=low)
+        wanted = full_params(model)
+
+        model.blocks[1].inner.register_forward_pre_hook(
+            lambda linear, args: give(linear, linear.weight.data.clamp(-0.3, 0.3))
+        )
+        with torch.no_grad():
+            model(data(0))
+        changed = wanted["blocks.1.inner.weight"]
+        bound = torch.tensor(0.3, dtype=torch.bfloat16)
+        beyond = changed.bfloat16().abs() > bound
+        assert beyond.any()
+        changed[beyond] = changed[beyond].sign() * bound.float()
+        found = full_params(model)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_data_that_a_forward_gives_to_a_weight():
+    run_ranks(given_data_in_forward, 2)
+
+
+def test_data_given_in_forward_round_nothing_else():
+    run_ranks(in_low_precision, 2)
+
+
+def in_place_in_evaluation():
+    for strategy, uo in SETTINGS:
+        note(f"{strategy} uo={uo}")
+        module, model = make(), wrap(make(), strategy, uo)
+        step_both(model, module, 0)
+        handles = [
+            m.blocks[1].inner.register_forward_pre_hook(lambda linear, args: void(linear.weight.clamp_(-0.3, 0.3)))
+            for m in (model, module)
+        ]
+        with torch.no_grad():
+            assert torch.equal(model(data(1)), module(data(1)))
+        for handle in handles:
+            handle.remove()
+        assert_same(model, module)
+        step_both(model, module, 2)
+
+        # where gradients are recorded autograd refuses it, and the next step is right
+        handle = model.blocks[1].inner.register_forward_pre_hook(halve)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"the unit of Block at `blocks\.1`: .* changed in place in the middle"
+            ):
+                model(data(3))
+        handle.remove()
+        if strategy == "NO_SHARD":  # its weights are the memory that was written to
+            with torch.no_grad():
+                module.blocks[1].inner.weight.mul_(0.25)
+        step_both(model, module, 4)
+
+
+def void(ignored):
+    pass
+
+
+@torch.no_grad()
+def halve(linear, args):
+    linear.weight.mul_(0.5)
+
+
+def test_weights_changed_in_place_in_evaluation():
+    run_ranks(in_place_in_evaluation, 2)
+
+
+def functional():
+    """functional_call and what is built on it is refused before anything is changed."""
+    x = data(0)
+    for strategy, uo in SETTINGS:
+        module, model = make(), wrap(make(), strategy, uo)
+        registered = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+        inner = {"_fsdp_wrapped_module.blocks.2._fsdp_wrapped_module.inner.weight": torch.zeros(11, 5)}
+        for kind, given in (("registered", registered), ("inner", inner)):
+            note(f"{strategy} uo={uo} {kind}")
+            for values in (given, {name: nn.Parameter(value) for name, value in given.items()}):
+                before = {name: (value, value.clone()) for name, value in values.items()}
+                with pytest.raises(RuntimeError, match="functional_call"):
+                    functional_call(model, values, (x,))
+                assert all(torch.equal(value, was) for value, was in before.values())
+            stacked = {name: torch.stack([value, value]) for name, value in given.items()}
+            with pytest.raises(RuntimeError, match="functional_call"):
+                torch.vmap(lambda values, model=model: functional_call(model, values, (x,)))(stacked)
+        step_both(model, module, 0)
+
+
+def test_functional_call_is_refused():
+    run_ranks(functional, 2)
+
+
+class Pair(nn.Module):
+    """Two linears of one shape, the first of them under two names."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.a.weight
+
+    def forward(self, x):
+        return self.tied(torch.tanh(self.b(self.a(x))))
+
+
+def pair(strategy, uo):
+    return FSDP(Pair(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+
+
+def values_of(model, how):
+    """The values of every parameter, as ``how`` reads them, by name."""
+    if how == "summon":
+        return full_params(model)
+    if how == "deepcopy":
+        return full_params(copy.deepcopy(model))
+    if how == "pickle":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return full_params(torch.load(file, weights_only=False))
+    if how == "load":
+        model.load_state_dict({"b.bias": torch.full((4,), 7.0)}, strict=False)
+        return full_params(model)
+    return model.state_dict()
+
+
+def assigned():
+    for strategy, how in itertools.product(STRATEGIES, ("state_dict", "summon", "deepcopy", "pickle", "load")):
+        note(f"{strategy} {how}")
+        model, wanted = pair(strategy, True), {name: param * 2.0 for name, param in Pair().named_parameters()}
+        model(torch.ones(1, 4))  # the run is there
+        model = pair(strategy, True)
+        vector_to_parameters(2.0 * torch.cat([p.detach().reshape(-1) for p in model.parameters()]), model.parameters())
+        if how == "load":
+            wanted["b.bias"] = torch.full((4,), 7.0)
+        found = values_of(model, how)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), (strategy, how)
+
+    for strategy, uo in SETTINGS:
+        note(f"{strategy} uo={uo}")
+        module, model = Pair(), pair(strategy, uo)
+        x = torch.ones(1, 4)
+        model(x)
+
+        # another Parameter is the model's from then on
+        for m in (module, model):
+            m.b.weight = nn.Parameter(torch.arange(16.0).view(4, 4) / 16)
+            m.a.weight = m.tied.weight = nn.Parameter(torch.arange(16.0).view(4, 4).t() / 16)
+        mine = [id(model.a.weight), id(model.b.weight)]
+        torch.testing.assert_close(model(x), module(x))
+        assert_same(model, module)
+        for m in (module, model):
+            m.a.weight = m.tied.weight = nn.Parameter(torch.arange(16.0).view(4, 4) / 32)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, model)]
+        for step in range(2):
+            for m, optimizer in zip((module, model), optimizers, strict=True):
+                m(x + step).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(model, module, step)
+        assert not uo or mine[1] == id(model.b.weight)
+
+        # in summoned parameters: exchanged, turned, and zeros of another sign
+        def exchange(m):
+            m.a.weight.data, m.b.weight.data = m.b.weight.data, m.a.weight.data.t()
+            m.b.bias.data = -torch.zeros(4)
+
+        def replace(m):
+            m.b.weight = nn.Parameter(m.b.weight.detach() * 2.0)
+
+        with torch.no_grad(), FSDP.summon_full_params(model):
+            model.b.bias.zero_()
+        for change in (exchange, exchange, replace):
+            with FSDP.summon_full_params(model):
+                change(model)
+            change(module)
+            assert_same(model, module)
+        assert torch.signbit(full_params(model)["b.bias"]).all()
+        torch.testing.assert_close(model(x), module(x))
+        with (
+            pytest.raises(ValueError, match=r"`b\.weight` to have its shape \(4, 4\), got \(2,\)"),
+            FSDP.summon_full_params(model),
+        ):
+            model.b.weight.data = torch.ones(2)
+        assert_same(model, module)
+
+        # what does not fit is said, and nothing is changed
+        if strategy == "NO_SHARD" and uo:
+            for m in (module, model):
+                exchange(m)
+            assert_same(model, module)
+        wrong = {
+            "shared by": lambda m: setattr(m.a, "weight", nn.Parameter(torch.ones(4, 4))),
+            "is no nn.Parameter": lambda m: delattr(m.b, "bias"),
+        }
+        if uo:
+            wrong["tie parameters before"] = lambda m: setattr(m.b, "bias", m.a.bias)
+        for message, change in wrong.items():
+            model, module = pair(strategy, uo), Pair()
+            change(model)
+            with pytest.raises(ValueError, match=message):
+                model(x)
+        model = pair(strategy, uo)
+        if uo:
+            nn.utils.parametrize.register_parametrization(model.b, "bias", nn.Tanh())
+            with pytest.raises(ValueError, match=r"`b\.bias` was deleted, or replaced"):
+                model(x)
+        model = pair(strategy, uo)
+        if uo:
+            model.b.weight.data = model.b.weight.data.double() + 1e-12
+            with pytest.raises(ValueError, match=r"`b\.weight` are of torch.float64, which torch.float32 would round"):
+                model(x)
+            model.b.weight.data = model.b.weight.data.double()  # it is as before; this loses nothing
+        else:
+            model.b.weight.data = torch.ones(4, 4)
+            module.b.weight.data = torch.ones(4, 4)
+        assert torch.equal(model(x), module(x))
+        assert_same(model, module)
+
+
+def test_what_is_assigned_is_kept():
+    run_ranks(assigned, 2)
+
+
+def ones_as_gradients(model):
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+def between_forward_and_backward():
+    for strategy, uo in SETTINGS:
+        module, model = make(), wrap(make(), strategy, uo)
+        step_both(model, module, 0)
+        for write in ("step", "load", "in place"):
+            note(f"{strategy} uo={uo} {write}")
+            loss = loss_of(model, data(1))
+            if write == "step":
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                ones_as_gradients(model)
+                optimizer.step()
+            elif write == "load":
+                model.load_state_dict(make(seed=7).state_dict())
+            else:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(0.5)
+            with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
+                loss.backward()
+            model.zero_grad()
+            model.load_state_dict(module.state_dict())
+            step_both(model, module, 2)
+
+        # gradients of before are cleared, and data that are written are kept
+        note(f"{strategy} uo={uo} clearing")
+        loss_of(model, data(3)).backward()
+        loss = loss_of(model, data(4))
+        model.zero_grad()
+        loss.backward()
+        Averaged(module, 2).backward(lambda rank: [data(4, rank)])
+        assert_same_grads(model, module)
+        for m in (model, module):
+            m.zero_grad()
+        loss = loss_of(model, data(5))
+        for param in (*model.parameters(), *module.parameters()):
+            param.data.mul_(0.5)
+        loss.backward()
+        model.zero_grad()
+        assert_same(model, module)
+        step_both(model, module, 6)
+
+        # other data, and other objects
+        note(f"{strategy} uo={uo} replacing")
+        loss = loss_of(model, data(7))
+        model.blocks[0].scale.data = torch.full((5,), 0.25)
+        with pytest.raises(
+            RuntimeError, match=r"`scale` of a Block was replaced, or given other data, between forward"
+        ):
+            loss.backward()
+        model.zero_grad()
+        model.load_state_dict(module.state_dict())
+        step_both(model, module, 8)
+
+
+def test_weights_written_between_forward_and_backward():
+    run_ranks(between_forward_and_backward, 2)
+
+
+def averages():
+    """Weights that are exchanged through .data, which torch does not count."""
+    for strategy, uo, told in itertools.product(STRATEGIES, (False, True), (False, True)):
+        note(f"{strategy} uo={uo} told={told}")
+        module, model = make(), wrap(make(), strategy, uo)
+        step_both(model, module, 0)
+        with torch.no_grad():
+            model(data(1))
+        raw = [param.detach().clone() for param in model.parameters()]
+        for exchanged in ([param * 0.5 for param in raw], raw):
+            for param, value in zip(model.parameters(), exchanged, strict=True):
+                param.data.copy_(value)
+            if told:
+                model.refresh()
+            else:
+                model.train(exchanged is raw)
+            factor = 1.0 if exchanged is raw else 0.5
+            wanted = make()
+            wanted.load_state_dict({name: value * factor for name, value in module.state_dict().items()})
+            with torch.no_grad():
+                assert torch.equal(model(data(2)), wanted(data(2)))
+        refreshes = model._unit.step.run.refreshes
+        model.eval()
+        with torch.no_grad():
+            model(data(2))
+        assert model._unit.step.run.refreshes == refreshes  # nothing was exchanged
+        model.train()
+        step_both(model, module, 3)
+        with pytest.raises(RuntimeError, match="refresh"):
+            model.blocks[0].refresh()
+
+
+def test_averages_that_are_copied_into_weights():
+    run_ranks(averages, 2)
