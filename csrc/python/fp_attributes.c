@@ -13,6 +13,8 @@ static struct {
     PyObject *methods[5];      /* nn.Module's own, by method_names; None for one that somebody had replaced by then */
 } nn;
 
+Py_ssize_t fp_attributes_own_hooks;
+
 static const char *const method_names[] = {"__getattribute__", "__getattr__", "__setattr__", "__delattr__",
                                            "register_parameter"};
 enum { METHODS = sizeof method_names / sizeof method_names[0] };
@@ -124,7 +126,7 @@ static int
 is_direct(fp_attribute *item)
 {
     PyTypeObject *type = Py_TYPE(item->module);
-    if (PyDict_GET_SIZE(nn.hooks) != 0) {
+    if (PyDict_GET_SIZE(nn.hooks) > fp_attributes_own_hooks) {
         return 0;
     }
     if (type == item->type && item->version != 0 && item->version == type->tp_version_tag) {

@@ -28,6 +28,9 @@ typedef struct {
     int unsafe;       /* write the dictionaries whatever the class overrides, as FSDP_USE_UNSAFE_SETATTR=1 asks */
 } fp_place;
 
+/* How many of torch's global hooks on parameter registration are flatparam's own, which need not see what is put here. */
+extern Py_ssize_t fp_attributes_own_hooks;
+
 /* Find torch.nn.Module and its methods; called when the extension is imported. -1 with torch's exception. */
 int fp_attributes_exec(void);
 

@@ -571,6 +571,16 @@ unreduced(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
+note_registration_hook(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("note_registration_hook", nargs, 0) < 0) {
+        return NULL;
+    }
+    fp_attributes_own_hooks++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (fp_check_nargs("set_grad", nargs, 2) < 0 || fp_engine_set_grad(args[0], args[1]) < 0) {
@@ -584,6 +594,10 @@ PyMethodDef fp_step_methods_of_module[] = {
      "set_grad($module, tensor, grad, /)\n--\n\ntensor.grad = grad, also of another shape or dtype than torch allows."},
     {"note_optimizer_step", FP_FASTCALL(note_optimizer_step), METH_FASTCALL,
      "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now."},
+    {"note_registration_hook", FP_FASTCALL(note_registration_hook), METH_FASTCALL,
+     "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
+     "not "
+     "see what C puts into modules."},
     {"unreduced", FP_FASTCALL(unreduced), METH_FASTCALL,
      "unreduced($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced."},
     {NULL, NULL, 0, NULL},

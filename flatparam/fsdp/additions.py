@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from .. import _C
 from .unit import Unit, owner_of_param
 
 _inside: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.Parameter]]]" = (
@@ -26,6 +27,7 @@ _inside: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.P
 def watch_registrations() -> None:
     """From the first model that is wrapped on."""
     register_module_parameter_registration_hook(_on_parameter)
+    _C.note_registration_hook()
     register_module_module_registration_hook(_on_module)
 
 
