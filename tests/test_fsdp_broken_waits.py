@@ -1,4 +1,4 @@
-"""A wait for a gather that is broken off, or a gather that fails, and is caught: what comes next computes with no garbage."""
+"""A wait for a gather that is broken off, or a gather that fails, and is caught: nothing is computed with garbage."""
 
 import contextlib
 import datetime
@@ -112,7 +112,7 @@ def failures():
         model = FSDP(model, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=uo)
         dist.barrier()
         if dist.get_rank() == 0:
-            with torch.no_grad(), pytest.raises(RuntimeError, match="(?i)timeout|timed out|closed"):
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"(?i)timeout|timed out|closed"):
                 model(data(0))
             assert model.module.raised == 1
         dist.barrier()

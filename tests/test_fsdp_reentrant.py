@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import data, full_grads, loss_of, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import note, run_ranks
 from layer_zero_ranks import pair
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.utils.checkpoint import checkpoint
 
 from flatparam import BackwardPrefetch, ShardingStrategy
-from flatparam import FullyShardedDataParallel as FSDP
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1", "LAYER_ZERO", "LAYER_ZERO_NESTED")
 
@@ -122,13 +121,11 @@ def recomputation_in_units():
             with model.no_sync():
                 loss_of(model, data(1)).backward()
             loss_of(model, data(0)).backward()
-            alike = block is not Both and (
-                root is Net or strategy in TorchStrategy.__members__
-            )  # the order of additions
+            # in the same order of additions
+            alike = block is not Both and (root is Net or strategy in TorchStrategy.__members__)
             check(full_grads(model), module, twice, f"{what} after no_sync", alike)
-            if (
-                block in (Before, OneDimensional) and uo and strategy in TorchStrategy.__members__
-            ):  # else it frees too early
+            # of two torch frees the unit after the first
+            if block in (Before, OneDimensional) and uo and strategy in TorchStrategy.__members__:
                 arguments = {"sharding_strategy": TorchStrategy[strategy], "device_id": torch.device("cpu")}
                 model = wrap_blocks(make(cls=root, block=block), TorchFSDP, use_orig_params=uo, **arguments)
                 loss_of(model, data(0)).backward()

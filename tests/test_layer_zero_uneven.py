@@ -12,8 +12,8 @@ from gloo import note, run_ranks
 from layer_zero_ranks import MODES, layer_zero, run_of
 from torch import nn
 
+from flatparam import BackwardPrefetch, MixedPrecision
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import MixedPrecision
 from flatparam.fsdp import pairs
 
 pytestmark = pytest.mark.multiprocess
@@ -144,6 +144,55 @@ def without_gradients():
             if not name.startswith("skipped"):
                 same_everywhere(run_of(model).reductions - before)
             check(model, module, oracle(module, range(count), ways), f"{mode} {inner} {uo} {name} {count}")
+            model.zero_grad()
+
+
+class Chain(Ranks):
+    """The root has nothing after its blocks: its output is the last one that is used."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            if block.use != "skipped":
+                found = block(x)
+                x = x if block.use == "its output is dropped" else found
+        return x
+
+
+def the_last_output():
+    """An output that is the root's too may be used by some ranks only, as any other, whatever is gathered ahead."""
+    for mode, prefetch in itertools.product(MODES, (*BackwardPrefetch, None)):
+        module = make(cls=Chain)
+        model = layer_zero(2, mode, make(cls=Chain), backward_prefetch=prefetch)
+        for unused, ranks in itertools.product(range(5), ((3,), (0, 1, 2))):
+            note(f"{mode} {prefetch} {unused} on {ranks}")
+
+            def ways(rank, step, unused=unused, ranks=ranks):
+                return tuple("its output is dropped" if i == unused and rank in ranks else "all" for i in range(5))
+
+            use(model, ways(dist.get_rank(), 0))
+            loss_of(model, data(0)).backward()
+            check(model, module, oracle(module, (0,), ways), f"{mode} {prefetch} {unused} on {ranks}")
+            model.zero_grad()
+
+
+def prefetched_after_skipping():
+    """A rank that has skipped a unit that was fresh gathers the same ahead as the others when all is out of date."""
+    for mode, inner in (("LAYER_ZERO", 1), *((mode, 2) for mode in MODES)):
+        module = make(cls=Ranks)
+        model = layer_zero(inner, mode, make(cls=Ranks), forward_prefetch=True)
+        for blocks in ((), (1, 2), (0, 4), (3,), ()):
+            note(f"{mode} {inner} {blocks}")
+
+            def ways(rank, step, blocks=blocks, inner=inner):
+                return tuple("skipped" if i in blocks and rank < inner and step == 0 else "all" for i in range(5))
+
+            for step in (2, 1):
+                use(model, ALL)
+                hold_back(model, data(step))
+            use(model, ways(dist.get_rank(), 0))
+            loss_of(model, data(0)).backward()
+            check(model, module, oracle(module, range(3), ways), f"{mode} {inner} {blocks}")
             model.zero_grad()
 
 
@@ -304,6 +353,10 @@ def in_turn(checks):
 
 def test_who_has_no_gradient_adds_zeros():
     run_ranks(in_turn, 4, [without_gradients])
+
+
+def test_what_is_gathered_ahead_where_ranks_differ():
+    run_ranks(in_turn, 4, [the_last_output, prefetched_after_skipping])
 
 
 def test_what_one_rank_alone_sees():

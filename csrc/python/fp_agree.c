@@ -166,7 +166,9 @@ agree_with(fp_exchange *exchange)
     }
     const int status = start(exchange) < 0 || read_sum(exchange) < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < exchange->n; i++) {
-        exchange->steps[i]->stale = exchange->flags[i] != 0;
+        fp_step *step = exchange->steps[i];
+        step->stale = exchange->flags[i] != 0;
+        step->stale_pass = step->stale ? step->run->pass : step->stale_pass;
     }
     if (type != NULL) {
         PyErr_Restore(type, value, traceback);

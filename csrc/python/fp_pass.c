@@ -363,7 +363,7 @@ fp_pass_recover(fp_run *run)
     run->in_backward = 0;
     run->depth = 0;
     run->n_order = 0;
-    run->reducing = run->halfway = run->last_forward = NULL;
+    run->reducing = run->halfway = run->last_forward = run->last_refreshed = NULL;
     fp_line_forget(run);
     if (wait_until_read(run) < 0) {
         return -1;
@@ -427,7 +427,7 @@ begin_pass(fp_run *run)
         run->order[i]->position = -1;
     }
     run->n_order = 0;
-    run->last_forward = NULL;
+    run->last_forward = run->last_refreshed = NULL;
     return was_replaced(run, &run->through_python) < 0 || (run->copies && fp_agree_on_stale(run) < 0) ? -1 : 0;
 }
 
@@ -474,12 +474,14 @@ fp_pass_prefetch(fp_step *target)
     return target->full || !target->awaits_backward ? 0 : fp_pass_start_gather(target);
 }
 
-/* Gather the unit that backward comes to next. */
+/* Gather the unit that backward comes to next: where there is a line, it may have passed those that no gradient came to,
+ * and a unit around them whose output was theirs is come to after them. */
 static int
 prefetch_backward(fp_step *step)
 {
     fp_run *run = step->run;
-    const Py_ssize_t next = step->position - 1;
+    const Py_ssize_t at = run->copies && run->cursor < step->position ? run->cursor : step->position;
+    const Py_ssize_t next = at - 1;
     return next < 0 || next >= run->n_order ? 0 : fp_pass_prefetch(run->order[next]);
 }
 
@@ -497,6 +499,9 @@ fp_pass_leave(fp_step *step)
             if (run->steps[kept]->next_forward == step) {
                 run->steps[kept]->next_forward = NULL;
             }
+            if (run->steps[kept]->next_refreshed == step) {
+                run->steps[kept]->next_refreshed = NULL;
+            }
             kept++;
         }
     }
@@ -505,6 +510,9 @@ fp_pass_leave(fp_step *step)
     run->n_order = 0; /* who came before and after it is not known any more: nothing is prefetched in this pass */
     if (run->last_forward == step) {
         run->last_forward = NULL;
+    }
+    if (run->last_refreshed == step) {
+        run->last_refreshed = NULL;
     }
     if (run->reducing == step) {
         run->reducing = NULL;
@@ -537,6 +545,30 @@ is_elsewhere(const fp_run *run)
                             : run->depth > 0 && run->thread != PyThread_get_thread_ident();
 }
 
+/* Gather what comes next, if the last time tells. What is out of date is gathered over all ranks, which come to all of that
+ * but may skip the rest: so what comes next of it is told by that alone. */
+static int
+prefetch_forward(fp_step *step, int first)
+{
+    fp_run *run = step->run;
+    if (run->last_forward != NULL) {
+        run->last_forward->next_forward = step;
+    }
+    run->last_forward = step;
+    if (first && step->copied && step->stale_pass == run->pass) {
+        if (run->last_refreshed != NULL) {
+            run->last_refreshed->next_refreshed = step;
+        }
+        run->last_refreshed = step;
+        fp_step *stale = step->next_refreshed;
+        if (stale != NULL && stale->stale && fp_pass_start_gather(stale) < 0) {
+            return -1;
+        }
+    }
+    fp_step *next = step->next_forward;
+    return next == NULL || next->stale || is_fresh(next) ? 0 : fp_pass_start_gather(next);
+}
+
 PyObject *
 fp_pass_pre_forward(PyObject *self, PyObject *ignored)
 {
@@ -563,7 +595,8 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
     if (step->depth++ == 0) {
         step->began = fp_engine_now();
     }
-    if (!run->in_backward && step->entered_pass != run->pass) {
+    const int first = !run->in_backward && step->entered_pass != run->pass;
+    if (first) {
         step->entered_pass = run->pass;
         step->entered = run->n_order;
         step->entry = run->entries++;
@@ -576,15 +609,8 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
             return NULL;
         }
     }
-    if (!run->in_backward && run->forward_prefetch) {
-        if (run->last_forward != NULL) {
-            run->last_forward->next_forward = step;
-        }
-        run->last_forward = step;
-        fp_step *next = step->next_forward;
-        if (next != NULL && !is_fresh(next) && fp_pass_start_gather(next) < 0) {
-            return NULL;
-        }
+    if (!run->in_backward && run->forward_prefetch && prefetch_forward(step, first) < 0) {
+        return NULL;
     }
     Py_RETURN_NONE;
 }

@@ -26,9 +26,9 @@ typedef struct {
     Py_ssize_t n_steps;
     struct fp_step **order; /* units by the end of their forward in this pass, borrowed */
     Py_ssize_t n_order, room_order;
-    struct fp_step *last_forward; /* borrowed */
-    struct fp_step *reducing;     /* borrowed: the unit whose reduction was started last */
-    struct fp_step *halfway;      /* borrowed: the one before, whose reduction may have a second half */
+    struct fp_step *last_forward, *last_refreshed; /* borrowed; see prefetch_forward */
+    struct fp_step *reducing;                      /* borrowed: the unit whose reduction was started last */
+    struct fp_step *halfway; /* borrowed: the one before, whose reduction may have a second half */
     fp_unit_ref *ref;
     int backward_prefetch, forward_prefetch;
     int synchronize;        /* 0: no_sync */
@@ -62,13 +62,15 @@ typedef struct fp_step {
     PyObject *reduced; /* called with the index of a part whose gradient is reduced and in .grad; or None, NULL */
     fp_part *parts;
     Py_ssize_t n_parts;
-    struct fp_step *next_forward; /* borrowed: whose forward came next the last time */
+    struct fp_step *next_forward;   /* borrowed: whose forward came next the last time */
+    struct fp_step *next_refreshed; /* borrowed: the same of those that were out of date */
     fp_unit_ref *ref;
     int reshard_after_forward;
     int sharded;         /* some part is spread over ranks */
     int copied;          /* so is what parts gather from until the masters change, or it stays full */
     int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
     int doubted;         /* copied: the next pass compares the masters with what it would gather from */
+    int64_t stale_pass;  /* the last pass that began so */
     Py_ssize_t depth;    /* forwards of this unit that are under way */
     int gathering;       /* gathers were started and not waited for */
     int full;            /* all parts are */
