@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import data, full_grads, loss_of, make, wrap_blocks
-from gloo import note, run_ranks
+from gloo import fake_world, note, run_ranks
 from layer_zero_ranks import pair
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -14,6 +14,8 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.utils.checkpoint import checkpoint
 
 from flatparam import BackwardPrefetch, ShardingStrategy
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp.summon import StateError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1", "LAYER_ZERO", "LAYER_ZERO_NESTED")
 
@@ -135,3 +137,66 @@ def recomputation_in_units():
 @pytest.mark.multiprocess
 def test_what_is_recomputed_inside_of_a_unit_is_trained():
     run_ranks(recomputation_in_units, 2)
+
+
+class Stages(nn.Module):
+    """A block that is recomputed, in a unit or not, with gradients or without, and a layer after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 3))
+        self.last = nn.Linear(3, 1)
+        self.run = recomputed
+
+    def forward(self, x):
+        return self.last(self.run(self.encoder, x))
+
+
+class Inside(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return recomputed(self.block, x)
+
+
+def in_two(function, x):
+    return recomputed(lambda y: recomputed(function, 2 * y), x)
+
+
+def without_gradients(function, x):
+    with torch.no_grad():
+        return function(x)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_would_not_be_recomputed_is_refused(uo):
+    x, needs_grad = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
+    with fake_world(2):
+        model = Stages()
+        model.encoder = FSDP(model.encoder, use_orig_params=uo)
+        model = FSDP(model, use_orig_params=uo)
+        for run in (recomputed, in_two):
+            model.module.run = run
+            for _ in range(2):
+                with pytest.raises(StateError, match=r"the unit of Sequential at `encoder` .*use_reentrant=False"):
+                    model(x)
+            model(needs_grad).sum().backward()
+            assert all(param.grad is not None for param in model.parameters() if param.numel())
+            model.zero_grad()
+            with torch.no_grad():
+                model(x)
+        model.encoder.requires_grad_(False)
+        model(x).sum().backward()
+        model.encoder.requires_grad_(True)
+        model = Stages()
+        inner = FSDP(nn.Linear(3, 3), use_orig_params=uo)
+        model.encoder, model.run = FSDP(Inside(inner), use_orig_params=uo), without_gradients
+        model = FSDP(model, use_orig_params=uo)
+        model(x).sum().backward()  # who computes without gradients wants none
+        alone = FSDP(nn.Linear(3, 3), use_orig_params=uo)
+        with pytest.raises(StateError, match="runs in a reentrant checkpoint"):
+            recomputed(alone, x)
+        alone(x).sum().backward()
+        recomputed(alone.eval(), x)

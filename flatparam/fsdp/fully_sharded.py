@@ -49,6 +49,7 @@ from .pairs import check_pair, outer_group
 from .pickling import pickled
 from .placement import Placement, groups_of, place
 from .plan import MemoryPlan, Piece, memory_plan, shard_map
+from .recomputation import is_never_recomputed
 from .register import enroll, enroll_loaded
 from .restoring import Before
 from .summon import StateError, Summoned, refuse_step, refuse_unreduced, summon
@@ -337,6 +338,9 @@ class FullyShardedDataParallel(Marks, nn.Module):
             self._lazy_init()
         if self._full_in_eval:
             self._choose_precision()
+        records = torch.is_grad_enabled()
+        if not records:
+            self._refuse_untrained()
         device = self._moves_to
         if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
             args = move_tensors(device, args, self._unit.name)
@@ -345,7 +349,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         if self._casts_to is not None:
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
         try:
-            if step.has_frozen and torch.is_grad_enabled():
+            if records and step.has_frozen:
                 self._watch_inputs((args, kwargs))
             step.pre_forward()
             module: Any = self._modules[FSDP_WRAPPED_MODULE]
@@ -362,6 +366,17 @@ class FullyShardedDataParallel(Marks, nn.Module):
                 step.abort_forward()
                 unit.check_shards(error)
             raise
+
+    def _refuse_untrained(self) -> None:
+        """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""
+        if is_never_recomputed(FullyShardedDataParallel.forward.__code__, self.training) and any(
+            segment.is_trained for unit in units_of(self.modules()) for segment in unit.segments
+        ):
+            raise StateError(
+                f"{self._unit.name} runs in a reentrant checkpoint, which recomputes it in backward if an input "
+                "requires grad, and none does: its parameters would get no gradient. Use "
+                "checkpoint(..., use_reentrant=False), call requires_grad_() on an input, or freeze the parameters"
+            )
 
     def _watch_inputs(self, inputs: Any) -> None:
         """Free frozen parameters in backward as soon as the gradients that they are needed for are there."""
