@@ -16,7 +16,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp import order
+from flatparam.fsdp import peers
 
 pytestmark = pytest.mark.multiprocess
 LATE = 0.8  # seconds
@@ -103,7 +103,7 @@ def test_a_wait_that_a_signal_ends_goes_on_in_the_next_call():
 
 def failures():
     """A group whose gathers fail after a second, and nobody who says so before."""
-    order._WITHOUT_STORE = (*order._WITHOUT_STORE, "gloo")
+    peers.WITHOUT_STORE = (*peers.WITHOUT_STORE, "gloo")
     for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (False, True)):
         group = dist.new_group(timeout=datetime.timedelta(seconds=1))
         model = make(cls=Impatient)
