@@ -106,7 +106,7 @@ class HandleBase(Interruptible):
         if shard is None:
             return
         seen, self._shard_seen = self._shard_seen, shard
-        if shard is not seen or same_storage(shard, flat_param):
+        if seen is None or shard is not seen or same_storage(seen, flat_param):
             return
         ours = (getattr(flat_param, name, None) for name in _OTHER_MEMORY)
         if (shard.shape, shard.dtype) != (flat_param.shape, flat_param.dtype) or any(
