@@ -182,6 +182,7 @@ class Step:
     @property
     def run(self) -> Run | None: ...
     name: str
+    reason: str
     reduced: Callable[[int], object] | None
     @property
     def is_full(self) -> bool: ...

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._flat_param import (
 )
 
 from . import _C
+from ._storage import lacks_memory
 from ._streaming import Streaming
 
 _MOST_ELEMENTS = 2**63 - 1
@@ -330,9 +331,9 @@ def make_unit(
 
 
 def check_memory(names: list[str], tensors: list[Tensor]) -> None:
-    """Refuse parameters that share elements of memory: flattened apart, they would no longer train as one.
+    """Refuse parameters that share elements of memory: flattened apart, they would not train as one; and freed ones.
 
-    Raises: ValueError naming both. One Parameter under several names is no such case.
+    Raises: ValueError naming both, or the one. One Parameter under several names is no such case.
     """
     if not _C.is_plain(*tensors):
         return
@@ -342,6 +343,11 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
         if (span := _span(tensor)) > 0
     )
     for i, tensor in enumerate(tensors):
+        if lacks_memory(tensor):
+            raise ValueError(
+                f"parameter `{names[i]}` has no memory for its shape {tuple(tensor.shape)}: its storage was freed or "
+                "resized"
+            )
         if not is_dense(tensor) and _elements(tensor).unique().numel() < tensor.numel():
             raise ValueError(
                 f"parameter `{names[i]}` has elements that share memory (expanded?): shape {tuple(tensor.shape)}, "

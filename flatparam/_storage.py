@@ -35,6 +35,14 @@ def is_allocated(tensor: Tensor) -> bool:
     return _same_storage_size(tensor, tensor.numel())
 
 
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether a plain ``tensor``'s storage is too small for it: it was freed, or resized."""
+    if not _C.is_plain(tensor) or tensor.numel() == 0:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _C.storage_numel(tensor) <= tensor.storage_offset() + last
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether ``tensor``'s storage has any memory."""
     return _C.storage_numel(tensor) > 0 if _C.is_plain(tensor) else _storage_size_allocated(tensor)

@@ -170,9 +170,9 @@ def calls():
             with refused("apply: expected the unit of Model.* SUMMON_FULL_PARAMS", *idle):
                 model.apply(lambda module: None)
             with refused("the unit of Model.*summon_full_params", *idle):
-                model(data(0))
+                model(data(0)).sum().backward()
             with refused("the unit of Block.*summon_full_params", *idle):
-                model.blocks[0](torch.ones(2, 5))
+                model.blocks[0](torch.ones(2, 5)).sum().backward()
         handle = model.blocks[1].inner.register_forward_hook(calling(FSDP.summon_full_params(model).__enter__))
         with refused("summon_full_params: expected .* it is in FORWARD_BACKWARD", *idle):
             model(data(0))

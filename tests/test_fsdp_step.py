@@ -405,7 +405,7 @@ def opaque_outputs():
         hidden = FSDP(nn.Sequential(FSDP(boxed, use_orig_params=uo)), use_orig_params=uo)
         output = hidden({"x": [data(0, rank=0).requires_grad_()]})  # so its gradient needs the weight
         with pytest.raises(
-            RuntimeError, match=r"(?s)of the unit of Boxed was used while.* returned a Hidden in which no"
+            RuntimeError, match=r"(?s)of the unit of Boxed at `0` was used while.* returned a Hidden in which no"
         ):
             output.get().sum().backward()
         free = FSDP(Boxed(lambda x: Hidden(x.detach())), use_orig_params=uo)

@@ -134,6 +134,16 @@ set_freed_reason(Storage *storage, const char *reason)
 // A tensor over the storage of source, without autograd: what an as_strided kernel returns. No copy.
 at::Tensor alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset);
 
+// The bytes of memory that a storage has: none if it is freed, also where it has kept its size.
+size_t memory_of(c10::StorageImpl *storage);
+
+// Give storage room for bytes, 0: free it; see fp_torch_resize_storage. Throws, and changes nothing, if it borrows its
+// memory, or somebody else does (a NumPy array).
+void resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size);
+
+// The bytes of memory that tensor needs from the beginning of its storage on.
+size_t bytes_for(const at::Tensor &tensor);
+
 // Throws ValueError unless the storage of tensor has memory for all of its elements.
 void check_memory(const at::Tensor &tensor);
 

@@ -47,8 +47,11 @@ sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
     for (size_t i = 0; i < pieces.size(); i++) {
         const View &view = geometry.views[i];
         const bool direct = pieces[i].defined() && same_layout(pieces[i], view);
-        if (pieces[i].defined() && !direct) {
-            sources.strided.push_back(i);
+        if (pieces[i].defined()) {
+            check_memory(pieces[i]);
+            if (!direct) {
+                sources.strided.push_back(i);
+            }
         }
         sources.segments[i] = {.data = direct ? const_cast<void *>(pieces[i].const_data_ptr())
                                               : nullptr, // fp_pack only reads it
@@ -96,6 +99,7 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
         if (!is_plain_tensor(pieces[i]) || pieces[i].device() != target.device()) {
             return false;
         }
+        check_memory(pieces[i]);
         places.push_back(alias(target, view.shape, view.stride, target.storage_offset() + view.offset));
         values.push_back(pieces[i]);
         numel += view.numel;
@@ -133,6 +137,8 @@ convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &ho
 void
 convert(const at::Tensor &target, const at::Tensor &source, const How &how)
 {
+    check_memory(target);
+    check_memory(source);
     if (target.is_cpu() && source.is_cpu() && source.is_contiguous() && target.is_contiguous()) {
         const std::vector<fp_segment> whole = {
             {.data = const_cast<void *>(source.const_data_ptr()), .start = 0, .numel = source.numel()}};

@@ -20,6 +20,8 @@ struct How {
     bool accumulate = false;     // add to target
 };
 
+// What follows throws ValueError for a source or target that is freed or too small.
+
 // Plain dense CPU tensors as the core reads them.
 struct Sources {
     std::vector<fp_segment> segments; // no data where a piece is undefined or lies otherwise than its view

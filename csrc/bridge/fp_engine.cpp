@@ -134,6 +134,11 @@ struct fp_flat {
     int64_t shown_version = 0; // the version of full that autograd knows of the views
     int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
 
+    // Somebody outside reads the memory of full, which may not be freed or written to then.
+    bool is_lent() const
+    {
+        return full.defined() && !borrowed && !fp::storage_of(full)->resizable();
+    }
     int64_t part_numel() const
     {
         return geometry->total / param_shards;
@@ -496,6 +501,13 @@ struct BeforeBackward final : torch::autograd::FunctionPreHook {
     }
 };
 
+// Of the unsharded tensor.
+size_t
+bytes_of(const fp_flat &flat)
+{
+    return static_cast<size_t>(flat.geometry->total) * flat.full.element_size();
+}
+
 at::TensorOptions
 wire_options(const fp_flat &flat, const at::Tensor &shard)
 {
@@ -815,6 +827,21 @@ reduce_partial(fp_flat &flat, const at::Tensor &shard, PyObject *collectives)
     reduce_over(flat, *flat.refresh_group, collectives);
 }
 
+// Let source's storage, which is empty unless it is the borrowed shard, be that of the unsharded tensor.
+void
+make_full(fp_flat &flat, const at::Tensor &source, bool borrowed, const char *reason)
+{
+    const int64_t total = flat.geometry->total, offset = borrowed ? source.storage_offset() : 0;
+    flat.full = alias(source, total, int64_t{1}, offset);
+    flat.io = alias(source, total, int64_t{1}, offset);
+    flat.borrowed = borrowed;
+    flat.whole = false;
+    flat.shown_version = flat.seen_version = flat.full._version();
+    if (!borrowed && set_freed_reason(storage_of(flat.full), reason)) {
+        storage_of(flat.full)->set_nbytes(bytes_of(flat));
+    }
+}
+
 } // namespace
 } // namespace fp
 
@@ -932,7 +959,7 @@ fp_flat_free(fp_flat *flat)
 }
 
 int
-fp_flat_prepare(fp_flat *flat, PyObject *shard_object)
+fp_flat_prepare(fp_flat *flat, PyObject *shard_object, const char *reason)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &shard = fp::unpack(shard_object);
@@ -949,14 +976,24 @@ fp_flat_prepare(fp_flat *flat, PyObject *shard_object)
         }
         const fp::Plainly plainly;
         const at::TensorOptions options = shard.options().dtype(dtype).device(device).requires_grad(false);
-        const int64_t total = flat->geometry->total;
-        const at::Tensor source = borrowed ? shard : at::empty({0}, options);
-        flat->full = fp::alias(source, total, int64_t{1}, borrowed ? shard.storage_offset() : 0);
-        flat->io = fp::alias(source, total, int64_t{1}, borrowed ? shard.storage_offset() : 0);
-        flat->borrowed = borrowed;
-        flat->whole = false;
+        fp::make_full(*flat, borrowed ? shard : at::empty({0}, options), borrowed, reason);
         flat->copy.reset();
-        flat->shown_version = flat->seen_version = flat->full._version();
+        return 1;
+    });
+}
+
+int
+fp_flat_renew(fp_flat *flat, const char *reason)
+{
+    return fp::guarded(-1, [&] {
+        if (!flat->is_lent()) {
+            return 0;
+        }
+        const fp::Plainly plainly;
+        fp::wait_for(flat->work, flat->work_group);
+        flat->full.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
+        fp::set_freed_reason(fp::storage_of(flat->full), reason);
+        fp::make_full(*flat, at::empty({0}, flat->io.options()), false, reason);
         return 1;
     });
 }
@@ -1030,6 +1067,20 @@ fp_flat_is_reached(const fp_flat *flat) noexcept
 }
 
 int
+fp_flat_lacks_memory(const fp_flat *flat, PyObject *shard_object, int64_t *present, int64_t *needed)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const bool is_there =
+            flat->whole && !flat->borrowed && fp::memory_of(fp::storage_of(flat->full)) < fp::bytes_of(*flat);
+        const at::Tensor &tensor = is_there ? flat->full : shard;
+        *present = static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)));
+        *needed = static_cast<int64_t>(fp::bytes_for(tensor));
+        return *present < *needed ? 1 : 0;
+    });
+}
+
+int
 fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives, int changed,
                int refresh, int goes_on)
 {
@@ -1052,14 +1103,7 @@ fp_flat_gather(fp_flat *flat, PyObject *shard_object, PyObject *const *views, Py
         if (from_shards) {
             flat->copy.reset();
         }
-        c10::StorageImpl *storage = fp::storage_of(flat->full);
-        const size_t bytes = static_cast<size_t>(flat->geometry->total) * flat->full.element_size();
-        if (storage->nbytes() != bytes) {
-            const c10::OptionalDeviceGuard device(storage->device());
-            storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes));
-            storage->set_nbytes(bytes);
-        }
-        fp::set_freed_reason(storage, nullptr);
+        fp::resize_storage(fp::storage_of(flat->full), fp::bytes_of(*flat), nullptr, false);
         if (from_shards && flat->refresh_group != nullptr) {
             if (!flat->next_copy.defined()) {
                 at::Tensor copy = at::empty({flat->part_numel()}, flat->io.options());
@@ -1148,6 +1192,7 @@ fp_flat_take_written(fp_flat *flat, PyObject *shard_object, PyObject *const *vie
             const at::Tensor view = THPVariable_Unpack(views[i]);
             if (fp::is_plain_tensor(view) && view.sizes() == c10::IntArrayRef(place.shape) &&
                 view.scalar_type() == flat->full.scalar_type() && view.device() == flat->full.device()) {
+                fp::check_memory(view);
                 const at::Tensor values = at::empty({place.numel}, flat->io.options());
                 fp::alias(values, place.shape, place.stride, 0)
                     .copy_(fp::alias(view, view.sizes(), view.strides(), view.storage_offset()));
@@ -1225,7 +1270,7 @@ fp_flat_sources(fp_flat *flat, PyObject *shard_object)
 int
 fp_flat_is_allocated(const fp_flat *flat) noexcept
 {
-    return flat->full.defined() && fp::storage_of(flat->full)->nbytes() != 0;
+    return flat->full.defined() && fp::memory_of(fp::storage_of(flat->full)) != 0;
 }
 
 int
@@ -1243,10 +1288,12 @@ fp_flat_release(fp_flat *flat, const char *reason)
                 flat->copy = fp::alias(flat->io, numel, int64_t{1}, flat->param_rank * numel).clone();
             }
             flat->whole = false;
-            c10::StorageImpl *storage = fp::storage_of(flat->full);
-            storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-            storage->set_nbytes(0);
-            fp::set_freed_reason(storage, reason);
+            if (flat->is_lent()) {
+                fp::set_freed_reason(fp::storage_of(flat->full), reason); /* it goes when nobody has it any more */
+            }
+            else {
+                fp::resize_storage(fp::storage_of(flat->full), 0, reason, true);
+            }
         }
         return 0;
     });

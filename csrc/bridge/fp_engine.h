@@ -82,9 +82,15 @@ typedef struct fp_flat fp_flat;
 fp_flat *fp_flat_new(const fp_flat_options *options);
 void fp_flat_free(fp_flat *flat); /* NULL is allowed */
 
-/* Make the unsharded tensor for a shard of this dtype and device. 1: it is a new one, views must be made anew;
- * 0: there already; -1. */
-int fp_flat_prepare(fp_flat *flat, PyObject *shard);
+/* Make the unsharded tensor for a shard of this dtype and device, freed: see fp_flat_release. 1: it is a new one, views
+ * must be made anew; 0: there already; -1. */
+int fp_flat_prepare(fp_flat *flat, PyObject *shard, const char *reason);
+/* Whether the storage of the shard, or that of the unsharded tensor where that should be whole, has less memory than it
+ * needs, in bytes: somebody outside has freed or resized it. -1: error. */
+int fp_flat_lacks_memory(const fp_flat *flat, PyObject *shard, int64_t *present, int64_t *needed);
+/* Before a gather: leave the memory to whoever outside has it (a NumPy array), where somebody has, and make an unsharded
+ * tensor in memory of its own. 1: it is a new one, views must be made anew; 0: nobody has; -1. */
+int fp_flat_renew(fp_flat *flat, const char *reason);
 /* From now on compute and reduce in the shard's dtype, or again as the options say: prepare and make views anew. */
 void fp_flat_compute_in_full(fp_flat *flat, int in_full) FP_NOEXCEPT;
 /* Views of the unsharded tensor behind one node, which calls ref's unit. untracked: without a node. */
@@ -129,7 +135,8 @@ int fp_flat_is_whole(const fp_flat *flat) FP_NOEXCEPT;   /* what was gathered is
 int fp_flat_has_values(const fp_flat *flat) FP_NOEXCEPT; /* the same, or a copy is */
 /* 1 if what was gathered, or the copy, has the values of shard for our part; 0: it has others, or is not there; -1. */
 int fp_flat_has_values_of(fp_flat *flat, PyObject *shard);
-/* Free the memory; see fp_torch_resize_storage for reason. Our part of what was gathered becomes the copy. */
+/* Free the memory, unless somebody outside has it; reading it raises reason, see fp_torch_resize_storage. Our part of what
+ * was gathered becomes the copy. */
 int fp_flat_release(fp_flat *flat, const char *reason);
 int fp_flat_forget_whole(fp_flat *flat);       /* what was gathered shall not become the copy */
 int fp_flat_forget_values(fp_flat *flat);      /* the same, and there is no copy any more */

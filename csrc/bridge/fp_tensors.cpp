@@ -27,23 +27,38 @@ is_plain_tensor(const at::Tensor &tensor)
     return !tensor.key_set().has_any(special) && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-namespace {
-
-// The bytes of memory that a storage has: none if it is freed, also where it has kept its size.
 size_t
 memory_of(c10::StorageImpl *storage)
 {
     return address_of(storage) == nullptr ? 0 : storage->nbytes();
 }
 
-} // namespace
+void
+resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size)
+{
+    if (storage->nbytes() != bytes || memory_of(storage) != bytes) {
+        TORCH_CHECK(storage->resizable(), "this storage cannot be resized: it borrows its memory");
+        const c10::OptionalDeviceGuard device(storage->device());
+        storage->set_data_ptr_noswap(bytes == 0 ? c10::DataPtr(nullptr, storage->device())
+                                                : storage->allocator()->allocate(bytes));
+    }
+    const bool guarded = set_freed_reason(storage, bytes == 0 ? reason : nullptr);
+    if (!(guarded && keeps_size)) {
+        storage->set_nbytes(bytes);
+    }
+}
+
+size_t
+bytes_for(const at::Tensor &tensor)
+{
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                            static_cast<size_t>(tensor.storage_offset()));
+}
 
 void
 check_memory(const at::Tensor &tensor)
 {
-    const size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-                                                          static_cast<size_t>(tensor.storage_offset()));
-    const size_t present = memory_of(storage_of(tensor));
+    const size_t bytes = bytes_for(tensor), present = memory_of(storage_of(tensor));
     TORCH_CHECK_VALUE(present >= bytes, "expected a tensor with memory for its ", tensor.numel(),
                       " elements, got one whose storage has ", present, " bytes of ", bytes, ": it is freed");
 }
@@ -443,18 +458,7 @@ fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reas
         const auto item_bytes = static_cast<int64_t>(tensor.element_size());
         TORCH_CHECK_VALUE(numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
                           "a storage cannot have ", numel, " elements");
-        c10::StorageImpl *storage = fp::storage_of(tensor);
-        const auto bytes = static_cast<size_t>(numel * item_bytes);
-        if (storage->nbytes() != bytes || fp::memory_of(storage) != bytes) {
-            TORCH_CHECK(storage->resizable(), "this storage cannot be resized: it borrows its memory");
-            const c10::OptionalDeviceGuard device(storage->device());
-            storage->set_data_ptr_noswap(bytes == 0 ? c10::DataPtr(nullptr, storage->device())
-                                                    : storage->allocator()->allocate(bytes));
-        }
-        const bool guarded = fp::set_freed_reason(storage, bytes == 0 ? reason : nullptr);
-        if (!(guarded && keeps_size)) {
-            storage->set_nbytes(bytes);
-        }
+        fp::resize_storage(fp::storage_of(tensor), static_cast<size_t>(numel * item_bytes), reason, keeps_size != 0);
         return 0;
     });
 }

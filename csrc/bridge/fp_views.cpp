@@ -141,11 +141,6 @@ flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces
 {
     const at::Tensor flat = at::empty({geometry.total}, options);
     const at::Tensor fill_item = fill == 0.0 ? at::Tensor() : at::full({1}, fill, options);
-    for (const at::Tensor &piece : pieces) {
-        if (piece.defined()) {
-            check_memory(piece);
-        }
-    }
     const Sources sources = sources_of(geometry, pieces);
     pack(flat, flat.scalar_type(), sources.segments, {}, fill_item.defined() ? fill_item.const_data_ptr() : nullptr);
     for (const size_t i : sources.strided) {

@@ -35,12 +35,11 @@ freed_reason(const fp_step *step)
     return reason == NULL ? NULL : PyUnicode_AsUTF8(reason);
 }
 
-/* Make the views, if there are none that fit the shard's dtype and device and who requires grad. */
-int
-fp_pass_make_views(fp_step *step, Py_ssize_t index)
+/* Make the views, unless made is 0 and there are some that fit who requires grad. */
+static int
+make_views(fp_step *step, Py_ssize_t index, int made)
 {
     fp_part *part = &step->parts[index];
-    const int made = fp_flat_prepare(part->flat, part->master);
     if (made < 0) {
         return -1;
     }
@@ -91,6 +90,23 @@ fp_pass_make_views(fp_step *step, Py_ssize_t index)
         return fp_part_show(part, 1);
     }
     return 0;
+}
+
+int
+fp_pass_make_views(fp_step *step, Py_ssize_t index)
+{
+    const fp_part *part = &step->parts[index];
+    return make_views(step, index, fp_flat_prepare(part->flat, part->master, freed_reason(step)));
+}
+
+/* Before a gather: whoever outside has the memory keeps it and its values, unless a graph needs just them. */
+static int
+renew(fp_step *step, Py_ssize_t index, int changed)
+{
+    const int renewed = step->run->in_backward || (!changed && step->awaits_backward)
+                            ? 0
+                            : fp_flat_renew(step->parts[index].flat, freed_reason(step));
+    return renewed > 0 ? make_views(step, index, renewed) : renewed;
 }
 
 /* What was written to the views goes into the shard, and so do parameters that were replaced, or whose data were; the
@@ -187,11 +203,36 @@ check_unchanged(fp_step *step)
     return 0;
 }
 
+/* Nobody outside has freed the memory that is gathered from, or resized it. */
+static int
+check_memory(const fp_step *step)
+{
+    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        int64_t present, needed;
+        const int lacks = fp_flat_lacks_memory(step->parts[k].flat, step->parts[k].master, &present, &needed);
+        if (lacks > 0) {
+            PyErr_Format(
+                PyExc_ValueError,
+                "%U: the storage of its parameters has %lld bytes of %lld: it was freed or resized outside of "
+                "flatparam, and their values are lost. Leave storages as they are, or load a state dict into a "
+                "model that is wrapped anew",
+                step->name, (long long)present, (long long)needed);
+        }
+        if (lacks != 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 int
 fp_pass_start_gather(fp_step *step)
 {
     fp_run *run = step->run;
     int gathered = 0;
+    if (check_memory(step) < 0) {
+        return -1;
+    }
     if (!run->in_backward && !step->copied && fp_pass_look_over(step) < 0) {
         return -1;
     }
@@ -215,6 +256,9 @@ fp_pass_start_gather(fp_step *step)
             continue; /* it stays full and is up to date */
         }
         const int64_t versions = fp_part_versions(part);
+        if (renew(step, k, versions != part->versions) < 0) {
+            return -1;
+        }
         const int from_shards = fp_flat_gather(part->flat, part->master, fp_part_items(part->views),
                                                fp_pass_collectives(step), versions != part->versions, refresh, goes_on);
         if (from_shards < 0) {

@@ -447,6 +447,23 @@ step_is_full(PyObject *self, void *ignored)
     return PyBool_FromLong(full);
 }
 
+static PyObject *
+step_reason(PyObject *self, void *ignored)
+{
+    return Py_NewRef(((fp_step *)self)->reason);
+}
+
+static int
+step_set_reason(PyObject *self, PyObject *reason, void *ignored)
+{
+    if (reason == NULL || !PyUnicode_Check(reason)) {
+        PyErr_SetString(PyExc_TypeError, "expected reason to be a str");
+        return -1;
+    }
+    Py_XSETREF(((fp_step *)self)->reason, Py_NewRef(reason));
+    return 0;
+}
+
 static PyMethodDef step_methods[] = {
     {"join", step_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
     {"follow", FP_FASTCALL(step_follow), METH_FASTCALL,
@@ -514,6 +531,7 @@ static PyGetSetDef step_getset[] = {
     {"has_frozen", step_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
     {"unreduced", step_unreduced, NULL,
      "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", NULL},
+    {"reason", step_reason, step_set_reason, "What is said when freed data is used.", NULL},
     {"shows_views", step_shows_views, NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .._flatten import in_storage_order
+from .._storage import lacks_memory
 from .order import gather_objects, wait
 from .placement import Placement
 from .register import Register, register_of
@@ -92,7 +93,10 @@ class _Values:
 
 def _digests(originals: list[Original]) -> list[int]:
     """One a parameter; 0 for what has no values yet."""
-    return [0 if original.template is not None else digest_of(original.param) for original in originals]
+    return [
+        0 if original.template is not None or lacks_memory(original.param) else digest_of(original.param)
+        for original in originals  # those that lack memory are refused by name when they are flattened
+    ]
 
 
 def digest_of(value: torch.Tensor) -> int:

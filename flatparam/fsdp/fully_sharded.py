@@ -328,9 +328,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         """Run the wrapped module with its full parameters."""
         unit = self._unit
         if unit.summoned is not None:
-            raise StateError(
-                f"{unit.name}: forward inside summon_full_params(), which has its full parameters: call it outside"
-            )
+            return self._forward_summoned(unit.summoned, args, kwargs)
         if not self._use_orig_params:
             unit.check_registered()
         step = unit.step
@@ -378,6 +376,32 @@ class FullyShardedDataParallel(Marks, nn.Module):
                 "checkpoint(..., use_reentrant=False), call requires_grad_() on an input, or freeze the parameters"
             )
 
+    def _forward_summoned(self, summoned: Summoned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the wrapped module inside summon_full_params(): with the parameters that are there, in full precision.
+
+        Raises: StateError on a rank that has shards only. A backward through it raises one too.
+        """
+        unit = self._unit
+        if not summoned.shown:
+            raise StateError(
+                f"{unit.name}: forward inside summon_full_params(rank0_only=True) on a rank that has its shards only: "
+                "call it on rank 0, or summon without rank0_only"
+            )
+        for whole in summoned.wholes[:1]:
+            args, kwargs = move_tensors(whole.device, (args, kwargs), unit.name)
+            if self.mixed_precision.param_dtype is not None:
+                args, kwargs = cast_floats(whole.dtype, (args, kwargs))
+        self._put_buffers(True)
+        try:
+            output = self.module(*args, **kwargs)
+        finally:
+            self._put_buffers(self._in_full)
+        if torch.is_grad_enabled() and any(segment.is_trained for segment in unit.segments):
+            for tensor in find_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_refuse_backward, unit.name))
+        return output
+
     def _watch_inputs(self, inputs: Any) -> None:
         """Free frozen parameters in backward as soon as the gradients that they are needed for are there."""
         tensors = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
@@ -413,8 +437,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         paths = {id(inner): path for path, inner in root.named_modules()}
         for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
-            wrapper._unit.name = f"the unit of {type(wrapper.module).__name__} at `{path}`"
-            wrapper._unit.step.name = wrapper._unit.name
+            wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__} at `{path}`")
             if wrapper._unit.apart is not None:
                 raise ValueError(wrapper._unit.apart)
             step_in_backward(wrapper._unit)
@@ -428,6 +451,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         follow(run, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
         root._cast_buffers(wrappers)
 
+    @torch.inference_mode(False)
     def _cast_buffers(self, wrappers: list["FullyShardedDataParallel"]) -> None:
         """Buffers go to the dtype that the innermost unit around them asks for, once."""
         done: set[int] = set()
@@ -459,7 +483,14 @@ class FullyShardedDataParallel(Marks, nn.Module):
         self._unit.step.compute_in_full(in_full)
         self._in_full = in_full
         self._casts_to = None if in_full else self._casts()
-        for path, inner in module.named_modules():
+        self._put_buffers(in_full)
+
+    @torch.inference_mode(False)
+    def _put_buffers(self, in_full: bool) -> None:
+        """Have the buffers that are cast in their own dtype, or in the one that they are cast to."""
+        if not self._buffer_dtypes:
+            return
+        for path, inner in self.module.named_modules():
             for name, buffer in inner._buffers.items():
                 dtype = self._buffer_dtypes.get(without_units(f"{path}.{name}" if path else name))
                 if buffer is not None and dtype is not None:
@@ -980,6 +1011,14 @@ class FullyShardedDataParallel(Marks, nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]
+
+
+def _refuse_backward(name: str, grad: Tensor) -> None:
+    raise StateError(
+        f"{name}: backward through a forward that was made inside summon_full_params(): parameters are whole there, so "
+        "their gradients would be neither sharded nor reduced. Call it outside of summon_full_params(), or under "
+        "torch.no_grad()"
+    )
 
 
 def _inputs_done(unit: "weakref.ref[Unit]", gradients: Any) -> None:

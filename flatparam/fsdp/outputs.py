@@ -1,6 +1,10 @@
 """Finding the tensors in what a module returns, and casting those in what it is given, whatever holds them."""
 
+import copy
 import dataclasses
+import functools
+import types
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +17,8 @@ class DeviceError(ValueError, RuntimeError):
     """Something is not on the device where it should be; of both types that torch's versions raise."""
 
 
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_HOLDERS = (dict, UserDict, list, tuple, set, frozenset)
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -43,8 +49,10 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    if isinstance(value, type) or callable(value):
+    if isinstance(value, _CODE):
         return []
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
     slots = [name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ()))]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
@@ -68,7 +76,37 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             if field.init
         }
         return dataclasses.replace(value, **changed)
+    if isinstance(value, _HOLDERS) and pytree.tree_is_leaf(value):
+        return _map_held(function, value)
     return pytree.tree_map_only(Tensor, function, value)
+
+
+def _map_held(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A copy of a container of a class that no pytree knows, with ``function`` applied; itself if that changes none."""
+    if isinstance(value, (dict, UserDict)):
+        mapped = {key: map_tensors(function, item) for key, item in value.items()}
+        changed = {key: item for key, item in mapped.items() if item is not value[key]}
+        if not changed:
+            return value
+        new: Any = copy.copy(value)
+        if getattr(value, "__dict__", None) is value:  # its items are its attributes
+            new.__dict__ = new
+        for key, item in changed.items():
+            new[key] = item
+        return new
+    items = [map_tensors(function, item) for item in value]
+    if all(item is old for item, old in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = items
+        return new
+    if isinstance(value, tuple):
+        new = tuple.__new__(type(value), items)
+        if hasattr(value, "__dict__"):
+            vars(new).update(vars(value))
+        return new
+    return type(value)(items)
 
 
 def cast_floats(dtype: torch.dtype, value: Any) -> Any:
@@ -88,6 +126,10 @@ def _any_tensor(holds: Callable[[Tensor], bool], value: Any) -> bool:
         return any(_any_tensor(holds, item) for item in value.values())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return any(_any_tensor(holds, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+    if isinstance(value, _HOLDERS) and pytree.tree_is_leaf(value):
+        return any(
+            _any_tensor(holds, item) for item in (value.values() if isinstance(value, (dict, UserDict)) else value)
+        )
     return any(isinstance(leaf, Tensor) and holds(leaf) for leaf in pytree.tree_leaves(value))
 
 

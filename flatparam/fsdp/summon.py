@@ -81,6 +81,7 @@ class Summoned:
         self._made: dict[str, nn.Parameter] = {}  # with use_orig_params=False: what modules show, by name
         self.had_views = unit.step.shows_views
 
+    @torch.inference_mode(False)  # what parameters point to is used outside of it too
     @torch.no_grad()
     def enter(self) -> None:
         """Gather, and let the modules have full parameters. A collective call."""
@@ -140,6 +141,7 @@ class Summoned:
             has = has * len(segment.originals)
         return segment.gather(torch.zeros_like(segment.flat) if own is None else own), has
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def leave(self) -> None:
         """Write back what was asked for, and let the modules have what they had before."""

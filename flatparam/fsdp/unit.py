@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
 from .._flatten import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
+from .._storage import lacks_memory
 from ..layout import FlatLayout
 from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
 from .deferral import blank, template_of
@@ -33,10 +34,12 @@ from .placement import Placement
 LOW = (torch.bfloat16, torch.float16)  # dtypes that no gradients are added in
 PADDING_VALUE = 42.0  # torch's: it is never read
 _FREED = (
-    "flatparam: a parameter of {} was used while it is sharded. It has its full data during the forward and backward "
-    "of {}; outside of them use summon_full_params(), and call the wrapped module instead of one of its parts. In "
-    "backward this means that what the unit computed reached the loss by another way than its output."
+    "flatparam: a parameter of {unit} was used while it is sharded: {names}. It has its full data during the forward "
+    "and backward of {unit}; outside of them use summon_full_params(), and call the wrapped module instead of one of "
+    "its parts. In backward this means that what the unit computed reached the loss by another way than its output, or "
+    "that a gradient is differentiated again (create_graph=True), after the unit was freed."
 )
+_NAMED = 8  # parameters that the message names
 
 
 class StateError(RuntimeError, AssertionError, ValueError):
@@ -264,7 +267,15 @@ class Segment:
             yield self.view(flat, original, offset)
 
     def gather(self, shard: Tensor) -> Tensor:
-        """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype."""
+        """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype.
+
+        Raises: ValueError naming a parameter if ``shard`` has no memory.
+        """
+        if lacks_memory(shard):
+            raise ValueError(
+                f"the storage of the shard that holds `{self.originals[0].fqn}` was freed or resized outside of "
+                "flatparam, and its values are lost"
+            )
         if not self.is_sharded:
             return shard.to(self.device)
         from . import collectives, order
@@ -361,7 +372,7 @@ class Unit:
             tuple(segment.part(options) for segment in self.segments),
             options.placement.reshard_after_forward,
             functools.partial(_take_back, weakref.ref(self)),
-            _FREED.format(name, name),
+            self._freed_reason(),
         )
         self.step.make_views()
         _units.add(self)
@@ -371,6 +382,18 @@ class Unit:
             for original in segment.originals:
                 _of_params[original.param] = owner, original.fqn, k
                 _owners.update((place.module, owner) for place in original.names)
+
+    def _freed_reason(self) -> str:
+        """What is said when freed parameters are used."""
+        names = [f"`{original.fqn}`" for segment in self.segments for original in segment.originals]
+        more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+        *others, last = [*names[:_NAMED], *more] or ["none"]
+        return _FREED.format(unit=self.name, names=f"one of {', '.join(others)} and {last}" if others else last)
+
+    def rename(self, name: str) -> None:
+        """Be called ``name`` in messages."""
+        self.name = self.step.name = name
+        self.step.reason = self._freed_reason()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         copied = object.__new__(Unit)
@@ -553,6 +576,11 @@ class Unit:
         original = here.original
         if not _C.is_plain(value):
             raise ValueError(f"{self.name}: the new data of parameter `{original.fqn}` are not plain and dense")
+        if lacks_memory(value):
+            raise ValueError(
+                f"{self.name}: the storage of the new data of parameter `{original.fqn}` was freed or resized: it has "
+                "no values"
+            )
         if value.shape == original.shape:
             value = in_order(value, original.stride).narrow(0, start, target.numel())
         elif value.shape == here.shape:

@@ -1,0 +1,244 @@
+"""The memory of full parameters in the runtime: who uses it while it is freed is told, and who has it keeps it."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from fsdp_models import Averaged, assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
+from gloo import fake_world, run_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+import flatparam
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+
+HERE = pathlib.Path(__file__).parent
+WIDTH = 300  # its blocks are so large that the allocator unmaps what is freed
+
+
+def test_operations_on_sharded_parameters_name_them_and_what_to_do():
+    """44 operations each, from the constructor on, of NumPy, pickle and users of addresses too: none of them dies."""
+    package = str(pathlib.Path(flatparam.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, HERE / "freed_operations.py"],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=240,
+    )
+    results = json.loads(done.stdout)
+    assert len(results) == 10
+    assert len(results["wrapped"]) >= 40
+    said = re.compile(r"RuntimeError: flatparam: a parameter of the unit of .*`[0-9.]*weight`.*summon_full_params")
+    texts = {(model, what): text for model, tried in results.items() for what, text in tried.items()}
+    assert not {key: text for key, text in texts.items() if not said.match(text)}
+
+
+class Taking:
+    """Takes an array of every weight in every forward of ``model``'s linear modules, and the values that it has."""
+
+    def __init__(self, model):
+        self.arrays, self.values, self.on = [], [], True
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self)
+
+    def __call__(self, module, args, output):
+        if self.on:
+            array = module.weight.detach().numpy() if torch.is_grad_enabled() else module.weight.numpy()
+            self.arrays.append(array)
+            self.values.append(array.copy())
+
+    def check(self):
+        assert self.arrays
+        assert all((a == b).all() for a, b in zip(self.arrays, self.values, strict=True))
+
+
+def arrays_kept(settings):
+    """Train and evaluate beside an unsharded module while arrays of all weights are taken and kept."""
+    for strategy, orig in settings:
+        plain = make(width=WIDTH, blocks=2)
+        oracle, model = Averaged(plain, 2), make(width=WIDTH, blocks=2)
+        taking = Taking(model)
+        model = wrap_blocks(model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig)
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, model)]
+        for step in range(3):
+            oracle.backward(lambda rank: [data(step, rank), data(step + 7, rank)])  # noqa: B023
+            with model.no_sync():
+                loss_of(model, data(step)).backward()
+            taking.check()
+            loss_of(model, data(step + 7)).backward()
+            taking.check()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                assert torch.equal(model(data(step)), plain(data(step)))
+                assert torch.equal(model(data(step)), plain(data(step)))
+            if strategy != "NO_SHARD":  # whose arrays are of the memory that is trained, as unsharded
+                taking.check()
+            else:
+                taking.values = [array.copy() for array in taking.arrays]
+        assert_same(model, plain, strategy)
+        taking.on = False
+        taking.arrays.clear()
+        with torch.no_grad():
+            model(data(0))
+        full = [unit._unit.step.is_partly_full for unit in FSDP.fsdp_modules(model)]
+        assert not any(full) or strategy in ("NO_SHARD", "ZERO_1"), full  # it went with the arrays
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
+
+
+@pytest.mark.multiprocess
+def test_arrays_of_full_weights_keep_their_values_and_change_nothing():
+    run_ranks(arrays_kept, 2, [(strategy, orig) for strategy in STRATEGIES for orig in (True, False)])
+
+
+ONE = torch.ones(2, 4)
+
+
+def small(strategy, orig):
+    return FSDP(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=orig,
+    )
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_storages_that_were_freed_or_resized_outside_are_named(strategy, orig):
+    said = (
+        r"the unit of Sequential( at ``)?: the storage of its parameters has {} bytes of \d\d+: it was freed or resized"
+    )
+    with fake_world(2):
+        for left in (0, 8):
+            for before in (True, False):
+                model = small(strategy, orig)
+                if not before:
+                    model(ONE).sum().backward()
+                model._unit.segments[0].flat.untyped_storage().resize_(left)
+                with pytest.raises(ValueError, match=said.format(left)):
+                    model(ONE)
+                if strategy != "NO_SHARD":
+                    with pytest.raises(ValueError, match=r"`0\.weight` was freed or resized"):
+                        model.state_dict()
+        model = small(strategy, orig)
+        with torch.no_grad():
+            model(ONE)
+        storage = model._unit.step.views()[0][0].untyped_storage()
+        if strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            with pytest.raises(RuntimeError, match=r"while it is sharded.*`0\.weight`"):
+                storage.resize_(4)
+            model(ONE)
+        else:
+            storage.resize_(4)
+            with pytest.raises(ValueError, match=said.format(4)):
+                model(ONE)
+
+
+def test_parameters_and_gradients_without_memory_are_refused():
+    with fake_world(2):
+        freed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        freed[1].weight.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"`1\.weight` has no memory for its shape \(4, 4\)"):
+            FSDP(freed)
+
+        model = small("FULL_SHARD", True)
+        replaced = torch.zeros(4, 4)
+        next(model.parameters()).data = replaced
+        replaced.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"new data of parameter `0\.weight` was freed or resized"):
+            model(ONE)
+
+        for strided in (False, True):
+            model = small("FULL_SHARD", False)
+            gradient = torch.ones(4, 4).t() if strided else torch.ones(4, 4)
+            model.module[0].register_forward_hook(
+                lambda module, args, output, g=gradient: module.weight.register_hook(lambda grad: g) and None
+            )
+            gradient.untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match="a tensor with memory for its 16 elements"):
+                model(ONE).sum().backward()
+
+
+def forwards_in_summon(settings):
+    """Forwards inside summon_full_params() see what was written there; a backward through one is refused by name."""
+    for strategy, orig, low in settings:
+        precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16) if low else None
+        plain = make()
+        plain.register_buffer("offset", torch.tensor(1.001))
+        model = make()
+        model.register_buffer("offset", torch.tensor(1.001))
+        model = wrap_blocks(
+            model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, mixed_precision=precision
+        )
+        x = data(0)
+        with torch.no_grad():
+            model(x)
+            with FSDP.summon_full_params(model):
+                assert torch.equal(model(x), plain(x))
+                assert model.module.offset.dtype == (torch.bfloat16 if low else torch.float32)
+                for module in (model.module, plain):
+                    module.first.weight.mul_(2.0)
+                assert torch.equal(model(x), plain(x))
+                assert torch.equal(model.blocks[0](x.new_ones(2, 5)), plain.blocks[0](x.new_ones(2, 5)))
+            with FSDP.summon_full_params(model, recurse=False, writeback=False):
+                model.module.last.weight.zero_()
+                assert low or not model(x).any()  # the blocks compute in bf16 then, and are given fp32
+                if strategy == "NO_SHARD":  # which has no other memory
+                    plain.last.weight.zero_()
+        assert_same(model, plain, strategy)
+        with FSDP.summon_full_params(model):
+            inside = model(x)
+            with pytest.raises(RuntimeError, match=r"the unit of Model.*backward.*inside summon_full_params"):
+                inside.sum().backward()
+        inside = None
+        with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+            if torch.distributed.get_rank() == 0 or strategy == "NO_SHARD":
+                with torch.no_grad():
+                    assert torch.equal(model(x), plain(x))
+            else:
+                with pytest.raises(RuntimeError, match=r"the unit of Model.*rank0_only=True.*shards only"):
+                    model(x)
+        if not low:
+            oracle = Averaged(plain, 2)
+            oracle.backward(lambda rank: [data(1, rank)])
+            loss_of(model, data(1)).backward()
+            assert_same_grads(model, plain, strategy)
+
+
+@pytest.mark.multiprocess
+def test_forwards_inside_summon_full_params():
+    run_ranks(
+        forwards_in_summon,
+        2,
+        [(strategy, orig, low) for strategy in STRATEGIES for orig in (True, False) for low in (False, True)],
+    )
+
+
+def test_differentiating_a_gradient_of_freed_parameters_names_them():
+    """Penalties on a gradient over the inputs, in both of their ways, and Jacobian-vector products of either mode."""
+    said = r"a parameter of the unit of Sequential.*`0\.weight`.*summon_full_params.*create_graph=True"
+    with fake_world(2):
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            for orig in (True, False):
+                model = small(strategy, orig)
+                x = ONE.clone().requires_grad_()
+                (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+                with pytest.raises(RuntimeError, match=said):
+                    slope.square().sum().backward()
+                model = small(strategy, orig)
+                with pytest.raises(RuntimeError, match=said):
+                    torch.autograd.functional.jvp(lambda x: model(x).tanh(), ONE, ONE)  # noqa: B023
+                _, product = torch.func.jvp(small("NO_SHARD", orig), (ONE,), (ONE,))
+                assert product.shape == (2, 4)
