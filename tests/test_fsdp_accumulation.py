@@ -1,5 +1,6 @@
 """What users do between micro-batches in no_sync: it is right, or refused with a word on what to do instead."""
 
+import contextlib
 import itertools
 import warnings
 
@@ -185,11 +186,43 @@ def assigned_in_part():
         flat.grad = torch.ones(3)
 
 
+def penalty_of(model):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def penalized():
+    """A loss with the parameters themselves in it: their gradients come from autograd, each rank has its piece's."""
+    for strategy, uo in itertools.product((*SHARDED, "NO_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"), (False, True)):
+        what = f"{strategy} uo={uo}"
+        note(what)
+        groups = {"process_group": (dist.new_group([0, 1]), dist.group.WORLD)} if strategy.startswith("LAYER") else {}
+        arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, **groups}
+        model, module = wrap_blocks(make(), **arguments), make()
+        oracle = Averaged(module, 2)
+        for alone in (False, True):
+            for step, synced in enumerate((False, False, True)):
+                with contextlib.nullcontext() if synced else model.no_sync():
+                    if alone and synced:
+                        penalty_of(model).backward()
+                    else:
+                        (loss_of(model, data(step)) + penalty_of(model)).backward()
+                if not (alone and synced):
+                    oracle.backward(lambda rank, step=step: [data(step, rank)])
+                penalty_of(module).backward()
+            for name, grad in full_grads(model).items():
+                wanted = dict(module.named_parameters())[name].grad
+                torch.testing.assert_close(grad, wanted, msg=lambda text, at=f"{what} {name}": f"{at}: {text}")
+            model.zero_grad()
+            module.zero_grad()
+
+
 def between():
     looked_at()
     unsharded()
     assigned()
     assigned_in_part()
+    pieces_of_any_strides()
+    penalized()
 
 
 @pytest.mark.multiprocess
@@ -378,3 +411,92 @@ def beside_layer_zero():
 @pytest.mark.multiprocess
 def test_freezing_and_writing_between_micro_batches_of_layer_zero():
     run_ranks(beside_layer_zero, 4)
+
+
+def strided(shape):
+    return torch.arange(3.0 * shape.numel()).reshape(*shape, 3)[..., 0]
+
+
+def expanded(shape):
+    return torch.tensor(3.0).expand(shape)
+
+
+def transposed(shape):
+    return torch.arange(float(shape.numel())).reshape(shape[::-1]).permute(*reversed(range(len(shape))))
+
+
+def sparse(shape):
+    return torch.arange(float(shape.numel())).reshape(shape).to_sparse()
+
+
+KINDS = (strided, expanded, transposed, sparse)
+
+
+def assign(model, module, kind, uo):
+    """The same gradients to both; what the flat parameter is given is that of its parameters one after the other."""
+    if uo:
+        for p, plain in zip(model.parameters(), module.parameters(), strict=True):
+            p.grad = kind(p.shape)
+            plain.grad = kind(p.shape).to_dense().clone(memory_format=torch.contiguous_format)
+        return
+    (flat,) = model.parameters()
+    flat.grad = kind(flat.shape)
+    pieces = kind(flat.shape).to_dense().split([p.numel() for p in module.parameters()])
+    for p, piece in zip(module.parameters(), pieces, strict=True):
+        p.grad = piece.reshape(p.shape).clone()
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_gradients_of_any_strides_are_assigned(strategy, kind, uo):
+    with fake_world(1):
+        arguments = {"use_orig_params": uo, "sharding_strategy": ShardingStrategy[strategy]}
+        model = FSDP(make(cls=nn.Linear, in_features=7, out_features=5), **arguments)
+        module = make(cls=nn.Linear, in_features=7, out_features=5)
+        x = torch.ones(2, 7)
+        for synced in (False, False, True, False, True):  # assigned before the first, and between them
+            assign(model, module, kind, uo)
+            with contextlib.nullcontext() if synced else model.no_sync():
+                model(x).sum().backward()
+            module(x).sum().backward()
+            found = torch.cat([p.grad.flatten() for p in model.parameters()])
+            torch.testing.assert_close(found, torch.cat([p.grad.flatten() for p in module.parameters()]))
+        assert model.training_state.name == "IDLE"
+
+
+def test_a_gradient_that_no_sync_shows_is_transposed():
+    with fake_world(1):
+        model, module = (make(cls=nn.Linear, in_features=4, out_features=4, bias=False) for _ in range(2))
+        model = FSDP(model, use_orig_params=True)
+        x = torch.arange(8.0).reshape(2, 4)
+        for synced in (False, False, True):
+            with contextlib.nullcontext() if synced else model.no_sync():
+                model(x).square().sum().backward()
+            module(x).square().sum().backward()
+            for m in (model, module):
+                for p in m.parameters():
+                    p.grad = p.grad.t()
+        torch.testing.assert_close(next(model.parameters()).grad, module.weight.grad)
+
+
+def pieces_of_any_strides():
+    """Each rank's piece of what it is given, whatever its strides; sums of small numbers are exact."""
+    for strategy, atomic in (("FULL_SHARD", None), ("FULL_SHARD", "row"), ("ZERO_1", None)):
+        note(f"{strategy} {atomic}")
+        model = FSDP(
+            make(cls=nn.Linear, in_features=7, out_features=5),
+            use_orig_params=True,
+            sharding_strategy=ShardingStrategy[strategy],
+            atomic=atomic,
+        )
+        for kind in (strided, expanded):
+            for p in model.parameters():
+                p.grad = kind(p.shape)
+            given = [p.grad.clone() for p in model.parameters()]
+            for synced in (False, False, True):
+                with contextlib.nullcontext() if synced else model.no_sync():
+                    model(torch.ones(2, 7)).sum().backward()
+            for p, before in zip(model.parameters(), given, strict=True):
+                assert p.grad is None or torch.equal(p.grad, before + 6.0), (strategy, atomic, p.grad, before)
+            model.zero_grad()

@@ -170,6 +170,44 @@ def test_other_ways_to_come_to_a_device(library):
     run_ranks(other_ways, 2, library, timeout=120.0)
 
 
+class Halves(nn.Module):
+    """What comes to each device is computed apart, so that autograd has a thread for each at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.here, self.there = ((nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))) for _ in range(2))
+
+    def forward(self, x):
+        return self.here(x) + self.there(x.to(next(self.there.parameters()).device)).cpu()
+
+
+def units_on_two_devices(library):
+    simulated.use(library)
+    sim, on_sim = torch.device("sim", 0), simulated.new_group()
+    for orig in (False, True):
+        module, model = make(cls=Halves), make(cls=Halves)
+        for half, arguments in ((model.here, {}), (model.there, {"process_group": on_sim, "device_id": sim})):
+            for i, layer in enumerate(half):
+                half[i] = FSDP(layer, use_orig_params=orig, **arguments)
+        model = FSDP(model, use_orig_params=orig)
+        x = torch.randn(4, 48)
+        for trial in range(10):
+            note(f"orig: {orig}, trial {trial}")
+            for synced in (False, False, True):
+                with contextlib.nullcontext() if synced else model.no_sync():
+                    model(x).square().mean().backward()
+                module(x).square().mean().backward()
+            found, wanted = (torch.cat([p.grad.cpu().flatten() for p in m.parameters()]) for m in (model, module))
+            torch.testing.assert_close(found, wanted)
+            model.zero_grad()
+            module.zero_grad()
+
+
+@pytest.mark.multiprocess
+def test_autograd_has_a_thread_for_each_device(library):
+    run_ranks(units_on_two_devices, 1, library)
+
+
 class Scale(nn.Module):
     """Mostly parameters: what is computed is a number."""
 

@@ -179,6 +179,19 @@ is_piece(const at::Tensor &piece, const at::Tensor &whole, int64_t start, int64_
            piece.storage_offset() == whole.storage_offset() + start;
 }
 
+// param.grad = None. Releasing a gradient may run Python code, which shall not find it there any more.
+inline void
+drop_grad(const at::Tensor &param)
+{
+    if (param.unsafeGetTensorImpl()->grad().defined()) {
+        const at::Tensor dropped = std::move(param.mutable_grad());
+    }
+}
+
+// Throws ValueError unless gradients are those of the views of geometry, some perhaps undefined. The engine sees to that,
+// but who calls the node called what directly may pass anything.
+void check_gradients(const Geometry &geometry, const std::vector<at::Tensor> &gradients, const std::string &what);
+
 // Outside of autograd and of inference mode, whatever mode the caller is in.
 struct Plainly {
     c10::InferenceMode inference{false};

@@ -46,6 +46,9 @@ sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
     sources.segments.resize(pieces.size());
     for (size_t i = 0; i < pieces.size(); i++) {
         const View &view = geometry.views[i];
+        if (pieces[i].defined()) {
+            check_memory(pieces[i]);
+        }
         const bool direct = pieces[i].defined() && same_layout(pieces[i], view);
         if (pieces[i].defined()) {
             check_memory(pieces[i]);

@@ -27,6 +27,7 @@ struct Sources {
     std::vector<fp_segment> segments; // no data where a piece is undefined or lies otherwise than its view
     std::vector<size_t> strided;      // the latter
 };
+// Throws ValueError for a piece whose memory was freed.
 Sources sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces);
 
 // Whether the core converts from and to dtype; it copies any.

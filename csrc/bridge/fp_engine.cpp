@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -18,7 +19,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <mutex>
 #include <optional>
 
@@ -39,11 +42,29 @@ struct fp_group {
 
 namespace fp {
 
+// What the hooks on outputs of a unit have in common: it lives as long as a graph that comes to one of them.
+struct Graph {
+    std::atomic<int> waiting{0}; // hooks that have not run
+    PyObject *unit = nullptr;    // owned: kept for them after everybody else has let go of it
+
+    Graph() = default;
+    Graph(const Graph &) = delete;
+    Graph &operator=(const Graph &) = delete;
+    ~Graph()
+    {
+        if (unit != nullptr && Py_IsInitialized()) {
+            const WithGil gil;
+            Py_DECREF(unit);
+        }
+    }
+};
+
 struct UnitRef {
     void *unit = nullptr; // null once it is gone; changed with the GIL held
     std::string name;
     fp_unit_calls calls{};
     std::weak_ptr<const void> task; // of the last callback, which goes with its graph task
+    std::weak_ptr<Graph> graph;
 };
 
 // Call the unit behind ref, from a thread of autograd; an exception goes on through the engine.
@@ -210,13 +231,21 @@ device_from(PyObject *object)
     return reinterpret_cast<THPDevice *>(object)->device;
 }
 
+// Backends do not know complex numbers: those are sent as pairs.
+at::Tensor
+as_sent(const at::Tensor &tensor)
+{
+    return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
+}
+
 // The collectives; async, on the C++ group, under the names this torch has. Without the GIL: gloo's threads take it under
 // the lock of the queue that these calls wait for.
 template <class Group>
 c10::intrusive_ptr<c10d::Work>
-all_gather(Group &group, at::Tensor &output, at::Tensor &input)
+all_gather(Group &group, const at::Tensor &gathered, const at::Tensor &own)
 {
     const WithoutGil released;
+    at::Tensor output = as_sent(gathered), input = as_sent(own);
     if constexpr (requires { group.all_gather_single(output, input); }) {
         return group.all_gather_single(output, input);
     }
@@ -227,9 +256,10 @@ all_gather(Group &group, at::Tensor &output, at::Tensor &input)
 
 template <class Group>
 c10::intrusive_ptr<c10d::Work>
-reduce_scatter(Group &group, at::Tensor &output, at::Tensor &input)
+reduce_scatter(Group &group, const at::Tensor &reduced, const at::Tensor &whole)
 {
     const WithoutGil released;
+    at::Tensor output = as_sent(reduced), input = as_sent(whole);
     if constexpr (requires { group.reduce_scatter_single(output, input); }) {
         return group.reduce_scatter_single(output, input);
     }
@@ -399,7 +429,7 @@ c10::intrusive_ptr<c10d::Work>
 all_reduce(const fp_group &group, const at::Tensor &tensor)
 {
     return explained(&group, [&] {
-        std::vector<at::Tensor> tensors = {tensor};
+        std::vector<at::Tensor> tensors = {as_sent(tensor)};
         const WithoutGil released;
         return group.native->allreduce(tensors);
     });
@@ -465,6 +495,7 @@ reduce_over(fp_flat &flat, fp_group &group, PyObject *collectives)
 // gradients of them, in graph tasks of their own, which this one's gradients do not wait for.
 struct UnitBackward final : torch::autograd::Node {
     std::shared_ptr<UnitRef> ref;
+    std::shared_ptr<const Geometry> geometry;
     int index = 0;
 
     UnitBackward() : Node(/*sequence_nr=*/UINT64_MAX) // as AccumulateGrad: as soon as it is ready
@@ -481,6 +512,7 @@ struct UnitBackward final : torch::autograd::Node {
         TORCH_CHECK(!at::GradMode::is_enabled(), "flatparam: ", ref->name,
                     " cannot take part in backward(create_graph=True): its gradients are reduced without a history");
         if (std::any_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
+            check_gradients(*geometry, grads, ref->name);
             fp_gradients gradients{grads};
             call_unit(*ref, [&](void *unit) { return ref->calls.gradients_ready(unit, index, &gradients); });
         }
@@ -490,12 +522,24 @@ struct UnitBackward final : torch::autograd::Node {
 
 struct BeforeBackward final : torch::autograd::FunctionPreHook {
     std::shared_ptr<UnitRef> ref;
+    std::shared_ptr<Graph> graph;
     uint64_t began;
+    bool waits = true;
 
-    BeforeBackward(std::shared_ptr<UnitRef> unit, uint64_t since) : ref(std::move(unit)), began(since) {}
+    BeforeBackward(std::shared_ptr<UnitRef> unit, std::shared_ptr<Graph> hooked, uint64_t since)
+        : ref(std::move(unit)), graph(std::move(hooked)), began(since)
+    {
+        graph->waiting++;
+    }
+
+    ~BeforeBackward() override
+    {
+        graph->waiting -= waits;
+    }
 
     torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
     {
+        graph->waiting -= std::exchange(waits, false);
         call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit, began); });
         return grads;
     }
@@ -506,6 +550,38 @@ size_t
 bytes_of(const fp_flat &flat)
 {
     return static_cast<size_t>(flat.geometry->total) * flat.full.element_size();
+}
+
+// On a parameter: autograd is about to add a gradient that does not come from a view of it.
+struct BeforeAccumulation final : torch::autograd::FunctionPreHook {
+    std::shared_ptr<UnitRef> ref;
+    int index;
+
+    BeforeAccumulation(std::shared_ptr<UnitRef> unit, int flat) : ref(std::move(unit)), index(flat) {}
+
+    torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
+    {
+        const WithGil gil;
+        if (ref->unit != nullptr) {
+            call_unit(*ref, [&](void *unit) { return ref->calls.before_accumulation(unit, index); });
+        }
+        return grads;
+    }
+};
+
+// The graph task that runs in this thread; libtorch tells where some of its members are.
+const torch::autograd::GraphTask *
+current_task()
+{
+    const auto *info = torch::autograd::get_current_graph_task_exec_info();
+    if (info == nullptr) {
+        return nullptr;
+    }
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof"
+    constexpr size_t offset = offsetof(torch::autograd::GraphTask, exec_info_);
+#pragma GCC diagnostic pop
+    return reinterpret_cast<const torch::autograd::GraphTask *>(reinterpret_cast<const char *>(info) - offset);
 }
 
 at::TensorOptions
@@ -895,6 +971,17 @@ fp_unit_ref_new(void *unit, const char *name, const fp_unit_calls *calls)
     });
 }
 
+int
+fp_unit_ref_keep(fp_unit_ref *ref, PyObject *unit)
+{
+    const std::shared_ptr<fp::Graph> graph = ref->shared->graph.lock();
+    if (graph == nullptr || graph->waiting == 0 || graph->unit != nullptr) {
+        return 0;
+    }
+    graph->unit = Py_NewRef(unit);
+    return 1;
+}
+
 void
 fp_unit_ref_drop(fp_unit_ref *ref)
 {
@@ -1012,6 +1099,7 @@ fp_flat_views(fp_flat *flat, fp_unit_ref *ref, int index, int untracked, PyObjec
         const fp::Plainly plainly;
         auto node = fp::make_node<fp::UnitBackward>();
         node->ref = ref->shared;
+        node->geometry = flat->geometry;
         node->index = index;
         flat->node = untracked ? nullptr : node;
         for (const fp::View &view : flat->geometry->views) {
@@ -1629,8 +1717,31 @@ fp_engine_hook(PyObject *tensor_object, fp_unit_ref *ref, uint64_t began)
         if (!node) {
             return 0;
         }
-        node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared, began));
+        std::shared_ptr<fp::Graph> graph = ref->shared->graph.lock();
+        if (graph == nullptr) {
+            graph = std::make_shared<fp::Graph>();
+            ref->shared->graph = graph;
+        }
+        node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared, std::move(graph), began));
         return 1;
+    });
+}
+
+int
+fp_engine_watch(PyObject *const *params, Py_ssize_t n, fp_unit_ref *ref, int index)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Targets targets(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            auto &hooks = torch::autograd::impl::materialize_autograd_meta(targets[i])->hooks_; // beside the user's
+            if (std::none_of(hooks.begin(), hooks.end(), [&](const auto &hook) {
+                    const auto *ours = dynamic_cast<const fp::BeforeAccumulation *>(hook.get());
+                    return ours != nullptr && ours->ref == ref->shared;
+                })) {
+                hooks.push_back(std::make_unique<fp::BeforeAccumulation>(ref->shared, index));
+            }
+        }
+        return 0;
     });
 }
 
@@ -1638,6 +1749,19 @@ int
 fp_engine_task(void) noexcept
 {
     return torch::autograd::get_current_graph_task_id();
+}
+
+fp_backward
+fp_engine_backward(void) noexcept
+{
+    const torch::autograd::GraphTask *task = fp::current_task();
+    if (task == nullptr) {
+        return {.task = -1, .depth = 0, .device = -1, .queue = nullptr};
+    }
+    return {.task = torch::autograd::get_current_graph_task_id(),
+            .depth = task->reentrant_depth_,
+            .device = task->owner_,
+            .queue = task->cpu_ready_queue_.get()};
 }
 
 int
@@ -1662,15 +1786,20 @@ fp_engine_is_running(const fp_unit_ref *ref) noexcept
 fp_range *
 fp_range_begin(const char *what, PyObject *name) noexcept
 {
-    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-    const char *text = callbacks ? PyUnicode_AsUTF8(name) : nullptr;
-    if (text == nullptr) {
-        PyErr_Clear();
-        return nullptr;
+    fp_range *begun = fp::guarded<fp_range *>(nullptr, [&]() -> fp_range * {
+        auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+        const char *text = callbacks ? PyUnicode_AsUTF8(name) : nullptr;
+        if (text == nullptr) {
+            return nullptr;
+        }
+        auto range = std::make_unique<fp_range>(std::move(*callbacks));
+        range->function.before(std::string("flatparam ") + what + ": " + text);
+        return range.release();
+    });
+    if (begun == nullptr) {
+        PyErr_Clear(); /* measuring fails, what is measured does not */
     }
-    auto range = std::make_unique<fp_range>(std::move(*callbacks));
-    range->function.before(std::string("flatparam ") + what + ": " + text);
-    return range.release();
+    return begun;
 }
 
 void
@@ -1690,8 +1819,8 @@ fp_engine_versions(PyObject *const *tensors, Py_ssize_t n) noexcept
 {
     int64_t sum = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
-        c10::TensorImpl *impl = THPVariable_Unpack(tensors[i]).unsafeGetTensorImpl();
-        sum += impl->is_inference() ? 0 : static_cast<int64_t>(impl->version_counter().current_version());
+        const c10::VariableVersion &version = THPVariable_Unpack(tensors[i]).unsafeGetTensorImpl()->version_counter();
+        sum += version.enabled() ? static_cast<int64_t>(version.current_version()) : 0;
     }
     return sum;
 }
@@ -1700,21 +1829,27 @@ Py_ssize_t
 fp_engine_moved(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *shard_object,
                 const int64_t *starts, const int64_t *numels) noexcept
 {
-    const at::Tensor &shard = THPVariable_Unpack(shard_object);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        const at::Tensor &param = THPVariable_Unpack(params[i]);
-        if (numels[i] <= 0) {
-            if (param.numel() != 0) {
+    Py_ssize_t i = 0;
+    try {
+        const at::Tensor &shard = THPVariable_Unpack(shard_object);
+        for (; i < n; i++) {
+            const at::Tensor &param = THPVariable_Unpack(params[i]);
+            if (numels[i] <= 0) {
+                if (param.numel() != 0) {
+                    return i;
+                }
+                continue;
+            }
+            const fp::View &view = geometry->shared->views[static_cast<size_t>(i)];
+            const bool as_put = param.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(param, view)
+                                                                                       : param.is_contiguous();
+            if (!as_put || !fp::is_piece(param, shard, starts[i], numels[i]) || param.dtype() != shard.dtype()) {
                 return i;
             }
-            continue;
         }
-        const fp::View &view = geometry->shared->views[static_cast<size_t>(i)];
-        const bool as_put = param.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(param, view)
-                                                                                   : param.is_contiguous();
-        if (!as_put || !fp::is_piece(param, shard, starts[i], numels[i]) || param.dtype() != shard.dtype()) {
-            return i;
-        }
+    }
+    catch (...) { /* data of a kind that has no layout or memory to ask for: not what was put there */
+        return i;
     }
     return -1;
 }
@@ -1732,9 +1867,9 @@ fp_engine_is_low(PyObject *tensor) noexcept
 }
 
 int
-fp_engine_is_tensor(PyObject *object) noexcept
+fp_engine_is_tensor(PyObject *object)
 {
-    return THPVariable_Check(object);
+    return fp::guarded(-1, [&] { return THPVariable_Check(object) ? 1 : 0; }); /* it may ask the object's class */
 }
 
 int

@@ -47,17 +47,20 @@ fp_event(uint32_t number, unsigned kind)
     return (uint64_t)number * FP_EVENT_KINDS + kind;
 }
 
-/* What runs when autograd comes to a unit. Both are called with the GIL held and give 0, or -1 with an exception. began:
+/* What runs when autograd comes to a unit. All are called with the GIL held and give 0, or -1 with an exception. began:
  * what fp_engine_hook was given. */
 typedef struct fp_gradients fp_gradients; /* those of the views of one flat, during the call */
 typedef struct {
     int (*before_backward)(void *unit, uint64_t began);
     int (*gradients_ready)(void *unit, int flat, fp_gradients *gradients);
+    int (*before_accumulation)(void *unit, int flat); /* see fp_engine_watch */
 } fp_unit_calls;
 
 /* A weak reference to a unit that nodes and hooks of a graph hold: they may outlive it. Counted. */
 typedef struct fp_unit_ref fp_unit_ref;
 fp_unit_ref *fp_unit_ref_new(void *unit, const char *name, const fp_unit_calls *calls);
+/* Nobody else holds unit any more: 1 if a graph waits for its backward and keeps it now, with a new reference; else 0. */
+int fp_unit_ref_keep(fp_unit_ref *ref, PyObject *unit);
 void fp_unit_ref_drop(fp_unit_ref *ref); /* the unit is gone; NULL is allowed */
 
 typedef struct {
@@ -182,8 +185,8 @@ int fp_engine_set_grad(PyObject *tensor, PyObject *grad);
 int fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
                         const int64_t *numels, const char *which, PyObject *grad, int hooks);
 /* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one; has[i]: which. */
-PyObject *fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                            PyObject *shard, char *has);
+PyObject *fp_engine_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                            const int64_t *numels, PyObject *shard, char *has);
 int fp_engine_add(PyObject *target, PyObject *source); /* target += source, both 1-D */
 /* Make params[i].grad its place in the unsharded gradient where which[i]. */
 int fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
@@ -223,6 +226,23 @@ uint64_t fp_engine_now(void) FP_NOEXCEPT;
 /* Call ref's unit's before_backward, with began, when the first gradient of tensor is there. 1: done; 0: tensor has no
  * history. */
 int fp_engine_hook(PyObject *tensor, fp_unit_ref *ref, uint64_t began);
+/* From now on call ref's unit before autograd adds to .grad of one of the params, those of flat index. It may be called
+ * again: torch drops such hooks when the user registers one. */
+int fp_engine_watch(PyObject *const *params, Py_ssize_t n, fp_unit_ref *ref, int index);
+/* The graph task that runs in this thread, task -1: none. A backward is made of the task that the user has started and
+ * of those that it starts itself (reentrant checkpoints), each deeper than the one it is in. Tasks that a backward starts
+ * on the CPU share its queue; of one that a device's thread starts it is not known in which backward. */
+typedef struct {
+    int task, depth, device; /* device: of the thread that has started it; < 0: none */
+    const void *queue;
+} fp_backward;
+fp_backward fp_engine_backward(void) FP_NOEXCEPT;
+static inline int
+fp_engine_is_within(fp_backward inner, fp_backward outer)
+{
+    return inner.task == outer.task ||
+           (inner.task >= 0 && inner.depth > outer.depth && (inner.queue == outer.queue || inner.device >= 0));
+}
 /* The graph task that runs in this thread, -1: none. */
 int fp_engine_task(void) FP_NOEXCEPT;
 /* Call ref's unit's before_backward when the running graph task ends. */
@@ -242,7 +262,7 @@ int64_t fp_engine_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;
 Py_ssize_t fp_engine_moved(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *shard,
                            const int64_t *starts, const int64_t *numels) FP_NOEXCEPT;
 int fp_engine_requires_grad(PyObject *tensor) FP_NOEXCEPT;
-int fp_engine_is_tensor(PyObject *object) FP_NOEXCEPT;
+int fp_engine_is_tensor(PyObject *object);          /* -1 on failure */
 int fp_engine_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */
 int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* of one process group */
 int fp_group_place(const fp_group *group, int *rank, int *size);        /* ours in it; -1 on failure */

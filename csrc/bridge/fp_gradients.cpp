@@ -26,27 +26,72 @@ strided(const at::Tensor &grad)
     return grad.layout() == at::kStrided ? grad : grad.to_dense();
 }
 
+// How the gradient of target lies in memory: as its parameter, where target has the whole shape, else as target itself.
+struct Shape {
+    c10::IntArrayRef sizes, strides;
+};
+
+Shape
+shape_of(const View &view, const at::Tensor &target, size_t i, int64_t numel)
+{
+    if (numel == view.numel && target.sizes() == c10::IntArrayRef(view.shape)) {
+        return {view.shape, view.stride};
+    }
+    TORCH_CHECK_VALUE(target.numel() == numel && target.is_non_overlapping_and_dense(), "expected parameter ", i,
+                      " to have ", numel, " elements, dense, or its shape ", c10::IntArrayRef(view.shape),
+                      ", got shape ", target.sizes());
+    return {target.sizes(), target.strides()};
+}
+
+// Whether grad is the elements of whole from offset of its storage on, in this shape and no other order.
+bool
+is_shown(const at::Tensor &grad, const at::Tensor &whole, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+         int64_t offset)
+{
+    return is_plain_tensor(grad) && is_at(grad, whole, sizes, strides, offset);
+}
+
+// What the user has set as the gradient of a parameter may have any strides and layout, and lie in target itself.
+void
+take(const at::Tensor &target, const at::Tensor &own, size_t i)
+{
+    TORCH_CHECK_VALUE(own.sizes() == target.sizes(), "expected the gradient of parameter ", i, " to have shape ",
+                      target.sizes(), ", got ", own.sizes());
+    const at::Tensor values = strided(own);
+    target.copy_(values.is_alias_of(target) ? values.clone() : values);
+}
+
+at::Tensor
+zeros_like_shard(const at::Tensor &shard, const at::Tensor &grad)
+{
+    return at::zeros({shard.numel()}, at::TensorOptions(grad.device()).dtype(grad.scalar_type()));
+}
+
 // Whether that is the gradient of the i-th parameter.
 bool
-is_aside(const fp_put_aside &aside, size_t i, const at::Tensor &grad, int64_t start, int64_t numel)
+is_aside(const fp_put_aside &aside, size_t i, const View &view, const at::Tensor &param, int64_t start, int64_t numel)
 {
-    return grad.defined() && *aside.tensor != nullptr && aside.has[i] != 0 &&
-           is_piece(grad, unpack(*aside.tensor), start, numel);
+    const at::Tensor &grad = param.unsafeGetTensorImpl()->grad();
+    if (!grad.defined() || *aside.tensor == nullptr || aside.has[i] == 0) {
+        return false;
+    }
+    const at::Tensor &whole = unpack(*aside.tensor);
+    const Shape shape = shape_of(view, param, i, std::max<int64_t>(numel, 0));
+    return is_shown(grad, whole, shape.sizes, shape.strides, whole.storage_offset() + start);
 }
 
 // The gradient that the i-th parameter was given, one of the shard, is what is put aside for it.
 void
-put_aside(const fp_put_aside &aside, size_t i, const at::Tensor &param, int64_t start, int64_t numel)
+put_aside(const fp_put_aside &aside, size_t i, const View &view, const at::Tensor &param, int64_t start, int64_t numel)
 {
-    const at::Tensor own = strided(param.unsafeGetTensorImpl()->grad());
-    TORCH_CHECK_VALUE(own.sizes() == param.sizes(), "expected the gradient of parameter ", i,
-                      " to have the shape that the parameter has here, ", param.sizes(), ", got ", own.sizes());
+    const at::Tensor own = param.unsafeGetTensorImpl()->grad();
     if (*aside.tensor == nullptr) {
-        *aside.tensor = THPVariable_Wrap(at::zeros({unpack(aside.like).numel()}, own.options().requires_grad(false)));
+        *aside.tensor = THPVariable_Wrap(zeros_like_shard(unpack(aside.like), own));
     }
     if (numel > 0) {
         const at::Tensor &whole = unpack(*aside.tensor);
-        alias(whole, own.sizes(), param.strides(), whole.storage_offset() + start).copy_(own);
+        const Shape shape = shape_of(view, param, i, numel);
+        take(alias(whole, shape.sizes, shape.strides, whole.storage_offset() + start), own, i);
     }
     aside.has[i] = static_cast<char>(numel >= 0);
 }
@@ -65,8 +110,8 @@ clear_range(const at::Tensor &kept, const View &view, int64_t first)
 // The tensor, like model, of which the gradients of all params that are in which are the pieces; undefined if they lie
 // otherwise.
 at::Tensor
-shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, const int64_t *numels, const char *which,
-               const at::Tensor &model)
+shown_together(const std::vector<at::Tensor> &params, const Geometry &geometry, const int64_t *starts,
+               const int64_t *numels, const char *which, const at::Tensor &model)
 {
     at::Tensor whole;
     for (size_t i = 0; i < params.size(); i++) {
@@ -75,7 +120,7 @@ shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, con
         }
         const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
         if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != model.scalar_type() ||
-            own.device() != model.device() || own.numel() != numels[i] || !own.is_non_overlapping_and_dense()) {
+            own.device() != model.device() || own.numel() != numels[i]) {
             return at::Tensor();
         }
         if (!whole.defined()) {
@@ -86,7 +131,8 @@ shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, con
             }
             whole = alias(own, model.numel(), int64_t{1}, offset);
         }
-        if (!is_piece(own, whole, starts[i], numels[i])) {
+        const Shape shape = shape_of(geometry.views[i], params[i], i, numels[i]);
+        if (!is_shown(own, whole, shape.sizes, shape.strides, whole.storage_offset() + starts[i])) {
             return at::Tensor();
         }
     }
@@ -97,12 +143,8 @@ shown_together(const std::vector<at::Tensor> &params, const int64_t *starts, con
 at::Tensor
 piece_of(const at::Tensor &grad, const at::Tensor &param, const View &view, size_t i, int64_t start, int64_t numel)
 {
-    const bool whole = numel == view.numel && param.sizes() == c10::IntArrayRef(view.shape);
-    TORCH_CHECK_VALUE(whole || (param.numel() == numel && param.is_non_overlapping_and_dense()), "expected parameter ",
-                      i, " to have ", numel, " elements, dense, or its shape ", c10::IntArrayRef(view.shape),
-                      ", got shape ", param.sizes());
-    const int64_t offset = grad.storage_offset() + start;
-    return whole ? alias(grad, view.shape, view.stride, offset) : alias(grad, param.sizes(), param.strides(), offset);
+    const Shape shape = shape_of(view, param, i, numel);
+    return alias(grad, shape.sizes, shape.strides, grad.storage_offset() + start);
 }
 
 // What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
@@ -127,12 +169,11 @@ int
 fp_engine_set_grad(PyObject *tensor, PyObject *grad)
 {
     return fp::guarded(-1, [&] {
-        at::Tensor &slot = fp::unpack(tensor).mutable_grad();
         if (grad == nullptr || grad == Py_None) {
-            slot.reset();
+            fp::drop_grad(fp::unpack(tensor));
         }
         else {
-            slot = fp::unpack(grad);
+            fp::unpack(tensor).mutable_grad() = fp::unpack(grad);
         }
         return 0;
     });
@@ -147,7 +188,7 @@ fp_engine_take_requires_grad(PyObject *view_object, PyObject *owner)
             return 0;
         }
         const bool used = view.grad().defined() || torch::autograd::impl::try_get_grad_accumulator(view) != nullptr;
-        view.mutable_grad().reset();
+        fp::drop_grad(view);
         view.set_requires_grad(false);
         if (owner != nullptr) {
             fp::unpack(owner).set_requires_grad(true);
@@ -164,6 +205,7 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
         const fp::Plainly plainly;
         const at::Tensor grad = fp::unpack(grad_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const fp::Geometry &places = *geometry->shared;
         std::vector<at::Tensor> hooked;
         for (size_t i = 0; hooks != 0 && i < targets.size(); i++) {
             auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
@@ -178,7 +220,7 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
                                fp::piece_of(grad, targets[i], geometry->shared->views[i], i, starts[i], numels[i]));
             }
         }
-        const at::Tensor together = fp::shown_together(targets, starts, numels, which, grad);
+        const at::Tensor together = fp::shown_together(targets, places, starts, numels, which, grad);
         if (together.defined()) {
             fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
         }
@@ -206,30 +248,32 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
 }
 
 PyObject *
-fp_engine_collect(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                  PyObject *shard_object, char *has)
+fp_engine_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                  const int64_t *numels, PyObject *shard_object, char *has)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
+        const fp::Geometry &places = *geometry->shared;
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        const at::Tensor *some = nullptr;
+        at::Tensor some;
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            has[i] = static_cast<char>(own.defined() && own.numel() == numels[i]);
-            some = has[i] != 0 ? &own : some;
+            has[i] = static_cast<char>(own.defined() && numels[i] >= 0);
+            some = has[i] != 0 ? own : some;
         }
-        if (some == nullptr) {
+        if (!some.defined()) {
             Py_RETURN_NONE;
         }
-        at::Tensor all = fp::shown_together(targets, starts, numels, has, shard);
-        if (!all.defined()) {
-            all = at::zeros({shard.numel()}, some->options());
+        at::Tensor all = fp::shown_together(targets, places, starts, numels, has, shard);
+        if (all.defined()) {
+            return THPVariable_Wrap(std::move(all));
         }
+        all = fp::zeros_like_shard(shard, some);
         for (size_t i = 0; i < targets.size(); i++) {
-            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (has[i] != 0 && numels[i] > 0 && !fp::is_piece(own, all, starts[i], numels[i])) {
-                fp::alias(all, own.sizes(), own.strides(), all.storage_offset() + starts[i]).copy_(own);
+            if (has[i] != 0 && numels[i] > 0) {
+                const fp::Shape shape = fp::shape_of(places.views[i], targets[i], i, numels[i]);
+                fp::take(fp::alias(all, shape.sizes, shape.strides, starts[i]), targets[i].grad(), i);
             }
         }
         return THPVariable_Wrap(std::move(all));
@@ -280,7 +324,8 @@ fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *g
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
             const bool frozen = !targets[i].requires_grad();
             aside.owed[i] = 0;
-            if (own.defined() && fp::is_piece(own, kept, view.offset, view.numel)) {
+            if (own.defined() &&
+                fp::is_shown(own, kept, view.shape, view.stride, kept.storage_offset() + view.offset)) {
                 const bool written = own._version() != 0;
                 if (written && !own.any().item<bool>()) {
                     fp::clear_aside(aside, i, starts[i], numels[i]);
@@ -294,11 +339,16 @@ fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *g
                 continue;
             }
             at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
-            if (fp::is_aside(aside, i, own, starts[i], numels[i])) {
+            if (fp::is_aside(aside, i, view, targets[i], starts[i], numels[i])) {
                 place.zero_(); /* it did not show kept: it was frozen then */
+                continue;
             }
-            else if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
-                place.copy_(fp::strided(own)); /* the user's own: that is what is to be reduced */
+            if (own.defined() && own.has_storage() &&
+                (own.is_alias_of(kept) || (*aside.tensor != nullptr && own.is_alias_of(fp::unpack(*aside.tensor))))) {
+                targets[i].mutable_grad() = own.clone(); /* the user's, whose memory is cleared below */
+            }
+            if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
+                fp::take(place, own, i); /* the user's own: that is what is to be reduced */
                 fp::clear_aside(aside, i, starts[i], numels[i]);
                 shown++;
             }
@@ -306,7 +356,7 @@ fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *g
                 place.zero_();
                 fp::clear_aside(aside, i, starts[i], numels[i]);
                 if (own.defined()) {
-                    fp::put_aside(aside, i, targets[i], starts[i], numels[i]);
+                    fp::put_aside(aside, i, view, targets[i], starts[i], numels[i]);
                 }
             }
         }
@@ -346,19 +396,20 @@ fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry 
             const fp::View &view = geometry->shared->views[i];
             const int64_t numel = std::max<int64_t>(numels[i], 0);
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
-            const bool ours = grad.defined() && fp::is_piece(grad, kept, own + (numel > 0 ? starts[i] : 0), numel);
+            const bool ours = grad.defined() && fp::is_shown(grad, kept, numel, int64_t{1},
+                                                             kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
             aside.owed[i] = 0;
             if (ours && grad._version() == 0) {
                 aside.owed[i] = static_cast<char>(!targets[i].requires_grad());
                 shown++;
                 continue;
             }
-            if (fp::is_aside(aside, i, grad, starts[i], numels[i])) {
+            if (fp::is_aside(aside, i, view, targets[i], starts[i], numels[i])) {
                 continue; /* it did not show kept: it was frozen then */
             }
             if (grad.defined() && !ours && !targets[i].requires_grad()) {
                 fp::clear_aside(aside, i, starts[i], numels[i]);
-                fp::put_aside(aside, i, targets[i], starts[i], numels[i]);
+                fp::put_aside(aside, i, view, targets[i], starts[i], numels[i]);
                 continue;
             }
             TORCH_CHECK_VALUE(

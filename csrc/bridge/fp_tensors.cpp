@@ -159,14 +159,6 @@ set_grad(const at::Tensor &param, const at::Tensor &grad, c10::IntArrayRef shape
     slot = std::move(view);
 }
 
-void
-drop_grad(const at::Tensor &param)
-{
-    if (param.unsafeGetTensorImpl()->grad().defined()) {
-        const at::Tensor dropped = std::move(param.mutable_grad()); // gone from param when it is released
-    }
-}
-
 constexpr int64_t unit_stride = 1;
 
 } // namespace

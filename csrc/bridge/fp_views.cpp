@@ -74,11 +74,7 @@ struct ViewsBackward final : torch::autograd::Node {
             std::none_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
             return {at::Tensor()};
         }
-        for (size_t i = 0; i < grads.size(); i++) { // the engine has checked them, who calls the node directly has not
-            TORCH_CHECK_VALUE(!grads[i].defined() || grads[i].sizes() == c10::IntArrayRef(geometry->views[i].shape),
-                              name(), " expected gradient ", i, " to have shape ",
-                              c10::IntArrayRef(geometry->views[i].shape), ", got ", grads[i].sizes());
-        }
+        check_gradients(*geometry, grads, name());
         const bool packable = !at::GradMode::is_enabled() && !fp_torch_modes_active() &&
                               std::all_of(grads.begin(), grads.end(), [this](const at::Tensor &grad) {
                                   return !grad.defined() || (is_plain_tensor(grad) &&
@@ -98,6 +94,19 @@ struct ViewsBackward final : torch::autograd::Node {
 };
 
 } // namespace
+
+void
+check_gradients(const Geometry &geometry, const std::vector<at::Tensor> &gradients, const std::string &what)
+{
+    const std::vector<View> &views = geometry.views;
+    TORCH_CHECK_VALUE(gradients.size() == views.size(), what, " expected ", views.size(), " gradients, got ",
+                      gradients.size());
+    for (size_t i = 0; i < views.size(); i++) {
+        TORCH_CHECK_VALUE(!gradients[i].defined() || gradients[i].sizes() == c10::IntArrayRef(views[i].shape), what,
+                          " expected gradient ", i, " to have shape ", c10::IntArrayRef(views[i].shape), ", got ",
+                          gradients[i].sizes());
+    }
+}
 
 at::Tensor
 alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset)

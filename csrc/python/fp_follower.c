@@ -12,8 +12,6 @@ typedef struct {
     int keeps; /* the last backward kept its gradients */
 } follower_object;
 
-static PyTypeObject *follower_type; /* borrowed from the module, which lives as long as the process */
-
 static int
 before(PyObject *watcher, uint64_t event)
 {
@@ -61,12 +59,6 @@ fp_follower_end_backward(PyObject *follower, int keeps)
     self->keeps = keeps;
 }
 
-int
-fp_follower_check(PyObject *object)
-{
-    return PyObject_TypeCheck(object, follower_type);
-}
-
 static PyObject *
 follower_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -111,6 +103,12 @@ follower_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+int
+fp_follower_check(PyObject *object)
+{
+    return fp_is_of(object, follower_dealloc);
+}
+
 static PyType_Slot follower_slots[] = {
     {Py_tp_doc, "Follower(order)\n--\n\nOne model at order, an Order that models of a group share: whose passes they "
                 "are."},
@@ -131,7 +129,5 @@ static PyType_Spec follower_spec = {
 PyObject *
 fp_follower_type_new(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &follower_spec, NULL);
-    follower_type = (PyTypeObject *)type;
-    return type;
+    return PyType_FromModuleAndSpec(module, &follower_spec, NULL);
 }

@@ -46,12 +46,16 @@ fp_line_join(fp_run *run, fp_step *step)
 void
 fp_line_leave(fp_run *run, const fp_step *step)
 {
-    Py_ssize_t kept = 0;
+    Py_ssize_t kept = 0, at = run->line_at;
     for (Py_ssize_t i = 0; i < run->n_steps; i++) {
         if (run->line[i] != step) {
             run->line[kept++] = run->line[i];
         }
+        else if (i < run->line_at) {
+            at--;
+        }
     }
+    run->line_at = at;
 }
 
 /* Units that this pass has run take each other's places, so that they come in the reverse order of their entries; what it
@@ -121,16 +125,19 @@ fp_line_begin(fp_run *run)
     run->line_at = 0;
     run->cursor = run->n_order;
     learn(run);
-    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
-        fp_step *step = run->steps[s];
-        if (!step->copied) {
-            continue;
+    PyObject *units = fp_pass_units(run);
+    int status = units == NULL ? -1 : 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        fp_step *step = (fp_step *)PyTuple_GET_ITEM(units, s);
+        if (step->run == run && step->copied) {
+            const int in_steps = step->parts[0].refresh_group != NULL;
+            nested = nested || in_steps;
+            status = read_kept(run, step, run->synchronize || in_steps, &shown);
         }
-        const int in_steps = step->parts[0].refresh_group != NULL;
-        nested = nested || in_steps;
-        if (read_kept(run, step, run->synchronize || in_steps, &shown) < 0) {
-            return -1;
-        }
+    }
+    Py_XDECREF(units);
+    if (status < 0) {
+        return -1;
     }
     if ((run->synchronize || nested) && fp_agree_on_gradients(run) < 0) {
         return -1;
@@ -237,10 +244,11 @@ advance(fp_run *run, Py_ssize_t position)
         if (cursor == position || cursor < 0) {
             continue;
         }
-        fp_step *step = run->order[cursor], *next = cursor > 0 ? run->order[cursor - 1] : NULL;
-        if (step->copied && !step->full && step->awaits_backward && fp_pass_start_gather(step) < 0) {
+        fp_step *step = run->order[cursor];
+        if (step != NULL && step->copied && !step->full && step->awaits_backward && fp_pass_start_gather(step) < 0) {
             return -1;
         }
+        fp_step *next = cursor > 0 ? run->order[cursor - 1] : NULL;
         if (run->backward_prefetch != FP_PREFETCH_NONE && next != NULL && fp_pass_prefetch(next) < 0) {
             return -1;
         }

@@ -28,6 +28,14 @@ fp_module_state *fp_get_state(PyObject *module);
 /* The cast that a METH_FASTCALL function needs in a method table. */
 #define FP_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 
+/* Whether object is of the heap type with this tp_dealloc, which has no subclasses. The types are made anew when the module
+ * is executed again, and objects of both stay in use. */
+static inline int
+fp_is_of(PyObject *object, destructor dealloc)
+{
+    return Py_TYPE(object)->tp_dealloc == dealloc;
+}
+
 /* Method tables, one of each *_py.c file; fp_exec adds them all (list: fp_method_tables in fp_module.c). */
 extern PyMethodDef fp_core_methods[];
 extern PyMethodDef fp_pack_methods[];

@@ -18,8 +18,6 @@ typedef struct {
     int always;        /* the others are asked before each event */
 } order_object;
 
-static PyTypeObject *order_type; /* borrowed from the module, which lives as long as the process */
-
 static int
 call(PyObject *function, PyObject *args)
 {
@@ -80,12 +78,6 @@ fp_order_is_broken(PyObject *order)
     return ((order_object *)order)->broken;
 }
 
-int
-fp_order_check(PyObject *object)
-{
-    return PyObject_TypeCheck(object, order_type);
-}
-
 /* ---- the type ---- */
 
 static PyObject *
@@ -142,6 +134,12 @@ order_dealloc(PyObject *object)
     fp_order_free(self->order);
     type->tp_free(object);
     Py_DECREF(type);
+}
+
+int
+fp_order_check(PyObject *object)
+{
+    return fp_is_of(object, order_dealloc);
 }
 
 /* note(event, new_pass) */
@@ -232,7 +230,5 @@ static PyType_Spec order_spec = {
 PyObject *
 fp_order_type_new(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &order_spec, NULL);
-    order_type = (PyTypeObject *)type;
-    return type;
+    return PyType_FromModuleAndSpec(module, &order_spec, NULL);
 }

@@ -367,7 +367,8 @@ fp_part_show_kept(fp_part *part)
     }
     PyObject *const *owners = fp_part_items(part->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
-    PyObject *saved = fp_engine_collect(owners, n, part->starts, part->numels, part->master, part->in_saved);
+    PyObject *saved =
+        fp_engine_collect(owners, n, part->owner_geometry, part->starts, part->numels, part->master, part->in_saved);
     int status = saved == NULL ? -1 : 0;
     if (saved == Py_None) {
         Py_CLEAR(saved);

@@ -225,8 +225,8 @@ check_memory(const fp_step *step)
     return 0;
 }
 
-int
-fp_pass_start_gather(fp_step *step)
+static int
+start_gather(fp_step *step)
 {
     fp_run *run = step->run;
     int gathered = 0;
@@ -277,6 +277,15 @@ fp_pass_start_gather(fp_step *step)
     step->keep = step->stale = 0;
     run->gathers += gathered && step->sharded;
     return 0;
+}
+
+int
+fp_pass_start_gather(fp_step *step)
+{
+    Py_INCREF(step); /* looking for moved parameters may run code, and some callers have it from a list of the run's */
+    const int status = start_gather(step);
+    Py_DECREF(step);
+    return status;
 }
 
 /* Whether what is gathered has the values of now. */
@@ -382,19 +391,29 @@ rest(fp_step *step)
     step->pending = 0;
 }
 
+PyObject *
+fp_pass_units(const fp_run *run)
+{
+    PyObject *units = PyTuple_New(run->n_steps);
+    for (Py_ssize_t s = 0; units != NULL && s < run->n_steps; s++) {
+        PyTuple_SET_ITEM(units, s, Py_NewRef(run->steps[s]));
+    }
+    return units;
+}
+
 /* Shards on the host that the device has gathered from may be written to from now on. */
 static int
 wait_until_read(fp_run *run)
 {
-    int status = 0;
-    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
-        fp_step *step = run->steps[s];
-        Py_INCREF(step);
+    PyObject *units = fp_pass_units(run);
+    int status = units == NULL ? -1 : 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        fp_step *step = (fp_step *)PyTuple_GET_ITEM(units, s);
         for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
             status = fp_flat_wait_read(step->parts[k].flat);
         }
-        Py_DECREF(step);
     }
+    Py_XDECREF(units);
     return status;
 }
 
@@ -403,43 +422,45 @@ wait_until_read(fp_run *run)
 int
 fp_pass_recover(fp_run *run)
 {
+    PyObject *units = fp_pass_units(run); /* letting go of gradients may run code, which may let go of units */
+    if (units == NULL) {
+        return -1;
+    }
     const int in_backward = run->in_backward;
     run->in_backward = 0;
     run->depth = 0;
     run->n_order = 0;
     run->reducing = run->halfway = run->last_forward = run->last_refreshed = NULL;
     fp_line_forget(run);
-    if (wait_until_read(run) < 0) {
-        return -1;
-    }
-    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
-        for (Py_ssize_t k = 0; k < run->steps[s]->n_parts; k++) {
-            if (fp_flat_give_up(run->steps[s]->parts[k].flat) < 0) {
+    int status = wait_until_read(run);
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        const fp_step *step = (fp_step *)PyTuple_GET_ITEM(units, s);
+        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+            if (fp_flat_give_up(step->parts[k].flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
             }
         }
     }
-    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
-        fp_step *step = run->steps[s];
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        fp_step *step = (fp_step *)PyTuple_GET_ITEM(units, s);
         step->depth = 0;
         rest(step);
-        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+        for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
             fp_part *part = &step->parts[k];
             part->deferred = 0;
             fp_flat_forget_written(part->flat);
             fp_flat_forget(part->flat, !part->shows_kept);
-            if (in_backward && fp_part_drop_kept(part) < 0) {
-                return -1;
-            }
-            if (part->copied && fp_flat_forget_values(part->flat) < 0) {
+            status = in_backward ? fp_part_drop_kept(part) : 0;
+            if (status == 0 && part->copied && fp_flat_forget_values(part->flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
             }
         }
-        if (fp_pass_release(step) < 0 || fp_pass_show_params(step) < 0) {
-            return -1;
+        if (status == 0) {
+            status = fp_pass_release(step) < 0 || fp_pass_show_params(step) < 0 ? -1 : 0;
         }
     }
-    return 0;
+    Py_DECREF(units);
+    return status;
 }
 
 static int
@@ -468,7 +489,9 @@ begin_pass(fp_run *run)
         fp_follower_begin_pass(PyTuple_GET_ITEM(run->followers, i));
     }
     for (Py_ssize_t i = 0; i < run->n_order; i++) {
-        run->order[i]->position = -1;
+        if (run->order[i] != NULL) {
+            run->order[i]->position = -1;
+        }
     }
     run->n_order = 0;
     run->last_forward = run->last_refreshed = NULL;
@@ -479,14 +502,15 @@ int
 fp_pass_refresh(fp_run *run)
 {
     int status = begin_pass(run);
-    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
-        fp_step *step = run->steps[s];
-        if (step->copied && step->stale) {
-            Py_INCREF(step);
+    PyObject *units = status == 0 ? fp_pass_units(run) : NULL;
+    status = units == NULL ? -1 : 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        fp_step *step = (fp_step *)PyTuple_GET_ITEM(units, s);
+        if (step->run == run && step->copied && step->stale) {
             status = make_full(step) < 0 || fp_pass_release(step) < 0 ? -1 : 0;
-            Py_DECREF(step);
         }
     }
+    Py_XDECREF(units);
     return status == 0 ? wait_until_read(run) : -1;
 }
 
@@ -526,7 +550,7 @@ prefetch_backward(fp_step *step)
     fp_run *run = step->run;
     const Py_ssize_t at = run->copies && run->cursor < step->position ? run->cursor : step->position;
     const Py_ssize_t next = at - 1;
-    return next < 0 || next >= run->n_order ? 0 : fp_pass_prefetch(run->order[next]);
+    return next < 0 || next >= run->n_order || run->order[next] == NULL ? 0 : fp_pass_prefetch(run->order[next]);
 }
 
 void
@@ -551,7 +575,12 @@ fp_pass_leave(fp_step *step)
     }
     fp_line_leave(run, step);
     run->n_steps = kept;
-    run->n_order = 0; /* who came before and after it is not known any more: nothing is prefetched in this pass */
+    for (Py_ssize_t i = 0; i < run->n_order; i++) {
+        run->order[i] = run->order[i] == step ? NULL : run->order[i];
+    }
+    if (run->error_step == step) {
+        run->error_step = NULL;
+    }
     if (run->last_forward == step) {
         run->last_forward = NULL;
     }
@@ -585,8 +614,9 @@ check_joined(const fp_step *step)
 static int
 is_elsewhere(const fp_run *run)
 {
-    return run->in_backward ? fp_engine_task() < 0 && fp_engine_is_running(run->ref)
-                            : run->depth > 0 && run->thread != PyThread_get_thread_ident();
+    return run->in_backward
+               ? fp_engine_is_running(run->ref) && !fp_engine_is_within(fp_engine_backward(), run->backward)
+               : run->depth > 0 && run->thread != PyThread_get_thread_ident();
 }
 
 /* Gather what comes next, if the last time tells. What is out of date is gathered over all ranks, which come to all of that
@@ -613,22 +643,69 @@ prefetch_forward(fp_step *step, int first)
     return next == NULL || next->stale || is_fresh(next) ? 0 : fp_pass_start_gather(next);
 }
 
-PyObject *
-fp_pass_pre_forward(PyObject *self, PyObject *ignored)
+static void
+refuse_thread(const fp_step *step)
 {
-    fp_step *step = (fp_step *)self;
+    PyErr_Format(PyExc_RuntimeError,
+                 "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
+                 "reductions of two would come in another order on each rank",
+                 step->name);
+}
+
+/* One thread at a time works on the units in a backward: autograd has a thread for each device. */
+static void
+enter(fp_run *run)
+{
+    const unsigned long self = PyThread_get_thread_ident();
+    if (run->held == 0 || run->holder != self) {
+        if (PyThread_acquire_lock(run->lock, NOWAIT_LOCK) != PY_LOCK_ACQUIRED) {
+            Py_BEGIN_ALLOW_THREADS;
+            PyThread_acquire_lock(run->lock, WAIT_LOCK);
+            Py_END_ALLOW_THREADS;
+        }
+        run->holder = self;
+    }
+    run->held++;
+    Py_INCREF(run);
+}
+
+static void
+leave(fp_run *run)
+{
+    if (--run->held == 0) {
+        PyThread_release_lock(run->lock);
+    }
+    Py_DECREF(run);
+}
+
+/* The same for forwards, which matter where one is recomputed. NULL: nothing is locked. */
+static fp_run *
+lock_in_backward(fp_run *run)
+{
+    if (!run->in_backward) {
+        return NULL;
+    }
+    enter(run);
+    return run;
+}
+
+static void
+unlock(fp_run *locked)
+{
+    if (locked != NULL) {
+        leave(locked);
+    }
+}
+
+static PyObject *
+pre_forward(fp_step *step)
+{
     fp_run *run = step->run;
-    if (check_joined(step) < 0) {
-        return NULL;
-    }
     if (is_elsewhere(run)) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
-                     "reductions of two would come in another order on each rank",
-                     step->name);
+        refuse_thread(step);
         return NULL;
     }
-    if (run->in_backward && fp_engine_task() < 0 && fp_pass_recover(run) < 0) { /* an exception ended that backward */
+    if (run->in_backward && !fp_engine_is_running(run->ref) && fp_pass_recover(run) < 0) { /* an exception ended it */
         return NULL;
     }
     if (run->depth == 0 && !run->in_backward && begin_pass(run) < 0) {
@@ -663,23 +740,40 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
 static int
 list_params(fp_run *run)
 {
-    int status = 0;
-    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
-        fp_step *step = run->steps[s];
-        Py_INCREF(step);
+    PyObject *units = fp_pass_units(run);
+    int status = units == NULL ? -1 : 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        fp_step *step = (fp_step *)PyTuple_GET_ITEM(units, s);
         for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
             status = fp_part_list_params(&step->parts[k]);
         }
-        Py_DECREF(step);
     }
+    Py_XDECREF(units);
     return status;
+}
+
+PyObject *
+fp_pass_pre_forward(PyObject *self, PyObject *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    if (check_joined(step) < 0) {
+        return NULL;
+    }
+    fp_run *locked = lock_in_backward(step->run);
+    PyObject *result = pre_forward(step);
+    unlock(locked);
+    return result;
 }
 
 /* Put hooks on the tensors in an output that have a history; *hooked counts these, *found all. */
 static int
 hook_outputs(fp_step *step, PyObject *output, int *hooked, int *found)
 {
-    if (fp_engine_is_tensor(output)) {
+    const int is_tensor = fp_engine_is_tensor(output);
+    if (is_tensor < 0) {
+        return -1;
+    }
+    if (is_tensor) {
         *found += 1;
         if (fp_engine_requires_grad(output)) {
             const int done = fp_engine_hook(output, step->ref, step->began);
@@ -733,21 +827,11 @@ note_opaque(fp_step *step, PyObject *output, int found)
     return 0;
 }
 
-PyObject *
-fp_pass_post_forward(PyObject *self, PyObject *output)
+static PyObject *
+post_forward(fp_step *step, PyObject *output)
 {
-    fp_step *step = (fp_step *)self;
     fp_run *run = step->run;
     int hooked = 0, found = 0;
-    if (check_joined(step) < 0) {
-        return NULL;
-    }
-    if (step->depth == 0) {
-        PyErr_Format(PyExc_RuntimeError, "%U: post_forward without pre_forward", step->name);
-        return NULL;
-    }
-    step->depth--;
-    run->depth--;
     if (take_requires_grad(step) < 0 || (step->depth == 0 && take_written_in_forward(step) < 0)) {
         return NULL;
     }
@@ -783,6 +867,29 @@ fp_pass_post_forward(PyObject *self, PyObject *output)
     return Py_NewRef(output);
 }
 
+PyObject *
+fp_pass_post_forward(PyObject *self, PyObject *output)
+{
+    fp_step *step = (fp_step *)self;
+    if (check_joined(step) < 0) {
+        return NULL;
+    }
+    if (step->depth == 0) {
+        PyErr_Format(PyExc_RuntimeError, "%U: post_forward without pre_forward", step->name);
+        return NULL;
+    }
+    fp_run *locked = lock_in_backward(step->run);
+    step->depth--;
+    step->run->depth--;
+    PyObject *result = post_forward(step, output);
+    if (result == NULL) { /* abort_forward counts it down */
+        step->depth++;
+        step->run->depth++;
+    }
+    unlock(locked);
+    return result;
+}
+
 /* A forward with inputs that require grad begins. True if inputs_done is to be called when they have it. */
 PyObject *
 fp_pass_expect_inputs(PyObject *self, PyObject *ignored)
@@ -802,16 +909,19 @@ fp_pass_inputs_done(PyObject *self, PyObject *ignored)
     fp_step *step = (fp_step *)self;
     step->pending -= step->pending > 0;
     if (step->pending > 0 || step->run == NULL || !step->run->in_backward || step->depth > 0 ||
-        !(step->run->synchronize || step->reshard_after_forward)) {
+        !(step->run->synchronize || step->reshard_after_forward) || is_elsewhere(step->run)) {
         Py_RETURN_NONE;
     }
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+    fp_run *locked = lock_in_backward(step->run);
+    int status = 0;
+    for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
-        if (part->untracked && (fp_pass_release_part(step, part) < 0 || fp_part_show_params(part) < 0)) {
-            return NULL;
+        if (part->untracked) {
+            status = fp_pass_release_part(step, part) < 0 || fp_part_show_params(part) < 0 ? -1 : 0;
         }
     }
-    Py_RETURN_NONE;
+    unlock(locked);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *
@@ -834,16 +944,34 @@ fp_pass_abort_forward(PyObject *self, PyObject *ignored)
 
 /* ---- backward ---- */
 
+/* Whether this thread was started by autograd, for whichever backward: nothing tells which thread that is of. */
 static int
-begin_backward(fp_run *run)
+is_of_autograd(void)
 {
-    if (run->in_backward) {
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+    Py_XDECREF(frame);
+    return frame == NULL;
+}
+
+static int
+begin_backward(fp_step *step)
+{
+    fp_run *run = step->run;
+    if (is_elsewhere(run) && (run->in_backward || !is_of_autograd())) {
+        refuse_thread(step);
+        return -1;
+    }
+    if (run->in_backward && fp_engine_is_running(run->ref)) {
         return 0;
+    }
+    if (run->in_backward && fp_pass_recover(run) < 0) { /* an exception ended the one before */
+        return -1;
     }
     if (fp_engine_at_end(run->ref) < 0) {
         return -1;
     }
     run->in_backward = 1;
+    run->backward = fp_engine_backward();
     return fp_line_begin(run);
 }
 
@@ -852,7 +980,7 @@ before_backward_of(fp_step *step, uint64_t began)
 {
     fp_run *run = step->run;
     const int task = fp_engine_task();
-    if (begin_backward(run) < 0) {
+    if (begin_backward(step) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
@@ -883,10 +1011,16 @@ static int
 before_backward(void *unit, uint64_t began)
 {
     fp_step *step = unit;
+    if (check_joined(step) < 0) {
+        return -1;
+    }
     Py_INCREF(step);
+    fp_run *run = step->run;
+    enter(run);
     fp_range *range = fp_range_begin("pre_backward", step->name);
-    const int status = step->run == NULL ? check_joined(step) : before_backward_of(step, began);
+    const int status = before_backward_of(step, began);
     fp_range_end(range);
+    leave(run);
     Py_DECREF(step);
     return status;
 }
@@ -958,12 +1092,12 @@ static int
 gradients_ready_of(fp_step *step, fp_part *part, fp_gradients *gradients)
 {
     fp_run *run = step->run;
+    if (begin_backward(step) < 0) { /* no output of the unit had a hook: who called backward went around it */
+        return -1;
+    }
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
     const int more = step->task >= 0 && step->task != fp_engine_task();
     const int reduces = run->synchronize || part->refresh_group != NULL; /* nested: in part, in each micro-batch */
-    if (begin_backward(run) < 0) { /* no output of the unit had a hook: who called backward went around it */
-        return -1;
-    }
     if (fp_part_drop_frozen(part, gradients) < 0 || fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
         return -1;
     }
@@ -997,11 +1131,35 @@ static int
 gradients_ready(void *unit, int index, fp_gradients *gradients)
 {
     fp_step *step = unit;
+    if (check_joined(step) < 0) {
+        return -1;
+    }
     Py_INCREF(step);
+    fp_run *run = step->run;
+    enter(run);
     fp_range *range = fp_range_begin("post_backward", step->name);
-    const int status =
-        step->run == NULL ? check_joined(step) : gradients_ready_of(step, &step->parts[index], gradients);
+    const int status = gradients_ready_of(step, &step->parts[index], gradients);
     fp_range_end(range);
+    leave(run);
+    Py_DECREF(step);
+    return status;
+}
+
+/* A loss has parameters in it as they are (a penalty on weights): what no_sync has kept goes out of .grad, so that autograd
+ * finds a gradient of the shard there, or none. */
+static int
+before_accumulation(void *unit, int index)
+{
+    fp_step *step = unit;
+    fp_part *part = &step->parts[index];
+    if (step->run == NULL || !part->shows_kept) {
+        return 0;
+    }
+    Py_INCREF(step);
+    fp_run *run = step->run;
+    enter(run);
+    const int status = begin_backward(step) < 0 || fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0 ? -1 : 0;
+    leave(run);
     Py_DECREF(step);
     return status;
 }
@@ -1013,7 +1171,7 @@ finish_step(fp_step *step)
     rest(step);
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
-        if (run->synchronize && part->shows_kept) { /* of micro-batches before; no gradient came in this one */
+        if (run->synchronize && fp_flat_has_kept(part->flat)) { /* of micro-batches before; none came in this one */
             if (fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
                 return -1;
             }
@@ -1026,7 +1184,9 @@ finish_step(fp_step *step)
         if (take_reduced(step, part) < 0 || fp_flat_settle_copies(part->flat) < 0) {
             return -1;
         }
-        if (!part->shows_kept && fp_flat_has_kept(part->flat) && fp_part_show_kept(part) < 0) {
+        if (!part->shows_kept && fp_flat_has_kept(part->flat) &&
+            (fp_engine_watch(fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners), step->ref, (int)k) < 0 ||
+             fp_part_show_kept(part) < 0)) {
             return -1;
         }
     }
@@ -1050,16 +1210,19 @@ static int
 finish(void *run_pointer, uint64_t ignored)
 {
     fp_run *run = run_pointer;
-    Py_INCREF(run);
+    enter(run);
     int status = fp_line_end(run);
-    for (Py_ssize_t s = 0; status == 0 && s < run->n_steps; s++) {
-        fp_step *step = run->steps[s];
-        Py_INCREF(step);
-        fp_range *range = fp_range_begin("end of backward", step->name);
-        status = finish_step(step);
-        fp_range_end(range);
-        Py_DECREF(step);
+    PyObject *units = status == 0 ? fp_pass_units(run) : NULL;
+    status = units == NULL ? -1 : 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        fp_step *step = (fp_step *)PyTuple_GET_ITEM(units, s);
+        if (step->run == run) {
+            fp_range *range = fp_range_begin("end of backward", step->name);
+            status = finish_step(step);
+            fp_range_end(range);
+        }
     }
+    Py_XDECREF(units);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->followers); i++) {
         fp_follower_end_backward(PyTuple_GET_ITEM(run->followers, i), !run->synchronize);
     }
@@ -1071,9 +1234,11 @@ finish(void *run_pointer, uint64_t ignored)
     if (status == 0) {
         run->in_backward = 0;
     }
-    Py_DECREF(run);
+    leave(run);
     return status;
 }
 
-const fp_unit_calls fp_pass_step_calls = {.before_backward = before_backward, .gradients_ready = gradients_ready};
-const fp_unit_calls fp_pass_run_calls = {.before_backward = finish, .gradients_ready = NULL};
+const fp_unit_calls fp_pass_step_calls = {
+    .before_backward = before_backward, .gradients_ready = gradients_ready, .before_accumulation = before_accumulation};
+const fp_unit_calls fp_pass_run_calls = {
+    .before_backward = finish, .gradients_ready = NULL, .before_accumulation = NULL};

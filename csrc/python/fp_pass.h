@@ -24,26 +24,30 @@ typedef struct {
     PyObject *followers;    /* tuple of Follower: of the groups that the units are spread over */
     struct fp_step **steps; /* all units, borrowed: a unit that goes takes itself out; in the order they joined */
     Py_ssize_t n_steps;
-    struct fp_step **order; /* units by the end of their forward in this pass, borrowed */
+    struct fp_step **order; /* units by the end of their forward in this pass, borrowed; NULL: it is gone */
     Py_ssize_t n_order, room_order;
     struct fp_step *last_forward, *last_refreshed; /* borrowed; see prefetch_forward */
     struct fp_step *reducing;                      /* borrowed: the unit whose reduction was started last */
     struct fp_step *halfway; /* borrowed: the one before, whose reduction may have a second half */
     fp_unit_ref *ref;
     int backward_prefetch, forward_prefetch;
-    int synchronize;        /* 0: no_sync */
-    int blocks;             /* of no_sync that are open */
-    int through_python;     /* for this pass */
-    int always_python;      /* a hook is set */
-    int in_backward;        /* between the first before_backward and the end of that pass */
-    Py_ssize_t depth;       /* units whose forward is under way */
-    unsigned long thread;   /* in which it began */
-    int copies;             /* some unit keeps a copy */
-    struct fp_step **line;  /* all units, borrowed, in the order in which those that keep a copy are reduced */
-    Py_ssize_t line_at;     /* in it: whose turn is next in this backward */
-    Py_ssize_t cursor;      /* in order: to which unit this backward has come */
-    Py_ssize_t entries;     /* first forwards of units so far */
-    fp_exchange *exchanges; /* of this backward, one for each group */
+    int synchronize;         /* 0: no_sync */
+    int blocks;              /* of no_sync that are open */
+    int through_python;      /* for this pass */
+    int always_python;       /* a hook is set */
+    int in_backward;         /* between the first before_backward and the end of that pass */
+    fp_backward backward;    /* which one that is */
+    Py_ssize_t depth;        /* units whose forward is under way */
+    unsigned long thread;    /* in which it began */
+    PyThread_type_lock lock; /* who has it works on units in a backward, which has a thread for each device */
+    unsigned long holder;    /* that thread */
+    int held;                /* how often it has it; 0: nobody */
+    int copies;              /* some unit keeps a copy */
+    struct fp_step **line;   /* all units, borrowed, in the order in which those that keep a copy are reduced */
+    Py_ssize_t line_at;      /* in it: whose turn is next in this backward */
+    Py_ssize_t cursor;       /* in order: to which unit this backward has come */
+    Py_ssize_t entries;      /* first forwards of units so far */
+    fp_exchange *exchanges;  /* of this backward, one for each group */
     Py_ssize_t n_exchanges;
     PyObject *error;                  /* what is raised when this backward ends, on all ranks; or NULL */
     const struct fp_step *error_step; /* which that is of, borrowed */
@@ -94,6 +98,7 @@ extern int64_t fp_pass_optimizer_steps; /* of any optimizer in this process, sin
 extern const fp_unit_calls fp_pass_step_calls, fp_pass_run_calls; /* what autograd calls of them */
 
 /* For fp_agree.c and fp_line.c. */
+PyObject *fp_pass_units(const fp_run *run); /* tuple of all units, for loops in which one may take itself out */
 PyObject *fp_pass_collectives(const fp_step *step);
 int fp_pass_look_over(fp_step *step);
 int fp_pass_start_gather(fp_step *step);

@@ -8,8 +8,6 @@
 #include "python/fp_agree.h"
 #include "python/fp_follower.h"
 
-static PyTypeObject *run_type; /* borrowed from the module, which lives as long as the process */
-
 static PyObject *
 run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -39,7 +37,11 @@ run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     run->synchronize = 1;
     run->followers = PyTuple_New(0);
     run->ref = fp_unit_ref_new(run, "the model", &fp_pass_run_calls);
-    if (run->followers == NULL || run->ref == NULL) {
+    run->lock = PyThread_allocate_lock();
+    if (run->lock == NULL && !PyErr_Occurred()) {
+        PyErr_NoMemory();
+    }
+    if (run->followers == NULL || run->ref == NULL || run->lock == NULL) {
         Py_CLEAR(run);
     }
     return (PyObject *)run;
@@ -80,6 +82,9 @@ run_dealloc(PyObject *self)
     fp_free(run->steps);
     fp_free(run->line);
     fp_free(run->order);
+    if (run->lock != NULL) {
+        PyThread_free_lock(run->lock);
+    }
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -183,13 +188,11 @@ static PyType_Spec run_spec = {
 PyObject *
 fp_run_type_new(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &run_spec, NULL);
-    run_type = (PyTypeObject *)type;
-    return type;
+    return PyType_FromModuleAndSpec(module, &run_spec, NULL);
 }
 
 int
 fp_run_check(PyObject *object)
 {
-    return PyObject_TypeCheck(object, run_type);
+    return fp_is_of(object, run_dealloc);
 }

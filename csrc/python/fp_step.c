@@ -85,11 +85,24 @@ step_clear(PyObject *self)
     return 0; /* parts stay usable for hooks until the end */
 }
 
+/* As autograd keeps parameters: a graph that waits for its backward has the unit until it is gone. */
+static void
+step_finalize(PyObject *self)
+{
+    fp_step *step = (fp_step *)self;
+    if (step->ref != NULL && step->run != NULL) {
+        (void)fp_unit_ref_keep(step->ref, self);
+    }
+}
+
 static void
 step_dealloc(PyObject *self)
 {
     fp_step *step = (fp_step *)self;
     PyTypeObject *type = Py_TYPE(self);
+    if (PyObject_CallFinalizerFromDealloc(self) < 0) {
+        return;
+    }
     PyObject_GC_UnTrack(self);
     fp_unit_ref_drop(step->ref);
     fp_pass_leave(step);
@@ -523,7 +536,29 @@ static PyMethodDef step_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *
+step_name(PyObject *self, void *ignored)
+{
+    return Py_NewRef(((fp_step *)self)->name);
+}
+
+static int
+step_set_name(PyObject *self, PyObject *name, void *ignored)
+{
+    fp_step *step = (fp_step *)self;
+    if (name == NULL || !PyUnicode_Check(name) || PyUnicode_AsUTF8(name) == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError, "expected the name to be a str, got %.200s",
+                         name == NULL ? "nothing" : Py_TYPE(name)->tp_name);
+        }
+        return -1;
+    }
+    Py_SETREF(step->name, Py_NewRef(name));
+    return 0;
+}
+
 static PyGetSetDef step_getset[] = {
+    {"name", step_name, step_set_name, "What messages call the unit.", NULL},
     {"is_full", step_is_full, NULL, "Whether the unsharded data have memory.", NULL},
     {"is_partly_full", step_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
     {"is_written", step_is_written, NULL,
@@ -538,7 +573,6 @@ static PyGetSetDef step_getset[] = {
 
 static PyMemberDef step_members[] = {
     {"run", T_OBJECT, offsetof(fp_step, run), READONLY, "The Run it has joined, or None."},
-    {"name", T_OBJECT, offsetof(fp_step, name), 0, "What messages call the unit."},
     {"reduced", T_OBJECT, offsetof(fp_step, reduced), 0,
      "None, or reduced(index): called when the gradient of a part was reduced and is in .grad."},
     {NULL, 0, 0, 0, NULL},
@@ -552,6 +586,7 @@ static PyType_Slot step_slots[] = {
      "is not where it was put; reason: what is said when freed data is used."},
     {Py_tp_new, step_new},
     {Py_tp_dealloc, step_dealloc},
+    {Py_tp_finalize, step_finalize},
     {Py_tp_traverse, step_traverse},
     {Py_tp_clear, step_clear},
     {Py_tp_methods, step_methods},

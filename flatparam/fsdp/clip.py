@@ -20,7 +20,7 @@ def clip_grad_norm(
     """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
 
     ``others``: parameters that no unit has, counted once. Sharded ones are summed over the ranks that share them.
-    The norm is computed in fp32 and has the widest dtype of the gradients.
+    The norm is computed in fp32, or fp64 where a parameter is, and has the widest real dtype of the gradients.
     Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
     params = [*(param for unit in units for _, param in unit.parameters()), *others]
@@ -55,17 +55,20 @@ def clip(
     if not sharded:
         return nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
 
+    is_wide = any(param.dtype.to_real() == torch.float64 for param in params)  # on every rank alike
+    precision = torch.float64 if is_wide else torch.float32
+
     def local_norm(some: Iterable[nn.Parameter]) -> Tensor:
         norms = [
-            torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=torch.float32)
-            for param in some
-            if param.grad is not None and (param.grad.numel() > 0)
+            torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.promote_types(grad.dtype, precision))
+            for grad in (param.grad for param in some)
+            if grad is not None and grad.numel() > 0
         ]
         if not norms:
-            return torch.zeros((), device=device)
-        if any(norm.device != norms[0].device for norm in norms):
-            norms = [norm.to(device) for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type, dtype=torch.float32).to(device)
+            return torch.zeros((), dtype=precision, device=device)
+        apart = any(norm.device != norms[0].device for norm in norms)
+        norms = [norm.to(device if apart else norm.device, precision) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device)
 
     is_max = norm_type == math.inf
     total: Tensor | None = None
@@ -89,14 +92,17 @@ def clip(
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for grad in gradients:
-        kind = grad.device, grad.dtype
+        kind = grad.device, grad.dtype.to_real()
         if kind not in factors:
             factors[kind] = factor.to(*kind)
         grad.detach().mul_(factors[kind])
     if not gradients:
-        warnings.warn(f"clip_grad_norm_() found no gradients on rank {dist.get_rank()}: the norm is fp32", stacklevel=3)
+        name = "fp64" if is_wide else "fp32"
+        warnings.warn(
+            f"clip_grad_norm_() found no gradients on rank {dist.get_rank()}: the norm is {name}", stacklevel=3
+        )
         return total
     dtype = gradients[0].dtype
     for grad in gradients[1:]:
         dtype = torch.promote_types(dtype, grad.dtype)
-    return total.to(dtype)
+    return total.to(dtype.to_real())

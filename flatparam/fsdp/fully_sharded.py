@@ -346,9 +346,9 @@ class FullyShardedDataParallel(Marks, nn.Module):
             kwargs = move_tensors(device, kwargs, self._unit.name)
         if self._casts_to is not None:
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
+        if records and step.has_frozen:
+            self._watch_inputs((args, kwargs))
         try:
-            if records and step.has_frozen:
-                self._watch_inputs((args, kwargs))
             step.pre_forward()
             module: Any = self._modules[FSDP_WRAPPED_MODULE]
             if profiler._is_profiler_enabled:
@@ -403,9 +403,12 @@ class FullyShardedDataParallel(Marks, nn.Module):
         return output
 
     def _watch_inputs(self, inputs: Any) -> None:
-        """Free frozen parameters in backward as soon as the gradients that they are needed for are there."""
+        """Free frozen parameters in backward as soon as the gradients that they are needed for are there.
+
+        With an input that nothing computed they are freed when backward ends: ``autograd.grad`` does not tell of those.
+        """
         tensors = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
-        if tensors and self._unit.step.expect_inputs():
+        if tensors and all(tensor.grad_fn is not None for tensor in tensors) and self._unit.step.expect_inputs():
             torch.autograd.graph.register_multi_grad_hook(
                 tensors, functools.partial(_inputs_done, weakref.ref(self._unit))
             )
