@@ -192,6 +192,29 @@ def test_a_deleted_model_goes_at_once_where_no_graph_waits_for_it():
         assert sum(type(item) is _C.Step for item in gc.get_objects()) == before
 
 
+class Returns(nn.Module):
+    """An output is the weight itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.weight, self.weight
+
+
+def test_a_unit_that_returns_its_weight_goes_with_its_model():
+    with fake_world(1):
+        gc.collect()
+        before = sum(type(item) is _C.Step for item in gc.get_objects())
+        model = FSDP(Returns())
+        outputs = model(torch.ones(3))
+        outputs[0].sum().backward()
+        del model, outputs
+        gc.collect()
+        assert sum(type(item) is _C.Step for item in gc.get_objects()) == before
+
+
 class Recursive(nn.Module):
     """Calls the unit that it is in; the inner call raises, in its forward or in what looks through its output."""
 

@@ -522,24 +522,33 @@ struct UnitBackward final : torch::autograd::Node {
 
 struct BeforeBackward final : torch::autograd::FunctionPreHook {
     std::shared_ptr<UnitRef> ref;
-    std::shared_ptr<Graph> graph;
+    std::shared_ptr<Graph> graph; // or null: it is not waited for
     uint64_t began;
-    bool waits = true;
+    bool waits;
 
     BeforeBackward(std::shared_ptr<UnitRef> unit, std::shared_ptr<Graph> hooked, uint64_t since)
-        : ref(std::move(unit)), graph(std::move(hooked)), began(since)
+        : ref(std::move(unit)), graph(std::move(hooked)), began(since), waits(graph != nullptr)
     {
-        graph->waiting++;
+        if (waits) {
+            graph->waiting++;
+        }
     }
 
     ~BeforeBackward() override
     {
-        graph->waiting -= waits;
+        waits_no_more();
+    }
+
+    void waits_no_more()
+    {
+        if (std::exchange(waits, false)) {
+            graph->waiting--;
+        }
     }
 
     torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
     {
-        graph->waiting -= std::exchange(waits, false);
+        waits_no_more();
         call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit, began); });
         return grads;
     }
@@ -1717,10 +1726,13 @@ fp_engine_hook(PyObject *tensor_object, fp_unit_ref *ref, uint64_t began)
         if (!node) {
             return 0;
         }
-        std::shared_ptr<fp::Graph> graph = ref->shared->graph.lock();
-        if (graph == nullptr) {
-            graph = std::make_shared<fp::Graph>();
-            ref->shared->graph = graph;
+        std::shared_ptr<fp::Graph> graph; // none where the output is a view, whose node lives as long as its unit
+        if (dynamic_cast<const fp::UnitBackward *>(node.get()) == nullptr) {
+            graph = ref->shared->graph.lock();
+            if (graph == nullptr) {
+                graph = std::make_shared<fp::Graph>();
+                ref->shared->graph = graph;
+            }
         }
         node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared, std::move(graph), began));
         return 1;
