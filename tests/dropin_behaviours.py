@@ -320,6 +320,7 @@ def states_are_synchronized(recorder, setting):
 
 
 def parameters_are_replaced(recorder, setting):
+    """Not by ``model.to()``, after which torch's handle loses a step: test_dropin_moved.py has the unsharded oracle."""
     model = setting.wrap(Mlp())
     if not setting.orig:
         recorder.add("the modules have no parameters of their own")
@@ -345,11 +346,7 @@ def parameters_are_replaced(recorder, setting):
         with torch.no_grad():
             inner.first.weight.add_(1)
 
-    def move():
-        model.to(torch.float64)
-        model.to(torch.float32)
-
-    for change in (assign_data, assign_parameter, assign_gradient, drop_one_gradient, in_place, move):
+    for change in (assign_data, assign_parameter, assign_gradient, drop_one_gradient, in_place):
         one_pass(recorder, model, 3, change.__name__)
         change()
         recorder.parameters(f"{change.__name__} done", model)
