@@ -188,6 +188,8 @@ def test_a_change_between_steps(name, when):
         ("FULL_SHARD", False),
         ("NO_SHARD", False),
     ]
+    if name == "set_data":  # of a flat parameter: torch's next forward undoes it, ours does not (test_dropin_moved.py)
+        strategies = [(strategy, orig) for strategy, orig in strategies if orig]
     assert_equal_training([S(strategy=strategy, orig=orig) for strategy, orig in strategies], 2, name, when)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 pytestmark = pytest.mark.multiprocess
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-MOVED = ("szcsu", "skusu", "skzsu", "ncsu", "ekusue", "sckusu")
+MOVED = ("szcsu", "sudsu", "skusu", "skzsu", "ncsu", "ekusue", "sckusu")
 MOVED_WITH_ORIG = ("spcsu", "sgcu", "sdcsu")
 WRITTEN = ("suewe", "suewsue", "ewsu", "suekwe")
 

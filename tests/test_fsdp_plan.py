@@ -230,7 +230,7 @@ def one_of_a_grid_is_wrong():
         FSDP(nn.Linear(3, 3), mixed_precision=3 if rank == 3 else None, **settings)
     with pytest.raises(ValueError, match=r"rank 2 has .*weight.*\(3, 3\).*rank 3 has .*weight.*\(4, 3\)"):
         FSDP(nn.Linear(3, 3 + (rank == 3)), **settings)
-    model = FSDP(nn.Linear(3, 3), **settings)
+    model = FSDP(nn.Linear(3, 3), sync_module_states=True, **settings)
     model(torch.ones(1, 3)).sum().backward()
 
 

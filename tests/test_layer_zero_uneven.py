@@ -14,7 +14,7 @@ from torch import nn
 
 from flatparam import BackwardPrefetch, MixedPrecision
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import pairs
+from flatparam.fsdp import pairs, peers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -277,6 +277,7 @@ def counted_anew():
     for inner in (2, 1, 4):
         dist.barrier()
         pairs._exchanged.clear()
+        peers._lives.clear()
         layer_zero(inner, module=nn.Linear(2, 2), wrap=FSDP)
 
 

@@ -1171,6 +1171,9 @@ finish_step(fp_step *step)
     rest(step);
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_part *part = &step->parts[k];
+        if (take_reduced(step, part) < 0) {
+            return -1;
+        }
         if (run->synchronize && fp_flat_has_kept(part->flat)) { /* of micro-batches before; none came in this one */
             if (fp_part_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
                 return -1;
@@ -1178,10 +1181,11 @@ finish_step(fp_step *step)
             part->deferred = fp_flat_has_kept(part->flat);
         }
         if (part->deferred &&
-            fp_pass_reduce(step, part, NULL, run->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER) < 0) {
+            (fp_pass_reduce(step, part, NULL, run->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER) < 0 ||
+             take_reduced(step, part) < 0)) {
             return -1;
         }
-        if (take_reduced(step, part) < 0 || fp_flat_settle_copies(part->flat) < 0) {
+        if (fp_flat_settle_copies(part->flat) < 0) {
             return -1;
         }
         if (!part->shows_kept && fp_flat_has_kept(part->flat) &&
