@@ -182,6 +182,47 @@ def test_ranks_that_differ_are_told_so_alike(ranks):
             assert seconds < SOON, (name, strategy)
 
 
+def trains_other_parameters(strategy, use_orig_params, names):
+    """What each rank is told when rank 1 alone freezes ``names`` of a block after a step: in no_sync nothing, yet."""
+    note(f"{names} with {strategy}, {use_orig_params=}")
+    group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
+    torch.manual_seed(0)
+    strategy = ShardingStrategy[strategy]
+    groups = (group, group) if strategy is ShardingStrategy.LAYER_ZERO else group
+    model = wrap_blocks(Chosen(), process_group=groups, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    step(model)
+    for name, param in model.blocks[1].named_parameters():
+        param.requires_grad_(dist.get_rank() == 0 or name.rpartition(".")[2] not in names)
+    with model.no_sync():
+        step(model)
+    begin = time.monotonic()
+    with pytest.raises(OrderError) as raised:
+        train(model, 2)
+    return str(raised.value), time.monotonic() - begin
+
+
+def frozen_on_one_rank():
+    strategies = ("FULL_SHARD", "NO_SHARD", "ZERO_1")
+    one = {strategy: trains_other_parameters(strategy, True, ("bias",)) for strategy in strategies}
+    whole = {
+        (strategy, orig): trains_other_parameters(strategy, orig, ("weight", "bias", "_flat_param"))
+        for strategy, orig in (("FULL_SHARD", False), ("FULL_SHARD", True), ("LAYER_ZERO", True))
+    }
+    return one, whole
+
+
+def test_ranks_that_train_other_parameters_are_told_which():
+    results = run_ranks(frozen_on_one_rank, 2)
+    one, whole = results[0]
+    for text, _ in one.values():
+        assert re.search(r"`blocks\.1`, in step \d: `bias` requires grad on rank 0 and not on rank 1", text), text
+    for key, (text, _) in whole.items():
+        assert re.search(r"rank 0 reduces.*`blocks\.1`|`weight`, `bias` require grad on rank 0", text), (key, text)
+    for mine, others in zip(results[0], results[1], strict=True):
+        assert {key: text for key, (text, _) in mine.items()} == {key: text for key, (text, _) in others.items()}
+    assert all(seconds < SOON for result in results for cases in result for _, seconds in cases.values())
+
+
 def differ_on_a_grid():
     """Rank 3 alone skips a block, and the ranks that share nothing with it are told too."""
     mesh = init_device_mesh("cpu", (2, 2))

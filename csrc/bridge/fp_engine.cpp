@@ -149,6 +149,7 @@ struct fp_flat {
     at::Tensor ahead;                   // a copy of host on the device that was started in time
     std::optional<c10::Event> has_come; // recorded after it
     bool packed = false;                // wire is to be reduced
+    uint32_t trained = 0;               // a hash of who requires grad
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
     int64_t sources = 0;                                             // how often that changed
     decltype(torch::autograd::Edge::function) node;                  // behind the views; null if they have none
@@ -285,12 +286,12 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
 }
 
 void
-announce(fp_group &group, unsigned kind)
+announce(fp_group &group, unsigned kind, uint32_t trained = 0)
 {
     group.given_up = false;
     for (size_t i = group.watchers.size(); i-- > 0;) {
         PyObject *watcher = group.watchers[i];
-        if (watcher != nullptr && group.calls->before(watcher, fp_event(group.numbers[i], kind)) < 0) {
+        if (watcher != nullptr && group.calls->before(watcher, fp_event(group.numbers[i], kind, trained)) < 0) {
             throw python_error();
         }
     }
@@ -481,7 +482,7 @@ gather_over(fp_flat &flat, fp_group &group, at::Tensor &output, at::Tensor &inpu
 void
 reduce_over(fp_flat &flat, fp_group &group, PyObject *collectives)
 {
-    announce(group, FP_EVENT_REDUCES);
+    announce(group, FP_EVENT_REDUCES, flat.trained);
     if (collectives != nullptr || !group.native) {
         call_python(collectives, "reduce_scatter", flat.reduced, flat.wire, group);
     }
@@ -1537,6 +1538,17 @@ fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard_obj
     });
 }
 
+void
+fp_flat_note_trained(fp_flat *flat, PyObject *const *owners, Py_ssize_t n) noexcept
+{
+    uint64_t hash = 1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        hash = hash * UINT64_C(0x9E3779B97F4A7C15) + (THPVariable_Unpack(owners[i]).requires_grad() ? 1 : 0);
+    }
+    hash = (hash ^ hash >> 32) * UINT64_C(0xD6E8FEB86659FD93);
+    flat->trained = static_cast<uint32_t>(hash >> (64 - FP_EVENT_TRAINED_BITS));
+}
+
 int
 fp_flat_advance(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
 {
@@ -1569,7 +1581,7 @@ fp_flat_advance(fp_flat *flat, PyObject *shard_object, PyObject *collectives)
             }
             return 0;
         }
-        fp::announce(*flat->replicate_group, FP_EVENT_REDUCES);
+        fp::announce(*flat->replicate_group, FP_EVENT_REDUCES, flat->trained);
         flat->stage = fp_flat::LAST;
         if (collectives != nullptr || !flat->replicate_group->native) {
             fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);

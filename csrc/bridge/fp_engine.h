@@ -41,10 +41,12 @@ void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_grou
                     int sliced);
 
 enum { FP_EVENT_GATHERS = 0, FP_EVENT_REDUCES = 1, FP_EVENT_AGREES = 4, FP_EVENT_KINDS = 8 }; /* others are Python's */
+enum { FP_EVENT_TRAINED_BITS = 27 };
+/* trained: of a reduction, a hash of who requires grad; else 0. An event has 62 bits. */
 static inline uint64_t
-fp_event(uint32_t number, unsigned kind)
+fp_event(uint32_t number, unsigned kind, uint32_t trained)
 {
-    return (uint64_t)number * FP_EVENT_KINDS + kind;
+    return ((uint64_t)trained << 32 | number) * FP_EVENT_KINDS + kind;
 }
 
 /* What runs when autograd comes to a unit. All are called with the GIL held and give 0, or -1 with an exception. began:
@@ -156,6 +158,8 @@ int fp_flat_pack(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
  * How far, nested only: over param_group, added to what earlier calls have left; from there to the shard; or both. */
 enum { FP_REDUCE_INNER = 1, FP_REDUCE_OUTER = 2, FP_REDUCE_ALL = 3 };
 int fp_flat_reduce(fp_flat *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives, int how_far);
+/* Tell of the next reductions' events who requires grad now of these. */
+void fp_flat_note_trained(fp_flat *flat, PyObject *const *owners, Py_ssize_t n) FP_NOEXCEPT;
 /* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
  * nothing was being reduced; -1. */
 int fp_flat_advance(fp_flat *flat, PyObject *shard, PyObject *collectives);

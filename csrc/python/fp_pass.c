@@ -1073,6 +1073,7 @@ fp_pass_reduce(fp_step *step, fp_part *part, const fp_gradients *gradients, int 
 {
     fp_run *run = step->run;
     part->deferred = 0;
+    fp_flat_note_trained(part->flat, fp_part_items(part->owners), PyTuple_GET_SIZE(part->owners));
     if (take_reduced(step, part) < 0 || /* of another graph in this pass */
         (how_far == FP_REDUCE_OUTER &&
          (advance_previous(step) < 0 || advance(step) < 0)) || /* they go over the same group */

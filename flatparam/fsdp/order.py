@@ -43,12 +43,15 @@ _KINDS = (
 )
 GATHERS_OUTSIDE, CLIPS, SHOWS_GRADIENTS, SCALES = 2, 5, 6, 7  # of a step
 _ROOM = 8  # for kinds, in events
+_NUMBERS = 2**32  # for units, in events; above them a reduction has a hash of who requires grad
+_NAMED = 8  # parameters that a message names
 _PATIENCE = datetime.timedelta(seconds=0.3)
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
 _TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
 _DIFFERENT = ". Every rank must run the same units in the same order, as often"
+_TRAINED = ". Set requires_grad alike on every rank"
 _AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
 
@@ -63,6 +66,7 @@ class _Post(NamedTuple):
     step: int
     event: int
     what: str
+    trained: str = ""  # of a reduction: whether each parameter requires grad, 1 or 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
@@ -115,12 +119,14 @@ class Sequence:
             raise
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
-        number, kind = divmod(event, _ROOM)
+        number, kind = divmod(event % (_NUMBERS * _ROOM), _ROOM)
+        segment = self.register.segment(number) if event >= _NUMBERS * _ROOM else None
         return _Post(
             self._ranks[self._me],
             step,
             event * 2 + new_pass,
             f"{_KINDS[kind]} {self.register.name(number)}, in step {step}",
+            "" if segment is None else "".join(str(int(segment.trains(each))) for each in segment.originals),
         )
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
@@ -257,7 +263,26 @@ class Sequence:
 
     def _differ(self, first: _Post, mine: _Post) -> NoReturn:
         one, other = sorted((first, mine))
+        events = 2 * _NUMBERS * _ROOM
+        if one.event % events == other.event % events and one.event != other.event:
+            self._break(self._trained_by_one(one, other), _TRAINED)
         self._break(f"the ranks run units in different orders: {one}; {other}")
+
+    def _trained_by_one(self, one: _Post, other: _Post) -> str:
+        number = one.event // 2 % (_NUMBERS * _ROOM) // _ROOM
+        segment = self.register.segment(number)
+        names = ["a parameter"] if segment is None else [f"`{original.fqn}`" for original in segment.originals]
+        found = []
+        for post, less in ((one, other), (other, one)):
+            flags = zip(names, post.trained, less.trained, strict=False)
+            alone = [name for name, *trained in flags if trained == ["1", "0"]]
+            more = [f"{len(alone) - _NAMED} more"] if len(alone) > _NAMED else []
+            if alone:
+                listed = ", ".join([*alone[:_NAMED], *more])
+                verb = "requires" if len(alone) == 1 else "require"
+                found.append(f"{listed} {verb} grad on rank {post.rank} and not on rank {less.rank}")
+        what = "; ".join(found) or f"requires_grad was not the same on ranks {one.rank} and {other.rank}"
+        return f"the ranks train different parameters of {self.register.name(number)}, in step {one.step}: {what}"
 
     def _late(self, mine: _Post) -> NoReturn:
         """Name the ranks that wait for nothing here: they answer no call."""

@@ -51,6 +51,11 @@ class Register:
         unit = self._units.get(number - number % _COPY)
         return "a unit that is gone" if unit is None else unit.name
 
+    def segment(self, number: int) -> Segment | None:
+        """The part with this number; None: it is gone."""
+        unit = self._units.get(number - number % _COPY)
+        return None if unit is None else unit.segments[number % _COPY]
+
 
 _registers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Register]" = weakref.WeakKeyDictionary()
 _numbers: "weakref.WeakKeyDictionary[Unit, dict[Register, int]]" = weakref.WeakKeyDictionary()

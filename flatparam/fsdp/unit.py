@@ -602,7 +602,7 @@ class Unit:
             _of_params.pop(old, None)
             original.param = param
             self.step.adopt(k, i, param)
-            _of_params[param] = weakref.ref(self), original.fqn
+            _of_params[param] = weakref.ref(self), original.fqn, k
             for place in original.names:
                 place.module._parameters[place.name] = param
         else:
