@@ -151,7 +151,7 @@ def sums():
     """512 gradients of 1 in bf16 are 512, in fp32; after .double() nothing is reduced in less."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     one = torch.ones(1, 1, dtype=torch.bfloat16)
-    for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1"), (False, True)):
+    for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "NO_SHARD"), (False, True)):
         module = nn.Linear(1, 8, bias=False).bfloat16()
         model = FSDP(module, sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
         with model.no_sync():
@@ -187,6 +187,34 @@ def gradients():
     frozen()
     hooks()
     sums()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_one_rank_adds_up_in_no_sync_is_exact_and_can_be_stepped_with(dtype, use_orig_params):
+    """4096 gradients of 1 are 4096 in fp32; an optimizer gets them in the parameters' dtype, and adding goes on."""
+    with fake_world(1):
+        model = FSDP(nn.Linear(1, 8, bias=False).to(dtype), use_orig_params=use_orig_params)
+        [param] = model.parameters()
+        optimizer = torch.optim.Adam([param], lr=0.0)
+        one, wanted = torch.ones(1, 1, dtype=dtype), torch.ones(8)
+        with model.no_sync():
+            for _ in range(4096):
+                model(one).sum().backward()
+            assert model.memory_plan().no_sync == model._unit.step.kept_bytes()[0] == 4 * 8
+            assert torch.equal(param.grad.flatten(), 4096 * wanted)
+            optimizer.step()
+            assert param.grad.dtype == dtype
+            assert torch.equal(param.grad.flatten().float(), 4096 * wanted)
+            for _ in range(32):
+                model(one).sum().backward()
+            assert torch.equal(param.grad.flatten(), 4128 * wanted)
+        for _ in range(2):
+            model.zero_grad()
+            model(one).sum().backward()
+            assert param.grad.dtype == dtype
+            assert torch.equal(param.grad.flatten().float(), wanted)
+            optimizer.step()
 
 
 @pytest.mark.multiprocess

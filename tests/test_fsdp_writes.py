@@ -416,6 +416,13 @@ def averages():
         assert model._unit.step.run.refreshes == refreshes  # nothing was exchanged
         model.train()
         step_both(model, module, 3)
+        with model.no_sync():  # between micro-batches, where what stays full is not gathered again
+            model(data(2)).sum().backward()
+            for param in model.parameters():
+                param.data.mul_(0.5)
+            model.refresh()
+            wanted.load_state_dict({name: value * 0.5 for name, value in module.state_dict().items()})
+            assert torch.equal(model(data(2)), wanted(data(2)))
         with pytest.raises(RuntimeError, match="refresh"):
             model.blocks[0].refresh()
 

@@ -181,7 +181,7 @@ struct fp_flat {
     }
     at::ScalarType kept_dtype_of(const at::Tensor &shard) const
     {
-        return shards > 1 && is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
+        return is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
     }
 };
 

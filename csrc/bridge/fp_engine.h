@@ -150,7 +150,7 @@ PyObject *fp_flat_unsharded(fp_flat *flat);    /* the tensor, new reference; Non
 void fp_flat_average_elsewhere(fp_flat *flat); /* from now on gradients are summed, not averaged */
 
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype; in fp32 if that is a low
- * one and the gradient is not what an optimizer may step with. */
+ * one. */
 int fp_flat_keep(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);
 /* Put gradients, and what is kept, together as they are reduced; fp_flat_reduce sends that. */
 int fp_flat_pack(fp_flat *flat, const fp_gradients *gradients, PyObject *shard);

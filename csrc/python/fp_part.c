@@ -4,7 +4,7 @@
 #include "core/fp_alloc.h"
 #include "python/fp_entries.h"
 
-int64_t fp_part_unreduced;
+int64_t fp_part_unfit;
 
 /* ---- what modules and .grad show ---- */
 
@@ -12,9 +12,10 @@ int64_t fp_part_unreduced;
 static void
 set_shows_kept(fp_part *part, int shows)
 {
-    const int unreduced = shows && (part->shard_group != NULL || part->saved != NULL);
-    fp_part_unreduced += unreduced - part->unreduced;
-    part->unreduced = unreduced;
+    const int was_unfit = part->unreduced || part->wide;
+    part->unreduced = shows && (part->shard_group != NULL || part->saved != NULL);
+    part->wide = shows && fp_engine_is_low(part->master);
+    fp_part_unfit += (part->unreduced || part->wide) - was_unfit;
     part->shows_kept = shows;
 }
 

@@ -31,6 +31,7 @@ typedef struct {
     int shows;                /* what the modules have now: FP_SHOWS_... */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */
     int unreduced;            /* and that is not what the optimizer is to step with */
+    int wide;                 /* and that has another dtype than they */
     int deferred;             /* gradients of this pass are kept though they are to be reduced */
     int64_t versions;         /* of the owners and the master at the last gather */
     int copied;               /* what is gathered is good until the masters change, not for one pass */
@@ -83,7 +84,7 @@ int fp_part_take_written(fp_part *part, PyObject *name);
 /* Let another Parameter be the i-th original one. */
 int fp_part_adopt(fp_part *part, Py_ssize_t i, PyObject *param);
 
-extern int64_t fp_part_unreduced; /* how many are unreduced */
+extern int64_t fp_part_unfit; /* how many are unreduced or wide */
 
 /* Show the gradients that were kept in no_sync, and put a reduced one aside. */
 int fp_part_show_kept(fp_part *part);

@@ -618,9 +618,9 @@ note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-unreduced(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+unfit(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    return fp_check_nargs("unreduced", nargs, 0) < 0 ? NULL : PyLong_FromLongLong(fp_part_unreduced);
+    return fp_check_nargs("unfit", nargs, 0) < 0 ? NULL : PyLong_FromLongLong(fp_part_unfit);
 }
 
 static PyObject *
@@ -651,7 +651,9 @@ PyMethodDef fp_step_methods_of_module[] = {
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
      "not "
      "see what C puts into modules."},
-    {"unreduced", FP_FASTCALL(unreduced), METH_FASTCALL,
-     "unreduced($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced."},
+    {"unfit", FP_FASTCALL(unfit), METH_FASTCALL,
+     "unfit($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced, or of "
+     "another "
+     "dtype than theirs."},
     {NULL, NULL, 0, NULL},
 };

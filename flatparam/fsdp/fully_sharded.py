@@ -543,8 +543,9 @@ class FullyShardedDataParallel(Marks, nn.Module):
     def refresh(self) -> None:
         """Take the parameters' values as they are now, whatever has written them, for the next forward and backward.
 
-        For LAYER_ZERO and ZERO_1 after writes that torch does not count, as ``param.data.copy_(average)``; other
-        strategies gather in every forward. A collective call, for the root, between steps.
+        For LAYER_ZERO and ZERO_1 after writes that torch does not count, as ``param.data.copy_(average)``, and between
+        micro-batches in ``no_sync`` for units that are not resharded after forward; others gather in every forward. A
+        collective call, for the root, between passes.
         Raises: StateError naming the state and those allowed.
         """
         self._check_root("refresh")

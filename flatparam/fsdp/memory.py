@@ -141,7 +141,7 @@ def plan_unit(
         reduced=total(reduced),
         kept=of_gradients(
             lambda flat: flat.layout.padded_numel // (copy_shards if nested and copy_shards else 1),
-            lambda flat: torch.float32 if flat.layout.world_size > 1 and flat.dtype.itemsize < 4 else flat.dtype,
+            lambda flat: torch.float32 if flat.dtype.itemsize < 4 else flat.dtype,
         ),
         padding=total(lambda f: (f.layout.padded_numel - sum(f.layout.numels)) * f.dtype.itemsize),
         copy=total(full) // copy_shards if copy_shards else 0,

@@ -695,17 +695,22 @@ def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def check_reduced(optimizer: torch.optim.Optimizer, *args: Any) -> None:
-    """Before ``optimizer`` steps. Raises: ValueError naming a parameter whose gradient no_sync has kept."""
-    if _C.unreduced() == 0:
+    """Before ``optimizer`` steps. What no_sync has kept in fp32 of parameters that are in less is rounded for it.
+
+    Raises: ValueError naming a parameter whose gradient no_sync has kept, where that is to be reduced first.
+    """
+    if _C.unfit() == 0:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
     for unit in _units:
-        if not unit.step.unreduced:
-            continue
         kept = {tensor.untyped_storage().data_ptr() for tensor in unit.step.kept() if tensor is not None}
-        for segment, param in unit.parameters():
+        for segment, param in unit.parameters() if kept else ():
             grad = param.grad
-            if id(param) in stepped and grad.untyped_storage().data_ptr() in kept:  # type: ignore[union-attr]
+            if id(param) not in stepped or grad is None or grad.untyped_storage().data_ptr() not in kept:
+                continue
+            if not unit.step.unreduced:
+                _C.set_grad(param, grad.to(param.dtype))
+            else:
                 names = [original.fqn for original in segment.originals if original.param is param]
                 raise ValueError(
                     f"{type(optimizer).__name__}.step(): the gradient of {names[0] if names else FLAT_PARAM} of "
