@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from dropin_behaviours import Setting, batch
 from dropin_models import Mlp
-from gloo import note, run_both, run_ranks
+from gloo import fake_world, note, run_both, run_ranks
 from recording import Recorder, first_difference
 from torch import nn
 from torch._dynamo.utils import counters
@@ -96,6 +96,28 @@ def test_flatparams_runtime_compiles_without_install(how):
         assert got.keys() == expected.keys()
         for name, value in got.items():
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]))
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.func.functional_call(self.inner, {"weight": 2.0 * self.inner.weight}, (x,))
+
+
+def test_functional_call_is_compiled_as_before_and_in_a_unit_as_unsharded():
+    x, module = torch.ones(1, 3), Doubling()
+    wanted = module(x)
+    with fake_world():
+        for use_orig_params in (False, True):
+            torch._dynamo.reset()
+            block = copy.deepcopy(module)
+            block.compile(backend="eager")
+            model = flatparam.FullyShardedDataParallel(block, use_orig_params=use_orig_params)
+            assert torch.equal(model(x), wanted)
+            assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), wanted)
 
 
 def test_compiled_models_train_as_with_torchs_handle():

@@ -15,7 +15,7 @@ from fsdp_models import Averaged, assert_same, assert_same_grads, data, full_par
 from gloo import note, run_ranks
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils import vector_to_parameters
+from torch.nn.utils import stateless, vector_to_parameters
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
@@ -187,8 +187,50 @@ def functional():
         step_both(model, module, 0)
 
 
+class Calling(nn.Module):
+    """Calls its linear by functional_call with what it makes of the parameters, in another such call, and as it is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        given = {"weight": self.inner.weight.tanh(), "bias": 2.0 * self.inner.bias}
+        x = functional_call(self.inner, given, (x,))
+        with stateless._reparametrize_module(self.inner, given):
+            x = functional_call(self.inner, {"weight": given["weight"].t()}, (x,))
+            x = x + self.inner(x)
+        with pytest.raises(TypeError):
+            functional_call(self.inner, given, (None,))
+        return self.inner(x)
+
+
+def functional_inside():
+    for strategy, uo in SETTINGS:
+        note(f"{strategy} uo={uo}")
+        module, model = nn.Sequential(Calling(), Calling()), nn.Sequential(Calling(), Calling())
+        for i in range(2):
+            model[i] = FSDP(model[i], sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        model = FSDP(model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, model)]
+        for step in range(2):
+            x = torch.linspace(-1.0, 1.0, 6).reshape(2, 3) + step
+            results = [m(x) for m in (module, model)]
+            torch.testing.assert_close(results[1], results[0])
+            for result, optimizer in zip(results, optimizers, strict=True):
+                result.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(model, module, step)
+
+
 def test_functional_call_is_refused():
     run_ranks(functional, 2)
+
+
+def test_functional_call_of_an_inner_module_in_a_forward_is_as_unsharded():
+    run_ranks(functional_inside, 2)
 
 
 class Pair(nn.Module):

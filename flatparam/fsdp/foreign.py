@@ -18,6 +18,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import _named_member_accessor
 
 from .. import _C
 from . import order
@@ -85,6 +86,7 @@ def watch() -> None:
     _check(default_planner, "create_default_local_load_plan", lambda state, *args: state)
     _check(state_dict_saver, "_stateful_to_state_dict", None)  # asynchronous saving plans with copies
     _clip_over_ranks()
+    _swap_what_is_read()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
 
 
@@ -191,6 +193,28 @@ def _clip_over_ranks() -> None:
             cell.cell_contents = clip_grad_norm_
             return
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
+
+
+def _swap_what_is_read() -> None:
+    """Have ``functional_call`` of a module in a unit's forward swap the view, which is read before ``_parameters``."""
+    swap = _named_member_accessor.swap_tensor
+    views: dict[tuple[int, str], tuple[Any, Any]] = {}  # while they are swapped
+
+    @functools.wraps(swap)
+    def swapping(module: nn.Module, name: str, tensor: Tensor, allow_missing: bool = False) -> Tensor:
+        listed, key = module._parameters.get(name), (id(module), name)
+        before: Tensor = swap(module, name, tensor, allow_missing)
+        if listed is None:
+            return before
+        if key in views and views[key][1] is tensor:
+            module.__dict__[name] = views.pop(key)[0]
+        elif name in module.__dict__:
+            views[key] = module.__dict__.pop(name), listed
+        return before
+
+    code = swapping.__code__.replace(co_filename=swap.__code__.co_filename)  # type: ignore[attr-defined]
+    swapping.__code__ = code  # type: ignore[attr-defined]  # Dynamo goes into torch's file, and leaves out ours
+    _named_member_accessor.swap_tensor = swapping
 
 
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
