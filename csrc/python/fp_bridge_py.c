@@ -1,5 +1,6 @@
 /* python/fp_bridge_py.c -- wrappers of what the bridge does without a unit: tensors and their storages, signs of life. */
 #include "bridge/fp_pulse.h"
+#include "bridge/fp_shards.h"
 #include "bridge/fp_torch.h"
 #include "bridge/fp_values.h"
 #include "python/fp_module.h"
@@ -151,6 +152,20 @@ pulse(PyObject *module, PyObject *args)
     return capsule;
 }
 
+static PyObject *
+set_shard(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return fp_check_nargs("set_shard", nargs, 2) < 0 || fp_torch_set_shard(args[0], args[1]) < 0 ? NULL
+                                                                                                 : Py_NewRef(Py_None);
+}
+
+static PyObject *
+explain_shards(PyObject *module, PyObject *explain)
+{
+    fp_torch_explain_shards(explain);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef fp_bridge_methods[] = {
     {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
@@ -181,6 +196,12 @@ PyMethodDef fp_bridge_methods[] = {
     {"convert", (PyCFunction)(void (*)(void))convert, METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},
+    {"set_shard", FP_FASTCALL(set_shard), METH_FASTCALL,
+     "set_shard($module, param, piece, /)\n--\n\nLet param's data be piece, a shard: operations that take whole "
+     "parameters refuse it then."},
+    {"explain_shards", explain_shards, METH_O,
+     "explain_shards($module, explain, /)\n--\n\nexplain(tensor) says what a RuntimeError is to say of a shard, or "
+     "None."},
     {"pulse", pulse, METH_VARARGS,
      "pulse($module, group, prefix, answer, interval, /)\n--\n\nA thread that looks every interval seconds into the "
      "store of the process group with this name, at call below prefix, and sets answer there to what is new. It ends "

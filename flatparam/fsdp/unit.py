@@ -36,7 +36,10 @@ PADDING_VALUE = 42.0  # torch's: it is never read
 _FREED = (
     "flatparam: a parameter of {unit} was used while it is sharded: {names}. It has its full data during the forward "
     "and backward of {unit}; outside of them use summon_full_params(), and call the wrapped module instead of one of "
-    "its parts. In backward this means that what the unit computed reached the loss by another way than its output, or "
+    "its parts."
+)
+_IN_BACKWARD = (
+    " In backward this means that what the unit computed reached the loss by another way than its output, or "
     "that a gradient is differentiated again (create_graph=True), after the unit was freed."
 )
 _NAMED = 8  # parameters that the message names
@@ -51,6 +54,24 @@ _owners: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.Wea
 
 
 _of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its segment)
+
+
+def _why_sharded(tensor: Tensor) -> str | None:
+    """What is said of a shard that is taken for a whole parameter, by whatever name."""
+    owner = owner_of_param(tensor)
+    if owner is not None:
+        return _FREED.format(unit=owner[0].name, names=f"`{owner[1]}`")
+    storage, at = tensor.untyped_storage()._cdata, tensor.storage_offset()  # of a view of one
+    for unit in _units:
+        for here in (here for segment in unit.segments for here in segment.here()):
+            piece = here.original.param
+            begin = piece.storage_offset()
+            if piece.untyped_storage()._cdata == storage and begin <= at < begin + max(1, piece.numel()):
+                return _FREED.format(unit=unit.name, names=f"`{here.original.fqn}`")
+    return None
+
+
+_C.explain_shards(_why_sharded)
 
 
 def all_units() -> "list[Unit]":
@@ -259,7 +280,10 @@ class Segment:
         """Let the original parameters' data be their pieces of the shard."""
         shard = self.flat.detach()
         for here in self.here():
-            here.original.param.data = here.of(shard)
+            if self.is_sharded:
+                _C.set_shard(here.original.param, here.of(shard))
+            else:
+                here.original.param.data = here.of(shard)
 
     def unsharded(self, flat: Tensor) -> Iterator[Tensor]:
         """Views of an unsharded tensor ``[padded_numel]``, one an original parameter."""
@@ -388,7 +412,9 @@ class Unit:
         names = [f"`{original.fqn}`" for segment in self.segments for original in segment.originals]
         more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
         *others, last = [*names[:_NAMED], *more] or ["none"]
-        return _FREED.format(unit=self.name, names=f"one of {', '.join(others)} and {last}" if others else last)
+        return (_FREED + _IN_BACKWARD).format(
+            unit=self.name, names=f"one of {', '.join(others)} and {last}" if others else last
+        )
 
     def rename(self, name: str) -> None:
         """Be called ``name`` in messages."""
