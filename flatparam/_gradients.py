@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 
 from . import _C
-from ._collectives import all_gather_single
+from ._collectives import all_gather_single, all_reduce
 from ._zeroing import Zeroing
 
 
@@ -47,7 +47,7 @@ class Gradients(Zeroing):
         self._check_unsharded(flat_param)
         none_here = flat_param.grad is None
         ranks_without = torch.full((1,), int(none_here), dtype=torch.int32, device=self.device)
-        dist.all_reduce(ranks_without, group=self.process_group)
+        all_reduce(ranks_without, self.process_group)
         if ranks_without.item() == self.world_size:
             flat_param._saved_grad_shard = None
             self._use_unsharded_grad_views()

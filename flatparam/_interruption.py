@@ -139,6 +139,19 @@ class Interruptible:
                 self._free(tensor)
 
     @torch.no_grad()
+    def _leave_memory(self: Any, *tensors: torch.Tensor) -> None:
+        """Let ``tensors`` go on to exist for a gather that was given up (Ctrl-C): it still reads and writes them.
+
+        Where one of them is this handle's to free and to allocate, there is another instead from now on.
+        """
+        for name in (*_GATHERED, "_mp_shard"):
+            ours = getattr(self.flat_param, name, None)
+            if ours is not None and is_allocated(ours) and any(same_storage(ours, tensor) for tensor in tensors):
+                fresh = torch.empty_like(ours)
+                self._free(fresh)
+                setattr(self.flat_param, name, fresh)
+
+    @torch.no_grad()
     def _recover(self: Any) -> None:
         """Shard the flat parameter, whatever of it is unsharded, and point modules and parameters to it.
 

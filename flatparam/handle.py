@@ -461,10 +461,14 @@ class FlatParamHandle(Flattening, Writeback, Fused):
         if padded_unsharded_flat_param.numel() != expected:
             raise AssertionError(self._about(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}"))
         group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group
-        if shard.is_cpu:
-            all_gather_chunks(self._chunks_of(padded_unsharded_flat_param), shard, group)
-        else:
-            all_gather_single(padded_unsharded_flat_param, shard, group)
+        try:
+            if shard.is_cpu:
+                all_gather_chunks(self._chunks_of(padded_unsharded_flat_param), shard, group)
+            else:
+                all_gather_single(padded_unsharded_flat_param, shard, group)
+        except BaseException:
+            self._leave_memory(padded_unsharded_flat_param, shard)
+            raise
         if self._offload_params:  # the shard was copied to the device on another stream
             _no_dispatch_record_stream(shard, self._device_handle.current_stream())
         return padded_unsharded_flat_param

@@ -1,15 +1,13 @@
-"""Waiting for ranks that do not come: what the others are told, that Ctrl-C ends it, that a group may go meanwhile."""
+"""Waiting for ranks that do not come: what the others are told, that a group may go meanwhile."""
 
 import ctypes
 import datetime
-import functools
 import gc
 import json
 import os
 import re
 import signal
 import sys
-import threading
 import time
 
 import pytest
@@ -46,81 +44,6 @@ def made(strategy="FULL_SHARD", limit=LIMIT, **kwargs):
 
 def step(model):
     model(torch.ones(2, 4)).sum().backward()
-
-
-def after_ctrl_c(call):
-    """Seconds from Ctrl-C, while ``call`` waits for another rank, to the KeyboardInterrupt."""
-    pressed = []
-
-    def press():
-        pressed.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    timer = threading.Timer(0.5, press)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    return time.monotonic() - pressed[0]
-
-
-def waits(strategy):
-    """What a rank may wait in, each over a group of its own."""
-    for where in ("forward", "backward") if strategy == "FULL_SHARD" else ("backward",):
-        model = made(strategy)
-        step(model)
-        loss = model(torch.ones(2, 4)).sum() if where == "backward" else None
-        yield f"{where} of {strategy}", loss.backward if loss is not None else functools.partial(step, model)
-    if strategy == "FULL_SHARD":
-        group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
-        yield "constructor", functools.partial(model_of, group)
-        grid = (dist.new_group([dist.get_rank()], use_local_synchronization=True), group)
-        yield (
-            "constructor with a pair of groups",
-            functools.partial(model_of, grid, sharding_strategy=ShardingStrategy.LAYER_ZERO),
-        )
-        model = made(strategy)
-        step(model)
-        yield "clip_grad_norm_", functools.partial(model.clip_grad_norm_, 1.0)
-
-
-def wait_in_vain():
-    seconds = {}
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        for what, wait in waits(strategy):
-            note(what)
-            if dist.get_rank() == 0:
-                seconds[what] = after_ctrl_c(wait)
-            dist.barrier()
-    return seconds
-
-
-def test_ctrl_c_ends_every_wait_within_a_second():
-    seconds = run_ranks(wait_in_vain, 2)[0]
-    assert len(seconds) == 6
-    assert max(seconds.values()) < 1.0, seconds
-
-
-def go_on_after_ctrl_c():
-    """The gather that was given up ends after all; then the model is as good as another that nobody interrupted."""
-    model, other = made(limit=30.0), made(limit=30.0)
-    for _ in range(2):
-        step(model)
-        step(other)
-    if dist.get_rank():
-        time.sleep(2.0)
-        with pytest.raises(TypeError):
-            model(torch.ones(2, 4), "too many")
-    else:
-        after_ctrl_c(lambda: step(model))
-    for one in (model, other):
-        one.zero_grad()
-        step(one)
-    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(param.grad, expected.grad)
-
-
-def test_a_model_goes_on_after_ctrl_c():
-    run_ranks(go_on_after_ctrl_c, 2)
 
 
 def let_go():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import _C
 from .._flatten import in_storage_order
 from .._storage import lacks_memory
-from .order import gather_objects, wait
+from .order import gather_objects, issue, wait
 from .placement import Placement
 from .register import Register, register_of
 from .unit import Options, Original
@@ -158,7 +158,7 @@ def _compare(
             device=dist.distributed_c10d._get_object_coll_device(group),
         )
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        work = dist.all_gather(everyone, mine, group=group, async_op=True)
+        work = issue(dist.all_gather, everyone, mine, group=group)
         if isinstance(said, str):
             _wait_with_an_error(work, said)
         wait(work, group, mine.device)

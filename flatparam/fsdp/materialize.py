@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.utils import _sync_params_and_buffers
 
+from . import order
 from .outputs import DeviceError
 from .placement import Placement
 
@@ -158,7 +159,32 @@ def synchronize(
     sent = states if device is None else [tensor.to(device) for tensor in states]
     for group in (placement.replicate, placement.optim):
         if group is not None and states:
-            _sync_params_and_buffers(group, sent, _BUCKET_BYTES, 0)
+            for bucket in _buckets(sent):
+                _broadcast(bucket, group)
     if device is not None:
         for state, received in zip(states, sent, strict=True):
             state.copy_(received)
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """``tensors`` in their order, those of one dtype and device that fit together."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if tensor.nbytes > room.get(kind, 0) and kind in filling:
+            yield filling.pop(kind)
+        if kind not in filling:
+            filling[kind], room[kind] = [], _BUCKET_BYTES
+        filling[kind].append(tensor)
+        room[kind] -= tensor.nbytes
+    yield from filling.values()
+
+
+@torch.no_grad()
+def _broadcast(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
+    """From the first rank of ``group``, in a copy: nothing is changed where Ctrl-C ends the wait."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    order.wait(order.issue(dist.broadcast, flat.view(torch.uint8), group=group, group_src=0), group, flat.device)
+    for tensor, received in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(received.view(tensor.shape))

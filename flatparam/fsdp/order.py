@@ -10,7 +10,6 @@ A rank that did as expected then waits for ranks that never come; a few times a 
 """
 
 import contextlib
-import datetime
 import functools
 import json
 import pickle
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
+from .._waits import PATIENCE, is_sliced, name_of, unwrapped, wait_in_slices, wait_in_thread
 from . import peers
 from .placement import Placement
 from .register import Register, number_of, number_of_part, register_of
@@ -45,7 +45,6 @@ GATHERS_OUTSIDE, CLIPS, SHOWS_GRADIENTS, SCALES = 2, 5, 6, 7  # of a step
 _ROOM = 8  # for kinds, in events
 _NUMBERS = 2**32  # for units, in events; above them a reduction has a hash of who requires grad
 _NAMED = 8  # parameters that a message names
-_PATIENCE = datetime.timedelta(seconds=0.3)
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
@@ -85,7 +84,7 @@ class Sequence:
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
         self._whole_store = store
-        self.sliced = _name(backend) == "gloo"  # its waits may be given up and begun again; those of others abort
+        self.sliced = is_sliced(group, torch.device(device))
         self._board = peers.board()
         self._unreachable: float | None = None  # since when the store is gone
         self._questions = 0
@@ -111,7 +110,7 @@ class Sequence:
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
         try:
-            _wait_in_slices(work, self.sliced, self._look)
+            wait_in_slices(work, self.sliced, self._look)
         except OrderError:
             raise
         except RuntimeError as error:
@@ -211,7 +210,7 @@ class Sequence:
         """A collective that was expected has been waited for for another while. Raises: OrderError, on every rank."""
         now = time.monotonic()
         if self._stuck[0] != self.order.count:
-            self._stuck = (self.order.count, now - _PATIENCE.total_seconds())
+            self._stuck = (self.order.count, now - PATIENCE.total_seconds())
         elif now < self._next_look:
             return
         waited = now - self._stuck[1]
@@ -373,25 +372,12 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
         backend: Any = group._get_backend(device)
     except RuntimeError:  # it is no backend of torch's kind
         return None
-    is_wrapped, backend = _unwrapped(backend) is not backend, _unwrapped(backend)
-    if _name(backend) in peers.WITHOUT_STORE:
+    is_wrapped, backend = unwrapped(backend) is not backend, unwrapped(backend)
+    if name_of(backend) in peers.WITHOUT_STORE:
         return None
     sequence = Sequence(group, backend, store, device.type)
     sequence.order.always = int(is_wrapped)  # a wrapper's own comparison waits as long as a collective may take
     return sequence
-
-
-def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """None: it has none of torch's kind."""
-    try:
-        return _unwrapped(group._get_backend(device))
-    except RuntimeError:
-        return None
-
-
-def _unwrapped(backend: Any) -> Any:
-    """Without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
-    return getattr(backend, "wrapped_pg", backend)
 
 
 def without_store(error: Exception) -> str:
@@ -401,13 +387,9 @@ def without_store(error: Exception) -> str:
     )
 
 
-def _name(backend: Any) -> str:
-    return str(backend.name()) if hasattr(backend, "name") else ""
-
-
 def _limit(backend: Any) -> float:
     """Seconds after which a collective fails."""
-    backend = _unwrapped(backend)
+    backend = unwrapped(backend)
     try:
         options = getattr(backend, "options", None)
     except RuntimeError:  # what backends say that have none
@@ -432,23 +414,48 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
     group = segment.placement.optim
     assert group is not None
     sequence = before(segment, kind, tensor.device)
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     if sequence is None:
-        wait(work, group, tensor.device)
+        wait(issue(dist.all_reduce, tensor, op=op, group=group), group, tensor.device)
     else:
-        sequence.wait(work)
+        sequence.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
-def wait(work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-    """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it.
+_meetings: "weakref.WeakKeyDictionary[dist.ProcessGroup, peers.Meetings]" = weakref.WeakKeyDictionary()
+
+
+def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any) -> Any:
+    """Begin a collective that is in no order, to be waited for by ``wait``: all ranks of ``group`` by this function.
+
+    TORCH_DISTRIBUTED_DEBUG=DETAIL has ranks wait for each other where it begins, and Ctrl-C cannot end that: there they
+    meet in the store before. Raises: OrderError, when another rank cannot come to it.
+    """
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        _meet(group)
+    return collective(*tensors, group=group, async_op=True, **options)
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    ranks = dist.get_process_group_ranks(group)
+    if store is None or dist.get_backend(group) in peers.WITHOUT_STORE or len(ranks) == 1:
+        return
+    if group not in _meetings:
+        _meetings[group] = peers.Meetings(peers.own_connection(store), f"flatparam meets {peers.life_of_world()}")
+    _meetings[group].meet(ranks)
+    _meetings[group].forget()
+
+
+def wait(work: Any, group: dist.ProcessGroup, device: torch.device, is_reduce_scatter: bool = False) -> None:
+    """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it, not the collective.
 
     Raises: OrderError, when another rank cannot come to it.
     """
     if work is None:
         return
-    ours, ranks, begin = peers.board(), dist.get_process_group_ranks(group), time.monotonic()
+    begin = time.monotonic()
 
     def look(has_failed: bool = False) -> None:
+        ours, ranks = peers.board(), dist.get_process_group_ranks(group)
         try:
             found = ours and (ours.why_failed(ranks) if has_failed else ours.lost(ranks, time.monotonic() - begin))
         except peers.STORE_ERRORS as error:
@@ -456,8 +463,12 @@ def wait(work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         if found:
             raise OrderError(found + _AND_SO)
 
+    sliced = is_sliced(group, device)
     try:
-        _wait_in_slices(work, _name(_backend_of(group, device)) == "gloo", look)
+        if is_reduce_scatter and sliced and device.type == "cpu":
+            wait_in_thread(work, look)
+        else:
+            wait_in_slices(work, sliced, look)
     except OrderError:
         raise
     except RuntimeError as error:
@@ -472,7 +483,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
     def gather(tensor: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        wait(dist.all_gather(everyone, tensor, group=group, async_op=True), group, device)
+        wait(issue(dist.all_gather, everyone, tensor, group=group), group, device)
         return everyone
 
     data = pickle.dumps(mine)
@@ -480,18 +491,6 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     padded = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8, device=device)
     pairs = zip(sizes, gather(padded), strict=True)
     return [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
-
-
-def _wait_in_slices(work: Any, sliced: bool, look: Callable[[], object]) -> None:
-    while sliced:
-        try:
-            work.wait(_PATIENCE)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                break
-        look()
-    work.wait()
 
 
 def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:

@@ -1,6 +1,5 @@
 """A wide group of ranks cut into inner groups: whether all ranks cut it alike, and the groups across the cuts."""
 
-import itertools
 import json
 import warnings
 import weakref
@@ -8,12 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .peers import life_of_world, wait_for_keys
+from .peers import Meetings, life_of_world
 
 Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every inner group
 
 _cuts: "weakref.WeakKeyDictionary[Any, dict[Any, Cut]]" = weakref.WeakKeyDictionary()
-_exchanged: "weakref.WeakKeyDictionary[Any, tuple[str, itertools.count[int]]]" = weakref.WeakKeyDictionary()
+_exchanged: "weakref.WeakKeyDictionary[Any, Meetings]" = weakref.WeakKeyDictionary()
 _made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -100,15 +99,10 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
     world: Any = dist.group.WORLD
     if dist.get_backend(world) == "fake":  # there are no other ranks: they would have cut it as we have
         return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if world not in _exchanged:
-        _exchanged[world] = f"flatparam/pairs of {life_of_world()}", itertools.count()
-    life, numbers = _exchanged[world]
-    number = next(numbers)
-    store.set(f"{life}/{number}/{me}", json.dumps(mine))
-    keys = [f"{life}/{number}/{rank}" for rank in wide]
-    wait_for_keys(store, keys, wide)
-    answers = store.multi_get(keys)
+        store = dist.distributed_c10d._get_default_store()
+        _exchanged[world] = Meetings(store, f"flatparam/pairs of {life_of_world()}")
+    answers = _exchanged[world].meet(wide, json.dumps(mine))
     return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
 
 

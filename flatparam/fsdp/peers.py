@@ -254,6 +254,30 @@ def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int]) -> N
         waited = time.monotonic() - begin
 
 
+class Meetings:
+    """Where ranks wait for each other in ``store``, so that Ctrl-C ends the wait; who came in vain comes again."""
+
+    def __init__(self, store: dist.Store, name: str):
+        self._store, self._name, self._number = store, name, 0
+
+    def meet(self, ranks: Sequence[int], mine: str = "is here") -> list[bytes]:
+        """What each of ``ranks`` says in its call of the same number. Raises: OrderError, when one cannot come."""
+        self._store.set(self._key(dist.get_rank()), mine)
+        keys = [self._key(rank) for rank in ranks]
+        wait_for_keys(self._store, keys, ranks)
+        said = self._store.multi_get(keys)
+        self._number += 1
+        return said
+
+    def forget(self) -> None:
+        """Delete what this rank has said in the meeting before the last, to which all ranks have come."""
+        if self._number > 1:
+            self._store.delete_key(self._key(dist.get_rank(), 2))
+
+    def _key(self, rank: int, before: int = 0) -> str:
+        return f"{self._name}/{self._number - before}/{rank}"
+
+
 def wait_until(is_so: Callable[[], Any], seconds: float = READING) -> None:
     """Or until it has taken this long, or the store is gone."""
     begin = time.monotonic()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _optimizer_steps
+from ..fsdp import order
 from ._base import Base
 from .states import IN_BACKWARD
 
@@ -86,5 +87,6 @@ def _any_rank(flags: list[bool], handle: Base) -> list[bool]:
     if handle.zero1_world_size == 1:
         return flags
     found = torch.tensor(flags, dtype=torch.int32, device=handle.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=handle.zero1_process_group)
+    group = handle.zero1_process_group
+    order.wait(order.issue(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=group), group, handle.device)
     return [bool(flag) for flag in found.tolist()]

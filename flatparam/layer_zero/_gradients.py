@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._collectives import all_gather_single
+from .._collectives import gathering
 from .._storage import allocate, same_storage
+from ..fsdp import order
 from ._accumulation import Sum
 from ._shown import Shown
 from .states import BACKWARD_POST, BACKWARD_PRE, IDLE
@@ -187,7 +188,10 @@ class Gradients(Shown):
     def wait_reduce_scatter(self) -> None:
         """Wait for ``_rs_handle``, which the driver has set, and free what it has reduced."""
         if self._rs_handle is not None:
-            self._rs_handle.wait()
+            if isinstance(self._rs_handle, dist.Work):
+                order.wait(self._rs_handle, self.zero1_process_group, self.device, is_reduce_scatter=True)
+            else:
+                self._rs_handle.wait()
             self._rs_handle = None
             self._add_reduced_before()
             self.free_full_prec_grad()
@@ -257,7 +261,8 @@ class Gradients(Shown):
             )
         shard = flat_param.grad
         count = torch.tensor([shard is not None], dtype=torch.int32, device=self.device)
-        dist.all_reduce(count, group=self.zero1_process_group)
+        group = self.zero1_process_group
+        order.wait(order.issue(dist.all_reduce, count, group=group), group, self.device)
         flat_param._saved_grad_shard = shard
         if not count.item():
             self._clear_grads()
@@ -265,7 +270,7 @@ class Gradients(Shown):
         if shard is None:
             shard = torch.zeros(flat_param._sharded_size, dtype=self.full_prec_dtype, device=self.device)
         whole = shard.new_empty(flat_param._padded_unsharded_size)
-        all_gather_single(whole, shard, self.zero1_process_group)
+        order.wait(order.issue(gathering(), whole, shard, group=group), group, self.device)
         self._clear_grads()
         _C.set_grad(flat_param, whole)
         self._set_unsharded_grads(whole)

@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._collectives import gathering
 from .._storage import allocate, is_allocated
+from ..fsdp import order
 from ._freshness import Freshness
 from .metadata import with_places
 from .states import BACKWARD_PRE, FORWARD, IDLE, IN_BACKWARD, SUMMON_FULL_PARAMS, SYNC_PARAMS
@@ -16,6 +18,8 @@ class Parameters(Freshness):
     """The part of the handle that shards, unshards and reshards."""
 
     _ag_handle: Any = None
+    _ag_group: Any = None
+    _was_given_up = False  # a wait for it, by Ctrl-C say
     _gather_source: Tensor | None = None  # kept while it is read
     _is_from_masters = False  # what was gathered, and no reshard has taken a zero3 shard of it yet
     _is_unsharded = False  # whether flat_param is the unsharded one
@@ -92,7 +96,7 @@ class Parameters(Freshness):
 
     def needs_unshard(self) -> bool:
         """Whether ``unshard()`` has anything to do: to gather, to ask if what was kept is fresh, or to switch to it."""
-        if not self._is_unsharded or self._training_state is SUMMON_FULL_PARAMS:
+        if not self._is_unsharded or self._was_given_up or self._training_state is SUMMON_FULL_PARAMS:
             return True
         return not self._gathered or not (self._confirmed or self._training_state in IN_BACKWARD)
 
@@ -162,14 +166,22 @@ class Parameters(Freshness):
             with torch.no_grad():
                 padded.copy_(shard)
             return
-        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-        self._gather_source = shard.detach()
-        self._ag_handle = getattr(dist, name)(padded, self._gather_source, group=group, async_op=True)
+        self._gather_source, self._ag_group = shard.detach(), group
+        self._ag_handle = order.issue(gathering(), padded, self._gather_source, group=group)
 
     def wait_unshard(self) -> None:
         """Wait for the gather: the host on the CPU, the current stream on an accelerator."""
         if self._ag_handle is not None:
-            self._ag_handle.wait()
+            self._was_given_up = True
+            try:
+                order.wait(self._ag_handle, self._ag_group, self.device)
+            except RuntimeError:
+                if self._ag_handle.is_completed():  # it has failed
+                    self._ag_handle = self._gather_source = None
+                    self._gathered = self._confirmed = self._is_from_masters = False
+                    self._forget_what_was_gathered()
+                raise
+        self._was_given_up = False
         self._ag_handle = self._gather_source = None
 
     def post_unshard(self) -> None:

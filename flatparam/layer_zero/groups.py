@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..fsdp.order import gather_objects, issue, wait
 from ..fsdp.pairs import check_pair
 
 Described = list[tuple[str, str]]  # (name, what it is) of everything that must be the same on all ranks
@@ -41,12 +42,11 @@ def check_alike(described: Described, problem: Exception | None, group: Any) -> 
     mine = torch.tensor(words, device=dist.distributed_c10d._get_object_coll_device(group))
     everyone = [mine.clone() for _ in range(group.size())]
     if group.size() > 1:
-        dist.all_gather(everyone, mine, group=group)
+        wait(issue(dist.all_gather, everyone, mine, group=group), group, mine.device)
     if problem is None and all(torch.equal(mine, other) for other in everyone):
         return
-    told: list[Any] = [(described, problem and str(problem))] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(told, told[0], group=group)
+    mine_said = (described, problem and str(problem))
+    told: list[Any] = gather_objects(mine_said, group) if group.size() > 1 else [mine_said]
     if problem is not None:
         raise problem
     ranks = dist.get_process_group_ranks(group)

@@ -1,0 +1,299 @@
+"""Ctrl-C ends every wait for other ranks within a second, and what it ended can go on: runtime, LayerZero, drop-in."""
+
+import datetime
+import functools
+import os
+import pathlib
+import signal
+import tempfile
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import handle_of, note, run_ranks
+from layer_zero_driver import State, reshard, unshard
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecision
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy, load_safetensors
+from flatparam.fsdp import fully_sharded
+from flatparam.layer_zero import FlatParamHandle, agree
+
+pytestmark = pytest.mark.multiprocess
+
+LIMIT = 20.0  # seconds that a collective of these groups may take
+
+
+def new_group(limit=LIMIT):
+    """One that cannot be used any more shall not disturb the others."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=limit))
+
+
+def model_of(group, **kwargs):
+    torch.manual_seed(0)
+    return FSDP(
+        nn.Sequential(*(FSDP(nn.Linear(4, 4), process_group=group, **kwargs) for _ in range(3)), nn.Linear(4, 1)),
+        process_group=group,
+        **kwargs,
+    )
+
+
+def trained(strategy="FULL_SHARD", limit=LIMIT):
+    model = model_of(new_group(limit), sharding_strategy=ShardingStrategy[strategy])
+    step(model)
+    return model
+
+
+def step(model):
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def after_ctrl_c(call):
+    """Seconds from Ctrl-C, while ``call`` waits for another rank, to the KeyboardInterrupt."""
+    pressed = []
+
+    def press():
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.3, press)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    return time.monotonic() - pressed[0]
+
+
+def in_vain(waits):
+    """Seconds that Ctrl-C took, by name, of those that rank 0 waits for alone; all ranks prepare them."""
+    seconds = {}
+    for what, wait in waits:
+        note(what)
+        if dist.get_rank() == 0:
+            seconds[what] = after_ctrl_c(wait)
+        dist.barrier()
+    return seconds
+
+
+def in_steps():
+    model = trained()
+    yield "forward", functools.partial(step, model)
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        loss = trained(strategy)(torch.ones(2, 4)).sum()
+        yield f"backward of {strategy}", loss.backward
+
+
+def in_constructors():
+    group = new_group()
+    yield "constructor", functools.partial(model_of, group)
+    grid = (dist.new_group([dist.get_rank()], use_local_synchronization=True), group)
+    yield "a pair of groups", functools.partial(model_of, grid, sharding_strategy=ShardingStrategy.LAYER_ZERO)
+    build = functools.partial(FSDP, nn.Linear(4, 4), process_group=new_group(), sync_module_states=True)
+    if dist.get_rank():
+        with mock.patch.object(fully_sharded, "synchronize"):
+            build()
+    yield "sync_module_states", build
+
+
+def in_states():
+    def enter(model):
+        with FSDP.summon_full_params(model):
+            raise AssertionError("rank 1 has not come")
+
+    yield "clip_grad_norm_", functools.partial(trained().clip_grad_norm_, 1.0)
+    yield "state_dict", trained().state_dict
+    yield "summon_full_params", functools.partial(enter, trained())
+    state = model_of(new_group()).state_dict()
+    yield "load_state_dict", functools.partial(trained().load_state_dict, state)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "model.safetensors")
+        save_file(state, path)
+        yield "load_safetensors", functools.partial(load_safetensors, trained(), path)
+
+
+def of_the_runtime():
+    return {**in_vain(in_steps()), **in_vain(in_constructors()), **in_vain(in_states())}
+
+
+def test_waits_of_the_runtime():
+    seconds = run_ranks(of_the_runtime, 2)[0]
+    assert len(seconds) == 11
+    assert max(seconds.values()) < 1.0, seconds
+
+
+def compared_by_torch():
+    return {**in_vain(in_steps()), **in_vain(in_constructors())}
+
+
+def test_waits_where_torch_compares_collectives():
+    seconds = run_ranks(compared_by_torch, 2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})[0]
+    assert len(seconds) == 6
+    assert max(seconds.values()) < 1.0, seconds
+
+
+def in_layer_zero():
+    yield "constructor", functools.partial(one_handle, new_group())
+    yield "agree", functools.partial(agree, [one_handle(new_group())])
+    yield "unshard", functools.partial(unshard, one_handle(new_group()), State.FORWARD)
+    handle = one_handle(new_group())
+    unshard(handle, State.SUMMON_FULL_PARAMS)
+    yield "unshard_grad", handle.unshard_grad
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return  # the reduction is the driver's, and torch waits in it
+    group = new_group()
+    yield "reduce-scatter", functools.partial(reduce_by_hand, one_handle(group), group, torch.ones(2), torch.ones(4))
+
+
+def reduce_by_hand(handle, group, shard, whole):
+    handle._rs_handle = dist.reduce_scatter_single(shard, whole, group=group, async_op=True)
+    handle.wait_reduce_scatter()
+
+
+def one_handle(group, numel=4):
+    torch.manual_seed(0)
+    module = nn.ParameterDict({"weight": nn.Parameter(torch.randn(numel))})
+    handle = FlatParamHandle(list(module.parameters()), module, torch.device("cpu"), None, None, group, group)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    handle.module = module
+    return handle
+
+
+def go_on_with_layer_zero():
+    """The gather, and the reduction, that were given up end after all, and are waited for again."""
+    group = new_group()
+    handle = one_handle(group, 2**20)
+    torch.manual_seed(0)
+    expected = torch.randn(2**20)
+    begin = functools.partial(unshard, handle, State.FORWARD)
+    late(begin)
+    assert handle.needs_unshard() or dist.get_rank()
+    begin()
+    assert torch.equal(handle.module["weight"], expected)
+    reshard(handle)
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return
+    shard, whole = torch.zeros(2**19), torch.arange(2.0**20)
+    late(functools.partial(reduce_by_hand, handle, group, shard, whole))
+    handle.wait_reduce_scatter()
+    assert torch.equal(shard, 2 * whole.chunk(2)[dist.get_rank()])
+
+
+def late(call):
+    """Rank 1 comes to ``call`` when rank 0 has been interrupted in it."""
+    if dist.get_rank():
+        time.sleep(1.5)
+        call()
+    else:
+        after_ctrl_c(call)
+
+
+def of_layer_zero():
+    seconds = in_vain(in_layer_zero())
+    go_on_with_layer_zero()
+    return seconds
+
+
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_waits_of_layer_zero(debug):
+    seconds = run_ranks(of_layer_zero, 2, environment={"TORCH_DISTRIBUTED_DEBUG": debug})[0]
+    assert len(seconds) == (5 if debug == "OFF" else 4)
+    assert max(seconds.values()) < 1.0, seconds
+
+
+def torch_model(group, numel=4, **kwargs):
+    torch.manual_seed(0)
+    return TorchFSDP(nn.Linear(numel, numel), process_group=group, device_id=torch.device("cpu"), **kwargs)
+
+
+def in_dropin():
+    def enter(model, **kwargs):
+        with TorchFSDP.summon_full_params(model, **kwargs):
+            raise AssertionError("rank 1 has not come")
+
+    for orig in (False, True):
+        model = torch_model(new_group(), use_orig_params=orig)
+        yield f"forward, {orig}", functools.partial(step, model)
+    group = new_group()
+    inner = torch_model(group)
+    model = TorchFSDP(nn.Sequential(nn.Linear(4, 4), inner), process_group=group, device_id=torch.device("cpu"))
+    yield "backward", model(torch.ones(2, 4)).sum().backward
+    yield "summon_full_params", functools.partial(enter, torch_model(new_group()))
+    yield "state_dict", torch_model(new_group()).state_dict
+    model = torch_model(new_group(), use_orig_params=True)
+    step(model)
+    yield "summon_full_params with_grads", functools.partial(enter, model, with_grads=True)
+
+
+def go_on_with_the_dropin():
+    """In the next forward, which begins while the gather that was given up still waits for the other rank."""
+    numel = 512
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    for kwargs in ({}, {"use_orig_params": True}, {"mixed_precision": low}):
+        note(kwargs)
+        model = torch_model(new_group(), numel, **kwargs)
+        x = torch.ones(2, numel)
+        for _ in range(2):
+            model(x).sum().backward()
+            model.zero_grad()
+        if dist.get_rank():
+            time.sleep(1.5)
+            with pytest.raises(TypeError):
+                model(x, "too many")
+        else:
+            after_ctrl_c(lambda model=model, x=x: model(x))
+        output = model(x)
+        output.sum().backward()
+        torch.manual_seed(0)
+        plain = nn.Linear(numel, numel)
+        if "mixed_precision" in kwargs:
+            plain, x = plain.to(torch.bfloat16), x.to(torch.bfloat16)
+        expected = plain(x)
+        expected.sum().backward()
+        assert torch.equal(output, expected)
+        if "use_orig_params" in kwargs:
+            with TorchFSDP.summon_full_params(model, with_grads=True):
+                for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(param, value)
+                    assert torch.equal(param.grad, value.grad)
+
+
+def of_the_dropin():
+    with handle_of("flatparam"):
+        seconds = in_vain(in_dropin())
+        go_on_with_the_dropin()
+    return seconds
+
+
+def test_waits_of_the_dropin():
+    seconds = run_ranks(of_the_dropin, 2)[0]
+    assert len(seconds) == 6
+    assert max(seconds.values()) < 1.0, seconds
+
+
+def go_on():
+    """The gather that was given up ends after all; then the model is as good as another that nobody interrupted."""
+    model, other = trained(limit=30.0), trained(limit=30.0)
+    for _ in range(2):
+        step(model)
+        step(other)
+    if dist.get_rank():
+        time.sleep(2.0)
+        with pytest.raises(TypeError):
+            model(torch.ones(2, 4), "too many")
+    else:
+        after_ctrl_c(lambda: step(model))
+    for one in (model, other):
+        one.zero_grad()
+        step(one)
+    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param.grad, expected.grad)
+
+
+def test_a_model_goes_on_after_ctrl_c():
+    run_ranks(go_on, 2)
