@@ -1,6 +1,8 @@
 """Whose values a model has: ranks that start apart, load apart or add parameters later are told, not mixed."""
 
+import copy
 import itertools
+import pickle
 import warnings
 
 import pytest
@@ -179,6 +181,75 @@ def test_what_is_added_later(uo):
         nn.Linear(2, 2).more = nn.Parameter(torch.ones(2))
         model(data(0)).sum().backward()
         assert len(full_params(model)) == len(list(make().parameters())) + 2  # own and frozen
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_is_added_to_a_copy(uo):
+    """To a copy, to a model that was loaded, and to a copy of that: refused as of the model itself."""
+    with fake_world(2):
+        ignored = nn.Parameter(torch.ones(2))
+        module = make()
+        module.own = ignored
+        model = wrap_blocks(module, use_orig_params=uo, ignored_states=[ignored])
+        model(data(0)).sum().backward()
+        model.zero_grad()
+        loaded = pickle.loads(pickle.dumps(model))
+        copied = copy.deepcopy(nn.Sequential(model))[0]
+        del model, module
+        for each in (loaded, copied, copy.deepcopy(loaded)):
+            for place, name in ((each, "more"), (each.first, "more"), (each.module.blocks, "3")):
+                for value in (nn.Parameter(torch.ones(2)), nn.Linear(2, 2)):
+                    with pytest.raises(ValueError, match=rf"parameter `{name}.*added to a \w+ in the unit of"):
+                        setattr(place, name, value)
+            with pytest.raises(ValueError, match=r"`more` was added to a Linear in the unit of Block"):
+                each.blocks[0].module.inner.more = nn.Parameter(torch.ones(2))
+            each.module.again = each.module.own
+            each(data(0)).sum().backward()
+
+
+def trained_on(model):
+    """Whether it goes on as before."""
+    model(data(0)).sum().backward()
+    return all(wrapper._unit.summoned is None for wrapper in FSDP.fsdp_modules(model))
+
+
+def test_ties_made_later():
+    """With ``use_orig_params=False`` attributes are no Parameters but in summon_full_params()."""
+    with fake_world(1):
+        model = wrap_blocks(make())
+        before = full_params(model)
+        blocks = [block.module for block in model.blocks]
+        for one, other, names in (
+            (blocks[0].inner, blocks[1].inner, "`inner.weight` of the unit of Block"),
+            (model.last, blocks[1].inner, "`inner.weight` of the unit of Block"),
+            (blocks[1].inner, model.last, "`last.weight` of the unit of Model"),
+        ):
+            with (
+                pytest.raises(ValueError, match=rf"weight` of .* was replaced by {names}.*: tie parameters before"),
+                FSDP.summon_full_params(model),
+            ):
+                one.weight = other.weight
+            assert trained_on(model)
+        with FSDP.summon_full_params(model):  # an exchange is no tie
+            one, other = blocks[0].inner, blocks[1].inner
+            one.weight, other.weight = other.weight, one.weight
+        after = full_params(model)
+        assert torch.equal(after["blocks.0.inner.weight"], before["blocks.1.inner.weight"])
+        assert torch.equal(after["blocks.1.inner.weight"], before["blocks.0.inner.weight"])
+        blocks[0].inner.weight = blocks[1].inner.weight
+        with pytest.raises(ValueError, match=r"`inner.weight` was deleted, or replaced by .* before wrapping \(ties"):
+            model(data(0))
+
+
+def test_a_replaced_parameter_is_known():
+    with fake_world(2):
+        model = FSDP(nn.Linear(3, 3), use_orig_params=True)
+        model.module.weight = nn.Parameter(torch.ones(3, 3))
+        model(torch.ones(1, 3)).sum().backward()
+        other = nn.Linear(3, 3)
+        other.weight = model.module.weight
+        with pytest.raises(ValueError, match=r"shared with `weight` of the unit of Linear"):
+            FSDP(other)
 
 
 class Tagged(torch.Tensor):

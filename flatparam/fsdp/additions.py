@@ -37,6 +37,11 @@ def close(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) 
     _inside.update((module, (owner, ignored)) for module in modules)
 
 
+def closed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of ``modules`` that nothing may be added to because they are of ``unit``."""
+    return [module for module in modules if _unit_of(module)[0] is unit]
+
+
 def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     unit, ignored = _unit_of(module)
     if unit is not None and param is not None:

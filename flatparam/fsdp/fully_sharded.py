@@ -32,7 +32,7 @@ from .. import _C
 from .._compiling import leave_out_of_graphs
 from . import collectives, peers
 from . import state_dict as state_dicts
-from .additions import close, watch_registrations
+from .additions import close, closed, watch_registrations
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy, TrainingState
 from .arguments import check_types
@@ -66,6 +66,7 @@ from .unit import (
 from .wrap import check_not_tied, replace_modules, targets_of
 
 _HOST = torch.device("cpu")
+_CLOSED = "_closed"  # in a pickle: the modules that nothing may be added to
 _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
 
 
@@ -795,6 +796,8 @@ class FullyShardedDataParallel(Marks, nn.Module):
             for wrapper, views_before in zip(wrappers, had_views, strict=True):
                 wrapper._unit.step.put(views_before or not wrapper._use_orig_params)
         copied._comm_hook = self._comm_hook
+        own = [memo.get(id(module), module) for module in closed(self._unit, self.modules())]
+        close(copied._unit, own, copied._ignored_params)
         for inner in copied.fsdp_modules(copied)[1:]:
             if inner._outer is None:
                 inner._outer = weakref.ref(copied)
@@ -811,16 +814,19 @@ class FullyShardedDataParallel(Marks, nn.Module):
         self._check_idle("pickling")
         for unit in units_of(self.modules()):
             unit.look_over()
-        state = {**vars(self), "_outer": None}
+        state = {**vars(self), "_outer": None, _CLOSED: closed(self._unit, self.modules())}
         return copyreg.__newobj__, (type(self),), pickled(state, units_of(self.modules()))  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _watch_optimizers()
         leave_out_of_graphs()
         watch()
+        watch_registrations()
         peers.enter()
+        own = state.pop(_CLOSED)
         vars(self).update(state)
         self._unit.come_alive()
+        close(self._unit, own, self._ignored_params)
         enroll_loaded(self._unit)
         for inner in self.fsdp_modules(self)[1:]:
             if inner._outer is None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,14 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 )
 
 
+class _Written(NamedTuple):
+    """What users have put in place of a unit's full parameters, or why that cannot be kept."""
+
+    misfit: ValueError | None
+    replaced: list[tuple[int, int, Original, nn.Parameter]]
+    writes: list[tuple[Tensor, Tensor]]  # where, what
+
+
 class Summoned:
     """The full parameters of one unit, from ``enter`` to ``leave``.
 
@@ -79,6 +87,8 @@ class Summoned:
         self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
         self.loads = loads
         self._made: dict[str, nn.Parameter] = {}  # with use_orig_params=False: what modules show, by name
+        self._written: _Written | None = None
+        self._tied: ValueError | None = None
         self.had_views = unit.step.shows_views
 
     @torch.inference_mode(False)  # what parameters point to is used outside of it too
@@ -141,6 +151,19 @@ class Summoned:
             has = has * len(segment.originals)
         return segment.gather(torch.zeros_like(segment.flat) if own is None else own), has
 
+    def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, Original]]") -> None:
+        """Note a parameter that modules show in place of two. ``seen``: those that they show, of the units before."""
+        for original in (original for segment in self.unit.segments for original in segment.originals if self._made):
+            shown = _shown(original)
+            state, other = seen.setdefault(shown, (self, original))
+            if other is not original:
+                names = [f"`{other.fqn}` of {state.unit.name}", f"`{original.fqn}` of {self.unit.name}"]
+                one, two = names if shown is self._made[original.fqn] else reversed(names)
+                self._tied = state._tied = ValueError(
+                    f"parameter {one} was replaced by {two}: tie parameters before wrapping, in one unit; to exchange "
+                    "values, set their .data"
+                )
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def leave(self) -> None:
@@ -152,6 +175,8 @@ class Summoned:
         _active.remove(self)
         if not self.shown:
             return
+        if self._written is None:
+            self.note_written()
         misfit = self._take_written()
         for segment, whole in zip(unit.segments, self.wholes, strict=True):
             if self.writeback or not segment.is_sharded:
@@ -182,10 +207,15 @@ class Summoned:
         if misfit is not None:
             raise misfit
 
-    def _take_written(self) -> ValueError | None:
-        """Have in the wholes what was put in place of parameters or their data. If that cannot be: nothing, and why."""
+    @torch.no_grad()
+    def note_written(self) -> None:
+        """Find what was put in place of parameters or their data: of all units before one of them is written to."""
         writes: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[int, int, Original, nn.Parameter]] = []
+        self._written = _Written(None, replaced, writes)
+        if not self.shown:
+            return
+        memory = {_address(whole) for state in (self, *_active) for whole in state.wholes}
         try:
             for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
                 if not self.writeback and segment.is_sharded:
@@ -204,10 +234,16 @@ class Summoned:
                             f"{tuple(place.shape)}, got {tuple(now.shape)}; it is as before"
                         )
                     value = check_not_rounded(self.unit.name, original, now.detach(), place.dtype).to(place.device)
-                    shares = value.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
-                    writes.append((place, value.clone() if shares else value))
+                    writes.append((place, value.clone() if _address(value) in memory else value))
         except ValueError as error:
-            return error
+            self._written = _Written(error, [], [])
+
+    def _take_written(self) -> ValueError | None:
+        """Have that in the wholes. If it cannot be: nothing, and why."""
+        assert self._written is not None
+        misfit, replaced, writes = self._written
+        if self._tied is not None or misfit is not None:
+            return self._tied or misfit
         for k, i, original, other in replaced:
             self.unit.adopt(k, i, original, other)
         for place, value in writes:
@@ -244,6 +280,11 @@ def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
     return value.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and (
         value.data_ptr() != place.data_ptr() or value.stride() != place.stride()
     )
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its memory."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _owners(unit: Unit, segment: Segment) -> list[nn.Parameter]:
@@ -293,13 +334,20 @@ def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
 @contextlib.contextmanager
 def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
     """Full parameters of ``units`` within the block. A collective call."""
-    entered: list[Summoned] = []
-    try:
+    with contextlib.ExitStack() as leaving:
+        entered: list[Summoned] = []
         for unit in units:
             state = Summoned(unit, **flags)
             state.enter()
             entered.append(state)
+            leaving.callback(state.leave)
+        leaving.callback(_note_written, entered)
         yield
-    finally:
-        for state in reversed(entered):
-            state.leave()
+
+
+def _note_written(entered: list[Summoned]) -> None:
+    seen: dict[nn.Parameter, tuple[Summoned, Original]] = {}
+    for state in entered:
+        state.find_ties(seen)
+    for state in entered:
+        state.note_written()

@@ -574,7 +574,7 @@ class Unit:
         if not isinstance(now, nn.Parameter):
             raise ValueError(
                 f"{what} was deleted, or replaced by something that is no nn.Parameter ({type(now).__name__}): do that "
-                "before wrapping (parametrizations, weight norm and pruning too)"
+                "before wrapping (ties, parametrizations, weight norm and pruning too)"
             )
         if any(value is not now for value in found):
             names = ", ".join(f"`{place.fqn}`" for place in original.names)
