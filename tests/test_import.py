@@ -37,6 +37,23 @@ CASES = {
         assert FullyShardedDataParallel.__module__ == "flatparam.fsdp.fully_sharded"
         assert callable(install)
         """,
+    "distributed checkpoints are met as they are imported": """
+        import torch, torch.distributed as dist, flatparam
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        model = flatparam.FullyShardedDataParallel(torch.nn.Linear(4, 4))
+        assert "torch.distributed.checkpoint" not in sys.modules
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+        for plan in (create_default_local_save_plan, dcp.default_planner.create_default_local_load_plan):
+            try:
+                plan({"a": list(model.parameters())[0].data}, True)
+            except RuntimeError as error:
+                assert "shards of parameters" in str(error), error
+            else:
+                raise AssertionError
+        assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("flatparam")]
+        """,
     "what is not there": """
         import flatparam
         try:

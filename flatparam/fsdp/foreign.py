@@ -21,6 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import _named_member_accessor
 
 from .. import _C
+from .._after_import import after_import
 from . import order
 from .clip import by_group, clip
 from .summon import StateError, refuse_unreduced
@@ -80,11 +81,9 @@ def refuse_wrapped(modules: Iterable[nn.Module]) -> None:
 def watch() -> None:
     """Meet the tools that look for nothing. From the first model that is wrapped on."""
     register_module_module_registration_hook(_refuse_data_parallel)
-    from torch.distributed.checkpoint import default_planner, state_dict_saver
-
-    _check(default_planner, "create_default_local_save_plan", lambda state, *args: state)
-    _check(default_planner, "create_default_local_load_plan", lambda state, *args: state)
-    _check(state_dict_saver, "_stateful_to_state_dict", None)  # asynchronous saving plans with copies
+    checkpoint = "torch.distributed.checkpoint"  # whose import takes half a second
+    after_import(f"{checkpoint}.default_planner", _check_plans)
+    after_import(f"{checkpoint}.state_dict_saver", _check_copies)
     _clip_over_ranks()
     _swap_what_is_read()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
@@ -103,6 +102,16 @@ def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None)
                 "copy one rank's shards over those of the others. That class averages gradients over all ranks of its "
                 "groups: call it alone (for replicas of shards: ShardingStrategy.HYBRID_SHARD)"
             )
+
+
+def _check_plans(default_planner: Any) -> None:
+    _check(default_planner, "create_default_local_save_plan", lambda state, *args: state)
+    _check(default_planner, "create_default_local_load_plan", lambda state, *args: state)
+
+
+def _check_copies(state_dict_saver: Any) -> None:
+    """Asynchronous saving makes its plans with copies."""
+    _check(state_dict_saver, "_stateful_to_state_dict", None)
 
 
 def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:

@@ -1,0 +1,41 @@
+"""Changing a module once somebody imports it, without importing it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+
+def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Call ``change(module)`` now if the module ``name`` is imported, else as soon as it has been."""
+    module = sys.modules.get(name)
+    if module is not None:
+        change(module)
+    else:
+        sys.meta_path.insert(0, _Finder(name, change))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module, once, as the finders behind it do."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]):
+        self._name, self._change = name, change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute, change = spec.loader.exec_module, self._change
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
