@@ -193,16 +193,24 @@ def forwards_in_summon(settings):
                 assert torch.equal(model(x), plain(x))
                 assert torch.equal(model.blocks[0](x.new_ones(2, 5)), plain.blocks[0](x.new_ones(2, 5)))
             with FSDP.summon_full_params(model, recurse=False, writeback=False):
+                assert torch.equal(model(x), plain(x))  # the blocks are gathered, in full precision too
                 model.module.last.weight.zero_()
-                assert low or not model(x).any()  # the blocks compute in bf16 then, and are given fp32
+                assert not model(x).any()
                 if strategy == "NO_SHARD":  # which has no other memory
                     plain.last.weight.zero_()
         assert_same(model, plain, strategy)
-        with FSDP.summon_full_params(model):
-            inside = model(x)
-            with pytest.raises(RuntimeError, match=r"the unit of Model.*backward.*inside summon_full_params"):
-                inside.sum().backward()
-        inside = None
+        with torch.no_grad():
+            outside = model(x)
+        for recurse in (True, False):
+            with FSDP.summon_full_params(model, recurse=recurse):
+                inside = model(x)
+                with pytest.raises(RuntimeError, match=r"the unit of Model.*backward.*inside summon_full_params"):
+                    inside.sum().backward()
+            inside = None
+            with torch.no_grad():
+                assert torch.equal(model(x), outside)
+        with torch.no_grad(), FSDP.summon_full_params(model.blocks[1]):  # amid others in their own precision
+            torch.testing.assert_close(model(x), outside, rtol=0.02, atol=0.02)
         with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
             if torch.distributed.get_rank() == 0 or strategy == "NO_SHARD":
                 with torch.no_grad():

@@ -394,14 +394,43 @@ class FullyShardedDataParallel(Marks, nn.Module):
                 args, kwargs = cast_floats(whole.dtype, (args, kwargs))
         self._put_buffers(True)
         try:
-            output = self.module(*args, **kwargs)
+            with self._units_below_in_full() as below:
+                output = self.module(*args, **kwargs)
         finally:
             self._put_buffers(self._in_full)
-        if torch.is_grad_enabled() and any(segment.is_trained for segment in unit.segments):
+        outer = self._outer() if self._outer is not None else None
+        if outer is not None and not outer._in_full and unit.step.run is not None and unit.step.run.state == "FORWARD":
+            dtype = self.mixed_precision.param_dtype
+            output = output if dtype is None else cast_floats(dtype, output)  # the unit around it expects that
+        units = [unit, *(wrapper._unit for wrapper in below)]
+        if torch.is_grad_enabled() and any(segment.is_trained for unit in units for segment in unit.segments):
             for tensor in find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(_refuse_backward, unit.name))
         return output
+
+    @contextlib.contextmanager
+    def _units_below_in_full(self) -> "Generator[list[FullyShardedDataParallel], None, None]":
+        """Have the units below that are not summoned compute in full precision too; yields those that would not."""
+        below = [
+            wrapper
+            for wrapper in self.fsdp_modules(self)
+            if wrapper._unit.summoned is None
+            and wrapper.mixed_precision.param_dtype is not None
+            and not (wrapper._full_in_eval and not wrapper.module.training)
+        ]
+        if below and self._unit.step.run is None:
+            self._lazy_init()
+        before = [wrapper._full_in_eval for wrapper in below]
+        try:
+            for wrapper in below:
+                wrapper._full_in_eval = False
+                wrapper._compute_in_full(True)
+            yield below
+        finally:
+            for wrapper, full_in_eval in zip(below, before, strict=True):
+                wrapper._full_in_eval = full_in_eval
+                wrapper._compute_in_full(False)
 
     def _watch_inputs(self, inputs: Any) -> None:
         """Free frozen parameters in backward as soon as the gradients that they are needed for are there.
@@ -482,8 +511,10 @@ class FullyShardedDataParallel(Marks, nn.Module):
         """In full for evaluation, with FSDP_USE_FULL_PREC_IN_EVAL=1: parameters, reductions, buffers and inputs."""
         module: Any = self._modules[FSDP_WRAPPED_MODULE]
         in_full = not module.training
-        if in_full == self._in_full:
-            return
+        if in_full != self._in_full:
+            self._compute_in_full(in_full)
+
+    def _compute_in_full(self, in_full: bool) -> None:
         self._unit.step.compute_in_full(in_full)
         self._in_full = in_full
         self._casts_to = None if in_full else self._casts()
