@@ -4,6 +4,7 @@ import datetime
 import functools
 import os
 import pathlib
+import re
 import signal
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, load_safetensors
-from flatparam.fsdp import fully_sharded
+from flatparam.fsdp import OrderError, fully_sharded
 from flatparam.layer_zero import FlatParamHandle, agree
 
 pytestmark = pytest.mark.multiprocess
@@ -297,3 +298,23 @@ def go_on():
 
 def test_a_model_goes_on_after_ctrl_c():
     run_ranks(go_on, 2)
+
+
+def begin_anew():
+    """A forward that Ctrl-C has ended on rank 0 is called again there, while the others are in the middle of theirs."""
+    model = trained()
+    if dist.get_rank():
+        time.sleep(1.0)
+    else:
+        after_ctrl_c(lambda: step(model))
+    begin = time.monotonic()
+    with pytest.raises(OrderError) as raised:
+        step(model)
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_a_forward_called_again_after_ctrl_c_on_one_rank_is_told():
+    results = run_ranks(begin_anew, 2)
+    [text] = {text for text, _ in results}
+    assert re.search(r"rank 0 gathers the unit of Sequential .*in step 3; rank 1 gathers .*in step 2", text)
+    assert max(seconds for _, seconds in results) < 5.0

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from torch.distributed.fsdp.wrap import (
 
 from flatparam import CPUOffload, MixedPrecision, Placement, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp import materialize
 
 pytestmark = pytest.mark.multiprocess
 
@@ -157,6 +159,17 @@ class Odd(nn.Module):
         return x * self.weight
 
 
+def with_buffers(seed):
+    """A module with buffers of many kinds, which no two seeds give alike."""
+    module = nn.Linear(3, 3)
+    torch.manual_seed(seed)
+    for dtype in (torch.float32, torch.bool, torch.int64, torch.complex64, torch.bfloat16, torch.float32, torch.uint8):
+        value = (20 * torch.randn(5, 3)).to(torch.int8 if dtype is torch.uint8 else dtype).to(dtype)
+        for kind, buffer in {"": value, "turned": value.t().contiguous().t(), "one": value[2, 1].clone()}.items():
+            module.register_buffer(f"{kind}{len(module._buffers)}", buffer)
+    return module
+
+
 def starting():
     rank = dist.get_rank()
     for uo in (False, True):  # ranks that start apart are made equal to the first
@@ -165,6 +178,14 @@ def starting():
         model = wrap_blocks(module, sync_module_states=True, use_orig_params=uo)
         assert_same(model, make(seed=10))
         assert model.mean.tolist() == [0.0, 0.0, 0.0]
+        for most in (1, 40, 2**28):  # bytes sent at a time
+            module, first = with_buffers(rank), with_buffers(0)
+            with mock.patch.object(materialize, "_BUCKET_BYTES", most):
+                model = FSDP(module, sync_module_states=True, use_orig_params=uo)
+            for name, value in first.named_buffers():
+                found = model.module.get_buffer(name)
+                assert torch.equal(found, value), (most, name)
+                assert found.stride() == value.stride(), (most, name)
 
         called = []
 

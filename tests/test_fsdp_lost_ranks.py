@@ -134,7 +134,7 @@ def test_the_others_are_told_why_a_rank_does_not_come(how, who, debug):
         if rank != who or how == "does another thing":
             assert code == 3, ends
             told[rank], seconds = json.loads(said)
-            assert seconds < (5.0 if how == "stops" else 3.0), (seconds, ends)
+            assert seconds < (5.0 if how == "stops" else 2.0), (seconds, ends)
     assert re.search(LOST[how, who, debug], told[1 if who == 0 else 0]), told
     if (how, who) != ("dies", 0):  # whose process has the store
         assert len(set(told.values())) == 1, told

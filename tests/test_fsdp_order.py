@@ -122,6 +122,17 @@ def gradients_shown_by_one_rank(model, me):
     step(model)
 
 
+def called_again_on_one_rank(model, me):
+    """Its forward has ended with an exception that the others know nothing of."""
+    step(model)
+    if not me:
+        hook = model.blocks[2].register_forward_pre_hook(lambda module, args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+        hook.remove()
+    step(model)
+
+
 GATHERS = (r"rank 0 gathers .*`blocks\.1`, in step %d", r"rank \d gathers .*`blocks\.2`, in step %d")
 DIFFERENT = {
     skipped_in_step_1: [pattern % 1 for pattern in GATHERS],
@@ -137,6 +148,7 @@ DIFFERENT = {
         r"rank \d gathers, to show or to save it, the unit of Linear",
     ],
     no_backward_on_one_rank: [r"rank 0 .*in step 2", r"rank \d gathers .*in step 3"],
+    called_again_on_one_rank: [r"rank 0 (gathers|compares) .* in step 3", r"rank \d gathers .*`blocks.2`, in step 2"],
 }
 
 
@@ -164,6 +176,8 @@ CASES = {
         (no_sync_on_one_rank, "NO_SHARD"),
         (skipped_in_step_3, "SHARD_GRAD_OP"),
         (skipped_in_step_3, "ZERO_1"),
+        (called_again_on_one_rank, "SHARD_GRAD_OP"),
+        (called_again_on_one_rank, "ZERO_1"),
     ],
     3: [(skipped_in_step_1, "FULL_SHARD"), (skipped_in_step_3, "FULL_SHARD"), (no_sync_on_one_rank, "NO_SHARD")],
 }

@@ -14,7 +14,7 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import note, run_ranks
+from gloo import fake_world, note, run_ranks
 from torch import nn
 
 import flatparam
@@ -396,3 +396,28 @@ def outside():
 
 def test_wrong_calls():
     run_ranks(outside, 2)
+
+
+class Failing(nn.Linear):
+    """Its properties ask for what it has not."""
+
+    @property
+    def size(self):
+        return self.width
+
+    @property
+    def _size(self):
+        return self.width
+
+
+def test_missing_attributes():
+    """Public ones are the inner model's; a private one that it does not define is what a class looks for in itself."""
+    with fake_world():
+        model = FSDP(Failing(2, 2))
+        for name, owner in (("size", "Failing"), ("_size", "Failing"), ("nothing", "Failing")):
+            with pytest.raises(AttributeError, match=f"'{owner}' object has no attribute '{name}'"):
+                getattr(model, name)
+        with pytest.raises(AttributeError, match="'FullyShardedDataParallel' object has no attribute '_nothing'"):
+            model._nothing  # noqa: B018
+        assert model.in_features == 2
+        assert not hasattr(model, "_nothing")
