@@ -205,6 +205,9 @@ def test_what_is_added_to_a_copy(uo):
                 each.blocks[0].module.inner.more = nn.Parameter(torch.ones(2))
             each.module.again = each.module.own
             each(data(0)).sum().backward()
+            with FSDP.summon_full_params(each):
+                assert each.module.last.weight.shape == (1, 5)
+            each(data(0)).sum().backward()
 
 
 def trained_on(model):

@@ -72,6 +72,8 @@ def _check(
     """Raises: ValueError naming what was added and where. ``own_name``: of a parameter of ``module`` itself."""
     if not param.requires_grad or param in ignored or isinstance(param, FlatParameter):
         return
+    if any(param is segment.flat for segment in unit.segments):
+        return  # a copied one is no FlatParameter to isinstance()
     if own_name is not None and any(
         place.module is module and place.name == own_name
         for segment in unit.segments
