@@ -52,7 +52,10 @@ class Writeback(Zeroing):
         return self.flat_param._cpu_grad
 
     def _changed(self, owner: Tensor) -> list[int]:
-        """Indices of the original parameters in the shard that need a closer look; all of them without C loops."""
+        """Indices of the original parameters in the shard that need a closer look; all of them without C loops.
+
+        Those that lie elsewhere in the owner's storage (transposed, two exchanged) are given a copy of their own.
+        """
         flat_param, infos = self.flat_param, self.flat_param._shard_param_infos
         skipped = self._skipped_use_sharded_views
         grad = None if skipped else self._flat_grad_for_writeback()  # no gradients are shown while skipping

@@ -142,6 +142,7 @@ def _changed_params(handle: Any) -> Iterator[tuple[int, nn.Parameter]]:
     flat_param = handle.flat_param
     if not _is_ever_sharded(handle):
         return
+    handle._changed(flat_param)  # what lies elsewhere in the flat parameter has data of its own then
     for i, (info, piece) in enumerate(zip(flat_param._param_infos, flat_param._shard_param_infos, strict=True)):
         current = getattr(info.module, info.param_name, None)
         replaced = current is not flat_param._params[i]

@@ -29,7 +29,7 @@ from torch.distributed.fsdp._flat_param import (
     logger,
 )
 
-from . import _C, _optimizer_steps, copying
+from . import _C, _exports, _optimizer_steps, copying
 from ._base import environment_is_on
 from ._collectives import all_gather_chunks, all_gather_single, fake_group
 from ._flatten import Flattening, in_storage_order
@@ -124,6 +124,7 @@ class FlatParamHandle(Flattening, Writeback, Fused):
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
         _optimizer_steps.watch()
+        _exports.watch()
         del self._shards_next
 
     def __del__(self) -> None:

@@ -274,6 +274,8 @@ VALID = {
     "same_storage": lambda: [torch.ones(2), torch.ones(2)],
     "storage_numel": lambda: [torch.ones(2)],
     "resize_storage": lambda: [torch.ones(8), 8, "freed on purpose"],
+    "lend": lambda: [torch.ones(2)],
+    "lending_exchange": lambda: [torch._C._dlpack_exchange_api()],
     "clear_grads": lambda: [params()],
     "grad_summary": lambda: [params()],
     "versions": lambda: [params()],

@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from consumers import BY_ADDRESS, Taking, values
 from fsdp_models import Averaged, assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
-from gloo import fake_world, run_ranks
+from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
@@ -41,33 +43,15 @@ def test_operations_on_sharded_parameters_name_them_and_what_to_do():
     assert not {key: text for key, text in texts.items() if not said.match(text)}
 
 
-class Taking:
-    """Takes an array of every weight in every forward of ``model``'s linear modules, and the values that it has."""
-
-    def __init__(self, model):
-        self.arrays, self.values, self.on = [], [], True
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(self)
-
-    def __call__(self, module, args, output):
-        if self.on:
-            array = module.weight.detach().numpy() if torch.is_grad_enabled() else module.weight.numpy()
-            self.arrays.append(array)
-            self.values.append(array.copy())
-
-    def check(self):
-        assert self.arrays
-        assert all((a == b).all() for a, b in zip(self.arrays, self.values, strict=True))
-
-
-def arrays_kept(settings):
-    """Train and evaluate beside an unsharded module while arrays of all weights are taken and kept."""
-    for strategy, orig in settings:
+def memory_kept(settings):
+    """Train and evaluate beside an unsharded module while the memory of all weights is taken and kept."""
+    for strategy, orig, ways in settings:
+        note(f"{strategy} {orig} {len(ways)}")
+        pair = {"process_group": (dist.group.WORLD, dist.group.WORLD)} if strategy == "LAYER_ZERO" else {}
         plain = make(width=WIDTH, blocks=2)
         oracle, model = Averaged(plain, 2), make(width=WIDTH, blocks=2)
-        taking = Taking(model)
-        model = wrap_blocks(model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig)
+        taking = Taking(model, ways)
+        model = wrap_blocks(model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, **pair)
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, model)]
         for step in range(3):
             oracle.backward(lambda rank: [data(step, rank), data(step + 7, rank)])  # noqa: B023
@@ -82,25 +66,27 @@ def arrays_kept(settings):
             with torch.no_grad():
                 assert torch.equal(model(data(step)), plain(data(step)))
                 assert torch.equal(model(data(step)), plain(data(step)))
-            if strategy != "NO_SHARD":  # whose arrays are of the memory that is trained, as unsharded
+            if strategy != "NO_SHARD":  # whose memory is what is trained, as unsharded
                 taking.check()
             else:
-                taking.values = [array.copy() for array in taking.arrays]
+                taking.taken.clear()
+                taking.values.clear()
         assert_same(model, plain, strategy)
         taking.on = False
-        taking.arrays.clear()
+        taking.taken.clear()
         with torch.no_grad():
             model(data(0))
         full = [unit._unit.step.is_partly_full for unit in FSDP.fsdp_modules(model)]
-        assert not any(full) or strategy in ("NO_SHARD", "ZERO_1"), full  # it went with the arrays
+        assert not any(full) or strategy in ("NO_SHARD", "ZERO_1"), full  # it went with those who took it
 
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 
 
 @pytest.mark.multiprocess
-def test_arrays_of_full_weights_keep_their_values_and_change_nothing():
-    run_ranks(arrays_kept, 2, [(strategy, orig) for strategy in STRATEGIES for orig in (True, False)])
+def test_who_takes_the_memory_of_full_weights_keeps_their_values_and_changes_nothing():
+    ways = ((True, (*BY_ADDRESS, "storage")), (False, (*BY_ADDRESS, "storage")), (True, ("shared",)))
+    run_ranks(memory_kept, 2, [(strategy, *how) for strategy in (*STRATEGIES, "LAYER_ZERO") for how in ways])
 
 
 ONE = torch.ones(2, 4)
@@ -144,6 +130,31 @@ def test_storages_that_were_freed_or_resized_outside_are_named(strategy, orig):
             storage.resize_(4)
             with pytest.raises(ValueError, match=said.format(4)):
                 model(ONE)
+
+
+def test_tensors_of_a_storage_that_somebody_holds_are_named_while_sharded():
+    """The storage keeps the values; what the module has does not read them, and is as of now after the next gather."""
+    with fake_world(2):
+        for orig in (True, False):
+            model = small("FULL_SHARD", orig)
+            weights, held = [], []
+            model.module[0].register_forward_hook(lambda m, args, output: weights.append(m.weight))  # noqa: B023
+            model(ONE).sum().backward()
+            model.module[0].register_forward_hook(lambda m, args, output: held.append(m.weight.untyped_storage()))  # noqa: B023
+            with torch.no_grad():
+                model(ONE)
+            before = values(held[0])
+            for weight in (weights[-1], weights[-1].t(), weights[-1].detach()):
+                with pytest.raises(RuntimeError, match=r"while it is sharded.*`0\.weight`"):
+                    weight.sum()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+                model(ONE)
+            assert (values(held[0]) == before).all()
+            assert (values(held[1]) != before).any()
+            model(ONE).sum().backward()
+            del held[:], weights[:]
 
 
 def test_parameters_and_gradients_without_memory_are_refused():

@@ -141,6 +141,19 @@ size_t memory_of(c10::StorageImpl *storage);
 // memory, or somebody else does (a NumPy array).
 void resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size);
 
+// A storage that flatparam frees and fills again is noted; with the GIL held.
+void note_reused(c10::StorageImpl *storage);
+bool is_reused(const c10::StorageImpl *storage);
+
+// Whether somebody outside has the Python object of a storage that has memory, and that tensors of ours have too.
+bool is_held(c10::StorageImpl *storage);
+
+// An empty tensor whose storage is like one of bytes that resize_storage has freed.
+at::Tensor freed_source(const at::TensorOptions &options, size_t bytes, const char *reason, bool keeps_size);
+
+// Let tensor lie in source's storage, with the history and the Python object that it has.
+void move_to_storage(const at::Tensor &tensor, const at::Tensor &source);
+
 // The bytes of memory that tensor needs from the beginning of its storage on.
 size_t bytes_for(const at::Tensor &tensor);
 

@@ -159,7 +159,7 @@ struct fp_flat {
     // Somebody outside reads the memory of full, which may not be freed or written to then.
     bool is_lent() const
     {
-        return full.defined() && !borrowed && !fp::storage_of(full)->resizable();
+        return full.defined() && !borrowed && (!fp::storage_of(full)->resizable() || fp::is_held(fp::storage_of(full)));
     }
     int64_t part_numel() const
     {
@@ -913,9 +913,30 @@ reduce_partial(fp_flat &flat, const at::Tensor &shard, PyObject *collectives)
     reduce_over(flat, *flat.refresh_group, collectives);
 }
 
-// Let source's storage, which is empty unless it is the borrowed shard, be that of the unsharded tensor.
+at::Tensor
+freed_full(const fp_flat &flat, const at::TensorOptions &options, const char *reason)
+{
+    return freed_source(options, static_cast<size_t>(flat.geometry->total) * options.dtype().itemsize(), reason, true);
+}
+
+// Leave the memory, and what is made of it, to whoever has the storage; our tensors are freed.
 void
-make_full(fp_flat &flat, const at::Tensor &source, bool borrowed, const char *reason)
+leave_storage(fp_flat &flat, PyObject *const *views, const char *reason)
+{
+    const Plainly plainly;
+    const at::Tensor source = freed_full(flat, flat.io.options(), reason);
+    for (size_t i = 0; views != nullptr && i < flat.geometry->views.size(); i++) {
+        if (is_view_at(flat, views[i], i)) {
+            move_to_storage(THPVariable_Unpack(views[i]), source);
+        }
+    }
+    move_to_storage(flat.full, source);
+    move_to_storage(flat.io, source);
+}
+
+// Let source's storage, which is freed unless it is the borrowed shard, be that of the unsharded tensor.
+void
+make_full(fp_flat &flat, const at::Tensor &source, bool borrowed)
 {
     const int64_t total = flat.geometry->total, offset = borrowed ? source.storage_offset() : 0;
     flat.full = alias(source, total, int64_t{1}, offset);
@@ -923,9 +944,6 @@ make_full(fp_flat &flat, const at::Tensor &source, bool borrowed, const char *re
     flat.borrowed = borrowed;
     flat.whole = false;
     flat.shown_version = flat.seen_version = flat.full._version();
-    if (!borrowed && set_freed_reason(storage_of(flat.full), reason)) {
-        storage_of(flat.full)->set_nbytes(bytes_of(flat));
-    }
 }
 
 } // namespace
@@ -1073,7 +1091,7 @@ fp_flat_prepare(fp_flat *flat, PyObject *shard_object, const char *reason)
         }
         const fp::Plainly plainly;
         const at::TensorOptions options = shard.options().dtype(dtype).device(device).requires_grad(false);
-        fp::make_full(*flat, borrowed ? shard : at::empty({0}, options), borrowed, reason);
+        fp::make_full(*flat, borrowed ? shard : fp::freed_full(*flat, options, reason), borrowed);
         flat->copy.reset();
         return 1;
     });
@@ -1089,8 +1107,9 @@ fp_flat_renew(fp_flat *flat, const char *reason)
         const fp::Plainly plainly;
         fp::wait_for(flat->work, flat->work_group);
         flat->full.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
-        fp::set_freed_reason(fp::storage_of(flat->full), reason);
-        fp::make_full(*flat, at::empty({0}, flat->io.options()), false, reason);
+        c10::StorageImpl *storage = fp::storage_of(flat->full);
+        fp::set_freed_reason(storage, fp::is_held(storage) ? nullptr : reason);
+        fp::make_full(*flat, fp::freed_full(*flat, flat->io.options(), reason), false);
         return 1;
     });
 }
@@ -1372,7 +1391,7 @@ fp_flat_is_allocated(const fp_flat *flat) noexcept
 }
 
 int
-fp_flat_release(fp_flat *flat, const char *reason)
+fp_flat_release(fp_flat *flat, PyObject *const *views, const char *reason)
 {
     return fp::guarded(-1, [&] {
         if (fp::is_lost(*flat)) {
@@ -1386,7 +1405,10 @@ fp_flat_release(fp_flat *flat, const char *reason)
                 flat->copy = fp::alias(flat->io, numel, int64_t{1}, flat->param_rank * numel).clone();
             }
             flat->whole = false;
-            if (flat->is_lent()) {
+            if (fp::is_held(fp::storage_of(flat->full))) {
+                fp::leave_storage(*flat, views, reason);
+            }
+            else if (flat->is_lent()) {
                 fp::set_freed_reason(fp::storage_of(flat->full), reason); /* it goes when nobody has it any more */
             }
             else {

@@ -142,7 +142,7 @@ int fp_flat_has_values(const fp_flat *flat) FP_NOEXCEPT; /* the same, or a copy 
 int fp_flat_has_values_of(fp_flat *flat, PyObject *shard);
 /* Free the memory, unless somebody outside has it; reading it raises reason, see fp_torch_resize_storage. Our part of what
  * was gathered becomes the copy. */
-int fp_flat_release(fp_flat *flat, const char *reason);
+int fp_flat_release(fp_flat *flat, PyObject *const *views, const char *reason);
 int fp_flat_forget_whole(fp_flat *flat);       /* what was gathered shall not become the copy */
 int fp_flat_forget_values(fp_flat *flat);      /* the same, and there is no copy any more */
 PyObject *fp_flat_copy(fp_flat *flat);         /* the copy, new reference; Py_None */

@@ -46,6 +46,9 @@ resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool
     if (!(guarded && keeps_size)) {
         storage->set_nbytes(bytes);
     }
+    if (bytes == 0) {
+        note_reused(storage);
+    }
 }
 
 size_t
@@ -317,23 +320,47 @@ fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize
 }
 
 int
-fp_torch_scan(PyObject *const *params, Py_ssize_t n, PyObject *owner_object, PyObject *grad_object,
-              const char *selected, unsigned char *flags)
+fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner_object, PyObject *grad_object,
+              const int64_t *starts, const int64_t *numels, const char *selected, unsigned char *flags)
 {
     return fp::guarded(-1, [&] {
+        const fp::Geometry &shape = *geometry->shared;
         const at::Tensor &owner = fp::unpack(owner_object);
         const at::Tensor grad = grad_object == nullptr ? at::Tensor() : fp::unpack(grad_object);
-        for (Py_ssize_t i = 0; i < n; i++) {
+        std::vector<at::Tensor> inside; /* of the storage, at another place */
+        const auto is_moved = [&](const at::Tensor &tensor, const at::Tensor &whole, size_t i) {
+            if (!tensor.has_storage() || !fp::same_storage(tensor, whole)) {
+                return true;
+            }
+            const fp::View &view = shape.views[i];
+            const bool is_shard = whole.numel() < shape.total;
+            const int64_t start = is_shard ? starts[i] : view.offset, numel = is_shard ? numels[i] : view.numel;
+            const bool as_put = tensor.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(tensor, view)
+                                                                                        : tensor.is_contiguous();
+            if (as_put && tensor.numel() == numel && tensor.storage_offset() == whole.storage_offset() + start) {
+                return false;
+            }
+            inside.push_back(tensor);
+            return true;
+        };
+        for (size_t i = 0; i < shape.views.size(); i++) {
             flags[i] = 0;
             if (!selected[i]) {
                 continue;
             }
             const at::Tensor &param = fp::unpack(params[i]);
             const at::Tensor &own = param.unsafeGetTensorImpl()->grad();
-            const bool moved = !fp::same_storage(param, owner);
-            const bool grad_moved =
-                own.defined() ? !grad.defined() || !own.has_storage() || !fp::same_storage(own, grad) : grad.defined();
+            const bool moved = is_moved(param, owner, i);
+            const bool grad_moved = own.defined() ? !grad.defined() || is_moved(own, grad, i) : grad.defined();
             flags[i] = moved || grad_moved ? 1 : 0;
+        }
+        const fp::Plainly plainly;
+        std::vector<at::Tensor> copies;
+        for (const at::Tensor &tensor : inside) {
+            copies.push_back(tensor.clone());
+        }
+        for (size_t i = 0; i < inside.size(); i++) { /* after the last copy: it may be of the other's place */
+            fp::set_data(inside[i], copies[i]);
         }
         return 0;
     });
@@ -450,7 +477,12 @@ fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reas
         const auto item_bytes = static_cast<int64_t>(tensor.element_size());
         TORCH_CHECK_VALUE(numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
                           "a storage cannot have ", numel, " elements");
-        fp::resize_storage(fp::storage_of(tensor), static_cast<size_t>(numel * item_bytes), reason, keeps_size != 0);
+        c10::StorageImpl *storage = fp::storage_of(tensor);
+        if (numel == 0 && !storage->resizable() && fp::is_reused(storage)) {
+            fp::move_to_storage(tensor, fp::freed_source(tensor.options(), storage->nbytes(), reason, keeps_size != 0));
+            return 0;
+        }
+        fp::resize_storage(storage, static_cast<size_t>(numel * item_bytes), reason, keeps_size != 0);
         return 0;
     });
 }

@@ -71,11 +71,13 @@ int fp_torch_point_flat(PyObject *flat, PyObject *source, int64_t numel);
 /* Set tensors[i].data to the place of sources[i]. */
 int fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize_t n);
 
-/* flags[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or only one
- * of it and the flat parameter has a gradient (grad NULL: the flat parameter has none). Storages are compared by identity,
- * then by data pointer. Only where selected[i] != 0; others get 0. */
-int fp_torch_scan(PyObject *const *params, Py_ssize_t n, PyObject *owner, PyObject *grad, const char *selected,
-                  unsigned char *flags);
+/* flags[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or it lies
+ * there otherwise than its piece [starts[i], starts[i] + numels[i]), or its view, if that is whole; or only one of it and
+ * the flat parameter has a gradient (grad NULL: the flat parameter has none). Storages are compared by identity, then by
+ * data pointer. What lies otherwise in owner's or grad's storage gets data of its own, with the same values: writing one
+ * back does not change the next. Only where selected[i] != 0; others get 0. */
+int fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner, PyObject *grad,
+                  const int64_t *starts, const int64_t *numels, const char *selected, unsigned char *flags);
 
 /* params[i].grad = its view of the unsharded flat gradient. Where shape, dtype or device differ from the parameter's,
  * the existing gradient's data is set instead (made first if there is none), as FSDP does past torch's checks. */
@@ -107,11 +109,12 @@ int fp_torch_convert(PyObject *target, PyObject *source, int accumulate);
 PyObject *fp_torch_flatten(PyObject *const *tensors, const fp_geometry *geometry, double fill);
 
 /* Resize the storage of tensor in place: 0 frees it. Views made before stay valid as soon as it has its size again.
- * Contents are not kept. A storage that cannot be resized is left as it was; one in shared memory leaves it (as with
- * torch's resize_). reason (UTF-8, copied; may be NULL): what a
- * RuntimeError says when the data of a freed storage is read or written, until it is resized again; without it, such an
- * access is a null pointer's. With a reason and keeps_size a freed storage only loses its memory and still says its size:
- * views can then be made of it, and reading one says the reason where torch would say that it is out of bounds. */
+ * Contents are not kept. A storage that cannot be resized is left as it was: an error; but if it was freed here before, its
+ * memory is lent since, and freeing it leaves it to others: tensor then lies in another storage, which is freed.
+ * reason (UTF-8, copied; may be NULL): what a RuntimeError says when the data of a freed storage is read or written, until
+ * it is resized again; without it, such an access is a null pointer's. With a reason and keeps_size a freed storage only
+ * loses its memory and still says its size: views can then be made of it, and reading one says the reason where torch would
+ * say that it is out of bounds. */
 int fp_torch_resize_storage(PyObject *tensor, int64_t numel, const char *reason, int keeps_size);
 int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements of tensor's dtype its memory can hold; -1: error */
 int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */

@@ -1,4 +1,5 @@
 /* python/fp_bridge_py.c -- wrappers of what the bridge does without a unit: tensors and their storages, signs of life. */
+#include "bridge/fp_lent.h"
 #include "bridge/fp_pulse.h"
 #include "bridge/fp_shards.h"
 #include "bridge/fp_torch.h"
@@ -128,6 +129,19 @@ convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+lend(PyObject *module, PyObject *tensor)
+{
+    const int lent = fp_torch_lend(tensor);
+    return lent < 0 ? NULL : PyBool_FromLong(lent);
+}
+
+static PyObject *
+lending_exchange(PyObject *module, PyObject *capsule)
+{
+    return fp_torch_lending_exchange(capsule);
+}
+
 static const char pulse_name[] = "flatparam._C.pulse";
 
 static void
@@ -202,6 +216,14 @@ PyMethodDef fp_bridge_methods[] = {
     {"explain_shards", explain_shards, METH_O,
      "explain_shards($module, explain, /)\n--\n\nexplain(tensor) says what a RuntimeError is to say of a shard, or "
      "None."},
+    {"lend", lend, METH_O,
+     "lend($module, tensor, /)\n--\n\nSomebody has the address of tensor, and a reference to it: if flatparam frees "
+     "and "
+     "fills its storage, it leaves the memory to them. Whether it does."},
+    {"lending_exchange", lending_exchange, METH_O,
+     "lending_exchange($module, capsule, /)\n--\n\nThe capsule of torch.Tensor.__dlpack_c_exchange_api__, such that "
+     "what "
+     "is exported through it is lent."},
     {"pulse", pulse, METH_VARARGS,
      "pulse($module, group, prefix, answer, interval, /)\n--\n\nA thread that looks every interval seconds into the "
      "store of the process group with this name, at call below prefix, and sets answer there to what is new. It ends "

@@ -332,7 +332,7 @@ int
 fp_pass_release_part(fp_step *step, fp_part *part)
 {
     part->full = step->full = 0;
-    return fp_flat_release(part->flat, freed_reason(step));
+    return fp_flat_release(part->flat, part->views == NULL ? NULL : fp_part_items(part->views), freed_reason(step));
 }
 
 int

@@ -28,7 +28,7 @@ from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from .. import _C
+from .. import _C, _exports
 from .._compiling import leave_out_of_graphs
 from . import collectives, peers
 from . import state_dict as state_dicts
@@ -71,10 +71,11 @@ _PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWAR
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def _watch_torch() -> None:
     register_optimizer_step_pre_hook(refuse_step)
     register_optimizer_step_pre_hook(check_reduced)
     register_optimizer_step_post_hook(_C.note_optimizer_step)
+    _exports.watch()
 
 
 class FullyShardedDataParallel(Marks, nn.Module):
@@ -116,7 +117,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         check_values: bool = True,
     ):
         super().__init__()
-        _watch_optimizers()
+        _watch_torch()
         leave_out_of_graphs()
         watch()
         peers.enter()
@@ -849,7 +850,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         return copyreg.__newobj__, (type(self),), pickled(state, units_of(self.modules()))  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _watch_optimizers()
+        _watch_torch()
         leave_out_of_graphs()
         watch()
         watch_registrations()

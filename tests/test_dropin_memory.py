@@ -1,0 +1,55 @@
+"""Who takes the memory of a full parameter from the drop-in, by NumPy, DLPack or shared memory, keeps its values.
+
+torch's handle raises in the forward for NumPy, and lets DLPack's readers read freed memory. Oracle: copies taken at
+once, and the unsharded module.
+"""
+
+import pytest
+import torch
+from consumers import BY_ADDRESS, Taking
+from fsdp_models import Averaged, data, loss_of, make, wrap_blocks
+from gloo import handle_of, note, run_ranks
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+SETTINGS = ((True, BY_ADDRESS), (False, BY_ADDRESS), (True, ("shared",)))
+
+
+def memory_kept(settings):
+    with handle_of("flatparam"):
+        for strategy, orig, ways in settings:
+            note(f"{strategy} {orig} {len(ways)}")
+            plain = make(width=300, blocks=2)  # so large that the allocator unmaps what is freed
+            oracle, model = Averaged(plain, 2), make(width=300, blocks=2)
+            taking = Taking(model, ways)
+            model = wrap_blocks(
+                model,
+                FullyShardedDataParallel,
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=orig,
+                device_id=torch.device("cpu"),
+            )
+            optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, model)]
+            for step in range(3):
+                oracle.backward(lambda rank: [data(step, rank)])  # noqa: B023
+                loss_of(model, data(step)).backward()
+                taking.check()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if strategy == "NO_SHARD":  # whose memory is what is trained, as unsharded
+                    taking.taken.clear()
+                    taking.values.clear()
+                with torch.no_grad():
+                    assert torch.equal(model(data(step)), plain(data(step)))
+                taking.check()
+            taking.on = False
+            with FullyShardedDataParallel.summon_full_params(model):
+                for name, parameter in plain.named_parameters():
+                    assert torch.equal(model.get_parameter(name), parameter), name
+            taking.check()
+
+
+@pytest.mark.multiprocess
+def test_who_takes_the_memory_of_full_weights_keeps_their_values_and_changes_nothing():
+    run_ranks(memory_kept, 2, [(strategy, orig, ways) for strategy in STRATEGIES for orig, ways in SETTINGS])
