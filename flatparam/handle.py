@@ -458,7 +458,15 @@ class FlatParamHandle(Flattening, Writeback, Fused):
         if not (hasattr(self, "process_group") and hasattr(self, "world_size")):
             raise AssertionError(self._about("Expects a process group and world size, which this handle has no more"))
         shard = self.flat_param.data
-        expected = shard.numel() * self.world_size
+        numel = shard.numel()
+        if _C.is_plain(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
+            raise ValueError(
+                self._about(
+                    f"the storage of its shard has room for {_C.storage_numel(shard)} elements of {numel}: it was "
+                    "freed or resized outside of flatparam, and its values are lost. Leave storages as they are"
+                )
+            )
+        expected = numel * self.world_size
         if padded_unsharded_flat_param.numel() != expected:
             raise AssertionError(self._about(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}"))
         group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group

@@ -8,7 +8,7 @@ import pytest
 import torch
 from consumers import BY_ADDRESS, Taking
 from fsdp_models import Averaged, data, loss_of, make, wrap_blocks
-from gloo import handle_of, note, run_ranks
+from gloo import fake_world, handle_of, note, run_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -53,3 +53,17 @@ def memory_kept(settings):
 @pytest.mark.multiprocess
 def test_who_takes_the_memory_of_full_weights_keeps_their_values_and_changes_nothing():
     run_ranks(memory_kept, 2, [(strategy, orig, ways) for strategy in STRATEGIES for orig, ways in SETTINGS])
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_shard_that_was_freed_or_resized_is_named(orig, left):
+    """Before a collective reads it. torch's handle crashes, or sends what lies behind it."""
+    with fake_world(2), handle_of("flatparam"):
+        model = FullyShardedDataParallel(torch.nn.Linear(4, 4), use_orig_params=orig, device_id=torch.device("cpu"))
+        model(torch.ones(2, 4)).sum().backward()
+        model._handle.flat_param.untyped_storage().resize_(left)
+        with pytest.raises(
+            ValueError, match=rf"room for {left // 4} elements of 10.*freed or resized.*Linear \(weight"
+        ):
+            model(torch.ones(2, 4))

@@ -96,6 +96,9 @@ def lose(how, who):
     begin = time.monotonic()
     if me == who and how.startswith("raises"):
         raise ValueError("batch 17 is bad")
+    if me == who and how in SHARDS_LEFT:
+        model.module[1]._unit.segments[0].flat.untyped_storage().resize_(SHARDS_LEFT[how])
+        step(model)
     if me == who and how in ("dies", "stops"):
         os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
     try:
@@ -112,6 +115,10 @@ def lose(how, who):
         os._exit(3)
 
 
+SHARDS_LEFT = {"frees its shard": 0, "shortens its shard": 4}  # bytes
+NO_SHARD_LEFT = (
+    r"rank {} has raised .*ValueError: the unit of Linear at `1`: the storage of its parameters has {} bytes"
+)
 RAISED = r"rank 0 has raised an error of its own in .*ranks\.py, line \d+ and has ended: ValueError: batch 17 is bad"
 DIFFERENT = r"rank 0 gathers, to show or to save it, the unit .*, in step 2; rank \d gathers the unit .*, in step 3"
 LOST = {
@@ -119,6 +126,8 @@ LOST = {
     ("does another thing", 0, "DETAIL"): DIFFERENT,
     ("raises", 0, "OFF"): RAISED,
     ("raises before its first unit", 0, "OFF"): RAISED,
+    ("frees its shard", 0, "OFF"): NO_SHARD_LEFT.format(0, 0),
+    ("shortens its shard", 1, "OFF"): NO_SHARD_LEFT.format(1, 4),
     ("dies", 1, "OFF"): r"the process of rank 1 \(\d+\) has ended without a word",
     ("dies", 0, "OFF"): "the store of the process group cannot be reached any more",
     ("stops", 1, "OFF"): "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach",
