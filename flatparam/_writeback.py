@@ -54,7 +54,7 @@ class Writeback(Zeroing):
     def _changed(self, owner: Tensor) -> list[int]:
         """Indices of the original parameters in the shard that need a closer look; all of them without C loops.
 
-        Those that lie elsewhere in the owner's storage (transposed, two exchanged) are given a copy of their own.
+        Whole ones that lie elsewhere in the owner's storage (transposed, exchanged) are given a copy of their own.
         """
         flat_param, infos = self.flat_param, self.flat_param._shard_param_infos
         skipped = self._skipped_use_sharded_views

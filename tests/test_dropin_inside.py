@@ -83,19 +83,6 @@ def test_parameters_that_lie_elsewhere_in_their_own_memory(change):
             assert_same(model, plain)
 
 
-def test_pieces_of_shards_that_are_exchanged():
-    with fake_world(2), handle_of("flatparam"), torch.no_grad():
-        layers = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 16)
-        model = wrap(nn.Sequential(*layers), "FULL_SHARD")
-        model(torch.randn(2, 4))
-        a, b = (layer.weight for layer in layers[:2])
-        values = torch.cat([b, a])
-        assert values.numel() == 32
-        exchange(a, b)
-        model(torch.randn(2, 4))
-        assert torch.equal(model._handle.flat_param[:32], values)
-
-
 def test_a_place_that_changes_between_forward_and_backward_is_refused():
     with fake_world(2), handle_of("flatparam"):
         model = wrap(make(), "SHARD_GRAD_OP")

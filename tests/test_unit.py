@@ -311,7 +311,16 @@ def test_scan_finds_what_moved():
     net.bias.grad = torch.zeros(2)
     unit.point(params, flat)
     assert unit.scan(params, flat, None, everywhere) == [1]
-    assert unit.scan(params, flat, net.bias.grad, everywhere) == []
+    grad = torch.arange(flat.numel(), dtype=flat.dtype)
+    net.bias.grad = grad[8:10]
+    assert unit.scan(params, flat, grad, everywhere) == []
+    net.bias.grad = grad[7:9]  # elsewhere in the same memory: it gets data of its own
+    assert unit.scan(params, flat, grad, everywhere) == [1]
+    assert net.bias.grad.tolist() == [7.0, 8.0]
+    assert not _C.same_storage(net.bias.grad, grad)
+    net.bias.data = flat[6:8]
+    assert unit.scan(params, flat, None, everywhere) == [1]
+    assert not _C.same_storage(net.bias, flat)
 
 
 BAD_UNITS = [

@@ -321,7 +321,7 @@ fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize
 
 int
 fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner_object, PyObject *grad_object,
-              const int64_t *starts, const int64_t *numels, const char *selected, unsigned char *flags)
+              const char *selected, unsigned char *flags)
 {
     return fp::guarded(-1, [&] {
         const fp::Geometry &shape = *geometry->shared;
@@ -333,11 +333,11 @@ fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *ow
                 return true;
             }
             const fp::View &view = shape.views[i];
-            const bool is_shard = whole.numel() < shape.total;
-            const int64_t start = is_shard ? starts[i] : view.offset, numel = is_shard ? numels[i] : view.numel;
             const bool as_put = tensor.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(tensor, view)
                                                                                         : tensor.is_contiguous();
-            if (as_put && tensor.numel() == numel && tensor.storage_offset() == whole.storage_offset() + start) {
+            if (whole.numel() < shape.total || /* pieces, whose places are as users say */
+                (as_put && tensor.numel() == view.numel &&
+                 tensor.storage_offset() == whole.storage_offset() + view.offset)) {
                 return false;
             }
             inside.push_back(tensor);

@@ -71,13 +71,13 @@ int fp_torch_point_flat(PyObject *flat, PyObject *source, int64_t numel);
 /* Set tensors[i].data to the place of sources[i]. */
 int fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize_t n);
 
-/* flags[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or it lies
- * there otherwise than its piece [starts[i], starts[i] + numels[i]), or its view, if that is whole; or only one of it and
- * the flat parameter has a gradient (grad NULL: the flat parameter has none). Storages are compared by identity, then by
- * data pointer. What lies otherwise in owner's or grad's storage gets data of its own, with the same values: writing one
- * back does not change the next. Only where selected[i] != 0; others get 0. */
+/* flags[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or, where
+ * those are whole, it lies there otherwise than geometry says; or only one of it and the flat parameter has a gradient
+ * (grad NULL: the flat parameter has none). Storages are compared by identity, then by data pointer. What lies otherwise
+ * gets data of its own, with the same values: writing one back does not change the next. Only where selected[i] != 0;
+ * others get 0. */
 int fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner, PyObject *grad,
-                  const int64_t *starts, const int64_t *numels, const char *selected, unsigned char *flags);
+                  const char *selected, unsigned char *flags);
 
 /* params[i].grad = its view of the unsharded flat gradient. Where shape, dtype or device differ from the parameter's,
  * the existing gradient's data is set instead (made first if there is none), as FSDP does past torch's checks. */

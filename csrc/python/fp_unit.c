@@ -634,8 +634,7 @@ unit_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         selected[i] =
             values[i] != NULL && values[i] == PySequence_Fast_GET_ITEM(params, i) && fp_torch_is_plain(values[i]);
     }
-    if (fp_torch_scan(values, unit->geometry, args[1], args[2] == Py_None ? NULL : args[2], pieces->starts,
-                      pieces->numels, selected, flags) < 0) {
+    if (fp_torch_scan(values, unit->geometry, args[1], args[2] == Py_None ? NULL : args[2], selected, flags) < 0) {
         goto fail;
     }
     found = PyList_New(0);
@@ -756,7 +755,7 @@ static PyMethodDef unit_methods[] = {
      "on."},
     {"scan", (PyCFunction)(void (*)(void))unit_scan, METH_FASTCALL,
      "scan($self, params, owner, grad, infos, /)\n--\n\nIndices of the parameters in the shard that were replaced, or "
-     "that are not at their places in owner and grad."},
+     "whose storages are not owner's and grad's, or that lie elsewhere in whole ones."},
     {"set_grads", unit_set_grads, METH_O,
      "set_grads($self, grad, /)\n--\n\nSet the .grad of what each module has now to its view of the unsharded grad."},
     {"set_grad_pieces", (PyCFunction)(void (*)(void))unit_set_grad_pieces, METH_FASTCALL,
