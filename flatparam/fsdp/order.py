@@ -84,7 +84,7 @@ class Sequence:
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
         self._whole_store = store
-        self.sliced = is_sliced(group, torch.device(device))
+        self.sliced = name_of(backend) == "gloo"
         self._board = peers.board()
         self._unreachable: float | None = None  # since when the store is gone
         self._questions = 0
