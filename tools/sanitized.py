@@ -9,6 +9,7 @@ reported when the process ends only those count whose stack of calls has a line 
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +17,35 @@ from pathlib import Path
 CSRC = re.compile(r"^ +#\d+ \S+ in .* csrc/", re.MULTILINE)
 
 # Processes that the tests start run as they would anywhere: compilers leak, and our own build of them is the plain one.
+# Of several such runs side by side each takes whole files, in turn the one with the most tests left.
 RUN_PYTEST = """
-import os, sys, pytest
+import collections, os, sys, pytest
 del os.environ["LD_PRELOAD"], os.environ["PYTHONMALLOC"]
-status = int(pytest.main(sys.argv[2:]))
-open(sys.argv[1], "w").write(str(status))
+file, part, parts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+class Part:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        files = collections.Counter(item.path for item in items)
+        mine = set(sorted(files, key=lambda path: (-files[path], path))[part::parts])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in mine])
+        items[:] = [item for item in items if item.path in mine]
+
+status = int(pytest.main(sys.argv[4:], plugins=[Part()]))
+open(file, "w").write(str(status))
 sys.exit(status)
 """
+PARTS = min(4, os.cpu_count() or 1)
+NONE_COLLECTED = 5  # pytest's exit status
 
 
 def libraries(compiler: str) -> str:
     """Return the libraries to load first, as LD_PRELOAD takes them; they must be those of the compiler that built."""
     names = ("libasan.so", "libstdc++.so")
-    paths = [subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip() for name in names]
+    paths = [
+        subprocess.check_output([*shlex.split(compiler), f"-print-file-name={name}"], text=True).strip()
+        for name in names
+    ]
     missing = [name for name, path in zip(names, paths, strict=True) if not os.path.isabs(path)]
     if missing:
         raise SystemExit(f"the sanitizer run needs GCC's {' and '.join(missing)}, which {compiler} does not have")
@@ -44,9 +61,8 @@ def problems(report: str) -> list[str]:
 
 def main(folder: Path, arguments: list[str]) -> int:
     """Run pytest; return its exit status, or 1 if it passed and a sanitizer has something to report."""
-    status = folder / "status"
-    for old in [status, *folder.glob("report.*")]:
-        old.unlink(missing_ok=True)
+    for old in [*folder.glob("status*"), *folder.glob("report.*")]:
+        old.unlink()
     env = {
         **os.environ,
         "LD_PRELOAD": libraries(os.environ.get("CC", "gcc")),
@@ -56,16 +72,27 @@ def main(folder: Path, arguments: list[str]) -> int:
         "FLATPARAM_TEST_CFLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
     }
     pytest = ["--capture=sys", "-o", f"pythonpath={folder}", "-m", "not multiprocess", *arguments]
-    done = subprocess.run([sys.executable, "-c", RUN_PYTEST, str(status), *pytest], env=env)
+    runs = [(folder / f"status{part}", folder / f"output{part}") for part in range(PARTS)]
+    processes = []
+    for part, (status, output) in enumerate(runs):
+        command = [sys.executable, "-c", RUN_PYTEST, str(status), str(part), str(PARTS), *pytest]
+        with output.open("w") as file:
+            processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
+    for process, (_, output) in zip(processes, runs, strict=True):
+        process.wait()
+        print(output.read_text(errors="replace"), flush=True)
     found = [part for path in sorted(folder.glob("report.*")) for part in problems(path.read_text(errors="replace"))]
     if found:
         print("\n".join(found), file=sys.stderr)
         print(f"sanitizers: {len(found)} problem(s) in csrc, see above", file=sys.stderr)
         return 1
-    if not status.is_file():
-        print(f"sanitizers: pytest did not come to its end (exit status {done.returncode})", file=sys.stderr)
+    ended = [int(status.read_text()) for status, _ in runs if status.is_file()]
+    if len(ended) < len(runs):
+        exits = [process.returncode for process in processes]
+        print(f"sanitizers: pytest did not come to its end (exit status {exits})", file=sys.stderr)
         return 1
-    return int(status.read_text())
+    failed = [status for status in ended if status not in (0, NONE_COLLECTED)]
+    return failed[0] if failed else min(ended)
 
 
 if __name__ == "__main__":
