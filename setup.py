@@ -36,7 +36,7 @@ CXX_FLAGS = ["-std=c++20", "-O2", "-fvisibility-inlines-hidden"]
 # Behind CFLAGS: results equal torch's bit for bit, so no fused multiply-add and no relaxed arithmetic.
 FLAGS = ["-fPIC", "-pthread", "-g1", "-fvisibility=hidden", "-DNDEBUG", "-Icsrc", "-ffp-contract=off", "-fno-fast-math"]
 STRICT = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wconversion", "-Wshadow", "-Werror"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 ABI_FLAG = "-D_GLIBCXX_USE_CXX11_ABI={}"
 TORCH_LIBRARIES = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
 BUILD_INFO = '''"""Written by setup.py: what the extension was built against."""

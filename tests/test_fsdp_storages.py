@@ -24,6 +24,7 @@ HERE = pathlib.Path(__file__).parent
 WIDTH = 300  # its blocks are so large that the allocator unmaps what is freed
 
 
+@pytest.mark.multiprocess
 def test_operations_on_sharded_parameters_name_them_and_what_to_do():
     """44 operations each, from the constructor on, of NumPy, pickle and users of addresses too: none of them dies."""
     package = str(pathlib.Path(flatparam.__file__).parent.parent)
