@@ -35,7 +35,7 @@ from torch.distributed.fsdp.wrap import (
 
 from flatparam import CPUOffload, MixedPrecision, Placement, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import materialize
+from flatparam.fsdp import defer_init, materialize
 
 pytestmark = pytest.mark.multiprocess
 
@@ -444,3 +444,21 @@ def batch_norm():
 
 def test_batch_norm_stays_in_full_precision():
     run_ranks(batch_norm, 2)
+
+
+def a_build_for_an_absent_device():
+    """torch built for CUDA, on a machine without: it names the device unless it is asked to look."""
+
+    def named(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    with mock.patch("torch.accelerator.current_accelerator", named):
+        with pytest.raises(ValueError, match="device_id=0 names an accelerator, there is none"):
+            FSDP(nn.Linear(2, 2), device_id=0)
+        for init in (None, defer_init):
+            model = FSDP(nn.Linear(2, 2, device="meta"), param_init_fn=init)
+            assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+def test_an_accelerator_that_torch_was_built_for_is_not_there():
+    run_ranks(a_build_for_an_absent_device, 1)

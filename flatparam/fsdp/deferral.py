@@ -18,7 +18,7 @@ def defer_init(module: nn.Module) -> None:
     filled it. Buffers that state dicts hold get memory (NaN, or zero where there is none); fill others yourself, in a
     function of your own that calls this one.
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     for name, param in list(module._parameters.items()):
         if param is not None and param.is_meta:
             module._parameters[name] = _placeholder(param, device)

@@ -47,7 +47,7 @@ def device_of(device_id: int | str | torch.device | None) -> torch.device | None
     if device_id is None:
         return None
     if isinstance(device_id, int):
-        kind = torch.accelerator.current_accelerator()
+        kind = torch.accelerator.current_accelerator(check_available=True)
         if kind is None:
             raise DeviceError(f"device_id={device_id} names an accelerator, there is none: pass torch.device('cpu')")
         return torch.device(kind.type, device_id)
@@ -74,7 +74,7 @@ def materialize(
         raise ValueError(f"expected {param_init_fn!r} to be callable, got {type(param_init_fn).__name__}")
     if not any(tensor.is_meta for tensor in own_state(modules, ignored_params)):
         return
-    target = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    target = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     for module in modules:
         if param_init_fn is not None:
             param_init_fn(module)
