@@ -51,7 +51,7 @@ def endless(tmp_path):
     process = subprocess.Popen(
         [*DEMO, "--quick", "--steps", "1000000", "--out", str(out)],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(scratch)},
+        env={**os.environ, "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
