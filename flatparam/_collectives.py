@@ -9,10 +9,9 @@ from torch.distributed.fsdp._flat_param import FakeProcessGroup
 
 from ._waits import is_sliced, wait_in_slices
 
-_AS_THEY_WERE: dict[str, Any] = {
-    name: getattr(dist, name, None)
-    for name in ("all_gather", "all_gather_single", "all_gather_into_tensor", "all_reduce")
-}
+_AS_THEY_WERE: list[Any] = [
+    getattr(dist, name, None) for name in ("all_gather", "all_gather_single", "all_gather_into_tensor", "all_reduce")
+]
 
 
 def gathering() -> Callable[..., Any]:
@@ -22,32 +21,29 @@ def gathering() -> Callable[..., Any]:
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Gather ``shard`` ``[n]`` of every rank into ``output`` ``[world size * n]``, in rank order."""
-    function = gathering()
-    if _can_be_interrupted(function, group, shard):
-        wait_in_slices(function(output, shard, group, async_op=True))
-    else:
-        function(output, shard, group)
+    _complete(gathering(), shard, group, output, shard, group)
 
 
 def all_gather_chunks(chunks: list[Tensor], shard: Tensor, group: dist.ProcessGroup) -> None:
     """The same into one tensor a rank, through ``torch.distributed.all_gather``, which every backend has."""
-    if _can_be_interrupted(dist.all_gather, group, shard):
-        wait_in_slices(dist.all_gather(chunks, shard, group=group, async_op=True))
-    else:
-        dist.all_gather(chunks, shard, group=group)
+    _complete(dist.all_gather, shard, group, chunks, shard, group=group)
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """The sum over ranks, in place."""
-    if _can_be_interrupted(dist.all_reduce, group, tensor):
-        wait_in_slices(dist.all_reduce(tensor, group=group, async_op=True))
+    _complete(dist.all_reduce, tensor, group, tensor, group=group)
+
+
+def _complete(
+    collective: Callable[..., Any], sent: Tensor, group: dist.ProcessGroup, /, *args: Any, **kwargs: Any
+) -> None:
+    """Wait for it here, so that Ctrl-C ends that; torch does for what a user has put in its place, and where waits
+    cannot be cut.
+    """
+    if is_sliced(group, sent.device) and any(collective is known for known in _AS_THEY_WERE):
+        wait_in_slices(collective(*args, **kwargs, async_op=True))
     else:
-        dist.all_reduce(tensor, group=group)
-
-
-def _can_be_interrupted(function: Any, group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Where not, torch waits: for what a user has put in its place, and for backends whose waits cannot be cut."""
-    return is_sliced(group, tensor.device) and any(function is known for known in _AS_THEY_WERE.values())
+        collective(*args, **kwargs)
 
 
 class FakeGroup:

@@ -23,15 +23,20 @@ def name_of(backend: Any) -> str:
     return str(backend.name()) if hasattr(backend, "name") else ""
 
 
+def can_be_cut(backend: Any) -> bool:
+    """Whether waits for its collectives may be given up and begun again: gloo's may, those of others abort."""
+    return name_of(unwrapped(backend)) == "gloo"
+
+
 def is_sliced(group: Any, device: torch.device) -> bool:
-    """Whether waits over ``group`` may be given up and begun again: gloo's may, those of other backends abort."""
+    """The same of the backend that ``group`` has for ``device``."""
     of_group = _sliced.setdefault(group, {})
     if device.type not in of_group:
         try:
             backend = group._get_backend(device)
         except (AttributeError, RuntimeError):  # it has none of torch's kind
             backend = None
-        of_group[device.type] = name_of(unwrapped(backend)) == "gloo"
+        of_group[device.type] = can_be_cut(backend)
     return of_group[device.type]
 
 

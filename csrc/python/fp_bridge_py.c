@@ -218,12 +218,10 @@ PyMethodDef fp_bridge_methods[] = {
      "None."},
     {"lend", lend, METH_O,
      "lend($module, tensor, /)\n--\n\nSomebody has the address of tensor, and a reference to it: if flatparam frees "
-     "and "
-     "fills its storage, it leaves the memory to them. Whether it does."},
+     "and fills its storage, it leaves the memory to them. Whether it does."},
     {"lending_exchange", lending_exchange, METH_O,
      "lending_exchange($module, capsule, /)\n--\n\nThe capsule of torch.Tensor.__dlpack_c_exchange_api__, such that "
-     "what "
-     "is exported through it is lent."},
+     "what is exported through it is lent."},
     {"pulse", pulse, METH_VARARGS,
      "pulse($module, group, prefix, answer, interval, /)\n--\n\nA thread that looks every interval seconds into the "
      "store of the process group with this name, at call below prefix, and sets answer there to what is new. It ends "

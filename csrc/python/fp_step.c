@@ -649,11 +649,9 @@ PyMethodDef fp_step_methods_of_module[] = {
      "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now."},
     {"note_registration_hook", FP_FASTCALL(note_registration_hook), METH_FASTCALL,
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
-     "not "
-     "see what C puts into modules."},
+     "not see what C puts into modules."},
     {"unfit", FP_FASTCALL(unfit), METH_FASTCALL,
      "unfit($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced, or of "
-     "another "
-     "dtype than theirs."},
+     "another dtype than theirs."},
     {NULL, NULL, 0, NULL},
 };

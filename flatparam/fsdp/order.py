@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._waits import PATIENCE, is_sliced, name_of, unwrapped, wait_in_slices, wait_in_thread
+from .._waits import PATIENCE, can_be_cut, is_sliced, name_of, unwrapped, wait_in_slices, wait_in_thread
 from . import peers
 from .placement import Placement
 from .register import Register, number_of, number_of_part, register_of
-from .unit import Segment, Unit
+from .unit import Segment, Unit, listed
 
 _KINDS = (
     "gathers",
@@ -43,8 +43,7 @@ _KINDS = (
 )
 GATHERS_OUTSIDE, CLIPS, SHOWS_GRADIENTS, SCALES = 2, 5, 6, 7  # of a step
 _ROOM = 8  # for kinds, in events
-_NUMBERS = 2**32  # for units, in events; above them a reduction has a hash of who requires grad
-_NAMED = 8  # parameters that a message names
+_EVENTS = 2**32 * _ROOM  # of all units; above them a reduction has a hash of who requires grad
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
@@ -84,7 +83,7 @@ class Sequence:
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
         self._whole_store = store
-        self.sliced = name_of(backend) == "gloo"
+        self.sliced = can_be_cut(backend)
         self._board = peers.board()
         self._unreachable: float | None = None  # since when the store is gone
         self._questions = 0
@@ -118,8 +117,8 @@ class Sequence:
             raise
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
-        number, kind = divmod(event % (_NUMBERS * _ROOM), _ROOM)
-        segment = self.register.segment(number) if event >= _NUMBERS * _ROOM else None
+        number, kind = divmod(event % _EVENTS, _ROOM)
+        segment = self.register.segment(number) if event >= _EVENTS else None
         return _Post(
             self._ranks[self._me],
             step,
@@ -262,24 +261,21 @@ class Sequence:
 
     def _differ(self, first: _Post, mine: _Post) -> NoReturn:
         one, other = sorted((first, mine))
-        events = 2 * _NUMBERS * _ROOM
-        if one.event % events == other.event % events and one.event != other.event:
+        if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
             self._break(self._trained_by_one(one, other), _TRAINED)
         self._break(f"the ranks run units in different orders: {one}; {other}")
 
     def _trained_by_one(self, one: _Post, other: _Post) -> str:
-        number = one.event // 2 % (_NUMBERS * _ROOM) // _ROOM
+        number = one.event // 2 % _EVENTS // _ROOM
         segment = self.register.segment(number)
         names = ["a parameter"] if segment is None else [f"`{original.fqn}`" for original in segment.originals]
         found = []
         for post, less in ((one, other), (other, one)):
             flags = zip(names, post.trained, less.trained, strict=False)
             alone = [name for name, *trained in flags if trained == ["1", "0"]]
-            more = [f"{len(alone) - _NAMED} more"] if len(alone) > _NAMED else []
             if alone:
-                listed = ", ".join([*alone[:_NAMED], *more])
                 verb = "requires" if len(alone) == 1 else "require"
-                found.append(f"{listed} {verb} grad on rank {post.rank} and not on rank {less.rank}")
+                found.append(f"{', '.join(listed(alone))} {verb} grad on rank {post.rank} and not on rank {less.rank}")
         what = "; ".join(found) or f"requires_grad was not the same on ranks {one.rank} and {other.rank}"
         return f"the ranks train different parameters of {self.register.name(number)}, in step {one.step}: {what}"
 

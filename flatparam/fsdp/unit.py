@@ -42,7 +42,7 @@ _IN_BACKWARD = (
     " In backward this means that what the unit computed reached the loss by another way than its output, or "
     "that a gradient is differentiated again (create_graph=True), after the unit was freed."
 )
-_NAMED = 8  # parameters that the message names
+_NAMED = 8  # parameters that a message names
 
 
 class StateError(RuntimeError, AssertionError, ValueError):
@@ -54,6 +54,11 @@ _owners: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.Wea
 
 
 _of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its segment)
+
+
+def listed(names: list[str]) -> list[str]:
+    """The first of ``names``, and how many more there are: for a message."""
+    return [*names[:_NAMED], f"{len(names) - _NAMED} more"] if len(names) > _NAMED else names
 
 
 def _why_sharded(tensor: Tensor) -> str | None:
@@ -410,8 +415,7 @@ class Unit:
     def _freed_reason(self) -> str:
         """What is said when freed parameters are used."""
         names = [f"`{original.fqn}`" for segment in self.segments for original in segment.originals]
-        more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
-        *others, last = [*names[:_NAMED], *more] or ["none"]
+        *others, last = listed(names) or ["none"]
         return (_FREED + _IN_BACKWARD).format(
             unit=self.name, names=f"one of {', '.join(others)} and {last}" if others else last
         )
