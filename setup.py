@@ -47,7 +47,7 @@ TORCH_VERSION = "{}"
 
 def sources() -> list[str]:
     """Return the files to compile, the slowest (C++) first."""
-    folders = ("bridge/*.cpp", "python/*.c", "core/*.c")
+    folders = ("tensor/*.cpp", "runtime/*.c", "python/*.c", "module/*.c", "core/*.c")
     return [str(path) for pattern in folders for path in sorted(Path("csrc").glob(pattern))]
 
 
@@ -206,7 +206,7 @@ class BuildExtension(build_ext):
     def link_step(self, objects: list[str], module: Path) -> Step:
         command = [*self.cxx, "-shared", "-pthread", *objects, *shlex.split(os.environ.get("LDFLAGS", ""))]
         command += SANITIZE if self.sanitize else []
-        if any("/bridge/" in name for name in objects):
+        if any("/tensor/" in name for name in objects):
             # No run path: torch is always imported first, and its libraries are then found by their names.
             command += [f"-L{folder}" for folder in self.torch["library"]] + ["-Wl,--as-needed", *TORCH_LIBRARIES]
         return Step([*command, "-o", str(module)], objects, module, self.versions)

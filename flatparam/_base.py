@@ -48,7 +48,7 @@ class HandleBase(Interruptible):
     _setattr_param: Callable[[nn.Module, str, nn.Parameter], None]
     _setattr_tensor: Callable[[nn.Module, str, Tensor], None]
     _sharding_strategy: HandleShardingStrategy
-    _unit: Any  # a _C.Unit, the loops in C; None where each tensor needs torch's own operations
+    _unit: Any  # a _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
     _unsharded_flat_param_for_skipped_views: Any  # a Tensor while forward's views are left in place, else None
     _use_full_prec_in_eval: bool
     _use_orig_params: bool

@@ -227,7 +227,7 @@ class Flattening(Streaming):
 
     def _make_unit(
         self, found: list[_Found], further: list[tuple[ParamInfo, int]], numels: list[int], is_padding: list[bool]
-    ) -> _C.Unit | None:
+    ) -> _C.ModuleParams | None:
         """The loops in C; None where each tensor needs torch's own operations (extensions, wrappers, meta)."""
         if any(item.extension is not None for item in found) or not _C.is_plain(*(item.tensor for item in found)):
             return None
@@ -311,7 +311,7 @@ def make_unit(
     further: Iterable[tuple[ParamInfo | SharedParamInfo, int]],
     numels: Sequence[int],
     is_padding: Sequence[bool],
-) -> _C.Unit:
+) -> _C.ModuleParams:
     """The loops in C.
 
     Args:
@@ -327,7 +327,7 @@ def make_unit(
             info, shape, stride = next(originals)
             parameters.append((info.module, info.param_name, shape, stride, offset))
         offset += numel
-    return _C.Unit(parameters, [(info.module, info.param_name, i) for info, i in further], offset)
+    return _C.ModuleParams(parameters, [(info.module, info.param_name, i) for info, i in further], offset)
 
 
 def check_memory(names: list[str], tensors: list[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Switching the original parameters between views of the unsharded and pieces of the sharded flat parameter.
 
-The loops run in C (``_C.Unit``), one call a unit. They take plain tensors and nn.Module's own attribute rules; where a
+The loops run in C (``_C.ModuleParams``), one call a unit. They take plain tensors and nn.Module's own attribute rules; where a
 tensor has a subclass, an extension or a mode is active, or a step that they would bypass was replaced, the same is done
 parameter by parameter with torch's operations (``*_by_ops``).
 """

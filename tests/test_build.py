@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE, PYTHON, BRIDGE = "csrc/core/one.c", "csrc/python/module.c", "csrc/bridge/tensors.cpp"
+CORE, PYTHON, BRIDGE = "csrc/core/one.c", "csrc/module/module.c", "csrc/tensor/tensors.cpp"
 SMALL_TREE = {
     "csrc/core/one.h": "int fp_one(void);\n",
     "csrc/core/two.h": "#define FP_TWO 2\n",
     "csrc/core/one.c": '#include "core/one.h"\nint fp_one(void) { return 1; }\n',
     "csrc/core/two.c": '#include "core/two.h"\nint fp_two(void);\nint fp_two(void) { return FP_TWO; }\n',
-    "csrc/bridge/tensors.h": "int fp_three(void);\n",
-    "csrc/bridge/tensors.cpp": 'extern "C" {\n#include "bridge/tensors.h"\n}\n#include "core/two.h"\n'
+    "csrc/tensor/tensors.h": "int fp_three(void);\n",
+    "csrc/tensor/tensors.cpp": 'extern "C" {\n#include "tensor/tensors.h"\n}\n#include "core/two.h"\n'
     "int fp_three(void) { return FP_TWO + 1; }\n",
-    "csrc/python/module.c": '#include <Python.h>\n#include "core/one.h"\n#include "bridge/tensors.h"\n'
+    "csrc/module/module.c": '#include <Python.h>\n#include "core/one.h"\n#include "tensor/tensors.h"\n'
     'static struct PyModuleDef fp_module = {PyModuleDef_HEAD_INIT, .m_name = "_C"};\n'
     "PyMODINIT_FUNC PyInit__C(void) {\n    PyObject *module = PyModule_Create(&fp_module);\n"
     '    PyModule_AddIntConstant(module, "FOUR", fp_one() + fp_three());\n    return module;\n}\n',
@@ -137,10 +137,10 @@ def project(tmp_path_factory):
 def test_the_project_compiles_only_what_changed(project):
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.c*") if path.suffix in (".c", ".cpp")}
     assert build(project, "--strict") == set()
-    later(project / "csrc/python/fp_module.c")
-    assert build(project, "--strict") == {"csrc/python/fp_module.c"}
-    later(project / "csrc/python/fp_module.h")
-    expected = included_by("python/fp_module.h", sources)
+    later(project / "csrc/module/fp_module.c")
+    assert build(project, "--strict") == {"csrc/module/fp_module.c"}
+    later(project / "csrc/module/fp_module.h")
+    expected = included_by("module/fp_module.h", sources)
     assert 1 < len(expected) < len(sources)
     assert build(project, "--strict") == expected
     assert build(project, "--strict") == set()
@@ -258,8 +258,8 @@ def test_torch_is_linked_for_the_bridge_only(small):
     assert {"libc10.so", "libtorch_cpu.so"} <= libraries
     assert not has_path  # found by name, since torch is imported first: the module can be moved with its Python
 
-    shutil.rmtree(small / "csrc/bridge")
-    replace(small / PYTHON, '#include "bridge/tensors.h"\n', "")
+    shutil.rmtree(small / "csrc/tensor")
+    replace(small / PYTHON, '#include "tensor/tensors.h"\n', "")
     replace(small / PYTHON, "fp_three()", "3")
     assert build(small) == {PYTHON}
     assert not [name for name in needed()[0] if "torch" in name or "c10" in name]

@@ -157,7 +157,7 @@ def test_a_graph_keeps_the_units_of_a_deleted_model(uo, synced):
     """The gradients come to the parameters that somebody still has; with the graph, all of it goes."""
     with fake_world(1):
         gc.collect()  # what tests before have left
-        before = sum(type(item) is _C.Step for item in gc.get_objects())
+        before = sum(type(item) is _C.Unit for item in gc.get_objects())
         model = wrap_blocks(make(), use_orig_params=uo)
         params = list(model.parameters())
         if synced:
@@ -171,25 +171,25 @@ def test_a_graph_keeps_the_units_of_a_deleted_model(uo, synced):
         found = torch.cat([p.grad.flatten() for p in params])
         torch.testing.assert_close(found, unsharded(0)[0 if uo else 1])
         del loss
-        assert sum(type(item) is _C.Step for item in gc.get_objects()) == before
+        assert sum(type(item) is _C.Unit for item in gc.get_objects()) == before
 
 
 def test_a_deleted_model_goes_at_once_where_no_graph_waits_for_it():
     with fake_world(1):
         gc.collect()  # what tests before have left
-        before = sum(type(item) is _C.Step for item in gc.get_objects())
+        before = sum(type(item) is _C.Unit for item in gc.get_objects())
         model = wrap_blocks(make())
         loss = loss_of(model, data(0, 0))
         loss.backward()
         del model
         gc.collect()
-        assert sum(type(item) is _C.Step for item in gc.get_objects()) == before
+        assert sum(type(item) is _C.Unit for item in gc.get_objects()) == before
         model = wrap_blocks(make())
         waits = loss_of(model, data(0, 0))
         del model
         del waits
         gc.collect()
-        assert sum(type(item) is _C.Step for item in gc.get_objects()) == before
+        assert sum(type(item) is _C.Unit for item in gc.get_objects()) == before
 
 
 class Returns(nn.Module):
@@ -206,13 +206,13 @@ class Returns(nn.Module):
 def test_a_unit_that_returns_its_weight_goes_with_its_model():
     with fake_world(1):
         gc.collect()
-        before = sum(type(item) is _C.Step for item in gc.get_objects())
+        before = sum(type(item) is _C.Unit for item in gc.get_objects())
         model = FSDP(Returns())
         outputs = model(torch.ones(3))
         outputs[0].sum().backward()
         del model, outputs
         gc.collect()
-        assert sum(type(item) is _C.Step for item in gc.get_objects()) == before
+        assert sum(type(item) is _C.Unit for item in gc.get_objects()) == before
 
 
 class Recursive(nn.Module):

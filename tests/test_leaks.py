@@ -234,11 +234,11 @@ def test_wrong_arguments_to_the_extension():
     flat = torch.arange(10.0)
     linear = nn.Linear(3, 2)
     good = [(linear, "weight", [2, 3], None, 0), (linear, "bias", [2], None, 6)]
-    unit = _C.Unit(good, [], 8)
+    unit = _C.ModuleParams(good, [], 8)
     calls = [
-        lambda: _C.Unit([(linear, "weight", [2, 3], None, 0), (linear, "bias", [2], None)], [], 8),
-        lambda: _C.Unit(good, [(linear, "weight", 7)], 8),
-        lambda: _C.Unit(good, [], -1),
+        lambda: _C.ModuleParams([(linear, "weight", [2, 3], None, 0), (linear, "bias", [2], None)], [], 8),
+        lambda: _C.ModuleParams(good, [(linear, "weight", 7)], 8),
+        lambda: _C.ModuleParams(good, [], -1),
         lambda: unit.views([flat]),
         lambda: unit.views(flat[:5]),
         lambda: unit.flatten([flat, "x"], 1.0),

@@ -22,7 +22,7 @@ class Forwards:
 
     def __init__(self, listed):
         self.net, self.listed = Net(), listed
-        self.unit = _C.Unit([(self.net, "weight", (2, 3), None, 0), (self.net, "bias", (2,), None, 6)], [], 8)
+        self.unit = _C.ModuleParams([(self.net, "weight", (2, 3), None, 0), (self.net, "bias", (2,), None, 6)], [], 8)
         self.params = [self.net.weight, self.net.bias]
         self.padded = torch.arange(8.0)
         self.flat = nn.Parameter(self.padded)

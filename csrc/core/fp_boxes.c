@@ -1,10 +1,10 @@
-/* core/fp_boxes.c -- the staircase of a range, or the smaller tiling that fp_tiling finds. */
+/* core/fp_boxes.c -- the staircase of a range, or the smaller tiling that fp_box_cover finds. */
 #include "core/fp_boxes.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/fp_tiling.h"
+#include "core/fp_box_cover.h"
 
 /* A range that is not empty, by the coordinates of its first and last element. Dimensions [0, from) are those in which
  * the two agree, dimensions [to, ndim) those below both levels, in which every box is complete. */
@@ -91,7 +91,7 @@ add_staircase(box_list *list, const grid_range *range)
 static int
 by_lower_corner(const void *a, const void *b)
 {
-    const fp_tiling_box *x = a, *y = b;
+    const fp_box_cover_box *x = a, *y = b;
     for (size_t d = 0; d < FP_TILING_DIMS; d++) {
         if (x->lower[d] != y->lower[d]) {
             return x->lower[d] < y->lower[d] ? -1 : 1;
@@ -104,14 +104,14 @@ by_lower_corner(const void *a, const void *b)
 static fp_status
 shrink(box_list *list, const grid_range *range)
 {
-    fp_tiling_box boxes[FP_TILING_MOST];
+    fp_box_cover_box boxes[FP_TILING_MOST];
     size_t count;
     const size_t crossed = range->to - range->from;
     memset(boxes, 0, sizeof boxes);
     if (list->count <= 2 || crossed > FP_TILING_DIMS) { /* a range that is no box needs two */
         return FP_OK;
     }
-    const fp_tiling_range part = {
+    const fp_box_cover_range part = {
         .ndim = crossed,
         .shape = range->shape + range->from,
         .first = range->first + range->from,
@@ -119,7 +119,7 @@ shrink(box_list *list, const grid_range *range)
         .first_level = range->first_level - range->from,
         .last_level = range->last_level - range->from,
     };
-    const fp_status status = fp_tiling_search(&part, list->count, boxes, &count);
+    const fp_status status = fp_box_cover_search(&part, list->count, boxes, &count);
     if (status != FP_OK || count == 0) {
         return status;
     }

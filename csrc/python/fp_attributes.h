@@ -7,7 +7,7 @@
 #ifndef FP_ATTRIBUTES_H
 #define FP_ATTRIBUTES_H
 
-#include "python/fp_module.h"
+#include "python/fp_args.h"
 
 typedef struct {
     PyObject *module;     /* owned */

@@ -2,7 +2,7 @@
 #ifndef FP_ENTRIES_H
 #define FP_ENTRIES_H
 
-#include "bridge/fp_torch.h"
+#include "tensor/fp_torch.h"
 #include "python/fp_attributes.h"
 
 /* Read a tuple of (module, name, shape, stride or None if contiguous, offset), one a parameter, and one of (module, name,

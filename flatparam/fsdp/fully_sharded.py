@@ -451,7 +451,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
     def _lazy_init(self) -> None:
         """Join all units of the tree in one run; the first forward does it."""
         root = self._outermost()
-        run = _C.Run(
+        run = _C.Root(
             _PREFETCH[root._backward_prefetch],
             root._forward_prefetch,
             collectives if root._comm_hook is None else root._comm_hook,

@@ -1,6 +1,6 @@
 """Whether all ranks of a group come to the same collectives in one order: found out before they talk past each other.
 
-The C core (``_C.Order``) knows which collective comes next from those before. Where a rank comes to that one, it asks
+The C core (``_C.CollectiveTrace``) knows which collective comes next from those before. Where a rank comes to that one, it asks
 nobody. Where it comes to another, or nothing is known yet, it asks the others here, through the group's store:
 
 - nothing is known yet, so every rank asks: who comes first says what it does; the others compare, nobody waits;
@@ -78,7 +78,7 @@ class Sequence:
 
     def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store, device: str = "cpu"):
         self.register: Register = register_of(group)
-        self.order = _C.Order(self._agree, self._look, self._failed)
+        self.order = _C.CollectiveTrace(self._agree, self._look, self._failed)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
@@ -489,16 +489,16 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
 
 
-def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
+def follow(run: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
     """Have the collectives of a tree's units checked: each with its device."""
-    found: dict[int, tuple[Sequence, _C.Follower]] = {}
+    found: dict[int, tuple[Sequence, _C.ModelTrace]] = {}
     for unit, device in units:
         placement = unit.options.placement
         for which, group in _orders_of(placement):
             sequence = sequence_of(group, device)
             number = None if group is None or sequence is None else number_of(unit, group)
             if sequence is not None and number is not None:
-                _, follower = found.setdefault(id(sequence), (sequence, _C.Follower(sequence.order)))
+                _, follower = found.setdefault(id(sequence), (sequence, _C.ModelTrace(sequence.order)))
                 unit.step.follow(which, follower, number, sequence.sliced)
     run.tell(tuple(follower for _, follower in found.values()))
     for sequence, _ in found.values():
@@ -506,7 +506,7 @@ def follow(run: _C.Run, units: Iterable[tuple[Unit, torch.device]]) -> None:
 
 
 def _orders_of(placement: Placement) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
-    """``(which, group)``: the order of ``group`` is told of the collectives that ``_C.Step.follow`` calls ``which``."""
+    """``(which, group)``: the order of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``."""
     yield from enumerate((placement.optim, placement.replicate))
     if placement.copied:
         # Inner groups may run other units than each other, as long as they gather from their copies. Within one all

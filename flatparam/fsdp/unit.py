@@ -325,7 +325,7 @@ class Segment:
         return whole.narrow(0, self.placement.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def part(self, options: Options) -> tuple[Any, ...]:
-        """What ``_C.Step`` takes for this segment."""
+        """What ``_C.Unit`` takes for this segment."""
         placement, precision = options.placement, options.mixed_precision
         entries = tuple(
             (item.names[0].module, item.names[0].name, tuple(item.shape), None if item.contiguous else item.stride, at)
@@ -396,7 +396,7 @@ class Unit:
 
     def _make_step(self) -> None:
         name, options = self.name, self.options
-        self.step = _C.Step(
+        self.step = _C.Unit(
             name,
             tuple(segment.part(options) for segment in self.segments),
             options.placement.reshard_after_forward,

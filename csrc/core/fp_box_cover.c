@@ -1,0 +1,437 @@
+/* core/fp_box_cover.c -- exact search for the smallest tiling.
+ *
+ * The grid is first made small: only the order of a coordinate to those of the range's ends matters, so each dimension
+ * has at most 5 classes of coordinates, and the smallest tiling of the classes is as small as that of the grid (leave
+ * out all but one coordinate of each class, and a tiling of the grid is one of the classes).
+ *
+ * The bound. Call the least elements after `first` at each level heads: first itself, and (first[0..i), first[i] + 1,
+ * 0, ...). A box inside the range that holds a head has it as its least corner, so no box holds two; the same for
+ * tails, from `last`. A tiling thus has at least heads + tails boxes, less those that hold one of each, and these span
+ * all from head to tail: at least heads + tails - the most such spans that are disjoint.
+ *
+ * The search always looks at the first or the last cell that is free. It is a corner of its box. Unless it is a head or
+ * tail itself, or the bound leaves a box over, its box must end in a tail or head: few choices. */
+#include "core/fp_box_cover.h"
+
+#include <stdlib.h>
+
+#include "core/fp_alloc.h"
+
+/* Classes: at most 3 in the first dimension (the range lies between its ends), 5 in the others, 3 in the last. */
+enum { MOST_CLASSES = 5, MOST_CELLS = 3 * 5 * 5 * 5 * 3, MOST_SPANS = FP_TILING_DIMS * FP_TILING_DIMS };
+enum { FREE = 0, USED = 1 };
+enum { IS_HEAD = 1, IS_TAIL = 2 };
+
+typedef struct {
+    int ndim;
+    int classes[FP_TILING_DIMS];                    /* how many */
+    int64_t cuts[FP_TILING_DIMS][MOST_CLASSES + 1]; /* class c of dimension d is [cuts[d][c], cuts[d][c + 1]) */
+    int strides[FP_TILING_DIMS];
+    int first, last; /* cells are numbered in lexicographic order; the range is [first, last] */
+    int num_heads, num_tails, num_spans;
+    int heads[FP_TILING_DIMS], tails[FP_TILING_DIMS];
+    int span_head[MOST_SPANS], span_tail[MOST_SPANS]; /* cells */
+    uint32_t span_clash[MOST_SPANS];                  /* bit t: spans s and t share a cell */
+    int lower[FP_TILING_MOST], upper[FP_TILING_MOST]; /* corner cells of the boxes placed so far */
+    int64_t work;                                     /* cells that may still be visited before giving up */
+    unsigned char coordinates[MOST_CELLS][FP_TILING_DIMS];
+    unsigned char used[MOST_CELLS];
+    unsigned char marks[MOST_CELLS];                 /* IS_HEAD, IS_TAIL */
+    unsigned char fits[MOST_CELLS];                  /* scratch of for_each_free_box */
+    uint32_t choices[FP_TILING_MOST][2][MOST_CELLS]; /* for each depth and direction: volume << 16 | corner */
+} tiling;
+
+static int
+coordinate(const tiling *t, int cell, int d)
+{
+    return t->coordinates[cell][d];
+}
+
+/* Insert cut into the ascending list, unless it is there or not inside (low, high). */
+static int
+add_cut(int64_t *cuts, int n, int64_t cut, int64_t high)
+{
+    int at = n;
+    while (at > 0 && cuts[at - 1] > cut) {
+        at--;
+    }
+    if (at == 0 || cuts[at - 1] == cut || cut >= high) {
+        return n;
+    }
+    for (int i = n; i > at; i--) {
+        cuts[i] = cuts[i - 1];
+    }
+    cuts[at] = cut;
+    return n + 1;
+}
+
+/* Fill classes, cuts and strides. At a level above an end's own a coordinate may be less than, equal to or greater than
+ * the end's; at the level itself the end is included; below it no coordinate matters. */
+static void
+make_classes(tiling *t, const fp_box_cover_range *range)
+{
+    int stride = 1;
+    for (size_t d = range->ndim; d-- > 0;) {
+        const int64_t high = d == 0 ? range->last[0] + 1 : range->shape[d];
+        int64_t *cuts = t->cuts[d];
+        int n = 1;
+        cuts[0] = d == 0 ? range->first[0] : 0;
+        if (d <= range->first_level) {
+            n = add_cut(cuts, n, range->first[d], high);
+        }
+        if (d < range->first_level) {
+            n = add_cut(cuts, n, range->first[d] + 1, high);
+        }
+        if (d <= range->last_level) {
+            n = add_cut(cuts, n, range->last[d] + 1, high);
+        }
+        if (d < range->last_level) {
+            n = add_cut(cuts, n, range->last[d], high);
+        }
+        cuts[n] = high;
+        t->classes[d] = n;
+        t->strides[d] = stride;
+        stride *= n;
+    }
+    for (int cell = 0; cell < stride; cell++) {
+        for (size_t d = 0; d < range->ndim; d++) {
+            t->coordinates[cell][d] = (unsigned char)(cell / t->strides[d] % t->classes[d]);
+        }
+    }
+}
+
+/* The class of a coordinate. */
+static int
+class_of(const tiling *t, size_t d, int64_t x)
+{
+    int c = 0;
+    while (t->cuts[d][c + 1] <= x) {
+        c++;
+    }
+    return c;
+}
+
+/* Fill heads: level by level, where there is an element after first that leaves it at that level. */
+static void
+make_heads(tiling *t, const fp_box_cover_range *range)
+{
+    int prefix = 0; /* the cell of (first[0..i), 0, ...) */
+    for (size_t i = 0; i <= range->first_level; i++) {
+        const int is_last = i == range->first_level;
+        const int64_t x = range->first[i] + (is_last ? 0 : 1);
+        if (x < t->cuts[i][t->classes[i]]) {
+            t->heads[t->num_heads++] = prefix + class_of(t, i, x) * t->strides[i];
+        }
+        prefix += class_of(t, i, range->first[i]) * t->strides[i];
+    }
+    t->first = prefix;
+}
+
+/* Fill tails, the same from the other end. */
+static void
+make_tails(tiling *t, const fp_box_cover_range *range)
+{
+    int prefix = 0;
+    for (size_t i = 0; i <= range->last_level; i++) {
+        const int is_last = i == range->last_level;
+        const int64_t x = range->last[i] - (is_last ? 0 : 1);
+        if (x >= t->cuts[i][0]) { /* below the level every coordinate is in its last class: the stride less one cell */
+            t->tails[t->num_tails++] = prefix + class_of(t, i, x) * t->strides[i] + t->strides[i] - 1;
+        }
+        prefix += class_of(t, i, range->last[i]) * t->strides[i];
+    }
+    t->last = prefix + t->strides[range->last_level] - 1;
+}
+
+/* 1 if corner a is below or at corner b in every dimension. */
+static int
+is_below(const tiling *t, int a, int b)
+{
+    for (int d = 0; d < t->ndim; d++) {
+        if (coordinate(t, a, d) > coordinate(t, b, d)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* 1 if the boxes [a, b] and [c, d] of corner cells share a cell. */
+static int
+share_cell(const tiling *t, int a, int b, int c, int d)
+{
+    for (int k = 0; k < t->ndim; k++) {
+        if (coordinate(t, b, k) < coordinate(t, c, k) || coordinate(t, d, k) < coordinate(t, a, k)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static void
+make_spans(tiling *t)
+{
+    for (int i = 0; i < t->num_heads; i++) {
+        t->marks[t->heads[i]] |= IS_HEAD;
+        for (int j = 0; j < t->num_tails; j++) {
+            if (is_below(t, t->heads[i], t->tails[j])) {
+                t->span_head[t->num_spans] = t->heads[i];
+                t->span_tail[t->num_spans++] = t->tails[j];
+            }
+        }
+    }
+    for (int j = 0; j < t->num_tails; j++) {
+        t->marks[t->tails[j]] |= IS_TAIL;
+    }
+    for (int s = 0; s < t->num_spans; s++) {
+        for (int other = 0; other < t->num_spans; other++) {
+            if (share_cell(t, t->span_head[s], t->span_tail[s], t->span_head[other], t->span_tail[other])) {
+                t->span_clash[s] |= (uint32_t)1 << other;
+            }
+        }
+    }
+}
+
+/* The next cell after `cell` of the box [lower, upper]; -1 after the last one. Start with lower. */
+static int
+next_in_box(const tiling *t, int lower, int upper, int cell)
+{
+    for (int d = t->ndim - 1; d >= 0; d--) {
+        if (coordinate(t, cell, d) < coordinate(t, upper, d)) {
+            return cell + t->strides[d];
+        }
+        cell -= (coordinate(t, cell, d) - coordinate(t, lower, d)) * t->strides[d];
+    }
+    return -1;
+}
+
+static void
+mark_box(tiling *t, int lower, int upper, unsigned char value)
+{
+    for (int cell = lower; cell >= 0; cell = next_in_box(t, lower, upper, cell)) {
+        t->used[cell] = value;
+    }
+}
+
+static int
+is_free(tiling *t, int lower, int upper)
+{
+    for (int cell = lower; cell >= 0; cell = next_in_box(t, lower, upper, cell)) {
+        t->work--;
+        if (t->used[cell] != FREE) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* The most disjoint spans among those of the set. */
+static int
+most_disjoint(tiling *t, uint32_t set)
+{
+    int best = 0;
+    t->work--;
+    for (int s = 0; set != 0; s++) {
+        const uint32_t bit = (uint32_t)1 << s;
+        if (set & bit) {
+            const int with = 1 + most_disjoint(t, set & ~t->span_clash[s]); /* a span clashes with itself */
+            best = with > best ? with : best;
+            set &= ~bit; /* from here on without this one */
+        }
+    }
+    return best;
+}
+
+/* How many more boxes there must be at least. */
+static int
+lower_bound(tiling *t)
+{
+    int corners = 0;
+    uint32_t free_spans = 0;
+    for (int i = 0; i < t->num_heads; i++) {
+        corners += t->used[t->heads[i]] == FREE;
+    }
+    for (int j = 0; j < t->num_tails; j++) {
+        corners += t->used[t->tails[j]] == FREE;
+    }
+    for (int s = 0; s < t->num_spans; s++) {
+        if (is_free(t, t->span_head[s], t->span_tail[s])) {
+            free_spans |= (uint32_t)1 << s;
+        }
+    }
+    return corners - most_disjoint(t, free_spans);
+}
+
+/* What for_each_free_box calls with the far corner of each box and its number of cells. */
+typedef void (*visit_box)(tiling *t, int corner, uint32_t volume, void *context);
+
+/* Visit the free boxes with one corner at cell whose other corner lies above it in every dimension (direction 1), or
+ * below (-1). A box is free if its far corner is, and the boxes one step shorter in each dimension are: t->fits keeps
+ * that. */
+static void
+for_each_free_box(tiling *t, int cell, int direction, visit_box visit, void *context)
+{
+    int steps[FP_TILING_DIMS] = {0}, room[FP_TILING_DIMS];
+    int corner = cell;
+    for (int d = 0; d < t->ndim; d++) {
+        room[d] = direction > 0 ? t->classes[d] - 1 - coordinate(t, cell, d) : coordinate(t, cell, d);
+    }
+    for (;; t->work--) {
+        uint32_t volume = 1;
+        unsigned char fits = t->used[corner] == FREE;
+        for (int d = 0; d < t->ndim; d++) {
+            volume *= (uint32_t)(steps[d] + 1);
+            if (steps[d] > 0) {
+                fits = fits && t->fits[corner - direction * t->strides[d]];
+            }
+        }
+        t->fits[corner] = fits;
+        if (fits) {
+            visit(t, corner, volume, context);
+        }
+        int d = t->ndim - 1;
+        while (d >= 0 && steps[d] == room[d]) {
+            corner -= direction * steps[d] * t->strides[d];
+            steps[d--] = 0;
+        }
+        if (d < 0) {
+            break;
+        }
+        steps[d]++;
+        corner += direction * t->strides[d];
+    }
+}
+
+static void
+reach(tiling *t, int corner, uint32_t volume, void *context)
+{
+    (void)volume;
+    ((unsigned char *)context)[corner] = 1;
+}
+
+/* 1 if each free cell can share a box with a free head or a free tail. */
+static int
+all_reached(tiling *t)
+{
+    unsigned char reached[MOST_CELLS] = {0};
+    for (int i = 0; i < t->num_heads; i++) {
+        if (t->used[t->heads[i]] == FREE) {
+            for_each_free_box(t, t->heads[i], 1, reach, reached);
+        }
+    }
+    for (int j = 0; j < t->num_tails; j++) {
+        if (t->used[t->tails[j]] == FREE) {
+            for_each_free_box(t, t->tails[j], -1, reach, reached);
+        }
+    }
+    for (int cell = t->first; cell <= t->last; cell++) {
+        if (t->used[cell] == FREE && !reached[cell]) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* The boxes that list_choices collects. */
+typedef struct {
+    unsigned char mark;
+    int n;
+    uint32_t *choices;
+} choice_list;
+
+static void
+collect(tiling *t, int corner, uint32_t volume, void *context)
+{
+    choice_list *list = context;
+    if (list->mark == 0 || (t->marks[corner] & list->mark)) {
+        list->choices[list->n++] = volume << 16 | (uint32_t)corner;
+    }
+}
+
+static int
+by_volume_descending(const void *a, const void *b)
+{
+    const uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    return (x < y) - (x > y);
+}
+
+/* List the free boxes with a corner at cell that reach up (direction 1) or down (-1): their other corners, which must
+ * bear the mark unless mark is 0, the biggest box first. Returns how many. */
+static int
+list_choices(tiling *t, int cell, int direction, unsigned char mark, uint32_t *choices)
+{
+    choice_list list = {.mark = mark, .choices = choices};
+    for_each_free_box(t, cell, direction, collect, &list);
+    qsort(choices, (size_t)list.n, sizeof *choices, by_volume_descending);
+    return list.n;
+}
+
+/* Tile what is free with at most `left` more boxes, numbered from depth on. Returns the number of boxes in all, or 0.
+ * */
+static int
+place(tiling *t, int depth, int left)
+{
+    int low = t->first, high = t->last;
+    while (low <= high && t->used[low] != FREE) {
+        low++;
+    }
+    if (low > high) {
+        return depth;
+    }
+    while (t->used[high] != FREE) {
+        high--;
+    }
+    const int bound = left > 0 ? lower_bound(t) : 1;
+    if (bound > left || t->work <= 0 || (bound == left && !all_reached(t))) {
+        return 0;
+    }
+    const int any = left > bound; /* a box may hold neither a head nor a tail */
+    const unsigned char up_mark = any || (t->marks[low] & IS_HEAD) ? 0 : IS_TAIL;
+    const unsigned char down_mark = any || (t->marks[high] & IS_TAIL) ? 0 : IS_HEAD;
+    uint32_t *up = t->choices[depth][0], *down = t->choices[depth][1];
+    const int num_up = list_choices(t, low, 1, up_mark, up);
+    const int num_down = list_choices(t, high, -1, down_mark, down);
+    const int upwards = num_up <= num_down;
+    for (int i = 0; i < (upwards ? num_up : num_down); i++) {
+        const int corner = (int)((upwards ? up[i] : down[i]) & 0xFFFFu);
+        t->lower[depth] = upwards ? low : corner;
+        t->upper[depth] = upwards ? corner : high;
+        mark_box(t, t->lower[depth], t->upper[depth], USED);
+        const int found = place(t, depth + 1, left - 1);
+        if (found > 0) {
+            return found;
+        }
+        mark_box(t, t->lower[depth], t->upper[depth], FREE);
+    }
+    return 0;
+}
+
+fp_status
+fp_box_cover_search(const fp_box_cover_range *range, size_t limit, fp_box_cover_box *boxes, size_t *count)
+{
+    tiling *t = fp_calloc(1, sizeof *t);
+    if (t == NULL) {
+        return FP_ENOMEM;
+    }
+    t->ndim = (int)range->ndim;
+    t->work = FP_TILING_WORK;
+    make_classes(t, range);
+    make_heads(t, range);
+    make_tails(t, range);
+    make_spans(t);
+    for (int cell = 0; cell < MOST_CELLS; cell++) {
+        t->used[cell] = cell < t->first || cell > t->last ? USED : FREE;
+    }
+    int found = 0;
+    for (int most = lower_bound(t); most < (int)limit && found == 0 && t->work > 0; most++) {
+        found = place(t, 0, most);
+    }
+    for (int b = 0; b < found; b++) {
+        for (int d = 0; d < t->ndim; d++) {
+            boxes[b].lower[d] = t->cuts[d][coordinate(t, t->lower[b], d)];
+            boxes[b].upper[d] = t->cuts[d][coordinate(t, t->upper[b], d) + 1];
+        }
+    }
+    *count = (size_t)found;
+    fp_free(t);
+    return FP_OK;
+}

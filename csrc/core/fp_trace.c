@@ -1,0 +1,194 @@
+/* core/fp_trace.c -- expectations in one hash table, from a hash of the past to the event that came after it. */
+#include "core/fp_trace.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "core/fp_alloc.h"
+
+typedef struct {
+    uint64_t past; /* 0: a free place */
+    uint64_t next; /* see stored() */
+} expectation;
+
+struct fp_trace {
+    uint64_t pass;                    /* of this pass so far */
+    uint64_t before[FP_ORDER_PASSES]; /* of those before it, a ring */
+    uint64_t history;                 /* of all of those */
+    uint64_t last;
+    int64_t count, passes;
+    uint64_t recent[FP_ORDER_RECENT]; /* a ring */
+    expectation *table;
+    size_t room, used; /* room: a power of 2 */
+};
+
+enum { FIRST_ROOM = 1 << 8, LONG = 1, SHORT = 2, LAST = 3 };
+
+static uint64_t
+mix(uint64_t hash, uint64_t value)
+{
+    hash = hash * UINT64_C(0x9E3779B97F4A7C15) + value * UINT64_C(0xD6E8FEB86659FD93) + UINT64_C(0xA0761D6478BD642F);
+    hash ^= hash >> 32;
+    hash *= UINT64_C(0xE7037ED1A0B428DB);
+    return hash ^ (hash >> 29);
+}
+
+/* An event with its flag, never 0. */
+static uint64_t
+stored(uint64_t event, int new_pass)
+{
+    return (event << 1 | (new_pass != 0)) + 1;
+}
+
+static uint64_t
+past_of(uint64_t hash, uint64_t kind)
+{
+    const uint64_t past = mix(hash, kind);
+    return past == 0 ? 1 : past;
+}
+
+/* Where past is, or the free place for it. */
+static expectation *
+place_of(const fp_trace *order, uint64_t past)
+{
+    size_t i = (size_t)past & (order->room - 1);
+    while (order->table[i].past != 0 && order->table[i].past != past) {
+        i = (i + 1) & (order->room - 1);
+    }
+    return &order->table[i];
+}
+
+static void
+expect(fp_trace *order, uint64_t past, uint64_t next)
+{
+    expectation *place = place_of(order, past);
+    order->used += place->past == 0;
+    *place = (expectation){.past = past, .next = next};
+}
+
+/* Room for three more. */
+static fp_status
+make_room(fp_trace *order)
+{
+    if (2 * (order->used + 3) <= order->room) {
+        return FP_OK;
+    }
+    if (order->room >= FP_ORDER_MOST) {
+        memset(order->table, 0, order->room * sizeof *order->table);
+        order->used = 0;
+        return FP_OK;
+    }
+    expectation *old = order->table;
+    const size_t old_room = order->room;
+    expectation *table = fp_calloc(2 * old_room, sizeof *table);
+    if (table == NULL) {
+        return FP_ENOMEM;
+    }
+    order->table = table;
+    order->room = 2 * old_room;
+    order->used = 0;
+    for (size_t i = 0; i < old_room; i++) {
+        if (old[i].past != 0) {
+            expect(order, old[i].past, old[i].next);
+        }
+    }
+    fp_free(old);
+    return FP_OK;
+}
+
+fp_trace *
+fp_trace_new(void)
+{
+    fp_trace *order = fp_calloc(1, sizeof *order);
+    if (order == NULL) {
+        return NULL;
+    }
+    order->table = fp_calloc(FIRST_ROOM, sizeof *order->table);
+    order->room = FIRST_ROOM;
+    if (order->table == NULL) {
+        fp_free(order);
+        return NULL;
+    }
+    return order;
+}
+
+void
+fp_trace_free(fp_trace *order)
+{
+    if (order != NULL) {
+        fp_free(order->table);
+        fp_free(order);
+    }
+}
+
+static void
+advance(fp_trace *order, uint64_t next, bool new_pass)
+{
+    if (new_pass) {
+        order->before[order->passes % FP_ORDER_PASSES] = order->pass;
+        order->passes++;
+        order->history = 0;
+        for (int64_t i = 0; i < FP_ORDER_PASSES; i++) {
+            order->history = mix(order->history, order->before[(order->passes + i) % FP_ORDER_PASSES]);
+        }
+        order->pass = 0;
+    }
+    order->pass = mix(order->pass, next);
+    order->last = next;
+    order->recent[order->count % FP_ORDER_RECENT] = next;
+    order->count++;
+}
+
+fp_status
+fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *verdict)
+{
+    if (event >> 62 != 0) {
+        return FP_EINVAL;
+    }
+    const uint64_t next = stored(event, new_pass);
+    const uint64_t longest = past_of(mix(order->history, order->pass), LONG);
+    uint64_t expected = place_of(order, longest)->next;
+    if (expected != next) {
+        const uint64_t shorter = past_of(order->pass, SHORT), shortest = past_of(order->last, LAST);
+        if (make_room(order) != FP_OK) {
+            return FP_ENOMEM;
+        }
+        if (expected == 0) {
+            expected = place_of(order, shorter)->next;
+        }
+        if (expected == 0 && order->passes >= 2) { /* in the first pass all is new */
+            expected = place_of(order, shortest)->next;
+        }
+        expect(order, longest, next);
+        expect(order, shorter, next);
+        expect(order, shortest, next);
+    }
+    *verdict = expected == 0 ? FP_ORDER_NEW : expected == next ? FP_ORDER_EXPECTED : FP_ORDER_OTHER;
+    advance(order, next, new_pass != 0);
+    return FP_OK;
+}
+
+int64_t
+fp_trace_count(const fp_trace *order)
+{
+    return order->count;
+}
+
+int64_t
+fp_trace_passes(const fp_trace *order)
+{
+    return order->passes;
+}
+
+int
+fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass)
+{
+    if (index < 0 || index >= order->count || index < order->count - FP_ORDER_RECENT) {
+        return 0;
+    }
+    const uint64_t value = order->recent[index % FP_ORDER_RECENT] - 1;
+    *event = value >> 1;
+    *new_pass = (int)(value & 1);
+    return 1;
+}

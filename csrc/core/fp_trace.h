@@ -1,0 +1,44 @@
+/* core/fp_trace.h -- the order of events that many processes must have alike. Pure C11: no Python.h, no torch.
+ *
+ * Each process tells it of one event after the other, and is told whether that was to be expected from those before. What
+ * is expected follows from the events alone, so processes with the same past expect the same: one whose event was expected
+ * needs to ask nobody, because any other process that does something else knows that it does.
+ *
+ * Events belong to passes. An event is looked for after the same pass so far and the same FP_ORDER_PASSES passes before
+ * it; else after the same pass so far; else, from the second pass on, after the same last event. */
+#ifndef FP_TRACE_H
+#define FP_TRACE_H
+
+#include <stdint.h>
+
+#include "core/fp_status.h"
+
+enum {
+    FP_ORDER_PASSES = 16,   /* how far back the longest memory goes */
+    FP_ORDER_RECENT = 4096, /* events that fp_trace_at() finds */
+    FP_ORDER_MOST = 1
+        << 17, /* expectations that are kept; then all are forgotten, by every process after the same event */
+};
+
+typedef enum {
+    FP_ORDER_EXPECTED, /* as every process with this past expects */
+    FP_ORDER_NEW,      /* no process with this past expects anything */
+    FP_ORDER_OTHER,    /* another event was expected */
+} fp_trace_verdict;
+
+typedef struct fp_trace fp_trace;
+
+fp_trace *fp_trace_new(void); /* NULL: no memory */
+void fp_trace_free(fp_trace *order);
+
+/* Take note of an event, below 2**62. new_pass: the first of a pass. *verdict is written with FP_OK only; FP_EINVAL,
+ * FP_ENOMEM: nothing has changed. */
+fp_status fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *verdict);
+
+int64_t fp_trace_count(const fp_trace *order);  /* events so far */
+int64_t fp_trace_passes(const fp_trace *order); /* passes that they began */
+
+/* The event with this index, counted from 0: 1, and *event and *new_pass are written; 0: not yet, or too long ago. */
+int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass);
+
+#endif

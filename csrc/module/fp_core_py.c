@@ -1,0 +1,216 @@
+/* module/fp_core_py.c -- wrappers of core/fp_shard, fp_boxes, fp_state and of fp_alloc's switches for tests. */
+#include "module/fp_tables.h"
+
+#include "core/fp_alloc.h"
+#include "core/fp_boxes.h"
+#include "core/fp_shard.h"
+#include "core/fp_state.h"
+
+/* Convert n arguments to int64_t. */
+static int
+as_int64s(PyObject *const *args, Py_ssize_t n, int64_t *out)
+{
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (fp_as_int64(args[i], &out[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* shard_of_rank(numel, world_size, rank) -> (start, numel, padding) */
+static PyObject *
+fp_py_shard_of_rank(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t in[3]; /* numel, world_size, rank */
+    fp_shard shard;
+    if (fp_check_nargs("shard_of_rank", nargs, 3) < 0 || as_int64s(args, nargs, in) < 0 ||
+        fp_fail(module, fp_shard_of_rank(in[0], in[1], in[2], &shard),
+                "expected numel >= 1, world_size >= 1 and 0 <= rank < world_size, with numel + world_size in 64 bits; "
+                "got numel %lld, world_size %lld, rank %lld",
+                (long long)in[0], (long long)in[1], (long long)in[2]) < 0) {
+        return NULL;
+    }
+    const int64_t out[3] = {shard.start, shard.numel, shard.padding};
+    return fp_int64_tuple(out, 3);
+}
+
+/* The longest list that ranks_of_range makes; more would be a mistake in the arguments. */
+enum { MOST_RANKS = 1 << 20 };
+
+/* ranks_of_range(numel, world_size, begin, end) -> [(rank, start, numel, offset_in_shard), ...] */
+static PyObject *
+fp_py_ranks_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *pieces = NULL; /* owned */
+    int64_t in[4];           /* numel, world_size, begin, end */
+    int64_t first, last;
+    if (fp_check_nargs("ranks_of_range", nargs, 4) < 0 || as_int64s(args, nargs, in) < 0 ||
+        fp_fail(module, fp_ranks_of_range(in[0], in[1], in[2], in[3], &first, &last),
+                "expected numel >= 1, world_size >= 1 and 0 <= begin <= end <= numel, with numel + world_size in 64 "
+                "bits; got numel %lld, world_size %lld, begin %lld, end %lld",
+                (long long)in[0], (long long)in[1], (long long)in[2], (long long)in[3]) < 0) {
+        return NULL;
+    }
+    if (last - first > MOST_RANKS) {
+        fp_fail(module, FP_EINVAL, "expected a range over at most %d ranks, got one over %lld", MOST_RANKS,
+                (long long)(last - first));
+        return NULL;
+    }
+    pieces = PyList_New((Py_ssize_t)(last - first));
+    if (pieces == NULL) {
+        return NULL;
+    }
+    for (int64_t rank = first; rank < last; rank++) {
+        fp_rank_piece piece;
+        if (fp_check(module, fp_piece_of_rank(in[0], in[1], in[2], in[3], rank, &piece)) < 0) {
+            goto fail;
+        }
+        const int64_t out[4] = {piece.rank, piece.start, piece.numel, piece.offset_in_shard};
+        PyObject *item = fp_int64_tuple(out, 4);
+        if (item == NULL) {
+            goto fail;
+        }
+        PyList_SET_ITEM(pieces, (Py_ssize_t)(rank - first), item); /* steals item */
+    }
+    return pieces;
+fail:
+    Py_DECREF(pieces);
+    return NULL;
+}
+
+/* A list of (offsets, sizes) from count boxes of ndim dimensions; NULL with an exception set. */
+static PyObject *
+boxes_as_list(const int64_t *offsets, const int64_t *sizes, size_t count, Py_ssize_t ndim)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    if (list == NULL) {
+        return NULL;
+    }
+    for (size_t b = 0; b < count; b++) {
+        PyObject *offset = fp_int64_tuple(offsets + b * (size_t)ndim, ndim);
+        PyObject *size = offset == NULL ? NULL : fp_int64_tuple(sizes + b * (size_t)ndim, ndim);
+        PyObject *box = size == NULL ? NULL : PyTuple_Pack(2, offset, size);
+        Py_XDECREF(offset);
+        Py_XDECREF(size);
+        if (box == NULL) {
+            Py_DECREF(list);
+            return NULL;
+        }
+        PyList_SET_ITEM(list, (Py_ssize_t)b, box); /* steals box */
+    }
+    return list;
+}
+
+/* boxes_of_range(shape, begin, end) -> [(offsets, sizes), ...] */
+static PyObject *
+fp_py_boxes_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *result = NULL;
+    int64_t *shape = NULL, *boxes = NULL; /* owned */
+    Py_ssize_t ndim;
+    int64_t in[2]; /* begin, end */
+    size_t count;
+
+    if (fp_check_nargs("boxes_of_range", nargs, 3) < 0 || as_int64s(args + 1, 2, in) < 0 ||
+        fp_as_int64_array(args[0], &shape, &ndim) < 0) {
+        goto done;
+    }
+    if (ndim > FP_MAX_DIMS) {
+        fp_fail(module, FP_EINVAL, "expected a shape of at most %d dimensions, got %zd", FP_MAX_DIMS, ndim);
+        goto done;
+    }
+    const size_t half = fp_boxes_most((size_t)ndim) * (size_t)ndim;
+    boxes = fp_calloc(2 * half, sizeof *boxes);
+    if (boxes == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (fp_fail(
+            module, fp_boxes_of_range(shape, (size_t)ndim, in[0], in[1], boxes, boxes + half, &count),
+            "expected 0 <= begin <= end <= the shape's elements, which fit 64 bits; got begin %lld, end %lld of %zd "
+            "dimensions",
+            (long long)in[0], (long long)in[1], ndim) == 0) {
+        result = boxes_as_list(boxes, boxes + half, count, ndim);
+    }
+done:
+    fp_free(shape);
+    fp_free(boxes);
+    return result;
+}
+
+/* next_state(state, event) -> the state after event, by name */
+static PyObject *
+fp_py_next_state(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    char text[FP_STATE_MESSAGE_BYTES];
+    fp_unit_state next;
+    int state = 0, event = 0;
+    if (fp_check_nargs("next_state", nargs, 2) < 0) {
+        return NULL;
+    }
+    if (!PyUnicode_Check(args[0]) || !PyUnicode_Check(args[1])) {
+        PyErr_Format(PyExc_TypeError, "expected the names of a state and an event, got %.200s and %.200s",
+                     Py_TYPE(args[0])->tp_name, Py_TYPE(args[1])->tp_name);
+        return NULL;
+    }
+    while (state < FP_STATE_COUNT && PyUnicode_CompareWithASCIIString(args[0], fp_state_name(state)) != 0) {
+        state++;
+    }
+    while (event < FP_EVENT_COUNT && PyUnicode_CompareWithASCIIString(args[1], fp_event_name(event)) != 0) {
+        event++;
+    }
+    if (state == FP_STATE_COUNT || event == FP_EVENT_COUNT) {
+        PyErr_Format(PyExc_ValueError, "expected the names of a state and an event, got %R and %R", args[0], args[1]);
+        return NULL;
+    }
+    const fp_status status = fp_state_next((fp_unit_state)state, (fp_unit_event)event, &next);
+    if (status != FP_OK) {
+        fp_state_message((fp_unit_state)state, (fp_unit_event)event, text, sizeof text);
+        fp_fail(module, status, "%s", text);
+        return NULL;
+    }
+    return PyUnicode_FromString(fp_state_name(next));
+}
+
+/* alloc_fail_at(k): the k-th allocation of the core from now on fails, once; 0 switches that off */
+static PyObject *
+fp_py_alloc_fail_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t k;
+    if (fp_check_nargs("alloc_fail_at", nargs, 1) < 0 || fp_as_int64(args[0], &k) < 0) {
+        return NULL;
+    }
+    fp_alloc_fail_at(k);
+    Py_RETURN_NONE;
+}
+
+/* alloc_live() -> blocks of the core that are in use */
+static PyObject *
+fp_py_alloc_live(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("alloc_live", nargs, 0) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLongLong(fp_alloc_live());
+}
+
+PyMethodDef fp_core_methods[] = {
+    {"shard_of_rank", FP_FASTCALL(fp_py_shard_of_rank), METH_FASTCALL,
+     "shard_of_rank(numel, world_size, rank, /)\n--\n\n"
+     "A rank's shard of numel elements: (start, numel, padding)."},
+    {"ranks_of_range", FP_FASTCALL(fp_py_ranks_of_range), METH_FASTCALL,
+     "ranks_of_range(numel, world_size, begin, end, /)\n--\n\n"
+     "Which ranks hold elements [begin, end): a list of (rank, start, numel, offset_in_shard)."},
+    {"boxes_of_range", FP_FASTCALL(fp_py_boxes_of_range), METH_FASTCALL,
+     "boxes_of_range(shape, begin, end, /)\n--\n\n"
+     "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},
+    {"next_state", FP_FASTCALL(fp_py_next_state), METH_FASTCALL,
+     "next_state(state, event, /)\n--\n\n"
+     "The state of a unit after an event; RuntimeError if it may not happen in that state."},
+    {"alloc_fail_at", FP_FASTCALL(fp_py_alloc_fail_at), METH_FASTCALL,
+     "alloc_fail_at(k, /)\n--\n\nFor tests: make the k-th allocation of the core from now on fail, once; 0: off."},
+    {"alloc_live", FP_FASTCALL(fp_py_alloc_live), METH_FASTCALL,
+     "alloc_live()\n--\n\nFor tests: how many blocks of the core are in use."},
+    {NULL, NULL, 0, NULL},
+};

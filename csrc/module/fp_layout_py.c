@@ -1,0 +1,239 @@
+/* module/fp_layout_py.c -- the heap type flatparam._C.Layout: core/fp_layout as an immutable object. It refers to no
+ * other objects, so the garbage collector need not know it. Nothing can derive from it, so its type is the one that
+ * fp_exec made, with the module behind it. */
+#include "module/fp_layout_py.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+#include "core/fp_alloc.h"
+#include "core/fp_layout.h"
+
+typedef struct {
+    PyObject_HEAD
+    fp_layout layout; /* complete from the moment anybody else sees the object */
+} layout_object;
+
+static fp_layout *
+layout_of(PyObject *self)
+{
+    return &((layout_object *)self)->layout;
+}
+
+static PyObject *
+module_of(PyObject *self)
+{
+    return PyType_GetModule(Py_TYPE(self)); /* borrowed */
+}
+
+/* Layout(numels, world_size, itemsize, alignment[, blocks]) */
+static PyObject *
+layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *self = NULL;                  /* owned */
+    int64_t *numels = NULL, *blocks = NULL; /* owned */
+    Py_ssize_t n, n_blocks;
+    int64_t world_size, itemsize, alignment;
+
+    if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "Layout() takes no keyword arguments");
+        return NULL;
+    }
+    if (fp_check_nargs_between("Layout", PyTuple_GET_SIZE(args), 4, 5) < 0 ||
+        fp_as_int64(PyTuple_GET_ITEM(args, 1), &world_size) < 0 ||
+        fp_as_int64(PyTuple_GET_ITEM(args, 2), &itemsize) < 0 ||
+        fp_as_int64(PyTuple_GET_ITEM(args, 3), &alignment) < 0 ||
+        fp_as_int64_array(PyTuple_GET_ITEM(args, 0), &numels, &n) < 0) {
+        return NULL;
+    }
+    if (PyTuple_GET_SIZE(args) == 5 && PyTuple_GET_ITEM(args, 4) != Py_None) {
+        if (fp_as_int64_array(PyTuple_GET_ITEM(args, 4), &blocks, &n_blocks) < 0) {
+            goto done;
+        }
+        if (n_blocks != n) {
+            fp_fail(PyType_GetModule(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", n,
+                    n_blocks);
+            goto done;
+        }
+    }
+    self = type->tp_alloc(type, 0); /* zeroed */
+    if (self != NULL) {
+        fp_layout *layout = layout_of(self);
+        const fp_status status =
+            blocks == NULL ? fp_layout_init(layout, numels, (size_t)n, alignment, world_size, itemsize)
+                           : fp_layout_init_atomic(layout, numels, blocks, (size_t)n, alignment, world_size, itemsize);
+        if (fp_fail(PyType_GetModule(type), status,
+                    "expected at least one element, no negative size, world_size >= 1, itemsize >= 1 and alignment >= "
+                    "%d%s, with all of it in 64 bits of bytes; got %zd parameters, world_size %lld, itemsize %lld, "
+                    "alignment %lld",
+                    blocks != NULL, blocks == NULL ? "" : ", blocks of at least 1", n, (long long)world_size,
+                    (long long)itemsize, (long long)alignment) < 0) {
+            Py_CLEAR(self);
+        }
+    }
+done:
+    fp_free(numels);
+    fp_free(blocks);
+    return self;
+}
+
+static void
+layout_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    fp_layout_clear(layout_of(self));
+    type->tp_free(self);
+    Py_DECREF(type); /* an object of a heap type owns a reference to it */
+}
+
+/* [begin, end) from two arguments. */
+static int
+as_range(PyObject *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int64_t *begin, int64_t *end)
+{
+    if (fp_check_nargs(name, nargs, 2) < 0 || fp_as_int64(args[0], begin) < 0 || fp_as_int64(args[1], end) < 0) {
+        return -1;
+    }
+    if (*begin < 0 || *begin > *end) {
+        return fp_fail(module_of(self), FP_EINVAL, "expected 0 <= begin <= end, got begin %lld, end %lld",
+                       (long long)*begin, (long long)*end);
+    }
+    return 0;
+}
+
+/* shard_range(rank) -> (begin, end) of the rank's padded shard */
+static PyObject *
+layout_shard_range(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t rank, range[2];
+    if (fp_check_nargs("shard_range", nargs, 1) < 0 || fp_as_int64(args[0], &rank) < 0 ||
+        fp_fail(module_of(self), fp_layout_shard_range(layout_of(self), rank, &range[0], &range[1]),
+                "expected 0 <= rank < %lld, got %lld", (long long)layout_of(self)->world_size, (long long)rank) < 0) {
+        return NULL;
+    }
+    return fp_int64_tuple(range, 2);
+}
+
+/* params_in(begin, end) -> (first, last): parameters [first, last) have elements in [begin, end) */
+static PyObject *
+layout_params_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t begin, end;
+    size_t first, last;
+    if (as_range(self, "params_in", args, nargs, &begin, &end) < 0) {
+        return NULL;
+    }
+    fp_layout_params_in(layout_of(self), begin, end, &first, &last);
+    return fp_int64_tuple((int64_t[2]){(int64_t)first, (int64_t)last}, 2);
+}
+
+/* parts(begin, end) -> [(offset, numel, start, inclusive end), ...] of the parameters that params_in(begin, end) tells
+ * */
+static PyObject *
+layout_parts(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t begin, end;
+    size_t first, last;
+    if (as_range(self, "parts", args, nargs, &begin, &end) < 0) {
+        return NULL;
+    }
+    fp_layout_params_in(layout_of(self), begin, end, &first, &last);
+    PyObject *parts = PyList_New((Py_ssize_t)(last - first));
+    if (parts == NULL) {
+        return NULL;
+    }
+    for (size_t i = first; i < last; i++) {
+        const fp_param_part part = fp_layout_part(layout_of(self), i, begin, end);
+        PyObject *item = fp_int64_tuple((int64_t[4]){part.offset, part.numel, part.start, part.end_element}, 4);
+        if (item == NULL) {
+            Py_DECREF(parts);
+            return NULL;
+        }
+        PyList_SET_ITEM(parts, (Py_ssize_t)(i - first), item); /* steals item */
+    }
+    return parts;
+}
+
+/* The arrays, each as a new tuple; closure is one of these. */
+enum { GET_STARTS, GET_NUMELS, GET_ITEM_NUMELS, GET_IS_PADDING };
+
+static PyObject *
+layout_get_array(PyObject *self, void *closure)
+{
+    const fp_layout *layout = layout_of(self);
+    switch ((int)(intptr_t)closure) {
+        case GET_STARTS:
+            return fp_int64_tuple(layout->starts, (Py_ssize_t)layout->num_params);
+        case GET_NUMELS:
+            return fp_int64_tuple(layout->numels, (Py_ssize_t)layout->num_params);
+        case GET_ITEM_NUMELS:
+            return fp_int64_tuple(layout->item_numels, (Py_ssize_t)layout->num_items);
+        default:
+            break;
+    }
+    PyObject *mask = PyTuple_New((Py_ssize_t)layout->num_items);
+    if (mask == NULL) {
+        return NULL;
+    }
+    for (size_t i = 0; i < layout->num_items; i++) {
+        PyTuple_SET_ITEM(mask, (Py_ssize_t)i, Py_NewRef(layout->is_pad[i] ? Py_True : Py_False));
+    }
+    return mask;
+}
+
+static PyMethodDef layout_methods[] = {
+    {"shard_range", FP_FASTCALL(layout_shard_range), METH_FASTCALL,
+     "shard_range($self, rank, /)\n--\n\nThe elements (begin, end) of a rank's padded shard."},
+    {"params_in", FP_FASTCALL(layout_params_in), METH_FASTCALL,
+     "params_in($self, begin, end, /)\n--\n\nThe parameters (first, last), half-open, with elements in [begin, end)."},
+    {"parts", FP_FASTCALL(layout_parts), METH_FASTCALL,
+     "parts($self, begin, end, /)\n--\n\n"
+     "What [begin, end) holds of those: a list of (offset in the range, numel, start, inclusive end)."},
+    {NULL, NULL, 0, NULL},
+};
+
+#define INT64_MEMBER(name, doc)                                                                                        \
+    {#name, T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, name), READONLY, doc}
+static PyMemberDef layout_members[] = {
+    INT64_MEMBER(world_size, "ranks that share the flat parameter"),
+    INT64_MEMBER(alignment, "elements to whose multiples parameters are aligned; 0: none"),
+    INT64_MEMBER(numel, "elements of the unsharded flat parameter, with padding items"),
+    INT64_MEMBER(numel_params, "elements of the parameters alone"),
+    INT64_MEMBER(shard_numel, "elements of every rank's padded shard"),
+    INT64_MEMBER(padded_numel, "shard_numel * world_size"),
+    {"itemsize", T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, item_bytes), READONLY,
+     "bytes of one element"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef layout_getset[] = {
+    {"starts", layout_get_array, NULL, "first element of each parameter", (void *)(intptr_t)GET_STARTS},
+    {"numels", layout_get_array, NULL, "elements of each parameter", (void *)(intptr_t)GET_NUMELS},
+    {"numels_with_padding", layout_get_array, NULL, "elements of each parameter and padding, in order",
+     (void *)(intptr_t)GET_ITEM_NUMELS},
+    {"is_padding_mask", layout_get_array, NULL, "which of those are paddings", (void *)(intptr_t)GET_IS_PADDING},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot layout_slots[] = {
+    {Py_tp_new, layout_new},
+    {Py_tp_dealloc, layout_dealloc},
+    {Py_tp_methods, layout_methods},
+    {Py_tp_members, layout_members},
+    {Py_tp_getset, layout_getset},
+    {Py_tp_doc, "Layout(numels, world_size, itemsize, alignment, blocks=None, /)\n--\n\n"
+                "Where parameters lie in a flat parameter; use it by way of flatparam.FlatLayout."},
+    {0, NULL},
+};
+
+static PyType_Spec layout_spec = {
+    .name = "flatparam._C.Layout",
+    .basicsize = sizeof(layout_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = layout_slots,
+};
+
+PyObject *
+fp_layout_type_new(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &layout_spec, NULL);
+}

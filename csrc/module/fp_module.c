@@ -1,0 +1,111 @@
+/* module/fp_module.c -- the module flatparam._C: multi-phase init, types and method tables. */
+#include "module/fp_layout_py.h"
+#include "module/fp_module_params.h"
+#include "module/fp_tables.h"
+#include "python/fp_attributes.h"
+#include "python/fp_overrides.h"
+#include "runtime/fp_model_trace.h"
+#include "runtime/fp_root.h"
+#include "runtime/fp_trace_py.h"
+#include "runtime/fp_unit.h"
+
+/* Add the table of a new file here, and declare it in fp_tables.h. */
+static PyMethodDef *const fp_method_tables[] = {
+    fp_core_methods, fp_pack_methods, fp_bridge_methods, fp_unit_methods_of_module, fp_overrides_methods,
+};
+
+/* The heap types; each function returns a new reference, or NULL with an exception. */
+static const struct {
+    const char *name;
+    PyObject *(*new_type)(PyObject *module);
+} fp_types[] = {
+    {"Layout", fp_layout_type_new},
+    {"ModuleParams", fp_module_params_type_new},
+    {"Root", fp_root_type_new},
+    {"Unit", fp_unit_type_new},
+    {"CollectiveTrace", fp_trace_type_new},
+    {"ModelTrace", fp_model_trace_type_new},
+};
+
+static int
+fp_exec(PyObject *module)
+{
+    fp_module_state *state = fp_get_state(module); /* zeroed by the interpreter */
+    state->ShardError = PyErr_NewExceptionWithDoc(
+        "flatparam.ShardError", "A size, world size, rank or element range is out of range or does not fit 64 bits.",
+        PyExc_ValueError, NULL);
+    if (PyModule_AddObjectRef(module, "ShardError", state->ShardError) < 0) { /* also when it is NULL */
+        return -1;
+    }
+    if (fp_attributes_exec() < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < sizeof fp_types / sizeof fp_types[0]; i++) {
+        PyObject *type = fp_types[i].new_type(module);
+        const int failed = PyModule_AddObjectRef(module, fp_types[i].name, type) < 0; /* also when it is NULL */
+        Py_XDECREF(type);
+        if (failed) {
+            return -1;
+        }
+    }
+    for (size_t i = 0; i < sizeof fp_method_tables / sizeof fp_method_tables[0]; i++) {
+        if (PyModule_AddFunctions(module, fp_method_tables[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+fp_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    fp_module_state *state = fp_get_state(module);
+    if (state != NULL) { /* not yet made while the module is being created */
+        Py_VISIT(state->ShardError);
+    }
+    return 0;
+}
+
+static int
+fp_clear(PyObject *module)
+{
+    fp_module_state *state = fp_get_state(module);
+    if (state != NULL) {
+        Py_CLEAR(state->ShardError);
+    }
+    return 0;
+}
+
+static void
+fp_module_free(void *module)
+{
+    (void)fp_clear((PyObject *)module);
+}
+
+static PyModuleDef_Slot fp_slots[] = {
+    {Py_mod_exec, fp_exec},
+#if PY_VERSION_HEX >= 0x030C0000 /* libtorch_python keeps process-wide globals */
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030D0000 /* NOT_USED once a threaded test passes on a free-threaded build */
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
+static PyModuleDef fp_module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "flatparam._C",
+    .m_doc = "The C core of flatparam; use it by way of the package flatparam.",
+    .m_size = sizeof(fp_module_state),
+    .m_slots = fp_slots,
+    .m_traverse = fp_traverse,
+    .m_clear = fp_clear,
+    .m_free = fp_module_free,
+};
+
+PyMODINIT_FUNC
+PyInit__C(void)
+{
+    return PyModuleDef_Init(&fp_module);
+}

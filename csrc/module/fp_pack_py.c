@@ -1,0 +1,359 @@
+/* module/fp_pack_py.c -- wrappers of core/fp_pack and core/fp_simd. They take memory only as objects with the buffer
+ * protocol, checked against the sizes asked for, so that no argument can make them touch memory that is not theirs. */
+#include "module/fp_tables.h"
+
+#include <string.h>
+
+#include "core/fp_alloc.h"
+#include "core/fp_pack.h"
+#include "core/fp_simd.h"
+
+/* From this many bytes on the interpreter lock is released: the buffers stay exported, so nobody can free them. */
+enum { RELEASE_GIL_BYTES = 1 << 20 };
+
+static const char *const dtype_names[FP_DTYPE_COUNT] = {"float64", "float32", "bfloat16", "float16"};
+
+/* "float64", "float32", "bfloat16" or "float16" as fp_dtype. */
+static int
+as_dtype(PyObject *object, fp_dtype *out)
+{
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected the name of a dtype, got %.200s", Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    for (int i = 0; i < FP_DTYPE_COUNT; i++) {
+        if (PyUnicode_CompareWithASCIIString(object, dtype_names[i]) == 0) {
+            *out = (fp_dtype)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "expected float64, float32, bfloat16 or float16, got %R", object);
+    return -1;
+}
+
+/* Borrow the memory of object until PyBuffer_Release: contiguous, and writable if asked for. Else TypeError. */
+static int
+get_buffer(PyObject *object, int writable, Py_buffer *out)
+{
+    if (PyObject_GetBuffer(object, out, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) {
+        return 0;
+    }
+    out->obj = NULL;
+    if (PyErr_ExceptionMatches(PyExc_BufferError)) {
+        PyErr_Format(PyExc_TypeError, "expected a contiguous %sbuffer, got %.200s", writable ? "writable " : "",
+                     Py_TYPE(object)->tp_name);
+    }
+    return -1;
+}
+
+/* The memory of one call: everything that has to be given back at its end. Zero it before use. */
+typedef struct {
+    PyObject *items; /* owned tuple of the caller's segments */
+    Py_ssize_t n;
+    Py_buffer *buffers;   /* one a segment; obj is NULL where there is none */
+    fp_segment *segments; /* pointers into buffers */
+    Py_buffer flat;
+    int64_t begin, end;
+} packing;
+
+static void
+packing_release(packing *call)
+{
+    for (Py_ssize_t i = 0; call->buffers != NULL && i < call->n; i++) {
+        PyBuffer_Release(&call->buffers[i]); /* does nothing where obj is NULL */
+    }
+    fp_free(call->buffers);
+    fp_free(call->segments);
+    PyBuffer_Release(&call->flat);
+    Py_XDECREF(call->items);
+}
+
+/* 1 if numel elements of item_bytes lie in a buffer of length bytes. */
+static int
+holds(Py_ssize_t length, int64_t numel, size_t item_bytes)
+{
+    return numel >= 0 && (uint64_t)numel <= (uint64_t)length / item_bytes;
+}
+
+/* Fill segment i from (buffer or None, start, numel). */
+static int
+get_segment(PyObject *module, packing *call, Py_ssize_t i, int writable, size_t item_bytes)
+{
+    PyObject *item = PyTuple_GET_ITEM(call->items, i); /* borrowed */
+    fp_segment *segment = &call->segments[i];
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3) {
+        PyErr_Format(PyExc_TypeError, "segment %zd: expected a tuple (buffer or None, start, numel)", i);
+        return -1;
+    }
+    PyObject *memory = PyTuple_GET_ITEM(item, 0);
+    if (fp_as_int64(PyTuple_GET_ITEM(item, 1), &segment->start) < 0 ||
+        fp_as_int64(PyTuple_GET_ITEM(item, 2), &segment->numel) < 0) {
+        return -1;
+    }
+    if (memory == Py_None) {
+        return 0;
+    }
+    if (get_buffer(memory, writable, &call->buffers[i]) < 0) {
+        return -1;
+    }
+    if (!holds(call->buffers[i].len, segment->numel, item_bytes)) {
+        return fp_fail(module, FP_EINVAL, "segment %zd: %lld elements of %zu bytes do not fit a buffer of %zd bytes", i,
+                       (long long)segment->numel, item_bytes, call->buffers[i].len);
+    }
+    segment->data = call->buffers[i].buf;
+    return 0;
+}
+
+/* FP_EINVAL for a segment that shares memory with flat, unless it is its own place there and of the same type. */
+static int
+check_overlap(PyObject *module, const packing *call, size_t segment_bytes, size_t flat_bytes, int same_type)
+{
+    const uintptr_t flat = (uintptr_t)call->flat.buf;
+    const uintptr_t flat_end = flat + (uintptr_t)call->flat.len;
+    for (Py_ssize_t i = 0; i < call->n; i++) {
+        const fp_segment *segment = &call->segments[i];
+        const uintptr_t data = (uintptr_t)segment->data;
+        if (segment->data == NULL || segment->numel == 0 || data >= flat_end ||
+            data + (size_t)segment->numel * segment_bytes <= flat) {
+            continue;
+        }
+        if (!same_type || segment->start > call->end || data - flat != (size_t)segment->start * flat_bytes) {
+            return fp_fail(module, FP_EINVAL, "segment %zd overlaps the flat buffer at another place", i);
+        }
+    }
+    return 0;
+}
+
+/* Borrow all memory of a call and check every size. What was borrowed is in call also on failure. */
+static int
+packing_init(PyObject *module, packing *call, PyObject *segments, size_t segment_bytes, PyObject *flat,
+             size_t flat_bytes, PyObject *begin, PyObject *end, int unpack, int same_type)
+{
+    if (fp_as_int64(begin, &call->begin) < 0 || fp_as_int64(end, &call->end) < 0) {
+        return -1;
+    }
+    call->items = PySequence_Tuple(segments); /* ours: an __index__ or a buffer's getter may change the caller's list */
+    if (call->items == NULL) {
+        return -1;
+    }
+    call->buffers = fp_calloc((size_t)PyTuple_GET_SIZE(call->items), sizeof *call->buffers);
+    call->segments = fp_calloc((size_t)PyTuple_GET_SIZE(call->items), sizeof *call->segments);
+    if (call->buffers == NULL || call->segments == NULL) {
+        return fp_check(module, FP_ENOMEM);
+    }
+    call->n = PyTuple_GET_SIZE(call->items);
+    for (Py_ssize_t i = 0; i < call->n; i++) {
+        if (get_segment(module, call, i, unpack, segment_bytes) < 0) {
+            return -1;
+        }
+    }
+    if (get_buffer(flat, !unpack, &call->flat) < 0) {
+        return -1;
+    }
+    if (call->begin < 0 || call->begin > call->end || !holds(call->flat.len, call->end, flat_bytes)) {
+        return fp_fail(module, FP_EINVAL, "elements [%lld, %lld) are no range of a buffer of %zd elements",
+                       (long long)call->begin, (long long)call->end, call->flat.len / (Py_ssize_t)flat_bytes);
+    }
+    return check_overlap(module, call, segment_bytes, flat_bytes, same_type);
+}
+
+/* 1 if the range is big enough to let other threads run. */
+static int
+is_big(const packing *call, size_t flat_bytes)
+{
+    return (size_t)(call->end - call->begin) * flat_bytes >= RELEASE_GIL_BYTES;
+}
+
+/* The exception for a refused list, or None. */
+static PyObject *
+packing_result(PyObject *module, fp_status status)
+{
+    if (fp_fail(module, status, "segments must be sorted, without overlaps, and not negative") < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* None or a number: opts->scale. */
+static int
+as_scale(PyObject *object, fp_pack_opts *opts)
+{
+    opts->has_scale = object != Py_None;
+    return opts->has_scale ? fp_as_double(object, &opts->scale) : 0;
+}
+
+/* pack and unpack: they differ in the direction, and in fill, which unpack has not. */
+static PyObject *
+pack_or_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, int unpack)
+{
+    PyObject *result = NULL;
+    packing call = {0};
+    fp_pack_opts opts = {0};
+    fp_dtype segment_dtype, flat_dtype;
+    fp_status status;
+
+    if (fp_check_nargs_between(unpack ? "unpack" : "pack", nargs, 6, unpack ? 8 : 9) < 0 ||
+        as_dtype(args[1], &segment_dtype) < 0 || as_dtype(args[3], &flat_dtype) < 0 ||
+        (nargs > 6 && as_scale(args[6], &opts) < 0) || (nargs > 7 && fp_as_bool(args[7], &opts.accumulate) < 0) ||
+        (nargs > 8 && fp_as_double(args[8], &opts.fill) < 0)) {
+        return NULL;
+    }
+    const size_t segment_bytes = fp_dtype_bytes(segment_dtype), flat_bytes = fp_dtype_bytes(flat_dtype);
+    if (packing_init(module, &call, args[0], segment_bytes, args[2], flat_bytes, args[4], args[5], unpack,
+                     segment_dtype == flat_dtype) == 0) {
+        PyThreadState *others = is_big(&call, flat_bytes) ? PyEval_SaveThread() : NULL;
+        status = unpack ? fp_unpack(call.segments, (size_t)call.n, segment_dtype, call.flat.buf, flat_dtype, call.begin,
+                                    call.end, &opts)
+                        : fp_pack(call.segments, (size_t)call.n, segment_dtype, call.flat.buf, flat_dtype, call.begin,
+                                  call.end, &opts);
+        if (others != NULL) {
+            PyEval_RestoreThread(others);
+        }
+        result = packing_result(module, status);
+    }
+    packing_release(&call);
+    return result;
+}
+
+/* pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, fill=0.0) */
+static PyObject *
+fp_py_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return pack_or_unpack(module, args, nargs, 0);
+}
+
+/* unpack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False) */
+static PyObject *
+fp_py_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return pack_or_unpack(module, args, nargs, 1);
+}
+
+/* pack_raw and unpack_raw. */
+static PyObject *
+pack_or_unpack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs, int unpack)
+{
+    PyObject *result = NULL;
+    packing call = {0};
+    Py_buffer fill = {0};
+    int64_t item_bytes;
+    fp_status status;
+
+    if (fp_check_nargs_between(unpack ? "unpack_raw" : "pack_raw", nargs, 5, unpack ? 5 : 6) < 0 ||
+        fp_as_int64(args[1], &item_bytes) < 0) {
+        return NULL;
+    }
+    if (item_bytes < 1) {
+        fp_fail(module, FP_EINVAL, "expected item_bytes >= 1, got %lld", (long long)item_bytes);
+        return NULL;
+    }
+    if (nargs > 5 && args[5] != Py_None) {
+        if (get_buffer(args[5], 0, &fill) < 0) {
+            return NULL;
+        }
+        if (fill.len != item_bytes) {
+            fp_fail(module, FP_EINVAL, "expected %lld bytes of fill, got %zd", (long long)item_bytes, fill.len);
+            goto done;
+        }
+    }
+    if (packing_init(module, &call, args[0], (size_t)item_bytes, args[2], (size_t)item_bytes, args[3], args[4], unpack,
+                     1) == 0) {
+        PyThreadState *others = is_big(&call, (size_t)item_bytes) ? PyEval_SaveThread() : NULL;
+        status = unpack ? fp_unpack_raw(call.segments, (size_t)call.n, item_bytes, call.flat.buf, call.begin, call.end)
+                        : fp_pack_raw(call.segments, (size_t)call.n, item_bytes, call.flat.buf, call.begin, call.end,
+                                      fill.buf);
+        if (others != NULL) {
+            PyEval_RestoreThread(others);
+        }
+        result = packing_result(module, status);
+    }
+done:
+    packing_release(&call);
+    PyBuffer_Release(&fill);
+    return result;
+}
+
+/* pack_raw(segments, item_bytes, flat, begin, end, fill=None) */
+static PyObject *
+fp_py_pack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return pack_or_unpack_raw(module, args, nargs, 0);
+}
+
+/* unpack_raw(segments, item_bytes, flat, begin, end) */
+static PyObject *
+fp_py_unpack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return pack_or_unpack_raw(module, args, nargs, 1);
+}
+
+/* simd_levels() -> names of the levels that work here, the best one last */
+static PyObject *
+fp_py_simd_levels(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("simd_levels", nargs, 0) < 0) {
+        return NULL;
+    }
+    PyObject *names = PyList_New(0);
+    if (names == NULL) {
+        return NULL;
+    }
+    for (int level = 0; level < FP_SIMD_COUNT; level++) {
+        if (!fp_simd_supported((fp_simd_level)level)) {
+            continue;
+        }
+        PyObject *name = PyUnicode_FromString(fp_simd_name((fp_simd_level)level));
+        if (name == NULL || PyList_Append(names, name) < 0) {
+            Py_XDECREF(name);
+            Py_DECREF(names);
+            return NULL;
+        }
+        Py_DECREF(name);
+    }
+    return names;
+}
+
+/* simd_level(name=None) -> the level in use, after switching to name if one is given */
+static PyObject *
+fp_py_simd_level(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs_between("simd_level", nargs, 0, 1) < 0) {
+        return NULL;
+    }
+    if (nargs == 1 && args[0] != Py_None) {
+        int found = 0;
+        if (!PyUnicode_Check(args[0])) {
+            PyErr_Format(PyExc_TypeError, "expected the name of a level, got %.200s", Py_TYPE(args[0])->tp_name);
+            return NULL;
+        }
+        for (int level = 0; level < FP_SIMD_COUNT && !found; level++) {
+            found = PyUnicode_CompareWithASCIIString(args[0], fp_simd_name((fp_simd_level)level)) == 0 &&
+                    fp_simd_set_level((fp_simd_level)level) == FP_OK;
+        }
+        if (!found) {
+            PyErr_Format(PyExc_ValueError, "expected one of simd_levels(), got %R", args[0]);
+            return NULL;
+        }
+    }
+    return PyUnicode_FromString(fp_simd_name(fp_simd_get_level()));
+}
+
+PyMethodDef fp_pack_methods[] = {
+    {"pack", FP_FASTCALL(fp_py_pack), METH_FASTCALL,
+     "pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, fill=0.0, /)\n--\n\n"
+     "Compute elements [begin, end) of flat from segments (buffer or None, start, numel), sorted by start."},
+    {"unpack", FP_FASTCALL(fp_py_unpack), METH_FASTCALL,
+     "unpack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, /)\n--\n\n"
+     "Write elements [begin, end) of flat into the segments that hold them."},
+    {"pack_raw", FP_FASTCALL(fp_py_pack_raw), METH_FASTCALL,
+     "pack_raw(segments, item_bytes, flat, begin, end, fill=None, /)\n--\n\n"
+     "Copy segments into elements [begin, end) of flat as raw items of item_bytes bytes."},
+    {"unpack_raw", FP_FASTCALL(fp_py_unpack_raw), METH_FASTCALL,
+     "unpack_raw(segments, item_bytes, flat, begin, end, /)\n--\n\n"
+     "Copy elements [begin, end) of flat into segments as raw items of item_bytes bytes."},
+    {"simd_levels", FP_FASTCALL(fp_py_simd_levels), METH_FASTCALL,
+     "simd_levels()\n--\n\nNames of the SIMD levels that work on this processor, the best one last."},
+    {"simd_level", FP_FASTCALL(fp_py_simd_level), METH_FASTCALL,
+     "simd_level(name=None, /)\n--\n\nThe SIMD level in use; with a name, switch to it first."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,230 @@
+/* module/fp_tensor_py.c -- wrappers of what the bridge does without a unit: tensors and their storages, signs of life. */
+#include "tensor/fp_lent.h"
+#include "tensor/fp_pulse.h"
+#include "tensor/fp_shards.h"
+#include "tensor/fp_torch.h"
+#include "tensor/fp_values.h"
+#include "module/fp_tables.h"
+
+static PyObject *
+is_plain(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return PyBool_FromLong(fp_torch_all_plain(args, nargs));
+}
+
+static PyObject *
+resize_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *reason = NULL;
+    int64_t numel;
+    int keeps_size = 0;
+    if (fp_check_nargs_between("resize_storage", nargs, 2, 4) < 0 || fp_as_int64(args[1], &numel) < 0) {
+        return NULL;
+    }
+    if (nargs > 2 && args[2] != Py_None) {
+        reason = PyUnicode_AsUTF8(args[2]); /* lives as long as the argument */
+        if (reason == NULL) {
+            return NULL;
+        }
+    }
+    if (nargs > 3) {
+        keeps_size = PyObject_IsTrue(args[3]);
+        if (keeps_size < 0) {
+            return NULL;
+        }
+    }
+    if (fp_torch_resize_storage(args[0], numel, reason, keeps_size) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+storage_numel(PyObject *module, PyObject *tensor)
+{
+    const int64_t numel = fp_torch_storage_numel(tensor);
+    return numel < 0 ? NULL : PyLong_FromLongLong(numel);
+}
+
+static PyObject *
+digest(PyObject *module, PyObject *tensor)
+{
+    uint64_t found;
+    return fp_torch_digest(tensor, &found) < 0 ? NULL : PyLong_FromUnsignedLongLong(found);
+}
+
+static PyObject *
+same_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("same_storage", nargs, 2) < 0) {
+        return NULL;
+    }
+    const int same = fp_torch_same_storage(args[0], args[1]);
+    return same < 0 ? NULL : PyBool_FromLong(same);
+}
+
+static PyObject *
+clear_grads(PyObject *module, PyObject *params)
+{
+    PyObject *items = PySequence_Tuple(params); /* a copy of ours, which nobody can shrink */
+    if (items == NULL) {
+        return NULL;
+    }
+    PyObject **first = &PyTuple_GET_ITEM(items, 0);
+    const Py_ssize_t n = PyTuple_GET_SIZE(items);
+    const int plain = fp_torch_all_plain(first, n);
+    const int status = plain ? fp_torch_clear_grads(first, n) : 0;
+    Py_DECREF(items);
+    return status < 0 ? NULL : PyBool_FromLong(plain);
+}
+
+static PyObject *
+grad_summary(PyObject *module, PyObject *params)
+{
+    int all_none = 0, any_requires_grad = 0;
+    PyObject *items = PySequence_Tuple(params);
+    if (items == NULL) {
+        return NULL;
+    }
+    PyObject **first = &PyTuple_GET_ITEM(items, 0);
+    const Py_ssize_t n = PyTuple_GET_SIZE(items);
+    const int plain = fp_torch_all_plain(first, n);
+    const int status = plain ? fp_torch_grad_summary(first, n, &all_none, &any_requires_grad) : 0;
+    Py_DECREF(items);
+    if (status < 0) {
+        return NULL;
+    }
+    return plain ? Py_BuildValue("(NN)", PyBool_FromLong(all_none), PyBool_FromLong(any_requires_grad))
+                 : Py_NewRef(Py_None);
+}
+
+static PyObject *
+versions(PyObject *module, PyObject *tensors)
+{
+    fp_versions found = {0, 0, 0};
+    PyObject *items = PySequence_Tuple(tensors);
+    if (items == NULL) {
+        return NULL;
+    }
+    PyObject **first = &PyTuple_GET_ITEM(items, 0);
+    const Py_ssize_t n = PyTuple_GET_SIZE(items);
+    const int plain = fp_torch_all_plain(first, n);
+    const int status = plain ? fp_torch_versions(first, n, &found) : 0;
+    Py_DECREF(items);
+    if (status < 0) {
+        return NULL;
+    }
+    return plain ? Py_BuildValue("(LLL)", (long long)found.values, (long long)found.grads, (long long)found.grad_values)
+                 : Py_NewRef(Py_None);
+}
+
+static PyObject *
+convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int accumulate;
+    if (fp_check_nargs("convert", nargs, 3) < 0 || fp_as_bool(args[2], &accumulate) < 0 ||
+        fp_torch_convert(args[0], args[1], accumulate) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+lend(PyObject *module, PyObject *tensor)
+{
+    const int lent = fp_torch_lend(tensor);
+    return lent < 0 ? NULL : PyBool_FromLong(lent);
+}
+
+static PyObject *
+lending_exchange(PyObject *module, PyObject *capsule)
+{
+    return fp_torch_lending_exchange(capsule);
+}
+
+static const char pulse_name[] = "flatparam._C.pulse";
+
+static void
+end_pulse(PyObject *capsule)
+{
+    fp_pulse_stop((fp_pulse *)PyCapsule_GetPointer(capsule, pulse_name));
+}
+
+static PyObject *
+pulse(PyObject *module, PyObject *args)
+{
+    const char *group, *prefix, *answer;
+    double interval;
+    if (!PyArg_ParseTuple(args, "sssd:pulse", &group, &prefix, &answer, &interval)) {
+        return NULL;
+    }
+    fp_pulse *started = fp_pulse_start(group, prefix, answer, interval);
+    PyObject *capsule = started == NULL ? NULL : PyCapsule_New(started, pulse_name, end_pulse);
+    if (started != NULL && capsule == NULL) {
+        fp_pulse_stop(started);
+    }
+    return capsule;
+}
+
+static PyObject *
+set_shard(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return fp_check_nargs("set_shard", nargs, 2) < 0 || fp_torch_set_shard(args[0], args[1]) < 0 ? NULL
+                                                                                                 : Py_NewRef(Py_None);
+}
+
+static PyObject *
+explain_shards(PyObject *module, PyObject *explain)
+{
+    fp_torch_explain_shards(explain);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef fp_bridge_methods[] = {
+    {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
+     "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
+     "mode is on."},
+    {"resize_storage", (PyCFunction)(void (*)(void))resize_storage, METH_FASTCALL,
+     "resize_storage($module, tensor, numel, reason=None, keeps_size=False, /)\n--\n\nGive the storage of tensor room "
+     "for "
+     "numel elements of its dtype; 0 frees it. Contents are not kept. "
+     "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
+     "size."},
+    {"storage_numel", storage_numel, METH_O,
+     "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
+    {"digest", digest, METH_O,
+     "digest($module, tensor, /)\n--\n\nA number of 64 bits that tells the values of dense tensors on the host apart, "
+     "of "
+     "one size and strides. Of more than 16 KiB it reads a line of 64 bytes in each 8 KiB."},
+    {"same_storage", (PyCFunction)(void (*)(void))same_storage, METH_FASTCALL,
+     "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
+    {"clear_grads", clear_grads, METH_O,
+     "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None; False, with nothing done, "
+     "unless is_plain(*params)."},
+    {"grad_summary", grad_summary, METH_O,
+     "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
+     "unless is_plain(*params)."},
+    {"versions", versions, METH_O,
+     "versions($module, tensors, /)\n--\n\n(sum of the tensors' versions, how many have a gradient, sum of the "
+     "gradients' versions); None unless is_plain(*tensors)."},
+    {"convert", (PyCFunction)(void (*)(void))convert, METH_FASTCALL,
+     "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
+     "of any dtypes; in one pass over memory on the CPU."},
+    {"set_shard", FP_FASTCALL(set_shard), METH_FASTCALL,
+     "set_shard($module, param, piece, /)\n--\n\nLet param's data be piece, a shard: operations that take whole "
+     "parameters refuse it then."},
+    {"explain_shards", explain_shards, METH_O,
+     "explain_shards($module, explain, /)\n--\n\nexplain(tensor) says what a RuntimeError is to say of a shard, or "
+     "None."},
+    {"lend", lend, METH_O,
+     "lend($module, tensor, /)\n--\n\nSomebody has the address of tensor, and a reference to it: if flatparam frees "
+     "and fills its storage, it leaves the memory to them. Whether it does."},
+    {"lending_exchange", lending_exchange, METH_O,
+     "lending_exchange($module, capsule, /)\n--\n\nThe capsule of torch.Tensor.__dlpack_c_exchange_api__, such that "
+     "what is exported through it is lent."},
+    {"pulse", pulse, METH_VARARGS,
+     "pulse($module, group, prefix, answer, interval, /)\n--\n\nA thread that looks every interval seconds into the "
+     "store of the process group with this name, at call below prefix, and sets answer there to what is new. It ends "
+     "with the object, the group or the store."},
+    {NULL, NULL, 0, NULL},
+};

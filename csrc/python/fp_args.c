@@ -1,0 +1,157 @@
+/* python/fp_args.c -- module state, and the helpers for arguments and errors. */
+#include "python/fp_args.h"
+
+#include "core/fp_alloc.h"
+
+fp_module_state *
+fp_get_state(PyObject *module)
+{
+    return (fp_module_state *)PyModule_GetState(module);
+}
+
+int
+fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, Py_ssize_t max)
+{
+    if (nargs >= min && nargs <= max) {
+        return 0;
+    }
+    if (min == max) {
+        PyErr_Format(PyExc_TypeError, "%s() takes exactly %zd arguments (%zd given)", name, min, nargs);
+    }
+    else {
+        PyErr_Format(PyExc_TypeError, "%s() takes from %zd to %zd arguments (%zd given)", name, min, max, nargs);
+    }
+    return -1;
+}
+
+int
+fp_check_nargs(const char *name, Py_ssize_t nargs, Py_ssize_t expected)
+{
+    return fp_check_nargs_between(name, nargs, expected, expected);
+}
+
+int
+fp_as_int64(PyObject *object, int64_t *out)
+{
+    PyObject *index = PyNumber_Index(object); /* owned; the object itself when it is an int */
+    if (index == NULL) {
+        return -1;
+    }
+    const long long value = PyLong_AsLongLong(index);
+    Py_DECREF(index);
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    *out = (int64_t)value;
+    return 0;
+}
+
+int
+fp_as_double(PyObject *object, double *out)
+{
+    const double value = PyFloat_AsDouble(object);
+    if (value == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    *out = value;
+    return 0;
+}
+
+int
+fp_as_bool(PyObject *object, int *out)
+{
+    if (!PyBool_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected True or False, got %.200s", Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    *out = object == Py_True;
+    return 0;
+}
+
+int
+fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n)
+{
+    int64_t *values = NULL;
+    PyObject *items = PySequence_Tuple(object); /* ours, so nobody else can shrink it */
+    if (items == NULL) {
+        return -1;
+    }
+    const Py_ssize_t count = PyTuple_GET_SIZE(items);
+    values = fp_calloc((size_t)count, sizeof *values);
+    if (values == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (fp_as_int64(PyTuple_GET_ITEM(items, i), &values[i]) < 0) { /* borrowed item */
+            goto fail;
+        }
+    }
+    Py_DECREF(items);
+    *out = values;
+    *n = count;
+    return 0;
+fail:
+    fp_free(values);
+    Py_DECREF(items);
+    return -1;
+}
+
+PyObject *
+fp_int64_tuple(const int64_t *values, Py_ssize_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+    if (tuple == NULL) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PyLong_FromLongLong(values[i]);
+        if (item == NULL) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(tuple, i, item); /* steals item */
+    }
+    return tuple;
+}
+
+/* The exception class of a status that is not FP_OK; borrowed. */
+static PyObject *
+exception_of(PyObject *module, fp_status status)
+{
+    switch (status) {
+        case FP_ENOMEM:
+            return PyExc_MemoryError;
+        case FP_ESTATE:
+            return PyExc_RuntimeError;
+        case FP_OK:
+        case FP_EINVAL:
+        case FP_EOVERFLOW:
+            break;
+    }
+    PyObject *shard_error = fp_get_state(module)->ShardError;
+    return shard_error != NULL ? shard_error : PyExc_ValueError; /* gone while the interpreter ends */
+}
+
+int
+fp_check(PyObject *module, fp_status status)
+{
+    return fp_fail(module, status, "%s", fp_status_message(status));
+}
+
+int
+fp_fail(PyObject *module, fp_status status, const char *format, ...)
+{
+    if (status == FP_OK) {
+        return 0;
+    }
+    if (status == FP_ENOMEM) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    va_list arguments;
+    va_start(arguments, format);
+    PyErr_FormatV(exception_of(module, status), format, arguments);
+    va_end(arguments);
+    return -1;
+}

@@ -1,0 +1,64 @@
+/* python/fp_args.h -- module state, and the helpers for arguments and errors that all wrappers use.
+ * Conventions: functions that return int give 0, or -1 with a Python exception set. PyObject arguments are borrowed.
+ * The caller holds the GIL. */
+#ifndef FP_ARGS_H
+#define FP_ARGS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+
+#include "core/fp_status.h"
+
+/* What hangs on the module object beside its types. A member is set in fp_exec, visited in fp_traverse and cleared in
+ * fp_clear (module/fp_module.c). */
+typedef struct {
+    PyObject *ShardError; /* flatparam.ShardError, a ValueError: sizes, world sizes, ranks and ranges that do not fit */
+} fp_module_state;
+
+/* The state of the module object that a METH_FASTCALL function gets as its first argument. */
+fp_module_state *fp_get_state(PyObject *module);
+
+/* The cast that a METH_FASTCALL function needs in a method table. */
+#define FP_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+
+/* Whether object is of the heap type with this tp_dealloc, which has no subclasses. The types are made anew when the module
+ * is executed again, and objects of both stay in use. */
+static inline int
+fp_is_of(PyObject *object, destructor dealloc)
+{
+    return Py_TYPE(object)->tp_dealloc == dealloc;
+}
+
+/* TypeError unless min <= nargs <= max. name is the Python name of the function, for the message. */
+int fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, Py_ssize_t max);
+
+/* TypeError unless nargs == expected. */
+int fp_check_nargs(const char *name, Py_ssize_t nargs, Py_ssize_t expected);
+
+/* An int, or an object with __index__, as int64_t. TypeError for anything else, OverflowError past 64 bits.
+ * May run Python code (__index__). *out is written only on success. */
+int fp_as_int64(PyObject *object, int64_t *out);
+
+/* A float or int (or __float__, __index__) as double. *out is written only on success. */
+int fp_as_double(PyObject *object, double *out);
+
+/* True or False as 1 or 0, nothing else: TypeError. */
+int fp_as_bool(PyObject *object, int *out);
+
+/* A sequence or iterable of ints as a new array, which the caller gives back with fp_free(); never NULL on success,
+ * also for no items. The items are read from a tuple of ours, since __index__ may change the caller's list. */
+int fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n);
+
+/* A new tuple of the n values; NULL with an exception set. */
+PyObject *fp_int64_tuple(const int64_t *values, Py_ssize_t n);
+
+/* Turn a status of the core into an exception: FP_EINVAL and FP_EOVERFLOW into ShardError, FP_ENOMEM into MemoryError,
+ * FP_ESTATE into RuntimeError. Returns 0 for FP_OK, else -1. */
+int fp_check(PyObject *module, fp_status status);
+
+/* The same, with a message (printf format of PyErr_Format) that says what was expected and what came. */
+int fp_fail(PyObject *module, fp_status status, const char *format, ...);
+
+#endif

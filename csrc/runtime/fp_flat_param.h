@@ -1,0 +1,106 @@
+/* runtime/fp_flat_param.h -- one flat parameter of a unit: what it owns, and what the modules and .grad show of it. */
+#ifndef FP_FLAT_PARAM_H
+#define FP_FLAT_PARAM_H
+
+#include "tensor/fp_engine.h"
+#include "python/fp_attributes.h"
+
+/* Nothing was put yet; the original parameters; views; views as attributes, while modules list the parameters. */
+enum { FP_SHOWS_NOTHING = 0, FP_SHOWS_PARAMS = 1, FP_SHOWS_VIEWS = 2, FP_SHOWS_BOTH = 3 };
+
+typedef struct {
+    fp_attributes attributes; /* n parameters, then n_shared further names of them */
+    Py_ssize_t n, n_shared;
+    Py_ssize_t *primary;         /* n_shared: which parameter each further name stands for */
+    fp_geometry *geometry;       /* of the parameters */
+    fp_geometry *owner_geometry; /* of the owners */
+    fp_group *shard_group, *replicate_group, *param_group, *refresh_group;
+    fp_flat_buffer *flat;
+    PyObject *master;         /* the flat Parameter that holds the shard */
+    PyObject *params;         /* tuple of the original Parameters, or NULL: then the modules have views all the time */
+    PyObject *views;          /* tuple, or NULL before the first gather */
+    PyObject *owners;         /* tuple of what has .grad: params, or (master,) */
+    int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
+    PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
+    char *in_saved;           /* of the owners: which had one */
+    char *owed;               /* of the owners: which are frozen, and have something in what is kept */
+    char *gets;               /* of the owners: which get a piece of what was reduced */
+    int untracked;            /* no owner requires grad */
+    int full_precision;       /* gradients are reduced and added in the shard's dtype, which is no low one */
+    int full;                 /* gathered, or being gathered */
+    int shows;                /* what the modules have now: FP_SHOWS_... */
+    int shows_kept;           /* .grad of the owners are the unsharded gradient */
+    int unreduced;            /* and that is not what the optimizer is to step with */
+    int wide;                 /* and that has another dtype than they */
+    int deferred;             /* gradients of this pass are kept though they are to be reduced */
+    int64_t versions;         /* of the owners and the master at the last gather */
+    int copied;               /* what is gathered is good until the masters change, not for one pass */
+    int64_t synced;           /* versions at the last gather from the shards; -1: what it gave is out of date */
+    int64_t synced_steps;     /* optimizer steps then */
+    int64_t kept_first, own;  /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
+    char *cleared;            /* nested, of the owners: what other ranks are to clear of what they have kept too */
+    int coming;               /* this backward gives it a gradient on this rank */
+    int wanted, wanted_kept;  /* the same on some rank; some rank has kept one before */
+    int packed;               /* its gradient has come, and waits for its turn */
+    int passed;               /* its turn has come in this backward */
+} fp_flat_param;
+
+/* Read one from Python into zeroed memory; give it to fp_flat_param_free also after a failure. See the docstring of _C.Unit. */
+int fp_flat_param_read(fp_flat_param *part, PyObject *tuple);
+void fp_flat_param_free(fp_flat_param *part);
+int fp_flat_param_traverse(fp_flat_param *part, visitproc visit, void *arg);
+
+static inline PyObject **
+fp_flat_param_items(PyObject *tuple)
+{
+    return &PyTuple_GET_ITEM(tuple, 0);
+}
+
+/* Let the modules have the views, or the original parameters, whatever they have now; fp_flat_param_show_views and _params: if
+ * they have not. */
+int fp_flat_param_show(fp_flat_param *part, int views);
+int fp_flat_param_show_views(fp_flat_param *part);
+int fp_flat_param_show_params(fp_flat_param *part);
+/* Where the modules have views: let them list the parameters, as parameters() and zero_grad() see. */
+int fp_flat_param_list_params(fp_flat_param *part);
+/* A number that grows with each change of the master and of the owners that torch counts, and with each storage that the
+ * master gets. */
+int64_t fp_flat_param_versions(const fp_flat_param *part);
+/* Whether what was gathered last still has the values of now, and views for who requires grad now. */
+int fp_flat_param_is_as_gathered(fp_flat_param *part);
+/* Let requires_grad_() of a view that stands in a Parameter's place be that of the Parameter. */
+int fp_flat_param_forward_requires_grad(const fp_flat_param *part);
+/* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the
+ * unit called name, if autograd would give that view a gradient which nobody reduces. */
+int fp_flat_param_take_requires_grad(const fp_flat_param *part, PyObject *name);
+/* The first parameter whose data are not where they were put, or in place of which a module has something else; n: none;
+ * -1 on failure. */
+Py_ssize_t fp_flat_param_find_moved(fp_flat_param *part);
+/* The first one in place of which, or of whose view, a module has something else; n: none; -1. */
+Py_ssize_t fp_flat_param_find_other(fp_flat_param *part);
+/* Take what users have written to the views into the shard: 1 if that has changed; 0; -1. ValueError, RuntimeError for what
+ * cannot be taken, which is dropped; name: the unit's. */
+int fp_flat_param_take_written(fp_flat_param *part, PyObject *name);
+/* Let another Parameter be the i-th original one. */
+int fp_flat_param_adopt(fp_flat_param *part, Py_ssize_t i, PyObject *param);
+
+extern int64_t fp_flat_param_unfit; /* how many are unreduced or wide */
+
+/* Show the gradients that were kept in no_sync, and put a reduced one aside. */
+int fp_flat_param_show_kept(fp_flat_param *part);
+/* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
+ * are shown again. */
+int fp_flat_param_read_kept(fp_flat_param *part, const char *name);
+/* The same between passes; what is left is shown again. */
+int fp_flat_param_settle(fp_flat_param *part, const char *name);
+/* Let the owners have their pieces of grad, reduced, added to what they have; their hooks see them. */
+int fp_flat_param_add_reduced(fp_flat_param *part, PyObject *grad);
+/* A gradient of a parameter that is frozen by now counts as none. */
+int fp_flat_param_drop_frozen(const fp_flat_param *part, fp_gradients *gradients);
+/* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
+ * may be something of others; 0; -1. */
+int fp_flat_param_clear_kept(fp_flat_param *part, const int32_t *cleared);
+/* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
+int fp_flat_param_drop_kept(fp_flat_param *part);
+
+#endif

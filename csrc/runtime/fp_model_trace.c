@@ -1,0 +1,133 @@
+/* runtime/fp_model_trace.c -- the type _C.ModelTrace: where the passes of one model begin in a CollectiveTrace that models share. A pass
+ * that comes to no collective may be of one rank alone: it must not end the pass of another model there. */
+#include "runtime/fp_model_trace.h"
+
+#include "runtime/fp_trace_py.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *order;
+    int began; /* a pass, since the last event of this model */
+    int ended; /* a backward, since the last event of this model */
+    int keeps; /* the last backward kept its gradients */
+} follower_object;
+
+static int
+before(PyObject *watcher, uint64_t event)
+{
+    follower_object *self = (follower_object *)watcher;
+    const int gathers = event % FP_EVENT_KINDS != FP_EVENT_REDUCES; /* or is about to */
+    const int new_pass =
+        self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
+    self->ended = 0;
+    self->began = self->began && !new_pass;
+    return fp_trace_note_event(self->order, event + (!gathers && self->keeps ? 2 : 0), new_pass);
+}
+
+static int
+waiting(PyObject *watcher)
+{
+    return fp_trace_note_wait(((follower_object *)watcher)->order);
+}
+
+static int
+failed(PyObject *watcher, const char *message)
+{
+    return fp_trace_note_failure(((follower_object *)watcher)->order, message);
+}
+
+static int
+is_broken(PyObject *watcher)
+{
+    return fp_trace_is_broken(((follower_object *)watcher)->order);
+}
+
+const fp_group_calls fp_model_trace_calls = {
+    .before = before, .waiting = waiting, .failed = failed, .is_broken = is_broken};
+
+void
+fp_model_trace_begin_pass(PyObject *follower)
+{
+    ((follower_object *)follower)->began = 1;
+}
+
+void
+fp_model_trace_end_backward(PyObject *follower, int keeps)
+{
+    follower_object *self = (follower_object *)follower;
+    self->ended = 1;
+    self->keeps = keeps;
+}
+
+static PyObject *
+follower_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"order", NULL};
+    PyObject *order;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:ModelTrace", keywords, &order)) {
+        return NULL;
+    }
+    if (!fp_trace_check(order)) {
+        PyErr_Format(PyExc_TypeError, "expected a CollectiveTrace, got %.200s", Py_TYPE(order)->tp_name);
+        return NULL;
+    }
+    follower_object *self = (follower_object *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->order = Py_NewRef(order);
+        self->ended = 1; /* the first event begins a pass */
+    }
+    return (PyObject *)self;
+}
+
+static int
+follower_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((follower_object *)object)->order);
+    return 0;
+}
+
+static int
+follower_clear(PyObject *object)
+{
+    return 0; /* a watcher is used until it goes: cycles are broken at the order */
+}
+
+static void
+follower_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_CLEAR(((follower_object *)object)->order);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+int
+fp_model_trace_check(PyObject *object)
+{
+    return fp_is_of(object, follower_dealloc);
+}
+
+static PyType_Slot follower_slots[] = {
+    {Py_tp_doc, "ModelTrace(order)\n--\n\nOne model at order, a CollectiveTrace that models of a group share: whose passes they "
+                "are."},
+    {Py_tp_new, follower_new},
+    {Py_tp_dealloc, follower_dealloc},
+    {Py_tp_traverse, follower_traverse},
+    {Py_tp_clear, follower_clear},
+    {0, NULL},
+};
+
+static PyType_Spec follower_spec = {
+    .name = "flatparam._C.ModelTrace",
+    .basicsize = sizeof(follower_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = follower_slots,
+};
+
+PyObject *
+fp_model_trace_type_new(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &follower_spec, NULL);
+}

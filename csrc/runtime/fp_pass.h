@@ -1,0 +1,131 @@
+/* runtime/fp_pass.h -- what a forward and the backward after it do to the units of a tree. */
+#ifndef FP_PASS_H
+#define FP_PASS_H
+
+#include "runtime/fp_flat_param.h"
+
+struct fp_unit;
+
+/* What ranks tell each other of the units that are spread over one group. */
+typedef struct {
+    fp_sum *sum;            /* NULL: it was read */
+    struct fp_unit **steps; /* owned references; the same on all ranks of the group, in one order */
+    Py_ssize_t n, n_flags;
+    int32_t *flags;
+    int rank, ranks; /* ours in the group, and how many there are */
+} fp_exchange;
+
+/* What the units of a tree share: _C.Root. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *collectives;  /* does collectives in Python's way */
+    PyObject *watched;      /* ((dict, name, function), ...): Python's way is taken once one of them was replaced */
+    PyObject *find_tensors; /* finds the tensors in an output of any type */
+    PyObject *followers;    /* tuple of ModelTrace: of the groups that the units are spread over */
+    struct fp_unit **steps; /* all units, borrowed: a unit that goes takes itself out; in the order they joined */
+    Py_ssize_t n_steps;
+    struct fp_unit **order; /* units by the end of their forward in this pass, borrowed; NULL: it is gone */
+    Py_ssize_t n_order, room_order;
+    struct fp_unit *last_forward, *last_refreshed; /* borrowed; see prefetch_forward */
+    struct fp_unit *reducing;                      /* borrowed: the unit whose reduction was started last */
+    struct fp_unit *halfway; /* borrowed: the one before, whose reduction may have a second half */
+    fp_params_ref *ref;
+    int backward_prefetch, forward_prefetch;
+    int synchronize;         /* 0: no_sync */
+    int blocks;              /* of no_sync that are open */
+    int through_python;      /* for this pass */
+    int always_python;       /* a hook is set */
+    int in_backward;         /* between the first before_backward and the end of that pass */
+    fp_backward backward;    /* which one that is */
+    Py_ssize_t depth;        /* units whose forward is under way */
+    unsigned long thread;    /* in which it began */
+    PyThread_type_lock lock; /* who has it works on units in a backward, which has a thread for each device */
+    unsigned long holder;    /* that thread */
+    int held;                /* how often it has it; 0: nobody */
+    int copies;              /* some unit keeps a copy */
+    struct fp_unit **line;   /* all units, borrowed, in the order in which those that keep a copy are reduced */
+    Py_ssize_t line_at;      /* in it: whose turn is next in this backward */
+    Py_ssize_t cursor;       /* in order: to which unit this backward has come */
+    Py_ssize_t entries;      /* first forwards of units so far */
+    fp_exchange *exchanges;  /* of this backward, one for each group */
+    Py_ssize_t n_exchanges;
+    PyObject *error;                  /* what is raised when this backward ends, on all ranks; or NULL */
+    const struct fp_unit *error_step; /* which that is of, borrowed */
+    int64_t pass;
+    int64_t gathers, refreshes, reductions; /* how many there were: for tests and plans; refreshes: gathers of shards */
+} fp_root;
+
+/* One unit: _C.Unit. */
+typedef struct fp_unit {
+    PyObject_HEAD
+    fp_root *run;    /* owned, or NULL before the unit has joined one */
+    PyObject *name;  /* str */
+    PyObject *moved; /* called when parameters are not where they were put */
+    PyObject *reason;
+    PyObject *opaque;  /* the same, when its last output had no tensor that was found; or NULL */
+    PyObject *reduced; /* called with the index of a part whose gradient is reduced and in .grad; or None, NULL */
+    fp_flat_param *parts;
+    Py_ssize_t n_parts;
+    struct fp_unit *next_forward;   /* borrowed: whose forward came next the last time */
+    struct fp_unit *next_refreshed; /* borrowed: the same of those that were out of date */
+    fp_params_ref *ref;
+    int reshard_after_forward;
+    int sharded;         /* some part is spread over ranks */
+    int copied;          /* so is what parts gather from until the masters change, or it stays full */
+    int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
+    int doubted;         /* copied: the next pass compares the masters with what it would gather from */
+    int64_t stale_pass;  /* the last pass that began so */
+    Py_ssize_t depth;    /* forwards of this unit that are under way */
+    int gathering;       /* gathers were started and not waited for */
+    int full;            /* all parts are */
+    Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
+    int keep;            /* what a no_sync backward left full is good until the next optimizer step */
+    int awaits_backward; /* an output has a hook that has not run */
+    uint64_t began;    /* the moment at which the forward that is under way, or the last one, did; see fp_engine_now */
+    int64_t full_pass; /* pass of the gather */
+    int64_t entered_pass; /* of its last forward */
+    Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
+    Py_ssize_t entry;     /* which of all first forwards that was */
+    int64_t kept_steps;   /* optimizer steps when keep was set */
+    int task;             /* graph task that came to this unit; -1: none */
+    Py_ssize_t position;  /* in the order of this pass; -1: none */
+} fp_unit;
+
+enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
+
+extern int64_t fp_pass_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
+
+extern const fp_module_params_calls fp_pass_unit_calls, fp_pass_root_calls; /* what autograd calls of them */
+
+/* For fp_consensus.c and fp_reduce_order.c. */
+PyObject *fp_pass_units(const fp_root *run); /* tuple of all units, for loops in which one may take itself out */
+PyObject *fp_pass_collectives(const fp_unit *step);
+int fp_pass_look_over(fp_unit *step);
+int fp_pass_start_gather(fp_unit *step);
+int fp_pass_prefetch(fp_unit *target);
+int fp_pass_release_part(fp_unit *step, fp_flat_param *part);
+/* Start reducing what was packed or kept of a part, and gradients (NULL: none); see fp_flat_buffer_reduce. */
+int fp_pass_reduce(fp_unit *step, fp_flat_param *part, const fp_gradients *gradients, int how_far);
+
+/* Forget whatever a pass that was broken off has left. */
+int fp_pass_recover(fp_root *run);
+/* Take the unit out of its run. */
+void fp_pass_leave(fp_unit *step);
+
+/* Make the views of a part, if there are none that fit the shard's dtype and device and who requires grad. */
+int fp_pass_make_views(fp_unit *step, Py_ssize_t index);
+/* Gather anew, and free, what is out of date of the units that keep a copy. Nothing may be under way. */
+int fp_pass_refresh(fp_root *run);
+/* Free the unsharded data. */
+int fp_pass_release(fp_unit *step);
+/* Let the modules have the original parameters. */
+int fp_pass_show_params(fp_unit *step);
+
+/* Methods of _C.Unit. */
+PyObject *fp_pass_pre_forward(PyObject *self, PyObject *ignored);
+PyObject *fp_pass_post_forward(PyObject *self, PyObject *output);
+PyObject *fp_pass_abort_forward(PyObject *self, PyObject *ignored);
+PyObject *fp_pass_expect_inputs(PyObject *self, PyObject *ignored);
+PyObject *fp_pass_inputs_done(PyObject *self, PyObject *ignored);
+
+#endif

@@ -1,0 +1,28 @@
+/* runtime/fp_reduce_order.h -- in which order a backward reduces the units that keep a copy, whoever has gradients of them.
+ *
+ * Ranks may not all come to the same units: one does not use a parameter, or the output of a unit. So reductions do not
+ * follow gradients but a line that all ranks make alike, the units by the beginning of their forwards, last first. A unit's
+ * turn comes when backward reaches a unit whose forward had ended before its own began: by then it has all the gradients
+ * that it gets here, as autograd runs nodes in the reverse order of the forward. Who has none sends zeros, if some rank
+ * has one (see fp_consensus.h). Gathers that a rank's backward passes over are made up for at the same places. */
+#ifndef FP_REDUCE_ORDER_H
+#define FP_REDUCE_ORDER_H
+
+#include "runtime/fp_pass.h"
+
+int fp_reduce_order_begin(fp_root *run); /* a backward begins */
+int fp_reduce_order_end(fp_root *run);
+void fp_reduce_order_forget(fp_root *run);
+
+/* Backward comes to a unit. 1: it has passed it before, and needs nothing of it. */
+int fp_reduce_order_reach(fp_unit *step);
+/* The gradients of a part are there: whether they wait for their turn; then pack and flush. */
+int fp_reduce_order_has(const fp_unit *step, const fp_flat_param *part);
+int fp_reduce_order_flush(fp_root *run, Py_ssize_t cursor);
+/* Start the copies from host memory of what the next gradients are added to. */
+int fp_reduce_order_bring_back(fp_root *run);
+
+int fp_reduce_order_join(fp_root *run, fp_unit *step); /* the run has room for it in steps already */
+void fp_reduce_order_leave(fp_root *run, const fp_unit *step);
+
+#endif

@@ -1,0 +1,19 @@
+/* runtime/fp_trace_py.h -- the heap type _C.CollectiveTrace: the collectives over one group, in the order of this process. */
+#ifndef FP_TRACE_PY_H
+#define FP_TRACE_PY_H
+
+#include "tensor/fp_engine.h"
+#include "python/fp_args.h"
+
+/* New reference; NULL with an exception set. */
+PyObject *fp_trace_type_new(PyObject *module);
+int fp_trace_check(PyObject *object); /* whether it is one */
+
+/* The following are of an Order. An event comes; one is waited for, again; one has failed; whether those under
+ * way may never end. */
+int fp_trace_note_event(PyObject *order, uint64_t event, int new_pass);
+int fp_trace_note_wait(PyObject *order);
+int fp_trace_note_failure(PyObject *order, const char *message);
+int fp_trace_is_broken(PyObject *order);
+
+#endif

@@ -1,0 +1,183 @@
+// tensor/fp_convert.cpp -- see fp_convert.hpp.
+#include "tensor/fp_convert.hpp"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+namespace fp {
+namespace {
+
+// The bytes of one copied range that keep a thread busy for longer than waking it costs.
+constexpr int64_t grain_bytes = 1 << 18;
+
+std::optional<fp_dtype>
+core_dtype(at::ScalarType dtype)
+{
+    switch (dtype) {
+        case at::kDouble:
+            return FP_F64;
+        case at::kFloat:
+            return FP_F32;
+        case at::kBFloat16:
+            return FP_BF16;
+        case at::kHalf:
+            return FP_F16;
+        default:
+            return std::nullopt;
+    }
+}
+
+} // namespace
+
+bool
+is_known_to_core(at::ScalarType dtype)
+{
+    return core_dtype(dtype).has_value();
+}
+
+Sources
+sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
+{
+    Sources sources;
+    sources.segments.resize(pieces.size());
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const View &view = geometry.views[i];
+        if (pieces[i].defined()) {
+            check_memory(pieces[i]);
+        }
+        const bool direct = pieces[i].defined() && same_layout(pieces[i], view);
+        if (pieces[i].defined()) {
+            check_memory(pieces[i]);
+            if (!direct) {
+                sources.strided.push_back(i);
+            }
+        }
+        sources.segments[i] = {.data = direct ? const_cast<void *>(pieces[i].const_data_ptr())
+                                              : nullptr, // fp_pack only reads it
+                               .start = view.offset,
+                               .numel = view.numel};
+    }
+    return sources;
+}
+
+bool
+pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments, const How &how,
+     const void *fill)
+{
+    const std::optional<fp_dtype> to = core_dtype(target.scalar_type()), from = core_dtype(source_dtype);
+    const bool raw = target.scalar_type() == source_dtype && !how.scale && !how.accumulate;
+    if (!raw && (!to || !from)) {
+        return false;
+    }
+    const fp_pack_opts opts = {.scale = how.scale.value_or(1.0),
+                               .fill = 0.0,
+                               .has_scale = how.scale.has_value(),
+                               .accumulate = how.accumulate};
+    const auto item_bytes = static_cast<int64_t>(target.element_size());
+    void *memory = target.mutable_data_ptr();
+    at::parallel_for(0, target.numel(), std::max<int64_t>(1, grain_bytes / item_bytes),
+                     [&](int64_t begin, int64_t end) {
+                         const fp_status status =
+                             raw ? fp_pack_raw(segments.data(), segments.size(), item_bytes, memory, begin, end, fill)
+                                 : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
+                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
+                     });
+    return true;
+}
+
+bool
+pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces, const How &how)
+{
+    std::vector<at::Tensor> places, values;
+    int64_t numel = 0;
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const View &view = geometry.views[i];
+        if (!pieces[i].defined()) {
+            continue;
+        }
+        if (!is_plain_tensor(pieces[i]) || pieces[i].device() != target.device()) {
+            return false;
+        }
+        check_memory(pieces[i]);
+        places.push_back(alias(target, view.shape, view.stride, target.storage_offset() + view.offset));
+        values.push_back(pieces[i]);
+        numel += view.numel;
+    }
+    if (how.accumulate && how.scale) {
+        return false;
+    }
+    if (!how.accumulate && numel < target.numel()) {
+        target.zero_();
+    }
+    if (!values.empty()) {
+        how.accumulate ? at::_foreach_add_(places, values) : at::_foreach_copy_(places, values);
+    }
+    if (how.scale) {
+        target.mul_(*how.scale);
+    }
+    return true;
+}
+
+void
+convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how)
+{
+    at::Tensor values = source.to(target.scalar_type());
+    if (how.scale) {
+        values = values.mul(*how.scale);
+    }
+    if (how.accumulate) {
+        target.add_(values);
+    }
+    else {
+        target.copy_(values);
+    }
+}
+
+void
+convert(const at::Tensor &target, const at::Tensor &source, const How &how)
+{
+    check_memory(target);
+    check_memory(source);
+    if (target.is_cpu() && source.is_cpu() && source.is_contiguous() && target.is_contiguous()) {
+        const std::vector<fp_segment> whole = {
+            {.data = const_cast<void *>(source.const_data_ptr()), .start = 0, .numel = source.numel()}};
+        if (pack(target, source.scalar_type(), whole, how)) {
+            return;
+        }
+    }
+    convert_by_ops(target, source, how);
+}
+
+} // namespace fp
+
+int
+fp_torch_convert(PyObject *target_object, PyObject *source_object, int accumulate)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &target = fp::unpack(target_object), &source = fp::unpack(source_object);
+        for (const at::Tensor *tensor : {&target, &source}) {
+            const auto bytes = static_cast<int64_t>(tensor->storage().nbytes());
+            TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->is_contiguous() && tensor->numel() == target.numel(),
+                              "expected two contiguous 1-D tensors of one length, got sizes ", target.sizes(), " and ",
+                              source.sizes());
+            TORCH_CHECK_VALUE(tensor->numel() == 0 ||
+                                  (fp::address_of(tensor->storage().unsafeGetStorageImpl()) != nullptr &&
+                                   bytes / static_cast<int64_t>(tensor->element_size()) >=
+                                       tensor->storage_offset() + tensor->numel()),
+                              "expected two tensors with memory, got a storage of ", bytes,
+                              " bytes that is freed or "
+                              "too small for ",
+                              tensor->sizes());
+        }
+        TORCH_CHECK_VALUE(!target.is_alias_of(source), "expected two tensors in separate memory");
+        const at::NoGradGuard no_grad;
+        const at::Tensor values = target.detach(); // shares target's version counter
+        fp::convert(values, source, {.scale = std::nullopt, .accumulate = accumulate != 0});
+        values.unsafeGetTensorImpl()->bump_version();
+        return 0;
+    });
+}

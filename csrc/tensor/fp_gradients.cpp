@@ -1,0 +1,437 @@
+// tensor/fp_gradients.cpp -- gradients as attributes: what .grad of parameters shows of a shard's or a unit's gradient.
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "tensor/fp_convert.hpp"
+#include "tensor/fp_engine.h"
+
+namespace fp {
+namespace {
+
+// Nothing is put aside for the i-th parameter any more, whose piece is elements [start, start + numel).
+void
+clear_aside(const fp_put_aside &aside, size_t i, int64_t start, int64_t numel)
+{
+    if (*aside.tensor != nullptr && aside.has[i] != 0 && numel > 0) {
+        const at::Tensor &whole = unpack(*aside.tensor);
+        alias(whole, numel, int64_t{1}, whole.storage_offset() + start).zero_();
+    }
+    aside.has[i] = 0;
+}
+
+at::Tensor
+strided(const at::Tensor &grad)
+{
+    return grad.layout() == at::kStrided ? grad : grad.to_dense();
+}
+
+// How the gradient of target lies in memory: as its parameter, where target has the whole shape, else as target itself.
+struct Shape {
+    c10::IntArrayRef sizes, strides;
+};
+
+Shape
+shape_of(const View &view, const at::Tensor &target, size_t i, int64_t numel)
+{
+    if (numel == view.numel && target.sizes() == c10::IntArrayRef(view.shape)) {
+        return {view.shape, view.stride};
+    }
+    TORCH_CHECK_VALUE(target.numel() == numel && target.is_non_overlapping_and_dense(), "expected parameter ", i,
+                      " to have ", numel, " elements, dense, or its shape ", c10::IntArrayRef(view.shape),
+                      ", got shape ", target.sizes());
+    return {target.sizes(), target.strides()};
+}
+
+// Whether grad is the elements of whole from offset of its storage on, in this shape and no other order.
+bool
+is_shown(const at::Tensor &grad, const at::Tensor &whole, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+         int64_t offset)
+{
+    return is_plain_tensor(grad) && is_at(grad, whole, sizes, strides, offset);
+}
+
+// What the user has set as the gradient of a parameter may have any strides and layout, and lie in target itself.
+void
+take(const at::Tensor &target, const at::Tensor &own, size_t i)
+{
+    TORCH_CHECK_VALUE(own.sizes() == target.sizes(), "expected the gradient of parameter ", i, " to have shape ",
+                      target.sizes(), ", got ", own.sizes());
+    const at::Tensor values = strided(own);
+    target.copy_(values.is_alias_of(target) ? values.clone() : values);
+}
+
+at::Tensor
+zeros_like_shard(const at::Tensor &shard, const at::Tensor &grad)
+{
+    return at::zeros({shard.numel()}, at::TensorOptions(grad.device()).dtype(grad.scalar_type()));
+}
+
+// Whether that is the gradient of the i-th parameter.
+bool
+is_aside(const fp_put_aside &aside, size_t i, const View &view, const at::Tensor &param, int64_t start, int64_t numel)
+{
+    const at::Tensor &grad = param.unsafeGetTensorImpl()->grad();
+    if (!grad.defined() || *aside.tensor == nullptr || aside.has[i] == 0) {
+        return false;
+    }
+    const at::Tensor &whole = unpack(*aside.tensor);
+    const Shape shape = shape_of(view, param, i, std::max<int64_t>(numel, 0));
+    return is_shown(grad, whole, shape.sizes, shape.strides, whole.storage_offset() + start);
+}
+
+// The gradient that the i-th parameter was given, one of the shard, is what is put aside for it.
+void
+put_aside(const fp_put_aside &aside, size_t i, const View &view, const at::Tensor &param, int64_t start, int64_t numel)
+{
+    const at::Tensor own = param.unsafeGetTensorImpl()->grad();
+    if (*aside.tensor == nullptr) {
+        *aside.tensor = THPVariable_Wrap(zeros_like_shard(unpack(aside.like), own));
+    }
+    if (numel > 0) {
+        const at::Tensor &whole = unpack(*aside.tensor);
+        const Shape shape = shape_of(view, param, i, numel);
+        take(alias(whole, shape.sizes, shape.strides, whole.storage_offset() + start), own, i);
+    }
+    aside.has[i] = static_cast<char>(numel >= 0);
+}
+
+// What kept, elements [first, ...) of an unsharded gradient, has of view is 0 from now on.
+void
+clear_range(const at::Tensor &kept, const View &view, int64_t first)
+{
+    const int64_t begin = std::max(view.offset - first, int64_t{0});
+    const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
+    if (begin < end) {
+        alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
+    }
+}
+
+// The tensor, like model, of which the gradients of all params that are in which are the pieces; undefined if they lie
+// otherwise.
+at::Tensor
+shown_together(const std::vector<at::Tensor> &params, const Geometry &geometry, const int64_t *starts,
+               const int64_t *numels, const char *which, const at::Tensor &model)
+{
+    at::Tensor whole;
+    for (size_t i = 0; i < params.size(); i++) {
+        if (numels[i] < 0 || which[i] == 0) {
+            continue;
+        }
+        const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
+        if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != model.scalar_type() ||
+            own.device() != model.device() || own.numel() != numels[i]) {
+            return at::Tensor();
+        }
+        if (!whole.defined()) {
+            const int64_t offset = own.storage_offset() - starts[i];
+            const auto room = static_cast<int64_t>(own.storage().nbytes() / own.element_size());
+            if (offset < 0 || offset + model.numel() > room) {
+                return at::Tensor();
+            }
+            whole = alias(own, model.numel(), int64_t{1}, offset);
+        }
+        const Shape shape = shape_of(geometry.views[i], params[i], i, numels[i]);
+        if (!is_shown(own, whole, shape.sizes, shape.strides, whole.storage_offset() + starts[i])) {
+            return at::Tensor();
+        }
+    }
+    return whole;
+}
+
+// What the shard's gradient has for the i-th parameter, in the shape that it has here.
+at::Tensor
+piece_of(const at::Tensor &grad, const at::Tensor &param, const View &view, size_t i, int64_t start, int64_t numel)
+{
+    const Shape shape = shape_of(view, param, i, numel);
+    return alias(grad, shape.sizes, shape.strides, grad.storage_offset() + start);
+}
+
+// What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
+void
+call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad)
+{
+    torch::autograd::variable_list now = {grad};
+    for (size_t k = 0; k < meta.hooks_.size(); k++) {
+        now = (*meta.hooks_[k])(now);
+    }
+    if (!now.at(0).is_same(grad)) {
+        grad.copy_(now[0]);
+    }
+}
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+int
+fp_engine_set_grad(PyObject *tensor, PyObject *grad)
+{
+    return fp::guarded(-1, [&] {
+        if (grad == nullptr || grad == Py_None) {
+            fp::drop_grad(fp::unpack(tensor));
+        }
+        else {
+            fp::unpack(tensor).mutable_grad() = fp::unpack(grad);
+        }
+        return 0;
+    });
+}
+
+int
+fp_engine_take_requires_grad(PyObject *view_object, PyObject *owner)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &view = fp::unpack(view_object);
+        if (!view.requires_grad() || !view.is_leaf()) {
+            return 0;
+        }
+        const bool used = view.grad().defined() || torch::autograd::impl::try_get_grad_accumulator(view) != nullptr;
+        fp::drop_grad(view);
+        view.set_requires_grad(false);
+        if (owner != nullptr) {
+            fp::unpack(owner).set_requires_grad(true);
+        }
+        return used ? 2 : 1;
+    });
+}
+
+int
+fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                    const int64_t *numels, const char *which, PyObject *grad_object, int hooks)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor grad = fp::unpack(grad_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const fp::Geometry &places = *geometry->shared;
+        std::vector<at::Tensor> hooked;
+        for (size_t i = 0; hooks != 0 && i < targets.size(); i++) {
+            auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
+            if (meta == nullptr || numels[i] < 0 || which[i] == 0) {
+                continue;
+            }
+            if (meta->post_acc_grad_hooks_ != nullptr) {
+                hooked.push_back(targets[i]);
+            }
+            if (!meta->hooks_.empty()) {
+                fp::call_hooks(*meta,
+                               fp::piece_of(grad, targets[i], geometry->shared->views[i], i, starts[i], numels[i]));
+            }
+        }
+        const at::Tensor together = fp::shown_together(targets, places, starts, numels, which, grad);
+        if (together.defined()) {
+            fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
+        }
+        for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
+            if (numels[i] < 0 || which[i] == 0) {
+                continue;
+            }
+            at::Tensor piece = fp::piece_of(grad, targets[i], geometry->shared->views[i], i, starts[i], numels[i]);
+            at::Tensor &slot = targets[i].mutable_grad();
+            if (slot.defined()) {
+                TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
+                                  " to have shape ", piece.sizes(), ", got ", slot.sizes());
+                piece.add_(fp::strided(slot));
+            }
+            slot = std::move(piece);
+        }
+        for (const at::Tensor &target : hooked) {
+            const auto &hook = torch::autograd::impl::get_autograd_meta(target)->post_acc_grad_hooks_;
+            if (hook != nullptr && target.grad().defined()) {
+                (*hook)(target);
+            }
+        }
+        return 0;
+    });
+}
+
+PyObject *
+fp_engine_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                  const int64_t *numels, PyObject *shard_object, char *has)
+{
+    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const fp::Geometry &places = *geometry->shared;
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        at::Tensor some;
+        for (size_t i = 0; i < targets.size(); i++) {
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            has[i] = static_cast<char>(own.defined() && numels[i] >= 0);
+            some = has[i] != 0 ? own : some;
+        }
+        if (!some.defined()) {
+            Py_RETURN_NONE;
+        }
+        at::Tensor all = fp::shown_together(targets, places, starts, numels, has, shard);
+        if (all.defined()) {
+            return THPVariable_Wrap(std::move(all));
+        }
+        all = fp::zeros_like_shard(shard, some);
+        for (size_t i = 0; i < targets.size(); i++) {
+            if (has[i] != 0 && numels[i] > 0) {
+                const fp::Shape shape = fp::shape_of(places.views[i], targets[i], i, numels[i]);
+                fp::take(fp::alias(all, shape.sizes, shape.strides, starts[i]), targets[i].grad(), i);
+            }
+        }
+        return THPVariable_Wrap(std::move(all));
+    });
+}
+
+int
+fp_engine_add(PyObject *target, PyObject *source)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::convert(fp::unpack(target), fp::unpack(source), {.scale = std::nullopt, .accumulate = true});
+        return 0;
+    });
+}
+
+int
+fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
+                    PyObject *kept_object)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            if (which[i] != 0) {
+                targets[i].mutable_grad() =
+                    fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            }
+        }
+        return 0;
+    });
+}
+
+Py_ssize_t
+fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                     const int64_t *numels, PyObject *kept_object, fp_put_aside aside)
+{
+    return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
+        const fp::Plainly plainly;
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const bool is_sharded = fp::unpack(aside.like).numel() != geometry->shared->total;
+        const bool has_reduced = *aside.tensor != nullptr;
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        Py_ssize_t shown = 0;
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            const bool frozen = !targets[i].requires_grad();
+            aside.owed[i] = 0;
+            if (own.defined() &&
+                fp::is_shown(own, kept, view.shape, view.stride, kept.storage_offset() + view.offset)) {
+                const bool written = own._version() != 0;
+                if (written && !own.any().item<bool>()) {
+                    fp::clear_aside(aside, i, starts[i], numels[i]);
+                    continue;
+                }
+                if (written && has_reduced) {
+                    return -2 - static_cast<Py_ssize_t>(i);
+                }
+                aside.owed[i] = static_cast<char>(frozen);
+                shown++;
+                continue;
+            }
+            at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            if (fp::is_aside(aside, i, view, targets[i], starts[i], numels[i])) {
+                place.zero_(); /* it did not show kept: it was frozen then */
+                continue;
+            }
+            if (own.defined() && own.has_storage() &&
+                (own.is_alias_of(kept) || (*aside.tensor != nullptr && own.is_alias_of(fp::unpack(*aside.tensor))))) {
+                targets[i].mutable_grad() = own.clone(); /* the user's, whose memory is cleared below */
+            }
+            if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
+                fp::take(place, own, i); /* the user's own: that is what is to be reduced */
+                fp::clear_aside(aside, i, starts[i], numels[i]);
+                shown++;
+            }
+            else {
+                place.zero_();
+                fp::clear_aside(aside, i, starts[i], numels[i]);
+                if (own.defined()) {
+                    fp::put_aside(aside, i, view, targets[i], starts[i], numels[i]);
+                }
+            }
+        }
+        return shown;
+    });
+}
+
+int
+fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                      const char *which, PyObject *kept_object, int64_t own)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            if (which[i] != 0) {
+                const int64_t numel = std::max<int64_t>(numels[i], 0);
+                targets[i].mutable_grad() =
+                    fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
+            }
+        }
+        return 0;
+    });
+}
+
+Py_ssize_t
+fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                       const int64_t *numels, PyObject *kept_object, fp_put_aside aside, int64_t first, int64_t own,
+                       const char *name, char *cleared)
+{
+    return fp::guarded<Py_ssize_t>(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &kept = fp::unpack(kept_object);
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        Py_ssize_t shown = 0;
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = geometry->shared->views[i];
+            const int64_t numel = std::max<int64_t>(numels[i], 0);
+            const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
+            const bool ours = grad.defined() && fp::is_shown(grad, kept, numel, int64_t{1},
+                                                             kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
+            aside.owed[i] = 0;
+            if (ours && grad._version() == 0) {
+                aside.owed[i] = static_cast<char>(!targets[i].requires_grad());
+                shown++;
+                continue;
+            }
+            if (fp::is_aside(aside, i, view, targets[i], starts[i], numels[i])) {
+                continue; /* it did not show kept: it was frozen then */
+            }
+            if (grad.defined() && !ours && !targets[i].requires_grad()) {
+                fp::clear_aside(aside, i, starts[i], numels[i]);
+                fp::put_aside(aside, i, view, targets[i], starts[i], numels[i]);
+                continue;
+            }
+            TORCH_CHECK_VALUE(
+                !grad.defined() || (ours && (numel == 0 || !grad.any().item<bool>())), name,
+                ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
+                "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
+            fp::clear_aside(aside, i, starts[i], numels[i]);
+            fp::clear_range(kept, view, first);
+            cleared[i] = static_cast<char>(cleared[i] || numel > 0);
+        }
+        return shown;
+    });
+}
+
+int
+fp_engine_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::clear_range(fp::unpack(kept), geometry->shared->views[static_cast<size_t>(i)], first);
+        return 0;
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,505 @@
+// tensor/fp_tensors.cpp -- geometry, and what is read from or set on many tensors at once: data, gradients, storages.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "tensor/fp_bridge.hpp"
+
+namespace fp {
+
+bool
+is_plain_tensor(const at::Tensor &tensor)
+{
+    using c10::DispatchKeySet;
+    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() || tensor.is_inference() ||
+        tensor.is_quantized() || tensor.is_nested() || !tensor.has_storage()) {
+        return false;
+    }
+    const DispatchKeySet special(
+        {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize,
+         c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched,
+         c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+    return !tensor.key_set().has_any(special) && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+size_t
+memory_of(c10::StorageImpl *storage)
+{
+    return address_of(storage) == nullptr ? 0 : storage->nbytes();
+}
+
+void
+resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size)
+{
+    if (storage->nbytes() != bytes || memory_of(storage) != bytes) {
+        TORCH_CHECK(storage->resizable(), "this storage cannot be resized: it borrows its memory");
+        const c10::OptionalDeviceGuard device(storage->device());
+        storage->set_data_ptr_noswap(bytes == 0 ? c10::DataPtr(nullptr, storage->device())
+                                                : storage->allocator()->allocate(bytes));
+    }
+    const bool guarded = set_freed_reason(storage, bytes == 0 ? reason : nullptr);
+    if (!(guarded && keeps_size)) {
+        storage->set_nbytes(bytes);
+    }
+    if (bytes == 0) {
+        note_reused(storage);
+    }
+}
+
+size_t
+bytes_for(const at::Tensor &tensor)
+{
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                            static_cast<size_t>(tensor.storage_offset()));
+}
+
+void
+check_memory(const at::Tensor &tensor)
+{
+    const size_t bytes = bytes_for(tensor), present = memory_of(storage_of(tensor));
+    TORCH_CHECK_VALUE(present >= bytes, "expected a tensor with memory for its ", tensor.numel(),
+                      " elements, got one whose storage has ", present, " bytes of ", bytes, ": it is freed");
+}
+
+bool
+is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
+      int64_t offset)
+{
+    return storage_of(tensor) == storage_of(source) && tensor.storage_offset() == offset &&
+           tensor.dtype() == source.dtype() && tensor.sizes() == shape && tensor.strides() == stride;
+}
+
+namespace {
+
+// Throws unless set_data can give source's data to every target.
+void
+check_targets(const Targets &targets, const at::Tensor &source)
+{
+    if (torch::autograd::isDifferentiableType(source.scalar_type())) {
+        return;
+    }
+    for (size_t i = 0; i < targets.size(); i++) {
+        TORCH_CHECK_TYPE(!targets[i].requires_grad(), "tensor ", i, " requires grad, which data of type ",
+                         source.scalar_type(), " cannot have");
+    }
+}
+
+// The same tensor as source, of which callbacks cannot exchange the data while it is in use.
+at::Tensor
+pinned_down(const at::Tensor &source)
+{
+    at::Tensor same = alias(source, source.sizes(), source.strides(), source.storage_offset());
+    same.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(source));
+    return same;
+}
+
+// tensor.data = data. What it releases may run Python code, which may drop tensor (torch.utils.swap_tensors).
+void
+set_data(const at::Tensor &tensor, const at::Tensor &data)
+{
+    const at::Tensor kept = tensor;
+    kept.set_data(data);
+}
+
+// Move tensor to source's storage unless it is there; the data of requires-grad tensors may move too, as with .data.
+void
+point(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
+      int64_t offset)
+{
+    if (!is_at(tensor, source, shape, stride, offset)) {
+        set_data(tensor, alias(source, shape, stride, offset));
+    }
+}
+
+void
+check_total(const at::Tensor &flat, const Geometry &geometry, const char *what)
+{
+    TORCH_CHECK_VALUE(flat.dim() == 1 && flat.numel() == geometry.total && flat.is_contiguous(), "expected ", what,
+                      " of ", geometry.total, " elements, got shape ", flat.sizes());
+    check_memory(flat);
+}
+
+void
+check_pieces(const at::Tensor &shard, Py_ssize_t n, const int64_t *starts, const int64_t *numels, const char *what)
+{
+    TORCH_CHECK_VALUE(shard.dim() == 1 && shard.is_contiguous(), "expected ", what, " to be 1-D, got shape ",
+                      shard.sizes());
+    for (Py_ssize_t i = 0; i < n; i++) {
+        TORCH_CHECK_VALUE(numels[i] < 0 || (starts[i] >= 0 && starts[i] <= shard.numel() - numels[i]), "piece ", i,
+                          " [", starts[i], ", ", starts[i], " + ", numels[i], ") is outside ", what, " of ",
+                          shard.numel(), " elements");
+    }
+    check_memory(shard);
+}
+
+bool
+same_storage(const at::Tensor &a, const at::Tensor &b)
+{
+    return storage_of(a) == storage_of(b) || address_of(storage_of(a)) == address_of(storage_of(b));
+}
+
+// param.grad = view, or, where torch would refuse that assignment, the data of the gradient that is there.
+void
+set_grad(const at::Tensor &param, const at::Tensor &grad, c10::IntArrayRef shape, c10::IntArrayRef stride,
+         int64_t offset, bool by_data)
+{
+    const bool matches =
+        !by_data && param.sizes() == shape && param.dtype() == grad.dtype() && param.device() == grad.device();
+    at::Tensor &slot = param.mutable_grad();
+    if (!matches && slot.defined()) {
+        set_data(slot, alias(grad, shape, stride, offset));
+        return;
+    }
+    at::Tensor view = alias(grad, shape, stride, offset);
+    if (matches) {
+        view.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(grad));
+    }
+    slot = std::move(view);
+}
+
+constexpr int64_t unit_stride = 1;
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+fp_geometry *
+fp_torch_geometry_new(const fp_view *views, Py_ssize_t n, int64_t total)
+{
+    return fp::guarded<fp_geometry *>(nullptr, [&] {
+        TORCH_CHECK_VALUE(n > 0 && total >= 0, "expected at least one view and a total of at least 0, got ", n, " and ",
+                          total);
+        auto geometry = std::make_shared<fp::Geometry>();
+        geometry->total = total;
+        int64_t end = 0;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            fp::View view;
+            view.offset = views[i].offset;
+            view.shape.assign(views[i].shape, views[i].shape + views[i].ndim);
+            view.stride.resize(view.shape.size());
+            view.numel = 1;
+            for (size_t d = view.shape.size(); d-- > 0;) {
+                TORCH_CHECK_VALUE(view.shape[d] >= 0, "view ", i, " has a negative size ", view.shape[d]);
+                view.stride[d] = view.numel;
+                TORCH_CHECK_VALUE(!__builtin_mul_overflow(view.numel, std::max<int64_t>(view.shape[d], 1), &view.numel),
+                                  "view ", i, " has more elements than 64 bits count");
+            }
+            if (std::find(view.shape.begin(), view.shape.end(), 0) != view.shape.end()) {
+                view.numel = 0;
+            }
+            if (views[i].stride != nullptr) {
+                const std::vector<int64_t> row_major = view.stride;
+                view.stride.assign(views[i].stride, views[i].stride + views[i].ndim);
+                view.contiguous = view.stride == row_major;
+                std::vector<size_t> order(view.shape.size());
+                std::iota(order.begin(), order.end(), size_t{0});
+                std::sort(order.begin(), order.end(),
+                          [&](size_t a, size_t b) { return view.stride[a] < view.stride[b]; });
+                int64_t expected = 1;
+                for (const size_t d : order) {
+                    if (view.shape[d] > 1 && view.numel > 0) {
+                        TORCH_CHECK_VALUE(view.stride[d] == expected, "view ", i, " is not dense: shape ",
+                                          c10::IntArrayRef(view.shape), " strides ", c10::IntArrayRef(view.stride));
+                        expected *= view.shape[d];
+                    }
+                }
+            }
+            TORCH_CHECK_VALUE(view.offset >= end && view.numel <= total - view.offset, "view ", i, " of ", view.numel,
+                              " elements at offset ", view.offset, " overlaps the one before it or ends after ", total);
+            end = view.offset + view.numel;
+            geometry->views.push_back(std::move(view));
+        }
+        return new fp_geometry{std::move(geometry)};
+    });
+}
+
+void
+fp_torch_geometry_free(fp_geometry *geometry)
+{
+    delete geometry;
+}
+
+int64_t
+fp_torch_geometry_total(const fp_geometry *geometry) noexcept
+{
+    return geometry->shared->total;
+}
+
+int
+fp_torch_is_plain(PyObject *object) noexcept
+{
+    return object != nullptr && THPVariableClass != nullptr && THPVariable_CheckExact(object) &&
+           fp::is_plain_tensor(THPVariable_Unpack(object));
+}
+
+int
+fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n) noexcept
+{
+    return !fp_torch_modes_active() && std::all_of(objects, objects + n, fp_torch_is_plain);
+}
+
+int
+fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Geometry &shape = *geometry->shared;
+        const at::Tensor flat = fp::pinned_down(fp::unpack(flat_object));
+        fp::check_total(flat, shape, "the unsharded flat parameter");
+        const fp::Targets targets(tensors, static_cast<Py_ssize_t>(shape.views.size()));
+        fp::check_targets(targets, flat);
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = shape.views[i];
+            fp::point(targets[i], flat, view.shape, view.stride, flat.storage_offset() + view.offset);
+        }
+        return 0;
+    });
+}
+
+int
+fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_object, const int64_t *starts,
+                      const int64_t *numels)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor shard = fp::pinned_down(fp::unpack(shard_object));
+        fp::check_pieces(shard, n, starts, numels, "the sharded flat parameter");
+        const fp::Targets targets(tensors, n);
+        fp::check_targets(targets, shard);
+        at::Tensor empty;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const at::Tensor &target = targets[static_cast<size_t>(i)];
+            if (numels[i] >= 0) {
+                fp::point(target, shard, numels[i], fp::unit_stride, shard.storage_offset() + starts[i]);
+            }
+            else if (target.dim() != 1 || target.numel() != 0 || target.dtype() != shard.dtype() ||
+                     target.device() != shard.device() || target.storage().nbytes() != 0) {
+                if (!empty.defined()) {
+                    empty = at::empty({0}, shard.options());
+                }
+                fp::set_data(target, empty);
+            }
+        }
+        return 0;
+    });
+}
+
+int
+fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t numel)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &flat = fp::unpack(flat_object);
+        const at::Tensor source = fp::pinned_down(fp::unpack(source_object));
+        const int64_t wanted = numel < 0 ? source.numel() : numel;
+        TORCH_CHECK_VALUE(source.dim() == 1 && source.is_contiguous() && wanted <= source.numel(),
+                          "expected a 1-D tensor of at least ", wanted, " elements, got shape ", source.sizes());
+        fp::check_targets({&flat_object, 1}, source);
+        fp::point(flat, source, wanted, fp::unit_stride, source.storage_offset());
+        return 0;
+    });
+}
+
+int
+fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize_t n)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Targets targets(tensors, n), origins(sources, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            fp::check_targets({&tensors[i], 1}, origins[i]);
+        }
+        for (size_t i = 0; i < targets.size(); i++) {
+            const at::Tensor &origin = origins[i];
+            fp::point(targets[i], origin, origin.sizes(), origin.strides(), origin.storage_offset());
+        }
+        return 0;
+    });
+}
+
+int
+fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner_object, PyObject *grad_object,
+              const char *selected, unsigned char *flags)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Geometry &shape = *geometry->shared;
+        const at::Tensor &owner = fp::unpack(owner_object);
+        const at::Tensor grad = grad_object == nullptr ? at::Tensor() : fp::unpack(grad_object);
+        std::vector<at::Tensor> inside; /* of the storage, at another place */
+        const auto is_moved = [&](const at::Tensor &tensor, const at::Tensor &whole, size_t i) {
+            if (!tensor.has_storage() || !fp::same_storage(tensor, whole)) {
+                return true;
+            }
+            const fp::View &view = shape.views[i];
+            const bool as_put = tensor.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(tensor, view)
+                                                                                        : tensor.is_contiguous();
+            if (whole.numel() < shape.total || /* pieces, whose places are as users say */
+                (as_put && tensor.numel() == view.numel &&
+                 tensor.storage_offset() == whole.storage_offset() + view.offset)) {
+                return false;
+            }
+            inside.push_back(tensor);
+            return true;
+        };
+        for (size_t i = 0; i < shape.views.size(); i++) {
+            flags[i] = 0;
+            if (!selected[i]) {
+                continue;
+            }
+            const at::Tensor &param = fp::unpack(params[i]);
+            const at::Tensor &own = param.unsafeGetTensorImpl()->grad();
+            const bool moved = is_moved(param, owner, i);
+            const bool grad_moved = own.defined() ? !grad.defined() || is_moved(own, grad, i) : grad.defined();
+            flags[i] = moved || grad_moved ? 1 : 0;
+        }
+        const fp::Plainly plainly;
+        std::vector<at::Tensor> copies;
+        for (const at::Tensor &tensor : inside) {
+            copies.push_back(tensor.clone());
+        }
+        for (size_t i = 0; i < inside.size(); i++) { /* after the last copy: it may be of the other's place */
+            fp::set_data(inside[i], copies[i]);
+        }
+        return 0;
+    });
+}
+
+int
+fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyObject *grad_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Geometry &shape = *geometry->shared;
+        const at::Tensor grad = fp::pinned_down(fp::unpack(grad_object));
+        fp::check_total(grad, shape, "the unsharded flat gradient");
+        const fp::Targets targets(params, static_cast<Py_ssize_t>(shape.views.size()));
+        for (size_t i = 0; i < targets.size(); i++) {
+            const fp::View &view = shape.views[i];
+            fp::set_grad(targets[i], grad, view.shape, view.stride, grad.storage_offset() + view.offset, false);
+        }
+        return 0;
+    });
+}
+
+int
+fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometry, PyObject *grad_object,
+                         const int64_t *starts, const int64_t *numels, const char *none, int by_data)
+{
+    return fp::guarded(-1, [&] {
+        const std::vector<fp::View> &views = geometry->shared->views;
+        const auto n = static_cast<Py_ssize_t>(views.size());
+        if (!fp_torch_all_plain(&grad_object, 1) || !fp_torch_all_plain(params, n)) {
+            return 1;
+        }
+        const at::Tensor grad = fp::pinned_down(fp::unpack(grad_object));
+        fp::check_pieces(grad, n, starts, numels, "the sharded flat gradient");
+        const auto is_whole = [&](const at::Tensor &param, size_t i) {
+            return numels[i] == views[i].numel && param.sizes() == c10::IntArrayRef(views[i].shape);
+        };
+        const auto gets_none = [&](const at::Tensor &param, size_t i) {
+            return numels[i] < 0 || none[i] || !param.requires_grad();
+        };
+        for (size_t i = 0; i < views.size(); i++) {
+            const at::Tensor &param = THPVariable_Unpack(params[i]);
+            TORCH_CHECK_VALUE(
+                gets_none(param, i) || is_whole(param, i) || (param.dim() == 1 && param.numel() == numels[i]),
+                "expected parameter ", i, " to have ", numels[i], " elements in one dimension or its shape ",
+                c10::IntArrayRef(views[i].shape), ", got shape ", param.sizes());
+        }
+        for (size_t i = 0; i < views.size(); i++) {
+            const at::Tensor &param = THPVariable_Unpack(params[i]);
+            if (gets_none(param, i)) {
+                fp::drop_grad(param);
+                continue;
+            }
+            fp::set_grad(param, grad, param.sizes(),
+                         is_whole(param, i) ? c10::IntArrayRef(views[i].stride) : fp::unit_stride,
+                         grad.storage_offset() + starts[i], by_data || param.dtype() != grad.dtype());
+        }
+        return 0;
+    });
+}
+
+int
+fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int *any_requires_grad)
+{
+    return fp::guarded(-1, [&] {
+        bool none = true, any = false;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const at::Tensor &param = fp::unpack(params[i]);
+            none = none && !param.unsafeGetTensorImpl()->grad().defined();
+            any = any || param.requires_grad();
+        }
+        *all_none = none ? 1 : 0;
+        *any_requires_grad = any ? 1 : 0;
+        return 0;
+    });
+}
+
+int
+fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versions)
+{
+    return fp::guarded(-1, [&] {
+        const auto version = [](const at::Tensor &tensor) {
+            return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+        };
+        fp_versions sums = {};
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const at::Tensor &tensor = fp::unpack(tensors[i]);
+            const at::Tensor &grad = tensor.unsafeGetTensorImpl()->grad();
+            sums.values += version(tensor);
+            sums.grads += grad.defined() ? 1 : 0;
+            sums.grad_values += grad.defined() ? version(grad) : 0;
+        }
+        *versions = sums;
+        return 0;
+    });
+}
+
+int
+fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Targets targets(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            fp::drop_grad(targets[i]);
+        }
+        return 0;
+    });
+}
+
+int
+fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reason, int keeps_size)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &tensor = fp::unpack(tensor_object);
+        const auto item_bytes = static_cast<int64_t>(tensor.element_size());
+        TORCH_CHECK_VALUE(numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
+                          "a storage cannot have ", numel, " elements");
+        c10::StorageImpl *storage = fp::storage_of(tensor);
+        if (numel == 0 && !storage->resizable() && fp::is_reused(storage)) {
+            fp::move_to_storage(tensor, fp::freed_source(tensor.options(), storage->nbytes(), reason, keeps_size != 0));
+            return 0;
+        }
+        fp::resize_storage(storage, static_cast<size_t>(numel * item_bytes), reason, keeps_size != 0);
+        return 0;
+    });
+}
+
+int64_t
+fp_torch_storage_numel(PyObject *tensor_object)
+{
+    return fp::guarded(int64_t{-1}, [&] {
+        const at::Tensor &tensor = fp::unpack(tensor_object);
+        return static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)) / tensor.element_size());
+    });
+}
+
+int
+fp_torch_same_storage(PyObject *a, PyObject *b)
+{
+    return fp::guarded(-1, [&] { return fp::same_storage(fp::unpack(a), fp::unpack(b)) ? 1 : 0; });
+}
+
+} // extern "C"

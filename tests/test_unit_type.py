@@ -1,0 +1,562 @@
+"""_C.Root and _C.Unit by themselves: what they refuse, that nothing leaks, that each allocation may fail."""
+
+import functools
+import gc
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import fake_world
+from torch import nn
+
+from flatparam import _C, ShardingStrategy
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp import collectives
+from flatparam.fsdp.outputs import find_tensors
+
+
+def run_of(**changes):
+    arguments = {
+        "backward_prefetch": 1,
+        "forward_prefetch": False,
+        "collectives": collectives,
+        "watched": collectives.WATCHED,
+        "find_tensors": find_tensors,
+    }
+    return _C.Root(**{**arguments, **changes})
+
+
+FIELDS = [
+    "entries",
+    "shared",
+    "master",
+    "params",
+    "pieces",
+    "numel",
+    "shard_numel",
+    "rank",
+    "shards",
+    "shard_group",
+    "replicate_group",
+    "before",
+    "after",
+    "compute",
+    "reduce",
+    "keep",
+    "stays_full",
+    "param_rank",
+    "param_shards",
+    "param_group",
+    "refresh_group",
+    "offloads",
+    "full_precision",
+    "device",
+]
+
+
+def part_of(module, **changes):
+    flat = nn.Parameter(torch.arange(8.0))
+    fields = {
+        "entries": ((module, "weight", (2, 3), None, 0), (module, "bias", (2,), None, 6)),
+        "shared": (),
+        "master": flat,
+        "params": None,
+        "pieces": ((0, 8),),
+        "numel": 8,
+        "shard_numel": 8,
+        "rank": 0,
+        "shards": 1,
+        "shard_group": None,
+        "replicate_group": None,
+        "before": 1.0,
+        "after": 1.0,
+        "compute": None,
+        "reduce": None,
+        "keep": False,
+        "stays_full": False,
+        "param_rank": 0,
+        "param_shards": 1,
+        "param_group": None,
+        "refresh_group": None,
+        "offloads": False,
+        "full_precision": False,
+        "device": None,
+    }
+    assert list(fields) == FIELDS
+    return tuple({**fields, **changes}.values())
+
+
+def step_of(*parts, **changes):
+    arguments = {"name": "unit", "parts": parts, "reshard_after_forward": True, "moved": print, "reason": "freed"}
+    return _C.Unit(**{**arguments, **changes})
+
+
+def module_with(weight=None):
+    module = nn.Linear(3, 2)
+    if weight is not None:
+        module.weight = weight
+    return module
+
+
+BAD_PARTS = [
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, 3), None),)}, TypeError),
+    ({"entries": (3,)}, TypeError),
+    ({"entries": ((3, "weight", (2, 3), None, 0),)}, TypeError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, 3), (1,), 0),)}, ValueError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, 3), (5, 7), 0),)}, ValueError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (2, "3"), None, 0),)}, TypeError),
+    ({"entries": ((nn.Linear(1, 1), "weight", (9,), None, 0),)}, ValueError),
+    ({"entries": ()}, ValueError),
+    ({"shared": ((nn.Linear(1, 1), "weight", 2),)}, ValueError),
+    ({"shared": ((nn.Linear(1, 1), "weight", -1),)}, ValueError),
+    ({"shared": (3,)}, TypeError),
+    ({"master": torch.ones(8)}, TypeError),
+    ({"master": None}, TypeError),
+    ({"params": 3}, TypeError),
+    ({"params": (nn.Parameter(torch.ones(1)),)}, ValueError),
+    ({"params": (nn.Parameter(torch.ones(1)), 3)}, TypeError),
+    ({"pieces": ()}, ValueError),
+    ({"pieces": (3,)}, TypeError),
+    ({"pieces": ((0, "8"),)}, TypeError),
+    ({"shard_numel": 0}, ValueError),
+    ({"shard_numel": 2**62, "shards": 4}, ValueError),
+    ({"shards": 0}, ValueError),
+    ({"shards": 2}, ValueError),
+    ({"rank": 1}, ValueError),
+    ({"rank": -1}, ValueError),
+    ({"shard_group": 3}, TypeError),
+    ({"shard_group": ("group", "no such group")}, RuntimeError),
+    ({"param_rank": 1}, ValueError),
+    ({"param_rank": -1}, ValueError),
+    ({"param_shards": 0}, ValueError),
+    ({"param_shards": 2}, ValueError),
+    ({"param_group": 3}, TypeError),
+    ({"refresh_group": 3}, TypeError),
+    ({"device": "cpu"}, TypeError),
+    ({"refresh_group": ("group", None)}, ValueError),
+    ({"compute": "bfloat16"}, TypeError),
+    ({"reduce": 3}, TypeError),
+]
+
+
+@pytest.mark.parametrize(("change", "error"), BAD_PARTS, ids=lambda value: str(value)[:60])
+def test_parts_that_are_refused(change, error):
+    module = module_with()
+    with pytest.raises(error):
+        step_of(part_of(module, **change))
+    assert type(module.weight) is nn.Parameter
+
+
+def test_steps_and_runs_that_are_refused():
+    part = part_of(module_with())
+    for change in ({"name": 3}, {"parts": [part]}, {"parts": (3,)}, {"reason": 3}):
+        with pytest.raises(TypeError):
+            step_of(part, **change)
+    for change in ({"watched": 3}, {"watched": (3,)}, {"watched": (({}, "a"),)}, {"backward_prefetch": "PRE"}):
+        with pytest.raises(TypeError):
+            run_of(**change)
+    step = step_of(part)
+    for call in (step.pre_forward, lambda: step.post_forward(3)):
+        with pytest.raises(RuntimeError, match="unit is not part of a run"):
+            call()
+    step.abort_forward()
+    with pytest.raises(TypeError, match="Root"):
+        step.join(3)
+    with pytest.raises(TypeError):
+        step.put(3)
+    step.join(run_of())
+    with pytest.raises(RuntimeError, match="post_forward without pre_forward"):
+        step.post_forward(torch.ones(1))
+    with pytest.raises(TypeError):
+        _C.set_grad(torch.ones(1))
+    with pytest.raises(TypeError):
+        _C.set_grad(3, None)
+    step.pre_forward()
+    with pytest.raises(RuntimeError, match="middle of a pass"):
+        step.join(run_of())
+    step.abort_forward()
+    step.join(run_of())
+
+
+def test_a_step_by_hand():
+    module = module_with()
+    part = part_of(module)
+    flat = part[2]
+    step, run = step_of(part), run_of()
+    step.make_views()
+    step.join(run)
+    assert step.run is run
+    assert "weight" not in module._parameters
+    for _ in range(2):
+        step.pre_forward()
+        assert run.state == "FORWARD"
+        output = step.post_forward((module.weight.sum() * 2.0, [module.bias], None, 3))
+        assert run.state == "IDLE"
+        output[0].backward()
+        assert flat.grad.tolist() == [2.0] * 6 + [0.0] * 2
+        output = step.pre_forward()
+        output = step.post_forward({"a": module.bias.sum()})
+        output["a"].backward()
+        assert flat.grad.tolist() == [2.0] * 6 + [1.0] * 2
+        flat.grad = None
+    assert run.gathers == 0
+    assert run.reductions == 4
+    with torch.no_grad():
+        step.pre_forward()
+        assert not step.post_forward(module.weight * 1.0).requires_grad
+    output = step.pre_forward() or step.post_forward(module.weight.sum())
+    with pytest.raises(RuntimeError, match="create_graph"):
+        output.backward(create_graph=True)
+    assert run.state == "INTERRUPTED"
+    run.recover()
+    assert run.state == "IDLE"
+    graph = step.pre_forward() or step.post_forward(module.weight.sum())
+    del step
+    gc.collect()
+    graph.backward()  # it has kept the unit
+    assert flat.grad.tolist() == [1.0] * 6 + [0.0] * 2
+    del graph, output
+    gc.collect()
+    assert not [step for step in gc.get_objects() if type(step) is _C.Unit and step.run is run]
+
+
+LAYER_ZERO = ["LAYER_ZERO", "LAYER_ZERO_NESTED"]
+
+
+def model_and_data(uo, strategy="FULL_SHARD"):
+    arguments = {"use_orig_params": uo, "sharding_strategy": ShardingStrategy[strategy]}
+    if strategy in LAYER_ZERO:
+        arguments |= {"process_group": layer_zero_groups(), "offload_grads": uo}
+    layers = [FSDP(nn.Linear(3, 3), **arguments) for _ in range(2)]
+    return FSDP(nn.Sequential(*layers), **arguments), torch.ones(2, 3)
+
+
+@functools.cache
+def groups_in(world):
+    return dist.new_group([0, 1]), world
+
+
+def layer_zero_groups():
+    return groups_in(dist.group.WORLD)
+
+
+def exercise(model, x):
+    model(x).sum().backward()
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    model(x)
+    model.layer = None
+    try:
+        model("nothing that it takes")
+    except TypeError:
+        pass
+
+
+class Layouts(nn.Module):
+    """Parameters that are not plain rows: strided, 0-dim, empty, a column slice, complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.columns = nn.Parameter(torch.arange(12.0).reshape(3, 4)[:, :2])
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        return self.conv(x).sum() * self.scalar + self.columns.square().sum() + self.empty.sum()
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_parameters_of_any_layout(uo, strategy):
+    x = torch.randn(2, 2, 5, 5)
+    for world in (1, 2):
+        torch.manual_seed(0)
+        module = Layouts()
+        torch.manual_seed(0)
+        with fake_world(world):
+            model = FSDP(Layouts(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+            if world == 1:
+                with torch.inference_mode():
+                    assert torch.equal(model(x), module(x))
+                for part in (model, module):
+                    part(x).backward()
+                with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+                    for param, wanted in zip(model.parameters(), module.parameters(), strict=True):
+                        assert torch.equal(param, wanted)
+                        assert torch.equal(param.grad, wanted.grad)
+            pieces = [piece for piece in model.shard_map() if piece.rank == 0]
+            assert {piece.fqn for piece in pieces} <= {name for name, _ in module.named_parameters()}
+
+
+def test_compiled_models_train_as_before():
+    def build():
+        torch.manual_seed(0)
+        inner = FSDP(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), use_orig_params=True)
+        return FSDP(nn.Sequential(inner, nn.Linear(3, 1)), use_orig_params=True)
+
+    with fake_world(1):
+        grads = []
+        for compiled in (False, True):
+            model = build()
+            call = torch.compile(model, backend="eager") if compiled else model
+            for _ in range(2):
+                call(torch.ones(2, 3)).sum().backward()
+            grads.append([param.grad.clone() for param in model.parameters()])
+        torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1", *LAYER_ZERO])
+def test_steps_leak_nothing(uo, strategy):
+    with fake_world(4 if strategy in LAYER_ZERO else 2):
+        model, x = model_and_data(uo, strategy)
+
+        def count(model=model):
+            gc.collect()
+            tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+            return tensors, _C.alloc_live(), [sys.getrefcount(unit._unit.step) for unit in FSDP.fsdp_modules(model)]
+
+        for _ in range(3):
+            exercise(model, x)
+        before = count()
+        for _ in range(10):
+            exercise(model, x)
+        assert count() == before
+        del count
+        empty = None
+        for _ in range(3):
+            model, x = model_and_data(uo, strategy)
+            exercise(model, x)
+            del model
+            gc.collect()
+            empty = _C.alloc_live() if empty is None else empty
+            assert _C.alloc_live() == empty
+
+
+@pytest.mark.parametrize("strategy", ["ZERO_1", *LAYER_ZERO])
+def test_a_model_whose_backward_was_broken_off_can_be_collected(strategy):
+    def fail(grad):
+        raise ArithmeticError
+
+    with fake_world(4 if strategy in LAYER_ZERO else 2):
+        found = []
+        for _ in range(3):
+            model, x = model_and_data(True, strategy)
+            x = x.requires_grad_()
+            x.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                model(x).sum().backward()
+            del model
+            gc.collect()
+            left = sum(type(thing) in (_C.Root, _C.Unit) for thing in gc.get_objects())
+            found.append((left, _C.alloc_live()))
+        assert found[1] == found[2]
+
+
+@pytest.mark.parametrize(("uo", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "LAYER_ZERO_NESTED")])
+def test_each_allocation_of_the_core_may_fail(uo, strategy):
+    """A MemoryError, and the model goes on as if nothing had been."""
+    with fake_world(4):
+        for what in ("make", "first step", "join"):
+            reached = failures = 0
+            while reached == 0:
+                failures += 1
+                assert failures < 200
+                model, x = (None, None) if what == "make" else model_and_data(uo, strategy)
+                step = None if model is None else model._unit.step
+                _C.alloc_fail_at(failures)
+                try:
+                    if what == "make":
+                        model, x = model_and_data(uo, strategy)
+                    elif what == "join":
+                        step.join(run_of())
+                    else:
+                        model(x).sum().backward()
+                    reached = 1
+                except MemoryError:
+                    pass
+                finally:
+                    _C.alloc_fail_at(0)
+                if model is not None and what == "first step":
+                    model.zero_grad()
+                    model(x).sum().backward()
+                    assert all(p.grad is not None for p in model.parameters() if p.numel() > 0)
+            assert failures > 1, what
+
+
+def test_an_order_asks_before_what_was_not_to_be_expected():
+    asked, waits = [], []
+    order = _C.CollectiveTrace(lambda *question: asked.append(question), lambda: waits.append(1), print)
+    for _ in range(3):
+        for event in range(4):
+            order.note(event, event == 0)
+    assert asked == [(0, 0, 1, 0), (1, 1, 0, 0), (2, 2, 0, 0), (3, 3, 0, 0), (4, 0, 1, 0)]
+    order.note(2, True)
+    assert asked[5:] == [(12, 2, 1, 1)]
+    assert (order.count, order.passes, order.at(12), order.at(13)) == (13, 4, (2, True), None)
+    assert not waits
+    order.broken = 1
+    order.note(3, False)
+    order.note(0, True)
+    assert len(asked) == 8  # from then on always
+
+    order.broken, order.always = 0, 1
+    order.note(1, False)
+    order.note(2, False)
+    order.note(3, False)
+    order.note(0, True)
+    order.note(1, False)
+    assert asked[-1] == (19, 1, 0, 2)  # though it was expected
+
+    def refuse(*question):
+        raise KeyError(question)
+
+    order = _C.CollectiveTrace(refuse, refuse, refuse)
+    with pytest.raises(KeyError):
+        order.note(5, True)
+    assert order.count == 1
+
+
+def test_orders_that_are_refused():
+    order = _C.CollectiveTrace(print, print, print)
+    for call in (
+        lambda: _C.CollectiveTrace(print, print),
+        lambda: order.note(1),
+        lambda: order.note("1", True),
+        lambda: order.note(1, 1),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    for event in (-1, 2**62):
+        with pytest.raises(ValueError, match=r"below 2\*\*62"):
+            order.note(event, False)
+    with pytest.raises(TypeError):
+        order.at("1")
+    assert order.count == 0
+    for arguments in ((), (3,), (order, order)):
+        with pytest.raises(TypeError):
+            _C.ModelTrace(*arguments)
+    follower = _C.ModelTrace(order)
+    step = step_of(part_of(module_with()))
+    step.follow(0, follower, 0, True)
+    for arguments in ((0, order, 0, True), (0, follower, "0", True), (0, follower, 0, 1), (0, follower, 0)):
+        with pytest.raises(TypeError):
+            step.follow(*arguments)
+    for which, number in ((8, 0), (-1, 0), (0, -1), (0, 2**32)):
+        with pytest.raises(ValueError, match="a group from 0 to 7"):
+            step.follow(which, follower, number, True)
+    run = run_of()
+    for followers in ([follower], (follower, order)):
+        with pytest.raises(TypeError, match="tuple of ModelTrace"):
+            run.tell(followers)
+    run.tell((follower,))
+
+
+def test_orders_leak_nothing_and_each_allocation_may_fail():
+    before = _C.alloc_live()
+
+    class Asker:
+        def __init__(self):
+            self.order = _C.CollectiveTrace(self.ask, self.ask, self.ask)  # a cycle
+
+        def ask(self, *question):
+            pass
+
+    for failure in (1, 2):
+        _C.alloc_fail_at(failure)
+        with pytest.raises(MemoryError):
+            _C.CollectiveTrace(print, print, print)
+        _C.alloc_fail_at(0)
+    asker = Asker()
+    _C.alloc_fail_at(1)
+
+    def note_many(order=asker.order):
+        for event in range(1000):
+            order.note(event, event == 0)
+
+    with pytest.raises(MemoryError):
+        note_many()
+    noted = asker.order.count
+    assert 0 < noted < 1000
+    asker.order.note(noted, False)
+    assert asker.order.count == noted + 1
+    del note_many
+    run = run_of()
+    follower = _C.ModelTrace(asker.order)
+    run.tell((follower,))
+    step = step_of(part_of(module_with()))
+    step.follow(1, follower, 0, False)
+    del asker, follower, run, step
+    gc.collect()
+    assert _C.alloc_live() == before
+
+
+def test_profilers_see_each_unit(capfd):
+    with fake_world(2):
+        model, x = model_and_data(True)
+        model(x).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as taken:
+            model(x).sum().backward()
+    capfd.readouterr()  # the profiler tells when it starts and stops
+    names = [event.name for event in taken.events() if event.name.startswith("flatparam ")]
+    for path in ("", "0", "1"):
+        kind = "Linear" if path else "Sequential"
+        phases = ("pre_forward", "forward", "post_forward", "end of backward")
+        # the outermost has no parameters, so nothing comes to it after its backward
+        for phase in (*phases, "pre_backward", *(("post_backward",) if path else ())):
+            assert names.count(f"flatparam {phase}: the unit of {kind} at `{path}`") == 1, (phase, path, names)
+
+
+def in_another_thread(call):
+    """What ``call`` raised there, or None."""
+    raised = []
+
+    def run():
+        try:
+            call()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_second_thread_is_refused_while_one_is_in_the_model(uo, strategy):
+    with fake_world(1):
+        model, x = model_and_data(uo, strategy)
+        model(x).sum().backward()
+        wanted = [param.grad.clone() for param in model.parameters()]
+        said = []
+        inner = next(module for module in model.modules() if isinstance(module, nn.Linear))
+
+        def intrude(*ignored):
+            said.append(in_another_thread(lambda: model(x)))
+            said.append(in_another_thread(lambda: model[0](x)))
+
+        for where in ("forward", "backward"):
+            model.zero_grad()
+            if where == "forward":
+                handle = inner.register_forward_hook(intrude)
+            else:
+                handle = inner.register_full_backward_hook(intrude)
+            model(x).sum().backward()
+            handle.remove()
+            for param, grad in zip(model.parameters(), wanted, strict=True):
+                assert torch.equal(param.grad, grad), where
+        assert len(said) == 4
+        assert all("another thread is in a forward or backward" in text for text in said)
+        assert in_another_thread(lambda: model(x).sum().backward()) is None  # one after the other is fine
+        for param, grad in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(param.grad, 2 * grad)
