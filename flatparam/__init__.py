@@ -8,7 +8,9 @@ from . import _build_check
 
 _build_check.check()
 
-from . import _C  # noqa: E402, F401  (a broken extension is an error of the import)
+from . import _C, _moved  # noqa: E402, F401  (a broken extension is an error of the import)
+
+_moved.add()
 
 if TYPE_CHECKING:
     from ._api import *  # noqa: F403

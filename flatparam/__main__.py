@@ -11,7 +11,7 @@ COMMANDS = {
         "flatparam.inspect.cli",
         "print and draw a model's units, shards and bytes per rank, without processes",
     ),
-    "run": ("flatparam.run", "run a script as python does, with flatparam under torch's FullyShardedDataParallel"),
+    "run": ("flatparam.dropin.run", "run a script as python does, with flatparam under torch's own FSDP"),
 }
 
 

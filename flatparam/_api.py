@@ -20,7 +20,9 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from ._C import ShardError
-from ._install import install, is_installed, uninstall
+from .common.layout import FlatLayout
+from .dropin.handle import FlatParamHandle
+from .dropin.install import install, is_installed, uninstall
 from .fsdp import (
     FLAT_PARAM,
     FSDP_PREFIX,
@@ -52,5 +54,3 @@ from .fsdp import (
     load_safetensors,
     p_assert,
 )
-from .handle import FlatParamHandle
-from .layout import FlatLayout

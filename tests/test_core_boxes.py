@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatparam import _C, ShardError
-from flatparam.layout import Box, boxes_of_range
+from flatparam.common.layout import Box, boxes_of_range
 
 
 def indices(shape, begin, end):

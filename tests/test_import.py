@@ -15,7 +15,7 @@ CASES = {
     "nothing but the extension until a name is asked for": """
         import flatparam
         assert "flatparam._C" in sys.modules
-        for late in ("torch._dynamo", "torch.distributed.fsdp", "flatparam.fsdp", "flatparam.handle"):
+        for late in ("torch._dynamo", "torch.distributed.fsdp", "flatparam.fsdp", "flatparam.dropin.handle"):
             assert late not in sys.modules, late
         assert {"FullyShardedDataParallel", "install", "fsdp"} <= set(dir(flatparam))
         """,
@@ -26,7 +26,7 @@ CASES = {
         assert "torch._dynamo" not in sys.modules
         """,
     "every name is there in every order": """
-        import flatparam.run, flatparam.layout, flatparam.handle
+        import flatparam.dropin.run, flatparam.common.layout, flatparam.dropin.handle
         import flatparam
         assert callable(flatparam.install) and callable(flatparam.wrap)
         for name in flatparam.__all__:
@@ -52,7 +52,7 @@ CASES = {
                 assert "shards of parameters" in str(error), error
             else:
                 raise AssertionError
-        assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("flatparam")]
+        assert not [finder for finder in sys.meta_path if type(finder).__module__ == "flatparam.common.after_import"]
         """,
     "what is not there": """
         import flatparam
@@ -62,7 +62,7 @@ CASES = {
             assert str(error) == "module 'flatparam' has no attribute 'nothing_of_this_name'"
         else:
             raise AssertionError
-        assert not hasattr(flatparam, "_nothing") and "flatparam.handle" not in sys.modules
+        assert not hasattr(flatparam, "_nothing") and "flatparam.dropin.handle" not in sys.modules
         """,
 }
 

@@ -68,7 +68,7 @@ IN_ONE_PROCESS = {
         assert type(handle()) is torchs
         """,
     "nothing is imported but Dynamo, and nothing but the handle changes": """
-        import flatparam.handle, torch.distributed.fsdp, torch._dynamo.trace_rules
+        import flatparam.dropin.handle, torch.distributed.fsdp, torch._dynamo.trace_rules
         assert flatparam.install
         from torch.distributed.fsdp import _flat_param
         modules = set(sys.modules)

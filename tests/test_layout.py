@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
 from flatparam import _C, ShardError
-from flatparam.layout import FlatLayout
+from flatparam.common.layout import FlatLayout
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LISTS_EACH = 105  # times the 20 seeds: more than 2,000 random parameter lists

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardError
-from flatparam.layout import FlatLayout
+from flatparam.common.layout import FlatLayout
 
 
 def places(numels, blocks, alignment, world_size, shard):

@@ -1,4 +1,4 @@
-"""_C.ModuleParams: attributes switched as nn.Module would, every failure exit, and nothing half done or leaked by a failure."""
+"""_C.ModuleParams: attributes switched as nn.Module would; a failure leaves nothing half done, and no leak."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""_C.ModuleParams against callbacks that change things under its hands, and arguments that lie: no crash, nothing half done."""
+"""_C.ModuleParams against callbacks that change things meanwhile, and arguments that lie: nothing half done."""
 
 import gc
 import subprocess

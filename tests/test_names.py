@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import _flat_param as torch_flat_param
 
 import flatparam
-import flatparam._flat_param as our_flat_param
+import flatparam.dropin.flat_param as our_flat_param
 
-install = importlib.import_module("flatparam._install")
+install = importlib.import_module("flatparam.dropin.install")
 
 OF_EVERY_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__static_attributes__", "__firstlineno__"}
 

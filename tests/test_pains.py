@@ -321,7 +321,7 @@ def test_a_deleted_handle_frees_its_memory_without_the_collector(orig):
             handle = handle_for(module, group, orig=orig)
             handle.shard()
             handle.init_flat_param_attributes()
-            handle._training_state = flatparam._flat_param.HandleTrainingState.FORWARD
+            handle._training_state = flatparam.dropin.flat_param.HandleTrainingState.FORWARD
             handle.pre_unshard()
             handle.unshard()
             handle.post_unshard()

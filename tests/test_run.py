@@ -16,7 +16,7 @@ from subprocess import DEVNULL, PIPE
 import pytest
 
 import flatparam.__main__
-import flatparam.run
+import flatparam.dropin.run
 
 pytestmark = pytest.mark.multiprocess
 
@@ -335,7 +335,7 @@ def test_a_refused_install_runs_nothing(capsys, monkeypatch, tmp_path):
     def refuse():
         raise RuntimeError("flatparam is not installed: why")
 
-    monkeypatch.setattr(flatparam.run, "install", refuse)
+    monkeypatch.setattr(flatparam.dropin.run, "install", refuse)
     (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     status, printed = run_main(capsys, str(tmp_path / "script.py"))
     assert status == 1

@@ -13,7 +13,7 @@ from gloo import HANDLES, fake_world, handle_of
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import flatparam
-from flatparam._flat_param import FlatParamHandle
+from flatparam.dropin.flat_param import FlatParamHandle
 
 ROOT = Path(__file__).parents[1]
 

@@ -93,7 +93,7 @@ def test_what_is_lost_and_what_is_won(run):
         "test_that_was_there: not run",
     ]
     assert "passes now, in the baseline fail: test_fsdp_core.py::test_after_it" in lines
-    assert f"FlatParamHandle was that of {ROOT / 'flatparam' / 'handle.py'}" in lines
+    assert f"FlatParamHandle was that of {ROOT / 'flatparam' / 'dropin' / 'handle.py'}" in lines
     assert done.returncode == 1, done.stderr
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .._flatten import in_storage_order
-from .._storage import lacks_memory
+from ..common.storage import lacks_memory
+from ..common.tensors import in_storage_order
 from .order import gather_objects, issue, wait
 from .placement import Placement
 from .register import Register, register_of

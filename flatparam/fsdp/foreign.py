@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import _named_member_accessor
 
 from .. import _C
-from .._after_import import after_import
+from ..common.after_import import after_import
 from . import order
 from .clip import by_group, clip
 from .summon import StateError, refuse_unreduced

@@ -28,8 +28,9 @@ from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from .. import _C, _exports
-from .._compiling import leave_out_of_graphs
+from .. import _C
+from ..common import dlpack
+from ..common.compiling import leave_out_of_graphs
 from . import collectives, peers
 from . import state_dict as state_dicts
 from .additions import close, closed, watch_registrations
@@ -75,7 +76,7 @@ def _watch_torch() -> None:
     register_optimizer_step_pre_hook(refuse_step)
     register_optimizer_step_pre_hook(check_reduced)
     register_optimizer_step_post_hook(_C.note_optimizer_step)
-    _exports.watch()
+    dlpack.watch()
 
 
 class FullyShardedDataParallel(Marks, nn.Module):

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .._flatten import is_dense, row_major
+from ..common.tensors import is_dense, row_major
 from .agreement import digest_of
 from .blocks import has_rows, row_numel
 from .deferral import blank

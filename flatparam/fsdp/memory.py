@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..layout import FlatLayout
+from ..common.layout import FlatLayout
 
 
 class Spread(Protocol):

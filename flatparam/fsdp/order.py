@@ -1,7 +1,7 @@
 """Whether all ranks of a group come to the same collectives in one order: found out before they talk past each other.
 
-The C core (``_C.CollectiveTrace``) knows which collective comes next from those before. Where a rank comes to that one, it asks
-nobody. Where it comes to another, or nothing is known yet, it asks the others here, through the group's store:
+The C core (``_C.CollectiveTrace``) predicts the next collective from those before. A rank that comes to the predicted
+one asks nobody. Where it comes to another, or nothing is known yet, it asks the others here, through the group's store:
 
 - nothing is known yet, so every rank asks: who comes first says what it does; the others compare, nobody waits;
 - another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked.
@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._waits import PATIENCE, can_be_cut, is_sliced, name_of, unwrapped, wait_in_slices, wait_in_thread
+from ..common.waits import (
+    PATIENCE,
+    can_be_cut,
+    is_sliced,
+    name_of,
+    unwrapped,
+    wait_in_slices,
+    wait_in_thread,
+)
 from . import peers
 from .placement import Placement
 from .register import Register, number_of, number_of_part, register_of

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _C
-from .._install import is_installed
+from ..dropin.install import is_installed
 
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 WITHOUT_STORE = ("fake", "threaded")  # backends of groups whose ranks are not processes

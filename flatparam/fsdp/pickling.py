@@ -7,7 +7,15 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from .._pickling import PickledState, Pickling, Reduced, as_flat_parameter, as_parameter, as_view, make_hooks_picklable
+from ..common.pickling import (
+    PickledState,
+    Pickling,
+    Reduced,
+    as_flat_parameter,
+    as_parameter,
+    as_view,
+    make_hooks_picklable,
+)
 from .unit import Unit
 
 

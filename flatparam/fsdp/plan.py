@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layout import Box, boxes_of_range
+from ..common.layout import Box, boxes_of_range
 from .memory import Flat, MemoryPlan, UnitPlan, plan_tree, plan_unit
 from .unit import Unit
 

@@ -22,9 +22,16 @@ from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
-from .._flatten import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
-from .._storage import lacks_memory
-from ..layout import FlatLayout
+from ..common.layout import FlatLayout
+from ..common.storage import lacks_memory
+from ..common.tensors import (
+    check_memory,
+    in_storage_order,
+    is_dense,
+    is_truly_contiguous,
+    row_major,
+    why_not_flat,
+)
 from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
 from .deferral import blank, template_of
 from .names import FLAT_PARAM

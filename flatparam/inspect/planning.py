@@ -19,7 +19,15 @@ from flatparam.fsdp.blocks import check_layout_arguments
 from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
 from flatparam.fsdp.names import clean_tensor_name
 from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
-from flatparam.fsdp.unit import Options, Original, _by_segment, check_tensors, choose_blocks, find_originals, layout_of
+from flatparam.fsdp.unit import (
+    Options,
+    Original,
+    _by_segment,
+    check_tensors,
+    choose_blocks,
+    find_originals,
+    layout_of,
+)
 from flatparam.fsdp.wrap import targets_of
 from flatparam.inspect.source import BadInput
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._storage import allocate, is_allocated, pinned
+from ..common.storage import allocate, is_allocated, pinned
 from ._parameters import Parameters
 
 

@@ -8,8 +8,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from .._storage import is_allocated
-from ..handle import FlatParamHandle as DropIn
+from ..common.storage import is_allocated
+from ..dropin.handle import FlatParamHandle as DropIn
 from .states import BEFORE, FORWARD, IDLE, IN_BACKWARD, SUMMON_FULL_PARAMS, state_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _optimizer_steps
+from ..common import optimizers
 from ..fsdp import order
 from ._base import Base
 from .states import IN_BACKWARD
@@ -32,7 +32,7 @@ class Freshness(Base):
     @property
     def _now(self) -> tuple[int, int]:
         flat_param = self.flat_param
-        return self._versions((*flat_param._params, flat_param, flat_param._zero1_shard))[0], _optimizer_steps.taken
+        return self._versions((*flat_param._params, flat_param, flat_param._zero1_shard))[0], optimizers.taken
 
     @property
     def _is_changed_here(self) -> bool:

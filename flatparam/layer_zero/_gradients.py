@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .._collectives import gathering
-from .._storage import allocate, same_storage
+from ..common.collectives import gathering
+from ..common.storage import allocate, same_storage
 from ..fsdp import order
 from ._accumulation import Sum
 from ._shown import Shown

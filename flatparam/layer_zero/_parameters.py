@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._collectives import gathering
-from .._storage import allocate, is_allocated
+from ..common.collectives import gathering
+from ..common.storage import allocate, is_allocated
 from ..fsdp import order
 from ._freshness import Freshness
 from .metadata import with_places

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.fsdp._flat_param import _same_storage, _same_storage_size, _storage_size_allocated
 from torch.distributed.utils import _alloc_storage, _free_storage
 
-from . import _C
+from .. import _C
 
 
 def allocate(tensor: Tensor, size: torch.Size) -> None:

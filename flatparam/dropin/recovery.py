@@ -17,8 +17,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 
-from . import _C, _optimizer_steps
-from ._storage import is_allocated, same_storage
+from .. import _C
+from ..common import optimizers
+from ..common.storage import is_allocated, same_storage
 
 _task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 _FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often
@@ -63,7 +64,7 @@ class Interruptible:
             interrupted = self._state not in _AT_REST or (self._prefetched and self._is_of_backward)
             if interrupted or self._is_out_of_date():
                 self._recover()
-            self._steps_seen = _optimizer_steps.taken
+            self._steps_seen = optimizers.taken
         elif state is _SUMMONED and self._handle_index is not None and self._is_out_of_date():
             self._free_gathered()  # else it would be shown, and saved
         elif state is _IDLE and self._put_aside and not getattr(self, "_ran_pre_backward_hook", True):
@@ -91,7 +92,7 @@ class Interruptible:
         tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
         if not any(tensor is not None and is_allocated(tensor) for tensor in tensors):
             return False
-        return self._steps_seen != _optimizer_steps.taken or self._was_written()
+        return self._steps_seen != optimizers.taken or self._was_written()
 
     def _note_left_gathered(self: Any) -> None:
         self._left_gathered = (self._sum_of_versions(), self._modes())

@@ -13,10 +13,10 @@ from torch.distributed.fsdp._flat_param import (
     HandleTrainingState,
 )
 
-from . import _C
-from ._gradients import Gradients
-from ._storage import allocate, free, has_memory, is_allocated
-from ._views import SETATTR_IN_C
+from .. import _C
+from ..common.storage import allocate, free, has_memory, is_allocated
+from .gradients import Gradients
+from .views import SETATTR_IN_C
 
 enabled = os.environ.get("FLATPARAM_FUSED", "1") != "0"  # off: step by step, so that tests can hold the two together
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 
-from ._views import Views
+from .views import Views
 
 
 class Zeroing(Views):

@@ -7,9 +7,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from . import _C
-from ._storage import has_memory, same_storage
-from ._zeroing import Zeroing
+from .. import _C
+from ..common.storage import has_memory, same_storage
+from .cleared_grads import Zeroing
 
 
 class Writeback(Zeroing):

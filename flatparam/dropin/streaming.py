@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp._flat_param import _FLAT_PARAM_PADDING_VALUE
 
-from . import _C
-from ._base import HandleBase
+from .. import _C
+from ..common.tensors import in_storage_order
+from .base import HandleBase
 
 # What runs between construction and the shard, or would see the unsharded data: replaced, it has to be there
 _STEPS = (
@@ -65,8 +66,6 @@ class Streaming(HandleBase):
 
         ``originals`` are the tensors of which ``flat_param`` would consist, paddings left out.
         """
-        from ._flatten import in_storage_order
-
         flat_param = self.flat_param
         numels, is_padding = flat_param._numels_with_padding, flat_param._is_padding_mask
         begin, numel, padding = _C.shard_of_rank(flat_param.numel(), self.world_size, self.rank)

@@ -23,9 +23,8 @@ from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 
-from ._compiling import leave_out_of_graphs
-from ._flatten import make_unit
-from ._pickling import (
+from ..common.compiling import leave_out_of_graphs
+from ..common.pickling import (
     PickledState,
     Pickling,
     as_flat_parameter,
@@ -35,8 +34,9 @@ from ._pickling import (
     new_flat_parameter,
     new_parameter,
 )
-from ._storage import free, same_storage
-from ._views import Views
+from ..common.storage import free, same_storage
+from .flatten import make_unit
+from .views import Views
 
 # What lazy initialization and the steps after it put on a wrapper, a handle and a flat parameter
 _STEP_OF_WRAPPER = (

@@ -1,8 +1,8 @@
 """Switching the original parameters between views of the unsharded and pieces of the sharded flat parameter.
 
-The loops run in C (``_C.ModuleParams``), one call a unit. They take plain tensors and nn.Module's own attribute rules; where a
-tensor has a subclass, an extension or a mode is active, or a step that they would bypass was replaced, the same is done
-parameter by parameter with torch's operations (``*_by_ops``).
+The loops run in C (``_C.ModuleParams``), one call a unit. They take plain tensors and nn.Module's own attribute rules.
+Where a tensor has a subclass, an extension or a mode is active, or a step that they would bypass was replaced, the same
+is done parameter by parameter with torch's operations (``*_by_ops``).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,8 +20,8 @@ from torch.distributed.fsdp._flat_param import (
     _unsafe_setattr_tensor,
 )
 
-from . import _C
-from ._base import HandleBase, environment_is_on
+from .. import _C
+from .base import HandleBase, environment_is_on
 
 
 class Views(HandleBase):

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 
-from . import _C
-from ._collectives import all_gather_single, all_reduce
-from ._zeroing import Zeroing
+from .. import _C
+from ..common.collectives import all_gather_single, all_reduce
+from .cleared_grads import Zeroing
 
 
 class Gradients(Zeroing):

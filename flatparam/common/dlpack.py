@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from . import _C
+from .. import _C
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._flat_param import FakeProcessGroup
 
-from ._waits import is_sliced, wait_in_slices
+from .waits import is_sliced, wait_in_slices
 
 _AS_THEY_WERE: list[Any] = [
     getattr(dist, name, None) for name in ("all_gather", "all_gather_single", "all_gather_into_tensor", "all_reduce")

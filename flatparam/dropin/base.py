@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import is_torchdynamo_compiling
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy, HandleTrainingState
 
-from ._interruption import Interruptible
-from ._storage import free, has_memory, same_storage
+from ..common.storage import free, has_memory, same_storage
+from .recovery import Interruptible
 
 _FREED_FOR_GRAPH = (
     ". If this is a backward through the graph of one with create_graph=True (gradients of gradients): that needs the "

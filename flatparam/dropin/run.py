@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from ._install import install
+from .install import install
 
 USAGE = """usage: python -m flatparam run SCRIPT [ARGUMENT ...]
        python -m flatparam run -m MODULE [ARGUMENT ...]
@@ -29,7 +29,7 @@ LAUNCHERS = (
     *("torch.distributed.run", "torch.distributed.launch", "torchrun"),
     *("accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner"),
 )
-CHILD = "flatparam._spawned"  # what spawned children run in place of the script
+CHILD = "flatparam.dropin.spawned"  # what spawned children run in place of the script
 BY_NAME, BY_PATH = "init_main_from_name", "init_main_from_path"  # how multiprocessing tells them the script
 
 
@@ -125,7 +125,7 @@ def set_first_path(folder: str, always: bool) -> None:
         sys.path[0] = folder
     elif always:
         sys.path.insert(0, folder)
-    home = str(Path(__file__).resolve().parent.parent)
+    home = str(Path(__file__).resolve().parents[2])
     if home not in map(os.path.realpath, sys.path):
         sys.path.append(home)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import _C
+from .. import _C
 
 
 class Shard(NamedTuple):

@@ -29,14 +29,17 @@ from torch.distributed.fsdp._flat_param import (
     logger,
 )
 
-from . import _C, _exports, _optimizer_steps, copying
-from ._base import environment_is_on
-from ._collectives import all_gather_chunks, all_gather_single, fake_group
-from ._flatten import Flattening, in_storage_order
-from ._fused import Fused
-from ._storage import allocate, free, has_memory, is_allocated, pinned, same_storage
-from ._streaming import is_runtime_s
-from ._writeback import Writeback
+from .. import _C
+from ..common import dlpack, optimizers
+from ..common.collectives import all_gather_chunks, all_gather_single, fake_group
+from ..common.storage import allocate, free, has_memory, is_allocated, pinned, same_storage
+from ..common.tensors import in_storage_order
+from . import copying
+from .base import environment_is_on
+from .fast_path import Fused
+from .flatten import Flattening
+from .streaming import is_runtime_s
+from .writeback import Writeback
 
 
 class FlatParamHandle(Flattening, Writeback, Fused):
@@ -123,8 +126,8 @@ class FlatParamHandle(Flattening, Writeback, Fused):
         self._shards_next = is_runtime_s(sys._getframe(1))
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
-        _optimizer_steps.watch()
-        _exports.watch()
+        optimizers.watch()
+        dlpack.watch()
         del self._shards_next
 
     def __del__(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed.fsdp._flat_param as torch_flat_param
 
-from . import _compat, _flat_param, _gathered_states, copying
-from ._compiling import leave_out_of_graphs
+from ..common.compiling import leave_out_of_graphs
+from . import compat, copying, flat_param, gathered_states
 from .handle import FlatParamHandle
 
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle
@@ -52,7 +52,7 @@ def install() -> None:
             f"flatparam is not installed: {', '.join(replaced)} of torch's FlatParamHandle was replaced or added, and "
             "would not be called. Call flatparam.install() before the code that does so"
         )
-    missing = missing_names(torch_flat_param, _flat_param)
+    missing = missing_names(torch_flat_param, flat_param)
     if missing:
         raise RuntimeError(
             f"flatparam is not installed: torch {torch.__version__} has in {torch_flat_param.__name__} what flatparam "
@@ -60,9 +60,9 @@ def install() -> None:
             "flatparam.install() before that code"
         )
     _bind(FlatParamHandle)
-    _compat.add()
+    compat.add()
     copying.add()
-    _gathered_states.add()
+    gathered_states.add()
     _complete_cpu_streams()
     leave_out_of_graphs()
 
@@ -70,9 +70,9 @@ def install() -> None:
 def uninstall() -> None:
     """Undo ``install()``: models wrapped from now on use torch's handle again."""
     _bind(TORCH_HANDLE)
-    _compat.remove()
+    compat.remove()
     copying.remove()
-    _gathered_states.remove()
+    gathered_states.remove()
 
 
 def is_installed() -> bool:

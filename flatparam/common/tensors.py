@@ -1,0 +1,109 @@
+"""How tensors lie in memory: whether they can be flattened, and the order of their elements if they are."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._flat_param import FlatParameter, _detach_if_needed
+
+from .. import _C
+from .storage import lacks_memory
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements fill one run of memory, each once, in some order of its dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def is_truly_contiguous(tensor: Tensor) -> bool:
+    """torch's ``_is_truly_contiguous`` (a 1x1 channels_last weight is not), defined for 0-dim tensors too."""
+    return tensor.is_contiguous() and (tensor.dim() == 0 or tensor.stride(-1) == 1)
+
+
+def in_storage_order(tensor: Tensor) -> Tensor:
+    """The elements as a 1-D tensor: in memory order if dense, else row-major; a view where that is possible."""
+    tensor = _detach_if_needed(tensor)
+    if is_truly_contiguous(tensor) or not is_dense(tensor):
+        return tensor.flatten()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def why_not_flat(tensor: Tensor, what: str) -> str | None:
+    """Why ``tensor``, ``what`` in words, cannot be part of a flat parameter; None: it can, beside others like it."""
+    if isinstance(tensor, FlatParameter):
+        return f"Cannot flatten a `FlatParameter`: {what} is flattened already"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return (
+            f"Cannot flatten sparse or quantized tensors: {what} has layout {tensor.layout}; convert it to a dense "
+            "floating-point tensor, or ignore it (ignored_states)"
+        )
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return f"Cannot flatten integer dtype tensors: {what}; register it as a buffer, or ignore it (ignored_states)"
+    return None
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of ``shape``."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def check_memory(names: list[str], tensors: list[Tensor]) -> None:
+    """Refuse parameters that share elements of memory: flattened apart, they would not train as one; and freed ones.
+
+    Raises: ValueError naming both, or the one. One Parameter under several names is no such case.
+    """
+    if not _C.is_plain(*tensors):
+        return
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size(), i)
+        for i, tensor in enumerate(tensors)
+        if (span := _span(tensor)) > 0
+    )
+    for i, tensor in enumerate(tensors):
+        if lacks_memory(tensor):
+            raise ValueError(
+                f"parameter `{names[i]}` has no memory for its shape {tuple(tensor.shape)}: its storage was freed or "
+                "resized"
+            )
+        if not is_dense(tensor) and _elements(tensor).unique().numel() < tensor.numel():
+            raise ValueError(
+                f"parameter `{names[i]}` has elements that share memory (expanded?): shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}; make it a tensor of its own with .clone()"
+            )
+    open_spans: list[tuple[int, int]] = []  # (end, parameter) of those that reach beyond the start of the next
+    for start, stop, i in spans:
+        open_spans = [span for span in open_spans if span[0] > start]
+        for _, other in open_spans:
+            if _share_elements(tensors[other], tensors[i]):
+                raise ValueError(
+                    f"parameters `{names[other]}` and `{names[i]}` overlap in memory without being one Parameter: "
+                    "give them memory of their own with .clone(), or register one Parameter under both names"
+                )
+        open_spans.append((stop, i))
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last that ``tensor`` has in memory, both included."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """The address of every element of ``tensor``, in elements of its dtype."""
+    first = tensor.data_ptr() // tensor.element_size()
+    return torch.arange(first, first + _span(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1)
+
+
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    if is_dense(a) and is_dense(b):
+        return True  # their spans meet, and have no holes
+    return bool(torch.isin(_elements(a), _elements(b)).any())
