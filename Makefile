@@ -28,7 +28,7 @@ test:
 	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 equality:
-	@$(call ENVIRONMENT,build test) $(BUILD) PYTHONPATH=.:tests "$$py" tests/equality.py --docs $(ARGS)
+	@$(call ENVIRONMENT,build test) $(BUILD) PYTHONPATH=.:tests/support "$$py" tests/support/equality.py --docs $(ARGS)
 
 bench:
 	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m benchmarks $(ARGS)

@@ -1,6 +1,6 @@
 /* test_pack.c -- all levels give the same bits as the one-element definition in fp_float.h, at every length and offset,
  * write nothing outside the range, and touch no memory outside the segments (the sanitizers look). That the definition
- * is torch's: tests/test_core_pack.py. Needs no other library, so that it also runs under an emulator of another
+ * is torch's: tests/core/test_core_pack.py. Needs no other library, so that it also runs under an emulator of another
  * processor. */
 #include "core/fp_pack.h"
 

@@ -1,4 +1,4 @@
-/* test_state.c -- values that are no state or event; a message that does not fit. The moves: tests/test_core_state.py.
+/* test_state.c -- values that are no state or event; a message that does not fit. The moves: tests/core/test_core_state.py.
  * */
 #include "core/fp_state.h"
 

@@ -12,7 +12,7 @@ import torch
 
 from flatparam.demo import checkpoint, cli, config, data, experiment, memory, messages, model, report, train
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = [sys.executable, "-m", "flatparam", "demo"]
 TINY = dataclasses.replace(cli.QUICK, context=16)
 

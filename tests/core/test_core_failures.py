@@ -17,7 +17,7 @@ import pytest
 
 from flatparam import _C, ShardError
 
-SOURCE = Path(__file__).parent / "c" / "nomem.c"
+SOURCE = Path(__file__).parents[1] / "c" / "nomem.c"
 MOST_ALLOCATIONS = 2000
 
 NUMELS = [3, 300, 70000]

@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.multiprocess
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 CHILD = """
 import multiprocessing, sys
@@ -128,7 +128,7 @@ IN_ONE_PROCESS = {
 
 def python(*arguments, cwd):
     """Run python, with the tests' helpers importable; return its output. No process is left."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,

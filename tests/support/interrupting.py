@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 
 import flatparam
 
+_PACKAGE = pathlib.Path(flatparam.__file__).parent
 FILES = {  # where exceptions are raised
-    "handle": [str(path) for path in pathlib.Path(flatparam.__file__).parent.glob("*.py")],
+    "handle": [str(path) for part in ("common", "dropin") for path in _PACKAGE.joinpath(part).glob("*.py")],
     "runtime": [_runtime_utils.__file__],
     "user": [__file__],
 }

@@ -20,7 +20,7 @@ import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 
-HERE = pathlib.Path(__file__).parent
+SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 WIDTH = 300  # its blocks are so large that the allocator unmaps what is freed
 
 
@@ -30,7 +30,7 @@ def test_operations_on_sharded_parameters_name_them_and_what_to_do():
     package = str(pathlib.Path(flatparam.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, HERE / "freed_operations.py"],
+        [sys.executable, SUPPORT / "freed_operations.py"],
         env=environment,
         check=True,
         stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from benchmarks.measuring import in_turn
 from benchmarks.models import Stack, Unit
 from benchmarks.worlds import fake_world
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROFILE = """
 fn=(1) phase_first
 16 7

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CORE, PYTHON, BRIDGE = "csrc/core/one.c", "csrc/module/module.c", "csrc/tensor/tensors.cpp"
 SMALL_TREE = {
     "csrc/core/one.h": "int fp_one(void);\n",

@@ -20,7 +20,7 @@ import flatparam.dropin.run
 
 pytestmark = pytest.mark.multiprocess
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RUN = ["-m", "flatparam", "run"]
 
 

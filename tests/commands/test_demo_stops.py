@@ -14,7 +14,7 @@ from flatparam.demo import checkpoint, cli, messages, processes
 
 pytestmark = pytest.mark.multiprocess
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = [sys.executable, "-m", "flatparam", "demo"]
 
 

@@ -1,6 +1,7 @@
 """Training on the runtime beside training unsharded and on torch's FSDP1, in every pair of settings.
 
-``make equality`` prints the tables and writes them into docs/equality.md; tests/test_equality.py runs the same.
+``make equality`` prints the tables and writes them into docs/equality.md.
+tests/packaging/test_equality.py runs the same.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam.fsdp.placement import averaging_factors
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs" / "equality.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "equality.md"
 STEPS = 3
 FACTORS = {
     "strategy": (

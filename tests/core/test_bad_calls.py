@@ -15,7 +15,7 @@ from flatparam import _C
 pytestmark = pytest.mark.multiprocess
 
 CALLS = int(os.environ.get("FLATPARAM_HOSTILE_CALLS", "2500"))  # of each callable: 100,000 of all together
-HERE = pathlib.Path(__file__).parent
+SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 
 
 def public_names():
@@ -32,7 +32,7 @@ def results():
     package = str(pathlib.Path(flatparam.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
     process = subprocess.run(
-        [sys.executable, str(HERE / "hostile_calls.py"), str(CALLS), "1"],
+        [sys.executable, str(SUPPORT / "hostile_calls.py"), str(CALLS), "1"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

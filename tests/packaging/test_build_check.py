@@ -14,7 +14,7 @@ import torch
 
 from flatparam import _build_check
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.multiprocess
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 CASES = {
     "nothing but the extension until a name is asked for": """

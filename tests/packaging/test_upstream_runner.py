@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.multiprocess
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = ROOT / "tests" / "upstream"
 
 TESTS = """

@@ -19,7 +19,7 @@ from flatparam import MixedPrecision, ShardingStrategy
 
 PEAK = """
 import sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/support")
 import torch
 from torch import nn
 from gloo import fake_world

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def _from_the_docs():
-    text = pathlib.Path(__file__).parents[1].joinpath("docs", "layerzero.md").read_text()
+    text = pathlib.Path(__file__).parents[2].joinpath("docs", "layerzero.md").read_text()
     found = next(found for found in re.finditer(r"```python\n(.*?)```", text, re.S) if "class Driver" in found[1])
     before = "\n" * text.count("\n", 0, found.start(1))  # so that tracebacks show the right lines
     names = {}

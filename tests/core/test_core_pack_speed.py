@@ -12,7 +12,7 @@ import flatparam
 
 pytestmark = pytest.mark.multiprocess
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRIES = 6  # the machine may be busy with something else; the best try counts
 
 
