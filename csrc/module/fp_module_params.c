@@ -141,7 +141,8 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fp_module_params *unit = NULL;
     int64_t numel;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:ModuleParams", keywords, &parameters_arg, &shared_arg, &numel_object) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:ModuleParams", keywords, &parameters_arg, &shared_arg,
+                                     &numel_object) ||
         fp_as_int64(numel_object, &numel) < 0) {
         return NULL;
     }

@@ -110,8 +110,9 @@ fp_model_trace_check(PyObject *object)
 }
 
 static PyType_Slot follower_slots[] = {
-    {Py_tp_doc, "ModelTrace(order)\n--\n\nOne model at order, a CollectiveTrace that models of a group share: whose passes they "
-                "are."},
+    {Py_tp_doc,
+     "ModelTrace(order)\n--\n\nOne model at order, a CollectiveTrace that models of a group share: whose passes they "
+     "are."},
     {Py_tp_new, follower_new},
     {Py_tp_dealloc, follower_dealloc},
     {Py_tp_traverse, follower_traverse},

@@ -85,7 +85,8 @@ order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"agree", "waiting", "failed", NULL};
     PyObject *agree, *waiting_function, *failed;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:CollectiveTrace", keywords, &agree, &waiting_function, &failed)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:CollectiveTrace", keywords, &agree, &waiting_function,
+                                     &failed)) {
         return NULL;
     }
     order_object *self = (order_object *)type->tp_alloc(type, 0);

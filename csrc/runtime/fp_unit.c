@@ -482,7 +482,8 @@ step_set_reason(PyObject *self, PyObject *reason, void *ignored)
 static PyMethodDef step_methods[] = {
     {"join", step_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
     {"follow", FP_FASTCALL(step_follow), METH_FASTCALL,
-     "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 the "
+     "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
+     "the "
      "one "
      "that shares the unit, 1 the one that replicates it, 2 the one that shares the copy, 3 the one that refreshes "
      "it;\n4 to 7: the same for a further ModelTrace. "
