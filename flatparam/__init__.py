@@ -9,6 +9,7 @@ from . import _build_check
 _build_check.check()
 
 from . import _C, _moved  # noqa: E402, F401  (a broken extension is an error of the import)
+from ._version import __version__ as __version__  # noqa: E402
 
 _moved.add()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+GUIDES = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md")
 CORE, PYTHON, BRIDGE = "csrc/core/one.c", "csrc/module/module.c", "csrc/tensor/tensors.cpp"
 SMALL_TREE = {
     "csrc/core/one.h": "int fp_one(void);\n",
@@ -71,7 +72,7 @@ def small(tmp_path):
     for name, text in SMALL_TREE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for name in ("setup.py", "pyproject.toml", "README.md", "flatparam/_build_check.py"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "flatparam/_build_check.py", "flatparam/_version.py"):
         shutil.copy2(ROOT / name, tmp_path / name)
     for cache in ROOT.glob("build/*/torch.json"):  # what setup.py asked torch itself, which takes seconds
         (tmp_path / cache.relative_to(ROOT)).parent.mkdir(parents=True)
@@ -119,10 +120,10 @@ def copy_of_the_project(target):
     for name in ("csrc", "flatparam", "build"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("asan", "sanitize-*", "*.pyc"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "CONTRIBUTING.md"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", *GUIDES):
         if (ROOT / name).is_file():
             shutil.copy2(ROOT / name, target / name)
-    for name in ("tests", "tools", "benchmarks"):
+    for name in ("docs", "tests", "tools", "benchmarks"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     build(target, "--strict")
@@ -294,6 +295,7 @@ def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
         tar.extractall(tmp_path)
     wanted = {str(path.relative_to(project)) for path in (project / "csrc").rglob("*") if path.is_file()}
     wanted |= {str(path.relative_to(project)) for path in (project / "tests").rglob("*") if path.is_file()}
+    wanted |= {str(path.relative_to(project)) for path in (project / "docs").rglob("*") if path.is_file()} | {*GUIDES}
     wanted |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "flatparam/_C.pyi", "flatparam/py.typed"}
     assert wanted <= names
     assert not [name for name in names if name.endswith((".so", ".o", "_build_info.py"))]

@@ -15,6 +15,7 @@ import torch
 from flatparam import _build_check
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = [f"flatparam/{name}.py" for name in ("__init__", "_build_check", "_version")]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def run_in_a_new_tree(bare_python, tmp_path, *command):
     tree.mkdir()
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     (tree / "flatparam").mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "flatparam/_build_check.py", "flatparam/__init__.py"):
+    for name in ("setup.py", "pyproject.toml", "README.md", *PACKAGE):
         shutil.copy2(ROOT / name, tree / name)
     env = {**os.environ, "PYTHONPATH": str(site), "PIP_NO_INDEX": "1", "NO_COLOR": "1"}
     done = subprocess.run(
