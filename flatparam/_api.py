@@ -1,13 +1,6 @@
 # ruff: noqa: F401
 """What the package gives: imported with the first of its names that is asked for."""
 
-from torch.distributed.fsdp._flat_param import (
-    FlatParameter,
-    FlatParamShardMetadata,
-    HandleShardingStrategy,
-    ParamInfo,
-    SharedParamInfo,
-)
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -21,6 +14,13 @@ from torch.distributed.fsdp.wrap import (
 
 from ._C import ShardError
 from .common.layout import FlatLayout
+from .common.torch_private import (
+    FlatParameter,
+    FlatParamShardMetadata,
+    HandleShardingStrategy,
+    ParamInfo,
+    SharedParamInfo,
+)
 from .dropin.handle import FlatParamHandle
 from .dropin.install import install, is_installed, uninstall
 from .fsdp import (

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import FakeProcessGroup
 
+from .torch_private import FakeProcessGroup
 from .waits import is_sliced, wait_in_slices
 
 _AS_THEY_WERE: list[Any] = [

@@ -2,13 +2,13 @@
 
 import functools
 
+from .torch_private import dynamo_trace_rules
+
 
 @functools.cache
 def leave_out_of_graphs() -> None:
     """Have torch.compile run flatparam's files as they are. Called as the first model is wrapped, not before.
 
-    Importing Dynamo takes as long as a third of torch. An optimizer imports it anyway.
+    This imports Dynamo, which an optimizer does anyway.
     """
-    import torch._dynamo.trace_rules as rules
-
-    rules.add("flatparam")
+    dynamo_trace_rules().add("flatparam")

@@ -8,8 +8,9 @@ import functools
 import weakref
 from typing import Any
 
-from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from .torch_private import _is_fsdp_flattened
 
 taken = 0
 # Whether an optimizer has parameters of units, and of how many parameter groups that is said

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle, _override_module_mixed_precision
-from torch.distributed.fsdp._flat_param import FakeProcessGroup, FlatParameter
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
+
+from .torch_private import FakeProcessGroup, FlatParameter, _FSDPDeviceHandle, _override_module_mixed_precision
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 

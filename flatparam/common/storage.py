@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import _same_storage, _same_storage_size, _storage_size_allocated
-from torch.distributed.utils import _alloc_storage, _free_storage
 
 from .. import _C
+from .torch_private import _alloc_storage, _free_storage, _same_storage, _same_storage_size, _storage_size_allocated
 
 
 def allocate(tensor: Tensor, size: torch.Size) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import FlatParameter, _detach_if_needed
 
 from .. import _C
 from .storage import lacks_memory
+from .torch_private import FlatParameter, _detach_if_needed
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -7,9 +7,7 @@ import time
 import torch
 from torch import nn
 
-# Importing it registers the backend "fake": groups whose collectives return at once.
-import torch.testing._internal.distributed.fake_pg  # isort: skip
-
+from flatparam.common.torch_private import register_fake_backend
 from flatparam.demo.config import Config
 from flatparam.demo.model import GPT, loss_of
 from flatparam.demo.train import Wrapper, shard
@@ -19,6 +17,7 @@ class HostCost:
     """A bare and a wrapped model to time in turn. Making one is a collective call; timing is not."""
 
     def __init__(self, config: Config, wrapper: Wrapper) -> None:
+        register_fake_backend()
         self._repeats = config.host_repeats
         self._models = (GPT(config), shard(GPT(config), config, wrapper, backend="fake"))
         self._rows = torch.zeros(1, min(8, config.context) + 1, dtype=torch.int64)

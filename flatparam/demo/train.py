@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -19,6 +18,8 @@ from flatparam.demo.config import STRATEGIES, Config
 from flatparam.demo.data import Corpus
 from flatparam.demo.messages import FLATPARAM
 from flatparam.demo.model import GPT, Block, loss_of
+
+from ..common.torch_private import DefaultState
 
 MEMBERS = {name: name.upper().replace("-", "_") for name in STRATEGIES} | {"hybrid-shard-zero2": "_HYBRID_SHARD_ZERO2"}
 Wrapper = type[FullyShardedDataParallel] | type[flatparam.FullyShardedDataParallel]

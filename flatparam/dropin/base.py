@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed._functional_collectives import is_torchdynamo_compiling
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy, HandleTrainingState
 
 from ..common.storage import free, has_memory, same_storage
+from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, is_torchdynamo_compiling
 from .recovery import Interruptible
 
 _FREED_FOR_GRAPH = (

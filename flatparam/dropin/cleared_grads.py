@@ -8,8 +8,8 @@ has zeroed his; and of a single gradient that he sets to None it zeroes the elem
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import HandleTrainingState
 
+from ..common.torch_private import HandleTrainingState
 from .views import Views
 
 

@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch.distributed.fsdp
-import torch.distributed.fsdp._flat_param as torch_flat_param
-from torch.distributed.fsdp._flat_param import FlatParamShardMetadata
+
+from ..common.torch_private import FlatParamShardMetadata, torch_flat_param
 
 OLD_NAME = "flat_param"
 OLD_PATH = f"torch.distributed.fsdp.{OLD_NAME}"

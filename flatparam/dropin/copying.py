@@ -18,10 +18,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
-from torch.distributed.fsdp._flat_param import FlatParameter
-from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 
 from ..common.compiling import leave_out_of_graphs
 from ..common.pickling import (
@@ -35,6 +31,7 @@ from ..common.pickling import (
     new_parameter,
 )
 from ..common.storage import free, same_storage
+from ..common.torch_private import FlatParameter, HandleTrainingState, TrainingState, _ExecOrderData, _FreeEventQueue
 from .flatten import make_unit
 from .views import Views
 

@@ -7,14 +7,14 @@ import os
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._flat_param import (
+
+from .. import _C
+from ..common.storage import allocate, free, has_memory, is_allocated
+from ..common.torch_private import (
     NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
     HandleShardingStrategy,
     HandleTrainingState,
 )
-
-from .. import _C
-from ..common.storage import allocate, free, has_memory, is_allocated
 from .gradients import Gradients
 from .views import SETATTR_IN_C
 

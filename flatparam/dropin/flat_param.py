@@ -4,8 +4,7 @@ Enums, named tuples, ``FlatParameter`` and the small helpers are torch's own obj
 one of them finds the same one, whether flatparam is installed or not. Only the handle is ours.
 """
 
-import torch.distributed.fsdp._flat_param as _torch_flat_param
-
+from ..common.torch_private import torch_flat_param as _torch_flat_param
 from .handle import FlatParamHandle
 
 globals().update(

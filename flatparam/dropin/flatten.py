@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp._common_utils import _named_parameters_with_duplicates
-from torch.distributed.fsdp._flat_param import (
+
+from .. import _C
+from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
+from ..common.torch_private import (
     _FLAT_PARAM_PADDING_VALUE,
     FlatParameter,
     ParamInfo,
@@ -16,11 +18,9 @@ from torch.distributed.fsdp._flat_param import (
     _construct_padding_tensor,
     _convert_to_params,
     _ext_pre_flatten_transform,
+    _named_parameters_with_duplicates,
     logger,
 )
-
-from .. import _C
-from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
 from .streaming import Streaming
 
 _MOST_ELEMENTS = 2**63 - 1

@@ -9,9 +9,9 @@ import functools
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.fsdp import _optim_utils
 from torch.distributed.tensor import DTensor
 
+from ..common.torch_private import _optim_utils
 from .handle import FlatParamHandle
 
 _NAME = "_unflatten_orig_param_states"  # called as each state is gathered; another torch may do without

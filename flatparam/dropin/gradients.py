@@ -5,10 +5,10 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import HandleTrainingState
 
 from .. import _C
 from ..common.collectives import all_gather_single, all_reduce
+from ..common.torch_private import HandleTrainingState
 from .cleared_grads import Zeroing
 
 

@@ -13,27 +13,28 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle, _no_dispatch_record_stream
-from torch.distributed.fsdp._flat_param import (
-    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
-    FlatParamShardMetadata,
-    FSDPExtensions,
-    HandleShardingStrategy,
-    HandleTrainingState,
-    _get_aligned_numel,
-    _ShardParamInfo,
-    _warn_skip_writeback_check,
-    _warn_use_fake_all_gather,
-    _warn_use_fake_reduce,
-    logger,
-)
 
 from .. import _C
 from ..common import dlpack, optimizers
 from ..common.collectives import all_gather_chunks, all_gather_single, fake_group
 from ..common.storage import allocate, free, has_memory, is_allocated, pinned, same_storage
 from ..common.tensors import in_storage_order
+from ..common.torch_private import (
+    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    FlatParamShardMetadata,
+    FSDPExtensions,
+    HandleShardingStrategy,
+    HandleTrainingState,
+    _FSDPDeviceHandle,
+    _get_aligned_numel,
+    _no_dispatch_record_stream,
+    _ShardParamInfo,
+    _warn_skip_writeback_check,
+    _warn_use_fake_all_gather,
+    _warn_use_fake_reduce,
+    logger,
+    temporarily_clear_interpreter_stack,
+)
 from . import copying
 from .base import environment_is_on
 from .fast_path import Fused

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed.fsdp._flat_param as torch_flat_param
 
 from ..common.compiling import leave_out_of_graphs
+from ..common.torch_private import torch_flat_param
 from . import compat, copying, flat_param, gathered_states
 from .handle import FlatParamHandle
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp._flat_param import HandleTrainingState
 
 from .. import _C
 from ..common import optimizers
 from ..common.storage import is_allocated, same_storage
+from ..common.torch_private import HandleTrainingState
 
 _task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 _FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import _init_utils
-from torch.distributed.fsdp._flat_param import _FLAT_PARAM_PADDING_VALUE
 
 from .. import _C
 from ..common.tensors import in_storage_order
+from ..common.torch_private import _FLAT_PARAM_PADDING_VALUE, _init_utils
 from .base import HandleBase
 
 # What runs between construction and the shard, or would see the unsharded data: replaced, it has to be there

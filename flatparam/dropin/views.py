@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp._common_utils import HandleTrainingState
-from torch.distributed.fsdp._flat_param import (
+
+from .. import _C
+from ..common.torch_private import (
+    HandleTrainingState,
     _ext_post_unflatten_transform,
     _safe_setattr_tensor_or_param,
     _unsafe_setattr_param,
     _unsafe_setattr_tensor,
 )
-
-from .. import _C
 from .base import HandleBase, environment_is_on
 
 

@@ -22,10 +22,10 @@ from .api import (
     TrainingState_,
 )
 from .deferral import defer_init
+from .errors import OrderError
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
-from .order import OrderError
 from .placement import Placement
 from .plan import MemoryPlan, Piece, UnitPlan
 

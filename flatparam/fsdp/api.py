@@ -19,8 +19,9 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from ..common.torch_private import HandleTrainingState, TrainingState
 
 __all__ = [
     "BackwardPrefetch",

@@ -14,17 +14,17 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.utils import _named_member_accessor
 
 from .. import _C
 from ..common.after_import import after_import
+from ..common.torch_private import REGISTRY_KEY, _named_member_accessor
 from . import order
 from .clip import by_group, clip
-from .summon import StateError, refuse_unreduced
+from .errors import StateError
+from .summon import refuse_unreduced
 from .unit import Segment, Unit, all_units, owner_of_param, segment_of, units_of
 
 _WRAPPERS = (DistributedDataParallel, DataParallel)

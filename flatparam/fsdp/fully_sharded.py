@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.fsdp._common_utils import _override_module_mixed_precision
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
@@ -31,6 +30,7 @@ from torch.profiler import record_function
 from .. import _C
 from ..common import dlpack
 from ..common.compiling import leave_out_of_graphs
+from ..common.torch_private import _override_module_mixed_precision
 from . import collectives, peers
 from . import state_dict as state_dicts
 from .additions import close, closed, watch_registrations
@@ -39,6 +39,7 @@ from .api import ShardingStrategy, TrainingState
 from .arguments import check_types
 from .blocks import Atomic, check_layout_arguments
 from .clip import clip_grad_norm
+from .errors import StateError
 from .foreign import Marks, refuse_wrapped, watch
 from .in_backward import step_in_backward
 from .loading import Values, agree_on_loading, check_kinds, values_of
@@ -53,7 +54,7 @@ from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .recomputation import is_never_recomputed
 from .register import enroll, enroll_loaded
 from .restoring import Before
-from .summon import StateError, Summoned, refuse_step, refuse_unreduced, summon
+from .summon import Summoned, refuse_step, refuse_unreduced, summon
 from .unit import (
     Options,
     Unit,

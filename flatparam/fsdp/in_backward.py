@@ -3,7 +3,7 @@
 import functools
 import weakref
 
-from .summon import StateError
+from .errors import StateError
 from .unit import Unit
 
 _OPTIMIZERS = "_in_backward_optimizers"  # torch's: a list of them, each for this parameter alone

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from ..common.tensors import is_dense, row_major
+from ..common.torch_private import _IncompatibleKeys
 from .agreement import digest_of
 from .blocks import has_rows, row_numel
 from .deferral import blank

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch.distributed.utils import _p_assert
+from ..common.torch_private import _p_assert
 
 FLAT_PARAM = "_flat_param"
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -23,3 +23,8 @@ def without_units(name: str) -> str:
 def p_assert(cond: Any, s: str, raise_assertion_error: bool = True) -> None:
     """torch 1.12's: print ``s`` and the stack, and raise AssertionError, unless ``cond`` holds; also under ``-O``."""
     _p_assert(cond, s, raise_assertion_error)
+
+
+def listed(names: list[str], most: int = 8) -> list[str]:
+    """The first of ``names``, and how many more there are: for a message."""
+    return [*names[:most], f"{len(names) - most} more"] if len(names) > most else names

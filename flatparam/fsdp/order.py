@@ -9,6 +9,8 @@ one asks nobody. Where it comes to another, or nothing is known yet, it asks the
 A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json
@@ -18,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,9 +37,13 @@ from ..common.waits import (
     wait_in_thread,
 )
 from . import peers
+from .errors import OrderError, without_store
+from .names import listed
 from .placement import Placement
 from .register import Register, number_of, number_of_part, register_of
-from .unit import Segment, Unit, listed
+
+if TYPE_CHECKING:
+    from .unit import Segment, Unit
 
 _KINDS = (
     "gathers",
@@ -59,10 +65,6 @@ _TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transpor
 _DIFFERENT = ". Every rank must run the same units in the same order, as often"
 _TRAINED = ". Set requires_grad alike on every rank"
 _AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
-
-
-class OrderError(RuntimeError):
-    """The ranks of a group have come to different collectives, or some cannot come; the message is the same on all."""
 
 
 class _Post(NamedTuple):
@@ -352,7 +354,7 @@ class Sequence:
             warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)
 
 
-_sequences: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence | None]]" = weakref.WeakKeyDictionary()
+_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence | None]] = weakref.WeakKeyDictionary()
 
 
 def sequence_of(group: dist.ProcessGroup | None, device: torch.device) -> Sequence | None:
@@ -382,13 +384,6 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     sequence = Sequence(group, backend, store, device.type)
     sequence.order.always = int(is_wrapped)  # a wrapper's own comparison waits as long as a collective may take
     return sequence
-
-
-def without_store(error: Exception) -> str:
-    return (
-        "the store of the process group cannot be reached any more, so ranks cannot say what they do or why they end: "
-        f"the process that has it, most often that of rank 0, has ended ({str(error).splitlines()[0]})"
-    )
 
 
 def _limit(backend: Any) -> float:
@@ -424,7 +419,7 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
         sequence.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
-_meetings: "weakref.WeakKeyDictionary[dist.ProcessGroup, peers.Meetings]" = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, peers.Meetings] = weakref.WeakKeyDictionary()
 
 
 def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any) -> Any:

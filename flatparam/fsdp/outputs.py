@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ..common.torch_private import _pytree as pytree
 
 
 class DeviceError(ValueError, RuntimeError):

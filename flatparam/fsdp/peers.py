@@ -25,7 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _C
-from ..dropin.install import is_installed
+from ..common.torch_private import torch_flat_param
+from .errors import OrderError, without_store
 
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 WITHOUT_STORE = ("fake", "threaded")  # backends of groups whose ranks are not processes
@@ -77,8 +78,8 @@ class Board:
     def post(self, text: str) -> None:
         """Let the others know why this rank ends, and wait until they do, but not for long."""
         number = self._post(self.rank, text)
-        if self._number("members") == 0 and is_installed():
-            return  # these ranks use torch's runtime, where nobody reads
+        if self._number("members") == 0 and torch_flat_param.FlatParamHandle.__module__.startswith("flatparam."):
+            return  # these ranks use torch's runtime with the drop-in, where nobody reads
         wait_until(lambda: self._read_posts() and self._number(f"readers of {number}") >= self._size - 1)
         self._read_posts()
 
@@ -209,8 +210,6 @@ def board() -> Board | None:
 
 def enter() -> None:
     """This rank is about to build, or has loaded, what it shares with others. Raises: OrderError without a store."""
-    from .order import OrderError, without_store
-
     try:
         if (ours := board()) is not None:
             ours.enter()
@@ -242,8 +241,6 @@ def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int]) -> N
 
     Raises: OrderError, when one of them cannot any more.
     """
-    from .order import OrderError
-
     ours, begin, waited = board(), time.monotonic(), 0.0
     patience: datetime.timedelta = getattr(store, "timeout", dist.constants.default_pg_timeout)
     while not store.check(keys) and waited < patience.total_seconds():
@@ -340,8 +337,6 @@ def _board_at_end() -> Board:
 
 
 def _describe(error: BaseException, rank: int) -> str:
-    from .order import OrderError
-
     if isinstance(error, OrderError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

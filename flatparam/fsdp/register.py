@@ -5,13 +5,17 @@ rank has run since. Copies and loaded pickles are made without a word: they are 
 that a rank that makes some alone puts no other unit out of step.
 """
 
+from __future__ import annotations
+
 import collections
 import itertools
 import weakref
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from .unit import Segment, Unit
+if TYPE_CHECKING:
+    from .unit import Segment, Unit
 
 # A number has 32 bits: whether it was loaded, the unit, which copy of it, which part (one a dtype and requires_grad).
 # After so many of them the numbers begin again, and a unit is taken for one of long ago.
@@ -57,9 +61,9 @@ class Register:
         return None if unit is None else unit.segments[number % _COPY]
 
 
-_registers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Register]" = weakref.WeakKeyDictionary()
-_numbers: "weakref.WeakKeyDictionary[Unit, dict[Register, int]]" = weakref.WeakKeyDictionary()
-_numbers_of_parts: "weakref.WeakKeyDictionary[Segment, int]" = weakref.WeakKeyDictionary()
+_registers: weakref.WeakKeyDictionary[dist.ProcessGroup, Register] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[Unit, dict[Register, int]] = weakref.WeakKeyDictionary()
+_numbers_of_parts: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()
 
 
 def register_of(group: dist.ProcessGroup) -> Register:

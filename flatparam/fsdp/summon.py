@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import _C
 from . import order
-from .unit import Original, Segment, StateError, Unit, check_not_rounded, same_bytes
+from .errors import StateError
+from .unit import Original, Segment, Unit, check_not_rounded, same_bytes
 
 _active: "list[Summoned]" = []  # what is summoned now, in this process
 
@@ -326,8 +327,6 @@ def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
 
 def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
     """``param.grad = grad``, also in another dtype or shape than torch allows."""
-    from .. import _C
-
     _C.set_grad(param, grad)
 
 

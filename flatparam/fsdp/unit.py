@@ -32,11 +32,14 @@ from ..common.tensors import (
     row_major,
     why_not_flat,
 )
+from . import collectives, order
 from .blocks import Atomic, alignment_of, block_of, keeps_rows, row_numel
 from .deferral import blank, template_of
-from .names import FLAT_PARAM
+from .errors import StateError
+from .names import FLAT_PARAM, listed
 from .outputs import DeviceError
 from .placement import Placement
+from .register import enroll_copy
 
 LOW = (torch.bfloat16, torch.float16)  # dtypes that no gradients are added in
 PADDING_VALUE = 42.0  # torch's: it is never read
@@ -49,11 +52,6 @@ _IN_BACKWARD = (
     " In backward this means that what the unit computed reached the loss by another way than its output, or "
     "that a gradient is differentiated again (create_graph=True), after the unit was freed."
 )
-_NAMED = 8  # parameters that a message names
-
-
-class StateError(RuntimeError, AssertionError, ValueError):
-    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
 
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
@@ -61,11 +59,6 @@ _owners: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]]" = weakref.Wea
 
 
 _of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its segment)
-
-
-def listed(names: list[str]) -> list[str]:
-    """The first of ``names``, and how many more there are: for a message."""
-    return [*names[:_NAMED], f"{len(names) - _NAMED} more"] if len(names) > _NAMED else names
 
 
 def _why_sharded(tensor: Tensor) -> str | None:
@@ -314,8 +307,6 @@ class Segment:
             )
         if not self.is_sharded:
             return shard.to(self.device)
-        from . import collectives, order
-
         shard = shard.to(self.device)
         placement = self.placement
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
@@ -440,8 +431,6 @@ class Unit:
             if key != "step":
                 setattr(copied, key, copy.deepcopy(value, memo))
         copied.come_alive()
-        from .register import enroll_copy
-
         enroll_copy(copied, self)
         return copied
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed.fsdp.wrap import _Policy
+
+from ..common.torch_private import _Policy
 
 
 def targets_of(

@@ -3,8 +3,7 @@
 A LayerZero model that is wrapped: ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO``.
 """
 
-from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamShardMetadata, ParamInfo, SharedParamInfo
-
+from ..common.torch_private import FlatParameter, FlatParamShardMetadata, ParamInfo, SharedParamInfo
 from ._freshness import agree
 from .handle import FlatParamHandle
 from .metadata import ShardParamInfo

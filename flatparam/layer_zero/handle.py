@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
+from ..common.torch_private import HandleShardingStrategy
 from ._gradients import Gradients
 from .groups import Described, check_alike, check_groups, describe
 

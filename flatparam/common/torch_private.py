@@ -1,0 +1,122 @@
+"""Every name that flatparam takes from torch's private modules. No other file imports them.
+
+A new release of torch may move or drop any of these names: it is met here.
+"""
+
+from typing import Any
+
+import torch.distributed.fsdp._flat_param as torch_flat_param
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._functional_collectives import is_torchdynamo_compiling
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
+from torch.distributed.fsdp import _init_utils, _optim_utils
+from torch.distributed.fsdp._common_utils import (
+    TrainingState,
+    _FSDPDeviceHandle,
+    _is_fsdp_flattened,
+    _named_parameters_with_duplicates,
+    _no_dispatch_record_stream,
+    _override_module_mixed_precision,
+)
+from torch.distributed.fsdp._exec_order_utils import _ExecOrderData
+from torch.distributed.fsdp._flat_param import (
+    _FLAT_PARAM_PADDING_VALUE,
+    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    FakeProcessGroup,
+    FlatParameter,
+    FlatParamShardMetadata,
+    FSDPExtensions,
+    HandleShardingStrategy,
+    HandleTrainingState,
+    ParamInfo,
+    SharedParamInfo,
+    _construct_padding_tensor,
+    _convert_to_params,
+    _detach_if_needed,
+    _ext_post_unflatten_transform,
+    _ext_pre_flatten_transform,
+    _get_aligned_numel,
+    _safe_setattr_tensor_or_param,
+    _same_storage,
+    _same_storage_size,
+    _ShardParamInfo,
+    _storage_size_allocated,
+    _unsafe_setattr_param,
+    _unsafe_setattr_tensor,
+    _warn_skip_writeback_check,
+    _warn_use_fake_all_gather,
+    _warn_use_fake_reduce,
+    logger,
+)
+from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
+from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.utils import _alloc_storage, _free_storage, _p_assert
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.utils import _named_member_accessor
+from torch.utils import _pytree
+
+__all__ = [
+    "NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
+    "REGISTRY_KEY",
+    "_FLAT_PARAM_PADDING_VALUE",
+    "DefaultState",
+    "FSDPExtensions",
+    "FakeProcessGroup",
+    "FlatParamShardMetadata",
+    "FlatParameter",
+    "HandleShardingStrategy",
+    "HandleTrainingState",
+    "ParamInfo",
+    "SharedParamInfo",
+    "TrainingState",
+    "_ExecOrderData",
+    "_FSDPDeviceHandle",
+    "_FreeEventQueue",
+    "_IncompatibleKeys",
+    "_Policy",
+    "_ShardParamInfo",
+    "_alloc_storage",
+    "_construct_padding_tensor",
+    "_convert_to_params",
+    "_detach_if_needed",
+    "_ext_post_unflatten_transform",
+    "_ext_pre_flatten_transform",
+    "_free_storage",
+    "_get_aligned_numel",
+    "_init_utils",
+    "_is_fsdp_flattened",
+    "_named_member_accessor",
+    "_named_parameters_with_duplicates",
+    "_no_dispatch_record_stream",
+    "_optim_utils",
+    "_override_module_mixed_precision",
+    "_p_assert",
+    "_pytree",
+    "_safe_setattr_tensor_or_param",
+    "_same_storage",
+    "_same_storage_size",
+    "_storage_size_allocated",
+    "_unsafe_setattr_param",
+    "_unsafe_setattr_tensor",
+    "_warn_skip_writeback_check",
+    "_warn_use_fake_all_gather",
+    "_warn_use_fake_reduce",
+    "dynamo_trace_rules",
+    "is_torchdynamo_compiling",
+    "logger",
+    "register_fake_backend",
+    "temporarily_clear_interpreter_stack",
+    "torch_flat_param",
+]
+
+
+def dynamo_trace_rules() -> Any:
+    """Dynamo's list of what it traces. Importing Dynamo takes as long as a third of torch."""
+    import torch._dynamo.trace_rules as rules
+
+    return rules
+
+
+def register_fake_backend() -> None:
+    """Let ``init_process_group("fake")`` work: a backend whose collectives return at once."""

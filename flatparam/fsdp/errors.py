@@ -1,0 +1,17 @@
+"""The exceptions of the runtime."""
+
+
+class OrderError(RuntimeError):
+    """The ranks of a group have come to different collectives, or some cannot come; the message is the same on all."""
+
+
+class StateError(RuntimeError, AssertionError, ValueError):
+    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
+
+
+def without_store(error: Exception) -> str:
+    """What an OrderError says where the store of the process group raises ``error``."""
+    return (
+        "the store of the process group cannot be reached any more, so ranks cannot say what they do or why they end: "
+        f"the process that has it, most often that of rank 0, has ended ({str(error).splitlines()[0]})"
+    )
