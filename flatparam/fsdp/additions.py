@@ -16,7 +16,8 @@ from torch.nn.modules.module import (
 )
 
 from .. import _C
-from .unit import Unit, owner_of_param
+from .owners import owner_of_param
+from .unit import Unit
 
 _inside: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.Parameter]]]" = (
     weakref.WeakKeyDictionary()

@@ -18,9 +18,9 @@ from .. import _C
 from ..common.storage import lacks_memory
 from ..common.tensors import in_storage_order
 from .order import gather_objects, issue, wait
+from .originals import Options, Original
 from .placement import Placement
 from .register import Register, register_of
-from .unit import Options, Original
 
 _WORDS = 6  # a digest, one of the values, and a number that no other rank has
 _APART = 1  # instead of a digest of values: this rank knows that others have other values

@@ -11,7 +11,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from . import order
-from .unit import Unit, segment_of
+from .owners import segment_of
+from .unit import Unit
 
 
 def clip_grad_norm(

@@ -24,8 +24,10 @@ from ..common.torch_private import REGISTRY_KEY, _named_member_accessor
 from . import order
 from .clip import by_group, clip
 from .errors import StateError
+from .owners import all_units, owner_of_param, segment_of
+from .segment import Segment
 from .summon import refuse_unreduced
-from .unit import Segment, Unit, all_units, owner_of_param, segment_of, units_of
+from .unit import Unit, units_of
 
 _WRAPPERS = (DistributedDataParallel, DataParallel)
 _STATES = (

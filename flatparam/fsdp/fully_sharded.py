@@ -46,7 +46,9 @@ from .loading import Values, agree_on_loading, check_kinds, values_of
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
+from .originals import Options, choose_blocks, find_originals
 from .outputs import cast_floats, find_tensors, move_tensors
+from .owners import owner_of, owner_of_param
 from .pairs import check_pair, outer_group
 from .pickling import pickled
 from .placement import Placement, groups_of, place
@@ -54,17 +56,8 @@ from .plan import MemoryPlan, Piece, memory_plan, shard_map
 from .recomputation import is_never_recomputed
 from .register import enroll, enroll_loaded
 from .restoring import Before
-from .summon import Summoned, refuse_step, refuse_unreduced, summon
-from .unit import (
-    Options,
-    Unit,
-    check_reduced,
-    choose_blocks,
-    find_originals,
-    owner_of,
-    owner_of_param,
-    units_of,
-)
+from .summon import Summoned, check_reduced, refuse_step, refuse_unreduced, summon
+from .unit import Unit, units_of
 from .wrap import check_not_tied, replace_modules, targets_of
 
 _HOST = torch.device("cpu")

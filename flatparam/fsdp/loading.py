@@ -20,7 +20,9 @@ from .deferral import blank
 from .names import clean_tensor_name
 from .order import gather_objects
 from .safetensors_files import Entry, Files
-from .unit import Segment, Unit, in_order, units_of
+from .segment import Segment
+from .unit import Unit, units_of
+from .values import in_order
 
 Values = dict[str, tuple[Unit | None, str]]  # by name: what has it, and a digest of what is loaded into it
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]

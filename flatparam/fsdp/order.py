@@ -43,7 +43,8 @@ from .placement import Placement
 from .register import Register, number_of, number_of_part, register_of
 
 if TYPE_CHECKING:
-    from .unit import Segment, Unit
+    from .segment import Segment
+    from .unit import Unit
 
 _KINDS = (
     "gathers",

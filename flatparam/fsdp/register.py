@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from .unit import Segment, Unit
+    from .segment import Segment
+    from .unit import Unit
 
 # A number has 32 bits: whether it was loaded, the unit, which copy of it, which part (one a dtype and requires_grad).
 # After so many of them the numbers begin again, and a unit is taken for one of long ago.

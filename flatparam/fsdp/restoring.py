@@ -6,7 +6,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .unit import Original, Segment, Unit
+from .originals import Original
+from .segment import Segment
+from .unit import Unit
 
 
 class Before:

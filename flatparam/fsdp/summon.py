@@ -12,7 +12,12 @@ from torch import Tensor
 from .. import _C
 from . import order
 from .errors import StateError
-from .unit import Original, Segment, Unit, check_not_rounded, same_bytes
+from .names import FLAT_PARAM
+from .originals import Original
+from .owners import all_units
+from .segment import Segment
+from .unit import Unit
+from .values import check_not_rounded, same_bytes
 
 _active: "list[Summoned]" = []  # what is summoned now, in this process
 
@@ -29,6 +34,31 @@ def refuse_unreduced(units: Iterable[Unit], what: str) -> None:
                 "rank has its own, and those of synced backwards before are put aside: run the last micro-batch "
                 "outside of no_sync() first, or clear the gradients"
             )
+
+
+def check_reduced(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+    """Before ``optimizer`` steps. What no_sync has kept in fp32 of parameters that are in less is rounded for it.
+
+    Raises: ValueError naming a parameter whose gradient no_sync has kept, where that is to be reduced first.
+    """
+    if _C.unfit() == 0:
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+    for unit in all_units():
+        kept = {tensor.untyped_storage().data_ptr() for tensor in unit.step.kept() if tensor is not None}
+        for segment, param in unit.parameters() if kept else ():
+            grad = param.grad
+            if id(param) not in stepped or grad is None or grad.untyped_storage().data_ptr() not in kept:
+                continue
+            if not unit.step.unreduced:
+                _C.set_grad(param, grad.to(param.dtype))
+            else:
+                names = [original.fqn for original in segment.originals if original.param is param]
+                raise ValueError(
+                    f"{type(optimizer).__name__}.step(): the gradient of {names[0] if names else FLAT_PARAM} of "
+                    f"{unit.name} comes from no_sync() and is not reduced over the ranks yet: run the last micro-batch "
+                    "outside of no_sync(), or clear the gradients"
+                )
 
 
 def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -18,16 +18,16 @@ from flatparam.fsdp.api import ShardingStrategy
 from flatparam.fsdp.blocks import check_layout_arguments
 from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
 from flatparam.fsdp.names import clean_tensor_name
-from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
-from flatparam.fsdp.unit import (
+from flatparam.fsdp.originals import (
     Options,
     Original,
-    _by_segment,
+    by_segment,
     check_tensors,
     choose_blocks,
     find_originals,
     layout_of,
 )
+from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
 from flatparam.fsdp.wrap import targets_of
 from flatparam.inspect.source import BadInput
 
@@ -235,7 +235,7 @@ def _unit(
         check_layout_arguments(options.shard_alignment, options.atomic)
         check_tensors([_with_data(original) for original in originals], options)
         choose_blocks(originals, options.atomic)
-        segments = tuple(_segment(group, options, settings) for group in _by_segment(originals, options))
+        segments = tuple(_segment(group, options, settings) for group in by_segment(originals, options))
     except (ValueError, ShardError) as error:
         raise BadInput(f"unit {unit} cannot be made: {' '.join(str(error).split())}") from error
     return Unit(path, type(module).__name__, segments)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import Placement, ShardedGradScaler, ShardingStrategy
 from flatparam.fsdp.materialize import move
-from flatparam.fsdp.unit import Options, check_tensors, find_originals
+from flatparam.fsdp.originals import Options, check_tensors, find_originals
 
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
