@@ -1,6 +1,6 @@
 """Find or make the Python environment for a make target, and print its interpreter's path as the only standard output.
 
-Usage: python tools/environment.py GROUP...    GROUP: build, or an extra of pyproject.toml (demo, test, lint)
+Usage: python tools/environment.py GROUP...    GROUP: build, or an extra of pyproject.toml
 
 The interpreter that runs this file is used as it is if it has a torch that flatparam can be built against; otherwise
 .venv is (made from it when missing). What the groups need and the environment lacks is installed with pip, after saying

@@ -81,6 +81,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
         ``segments``: a unit may hold parameters of several dtypes, and frozen beside trainable ones, each in a flat
         parameter of its own: frozen ones have no gradient memory and are not reduced;
         ``check_values``: compare digests of the initial values over the ranks.
+
     ``limit_all_gathers`` holds always: memory is freed in the order of the program, so there is nothing to limit.
     Raises: ValueError for arguments that contradict each other or name what is not supported.
     """
