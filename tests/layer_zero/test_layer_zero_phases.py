@@ -1,11 +1,7 @@
-"""LayerZero's handle, driven step by step without a wrapper, as its reference's runtime does."""
+"""What LayerZero's handle holds in which phase: states, buffers, gathered values, and what a user does meanwhile."""
 
-import copy
 import gc
-import inspect
 import itertools
-import pickle
-import warnings
 import weakref
 
 import pytest
@@ -13,9 +9,8 @@ import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make
 from gloo import note, run_ranks
+from layer_zero_checks import LOW, Example, assert_close, assert_equal, train
 from layer_zero_driver import (
-    CPU,
-    AsTheReference,
     State,
     drive,
     full_grads,
@@ -30,244 +25,13 @@ from layer_zero_driver import (
     unshard,
     unsharded_backward,
 )
-from layer_zero_programs import chain, programs
-from layer_zero_ranks import counted, group_of, pair
+from layer_zero_ranks import counted
 from torch import nn
 from torch.distributed.fsdp._flat_param import HandleTrainingState as TorchState
 
-import flatparam
-from flatparam.layer_zero import FlatParamHandle, HandleTrainingState, ShardParamInfo, agree
+from flatparam.layer_zero import HandleTrainingState, agree
 
 pytestmark = pytest.mark.multiprocess
-
-LOW = torch.bfloat16
-
-
-def assert_close(found, expected, atol=1e-6):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b.detach(), rtol=0, atol=atol)
-
-
-def assert_equal(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-# Layout
-
-
-class Example(nn.Module):
-    """The parameters of a known layout: 6, 3 and 2 elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(6.0).view(2, 3) + 1)
-        self.b = nn.Parameter(torch.arange(3.0) + 11)
-        self.c = nn.Parameter(torch.arange(2.0) + 21)
-
-    def forward(self, x):
-        return (x @ self.a.t()).sum(-1) * self.b.sum() + self.c.sum()
-
-
-OUT = (False, None, None, None, None)
-# rank -> (offset, numel, first, last) of a, b, c in the zero1 shard; then the places of the parameters
-LAYOUTS = {
-    LOW: (
-        20,
-        [
-            [(True, 0, 5, 0, 4), OUT, OUT],
-            [(True, 0, 1, 5, 5), (True, 3, 2, 0, 1), OUT],
-            [OUT, (True, 0, 1, 2, 2), OUT],
-            [OUT, OUT, (True, 1, 2, 0, 1)],
-        ],
-        [(0, 5), (8, 10), (16, 17)],
-    ),
-    None: (
-        16,
-        [
-            [(True, 0, 4, 0, 3), OUT, OUT],
-            [(True, 0, 2, 4, 5), OUT, OUT],
-            [OUT, (True, 0, 3, 0, 2), OUT],
-            [OUT, OUT, (True, 0, 2, 0, 1)],
-        ],
-        [(0, 5), (8, 10), (12, 13)],
-    ),
-}
-
-
-def layout():
-    rank = dist.get_rank()
-    for dtype, (numel, shards, places) in LAYOUTS.items():
-        module = Example()
-        originals = list(module.parameters())
-        handle = one(module, 2, dtype)
-        flat = handle.flat_param
-        expected = tuple(ShardParamInfo(*part, *place) for part, place in zip(shards[rank], places, strict=True))
-        assert flat._shard_param_infos == expected
-        assert flat._padded_unsharded_size == torch.Size([numel])
-        assert flat._sharded_size == flat._zero1_shard.size() == torch.Size([numel // 4])
-        assert flat._zero1_shard.dtype == torch.float32
-        assert flat._shard_numel_padded == 0
-        assert [id(p) for p in module.parameters()] == [id(p) for p in originals]
-        for param, info, whole in zip(originals, expected, Example().parameters(), strict=True):
-            first, last = info.intra_param_start_idx, info.intra_param_end_idx
-            part = whole.flatten()[first : last + 1] if info.in_shard else torch.empty(0)
-            assert torch.equal(param, part)
-        whole = gathered(flat._zero1_shard)
-        unshard(handle, State.FORWARD)
-        assert torch.equal(flat._full_param_padded, whole.to(dtype or torch.float32))
-        assert not isinstance(module.a, nn.Parameter)
-        assert torch.equal(module.a.float(), Example().a)
-        reshard(handle)
-        size, inner = numel // 2, rank % 2
-        assert torch.equal(flat._zero3_shard, whole[inner * size : (inner + 1) * size].to(dtype or torch.float32))
-        with pytest.raises(ValueError, match="expected div to be 4"):
-            handle.flatten_tensors([torch.ones(3)], 4, 3)
-        assert handle.flatten_tensors([torch.ones(3), torch.ones(2)], 4, 4).numel() == 8
-
-
-ARGUMENTS = [
-    *("params", "zero3_module", "device", "mp_param_dtype", "mp_reduce_dtype"),
-    *("zero3_process_group", "zero1_process_group", "offload_grads"),
-]
-METHODS = """
-    initialize shard init_flat_param_attributes pre_unshard unshard wait_unshard post_unshard needs_unshard reshard
-    post_reshard unshard_grad reshard_grad offload_grad alloc_full_prec_grad reload_full_prec_grad free_full_prec_grad
-    already_load_full_prec_grad accumulate_grad prepare_gradient_for_backward set_shard_grad free_runtime_unshard_grad
-    prepare_gradient_for_zero1 wait_reduce_scatter flatten_tensors flatten_tensors_into_flat_param unflatten_as_params
-    is_sharded param_module_names shared_param_module_names
-"""
-
-
-def names_of_the_reference():
-    assert list(inspect.signature(FlatParamHandle).parameters) == ARGUMENTS
-    assert list(inspect.signature(FlatParamHandle.initialize).parameters) == ["self", *ARGUMENTS]
-    assert all(callable(getattr(FlatParamHandle, name)) for name in METHODS.split())
-    assert list(inspect.signature(FlatParamHandle.reshard).parameters) == ["self", "free_unsharded_flat_param"]
-    handle = one(Example(), 2, LOW)
-    assert (handle.zero1_world_size, handle.zero1_group_rank) == (4, dist.get_rank())
-    assert (handle.zero3_group_size, handle.zero3_group_rank) == (2, dist.get_rank() % 2)
-    assert (handle.param_dtype, handle.grad_dtype, handle.full_prec_dtype) == (LOW, torch.float32, torch.float32)
-    assert one(Example(), 2, LOW, LOW).grad_dtype == LOW
-    assert one(Example().double(), 2).flat_param._zero1_shard.dtype == torch.float64
-    assert one(Example().to(LOW), 2).flat_param._zero1_shard.dtype == torch.float32
-    for name in ("needs_param_sync", "param_synced", "grad_synced", "ran_pre_backward_hook", "prefetched"):
-        assert getattr(handle, f"_{name}") is (name == "needs_param_sync")
-    assert [name for name, _ in handle._named_module_parameters()] == ["a", "b", "c"]
-    assert handle._get_orig_param_by_name("b") is handle._get_module_param_by_name("b")
-    assert list(handle._shard_grad_list()) == [None] * 3
-    assert handle._zero3_module.a is handle.flat_param._params[0]
-    for call in (lambda: copy.deepcopy(handle), lambda: copy.copy(handle), lambda: pickle.dumps(handle)):
-        with pytest.raises(TypeError, match=r"\(a, b, c\)"):
-            call()
-
-
-# Training
-
-
-def train(model, driver, reference, count, make_optimizer, steps=3, exact=False):
-    optimizers = [make_optimizer(m.parameters()) for m in (model, reference)]
-    for step in range(steps):
-        driver.backward(losses(model, step, count))
-        unsharded_backward(reference, step, count)
-        if exact:
-            assert_equal(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-    compare = assert_equal if exact else assert_close
-    compare(full_params(driver.handles, model), list(reference.parameters()))
-
-
-def training(inners):
-    for inner, count in itertools.product(inners, (1, 2, 3)):
-        note(f"inner={inner} micro-batches={count}")
-        exact = dist.get_world_size() <= 2
-        train(*twins(inner), count, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), exact=exact)
-    train(*twins(inners[-1]), 2, lambda params: torch.optim.Adam(params, 0.01))
-
-
-def offloading(inner, cases):
-    """What is offloaded gives the bits of what is not: all units, in all steps, however gradients are cleared."""
-    for count, to_none, dtype in cases:
-        note(f"offload: micro-batches={count} to none={to_none} {dtype}")
-        seen = []
-        for offload in (False, True):
-            model = make().to(dtype or torch.float32)
-            driver = drive(model, inner, dtype, offload)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
-                driver.backward(losses(model, step, count, of_dtype(dtype)))
-                seen.append(full_grads(driver.handles, model))
-                assert all(bool(grad.any()) for grad in seen[-1])
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=to_none)
-            seen.append(full_params(driver.handles, model))
-        for on, off in zip(seen[:4], seen[4:], strict=True):
-            assert_equal(on, off)
-
-
-def of_dtype(dtype):
-    return lambda model, x: model(x if dtype is None else x.to(dtype)).float().square().mean()
-
-
-def the_calls_of_the_references_runtime(inner):
-    """A root that returns what its last unit does, kept units, gathers ahead, offloading all but the last unit."""
-    for count, offload in itertools.product((1, 3), (False, True)):
-        note(f"as the reference: micro-batches={count} offload={offload}")
-        model, reference = chain(), chain()
-        driver = AsTheReference(list(model), inner, offload=offload)
-        train(model, driver, reference, count, lambda params: torch.optim.SGD(params, lr=0.1))
-        with counted(inner) as log:
-            driver.backward(losses(model, 0, count))
-        units = len(driver.handles)
-        over = [(kind, group) for kind, group, *_ in log]
-        assert over.count(("gather", "wide")) == over.count(("reduce", "wide")) == units
-        # Twice a micro-batch but for the first forward, the last unit in backward, the first in later forwards
-        assert over.count(("gather", "inner")) == units * (2 * count - 1) - count - (count - 1)
-        assert len(over) == 2 * units + over.count(("gather", "inner"))
-
-
-def no_gradient_is_lost_in_low_precision():
-    """64 equal micro-batches on all ranks: exactly 64 times the bf16 gradient of one."""
-    model, reference = make().to(LOW), make().to(LOW)
-    driver = drive(model, 2, LOW)
-    x = data(0, rank=0).to(LOW)
-    driver.backward([lambda: model(x).float().square().mean()] * 64)
-    reference(x).float().square().mean().backward()
-    assert_equal(full_grads(driver.handles, model), [p.grad.float() * 64 for p in reference.parameters()])
-
-
-def the_dtype_of_the_reduction_is_honoured():
-    handle = one(Example(), 2, LOW, LOW)
-    unshard(handle, State.FORWARD)
-    reshard(handle)
-    whole, shard = handle._get_reduce_scatter_tensors()
-    assert whole.dtype == shard.dtype == LOW
-    handle.set_shard_grad(shard.fill_(1.5))
-    handle.prepare_gradient_for_zero1()
-    assert handle.flat_param.grad.dtype == torch.float32
-    assert bool((handle.flat_param.grad == 1.5).all())
-
-
-def padding_stays(steps=100):
-    module = Example()
-    driver = drive(module, 2, LOW, units=[module])
-    optimizer = torch.optim.AdamW(module.parameters(), 0.1, weight_decay=0.5)
-    [handle] = driver.handles
-    before = gathered(handle.flat_param._zero1_shard)
-    for _ in range(steps):
-        driver.backward([lambda: module(torch.ones(2, 3, dtype=LOW)).sum()])
-        assert not gathered(handle.flat_param.grad)[[6, 7, *range(11, 16), 18, 19]].any()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = gathered(handle.flat_param._zero1_shard)
-    padding = [6, 7, *range(11, 16), 18, 19]
-    assert torch.equal(after[padding], before[padding])
-    assert not torch.equal(after, before)
-
-
-# What is where, and when
 
 
 def buffers_by_phase():
@@ -521,9 +285,6 @@ def states():
         unready.unshard()
 
 
-# Gradients that come in other ways than one after another
-
-
 def in_flight_together():
     """F0 F1 B0 F2 B1 B2, as pipelines run it, and a unit that is called twice in a forward."""
     model, driver, reference = twins(2)
@@ -556,54 +317,6 @@ def in_flight_together():
         reference(reference(x)).sum().backward()
         atol = 1e-6 if dtype is None else 0.05
         assert_close(full_grads(driver.handles, model), [p.grad.float() for p in reference.parameters()], atol)
-
-
-def unevenly_used():
-    """Units that get no gradient on some ranks, frozen ones, and a root that returns what its last unit does."""
-
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, x, used=True):
-            x = self.blocks[0](x * self.scale)
-            aside = self.blocks[1](x)
-            x = x + aside if used else x
-            return self.blocks[3](self.blocks[2](x))
-
-    model, reference = Chain(), Chain()
-    for module in (model, reference):
-        module.blocks[0].requires_grad_(False)
-        module.blocks[2].bias.requires_grad_(False)
-    driver = drive(model, 2)
-    after_backward = driver.after_backward
-
-    def without_reducing(handle):
-        driver.sync, sync = False, driver.sync
-        after_backward(handle)
-        driver.sync = sync
-
-    for count, least in itertools.product((1, 2), (2, 5)):
-        # Where only some ranks have a gradient, all reduce at the end, in one order
-        driver.after_backward = without_reducing if least == 2 else after_backward
-        driver.backward([lambda least=least: model(data(0), used=dist.get_rank() >= least).square().mean()] * count)
-        for _ in range(count):
-            for rank in range(4):
-                (reference(data(0, rank), used=rank >= least).square().mean() / 4).backward()
-        expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
-        found = full_grads(driver.handles, model)
-        assert_close(
-            [g for g, p in zip(found, reference.parameters(), strict=True) if p.requires_grad],
-            [g for g, p in zip(expected, reference.parameters(), strict=True) if p.requires_grad],
-        )
-        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-            assert other.requires_grad or param.grad is None
-            param.grad = other.grad = None
-    with pytest.raises(RuntimeError, match="nothing to reduce of the flat parameter of Linear"):
-        driver.handles[0]._get_reduce_scatter_tensors()
 
 
 def clearing():
@@ -852,213 +565,28 @@ def a_gradient_is_not_thrown_away():
         handle.accumulate_grad()
 
 
-# Groups and input
+CASES = [
+    (4, states),
+    (4, buffers_by_phase),
+    (4, freshness),
+    (4, syncing),
+    (4, in_flight_together),
+    (4, clearing),
+    (4, parameters_are_the_same_objects),
+    (4, whole_gradients),
+    (4, after_an_exception),
+    (4, a_gradient_that_does_not_come),
+    (4, a_gradient_is_not_thrown_away),
+    (1, deleted_units_are_gone),
+]
 
 
-def degenerate_groups():
-    """All ranks in the inner group: no second shard. One rank in it: no second copy, and no collective over it."""
-    world = dist.get_world_size()
-    for inner in (1, world):
-        model, driver, reference = twins(inner)
-        units = len(driver.handles)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            with counted(inner) as log:
-                driver.backward(losses(model, 0, 2))
-            assert {group for _, group, *_ in log} <= {"wide"}
-            gathers = sum(kind == "gather" for kind, *_ in log)
-            assert gathers == (0 if world == 1 else units * (1 if inner == 1 else 4))
-            optimizer.step()
-            optimizer.zero_grad()
-            for handle in driver.handles:
-                flat = handle.flat_param
-                assert (held(flat._full_param_padded) > 0) == (inner == 1)
-                assert flat._zero3_shard is None
-        for _ in range(2):
-            reference.zero_grad()
-            unsharded_backward(reference, 0, 2)
-            with torch.no_grad():
-                for param in reference.parameters():
-                    param -= 0.1 * param.grad
-        assert_close(full_params(driver.handles, model), list(reference.parameters()))
-        for handle in driver.handles:
-            handle.sync_params()
-        with summoned(driver.handles):
-            pass
-        with torch.no_grad():
-            torch.testing.assert_close(model(data(1)), reference(data(1)), rtol=0, atol=1e-6)
+def named(case):
+    world_size, function, *_ = case
+    return f"{function.__name__}-{world_size}"
 
 
-def strided_groups():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, driver, reference = twins(2, strided=True)
-    train(model, driver, reference, 2, lambda params: torch.optim.SGD(params, lr=0.1))
-
-
-def bad_input():
-    zero3, zero1 = pair(2)
-    rank = dist.get_rank()
-
-    def refused(error, match, module=None, params=None, groups=(zero3, zero1), on_all=True):
-        module = Example() if module is None else module
-        before = list(module.parameters())
-        params = before if params is None else params
-        with pytest.raises(error, match=match):
-            FlatParamHandle(params, module, CPU, None, None, *groups)
-        assert [id(p) for p in module.parameters()] == [id(p) for p in before]
-
-    some = group_of([0, 1, 2])
-    twos, odd = [group_of([0, 1]), group_of([2, 3])], [group_of([0, 3]), group_of([1, 2])]
-    refused(ValueError, "zero3_process_group", groups=(None, zero1))
-    refused(ValueError, "zero1_process_group", groups=(zero3, dist.GroupMember.NON_GROUP_MEMBER))
-    refused(TypeError, "process group, got str", groups=(zero3, "world"))
-    threes = [some, group_of([3])][rank // 3]
-    refused(ValueError, r"one size: rank 0 has \[0, 1, 2\], rank 3 has \[3\]", groups=(threes, zero1))
-    overlapping = twos[0] if rank < 2 else odd[1] if rank == 2 else twos[1]
-    refused(ValueError, "zero3 groups overlap", groups=(overlapping, zero1))
-    alone = [group_of([rank]) for rank in range(4)][rank]
-    if rank < 3:
-        match = r"zero3 ranks \[2, 3\] the ranks \[3\] are not in its zero1 group \[0, 1, 2\]"
-        refused(ValueError, match, groups=(twos[rank // 2], some))
-    else:
-        one_of_one = Example()
-        FlatParamHandle(list(one_of_one.parameters()), one_of_one, CPU, None, None, alone, alone)
-    for dtypes, name in (((torch.int8, None), "mp_param_dtype"), ((None, torch.bool), "mp_reduce_dtype")):
-        with pytest.raises(ValueError, match=f"expected {name} to be a floating-point dtype or None, got torch"):
-            one(Example(), 2, *dtypes)
-    refused(ValueError, "empty parameter list", params=[])
-    refused(
-        ValueError, r"params\[0\] \(shape \(2,\).*not a parameter of this Example", params=[nn.Parameter(torch.ones(2))]
-    )
-    wrong = Example()
-    wrong.b = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-    refused(ValueError, r"`b` \(shape \(3,\), torch.int64", wrong)
-    wrong.b = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    refused(ValueError, "`a` .*torch.float32.*`b` .*torch.float64", wrong)
-    wrong.b = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    refused(ValueError, r"`b` \(.*\) is complex", wrong)
-    wrong.b = nn.Parameter(torch.ones(3, device="meta"))
-    refused(ValueError, r"`b` \(.*meta\) has no values: give the module memory", wrong)
-    wrong.b = nn.Parameter(wrong.c.data[:1])
-    refused(ValueError, "`b` and `c` overlap|`c` and `b` overlap", wrong)
-    handle = one(wrong := Example(), 2)
-    refused(
-        ValueError, r"parameter `a` of .* is flattened already: it belongs to the flat parameter of Example \(a,", wrong
-    )
-    holder = nn.ModuleDict({"inner": wrong})
-    refused(ValueError, "parameter `inner.a` of .*ModuleDict is flattened already", holder)
-    del handle
-    note("ranks that differ")
-    wrong = Example()
-    if rank == 2:
-        wrong.b = nn.Parameter(torch.ones(4))
-    refused(ValueError, r"rank 0 has parameter `b` \(shape \(3,\).*rank 2 has parameter `b` \(shape \(4,\)", wrong)
-    if rank == 2:
-        wrong.b = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-        refused(ValueError, "^Cannot flatten integer", wrong)
-    else:
-        refused(ValueError, "rank 2 cannot build its part of this unit: Cannot flatten integer", wrong)
-    with pytest.raises(ValueError, match="handles of one zero1 group"):
-        agree(
-            [
-                one(Example(), 2),
-                FlatParamHandle(
-                    list((m := Example()).parameters()), m, CPU, None, None, twos[rank // 2], twos[rank // 2]
-                ),
-            ]
-        )
-    agree([])
-
-
-def test_four_ranks():
-    run_ranks(in_turn, 4, "four", timeout=240.0)
-
-
-def test_two_ranks_train_bit_for_bit():
-    run_ranks(in_turn, 2, "two", timeout=240.0)
-
-
-def test_random_programs():
-    """Of 260 that were run, on one, two and four ranks, when this was written."""
-    run_ranks(programs, 2, range(12))
-
-
-def test_one_rank():
-    run_ranks(in_turn, 1, "one", timeout=120.0)
-
-
-PARTS = {
-    "four": [
-        (layout,),
-        (names_of_the_reference,),
-        (states,),
-        (bad_input,),
-        (training, (2,)),
-        (offloading, 2, [(1, False, None), (2, True, None), (3, False, LOW)]),
-        (the_calls_of_the_references_runtime, 2),
-        (no_gradient_is_lost_in_low_precision,),
-        (the_dtype_of_the_reduction_is_honoured,),
-        (padding_stays,),
-        (buffers_by_phase,),
-        (freshness,),
-        (syncing,),
-        (in_flight_together,),
-        (unevenly_used,),
-        (clearing,),
-        (parameters_are_the_same_objects,),
-        (whole_gradients,),
-        (after_an_exception,),
-        (a_gradient_that_does_not_come,),
-        (a_gradient_is_not_thrown_away,),
-        (degenerate_groups,),
-        (strided_groups,),
-    ],
-    "two": [
-        (training, (1, 2)),
-        (offloading, 1, [(1, True, LOW), (2, False, LOW), (3, True, None), (3, False, None)]),
-        (degenerate_groups,),
-    ],
-    "one": [(training, (1,)), (degenerate_groups,), (deleted_units_are_gone,)],
-}
-
-
-def in_turn(which):
-    for function, *arguments in PARTS[which]:
-        note(function.__name__)
-        function(*arguments)
-        dist.barrier()
-
-
-def test_the_fused_addition_gives_torchs_bits():
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    for to, of in itertools.product(dtypes, dtypes):
-        source, target = torch.randn(1003, dtype=torch.float64).to(of), torch.randn(1003, dtype=torch.float64).to(to)
-        added, version = target.clone(), target._version
-        flatparam._C.convert(target, source, False)
-        assert torch.equal(target, source.to(to))
-        flatparam._C.convert(added, source, True)
-        assert target._version == version + 1
-        flatparam._C.convert(target, source, True)
-        assert torch.equal(target, source.to(to) + source.to(to))
-    whole = torch.ones(8)
-    freed = torch.ones(4)
-    flatparam._C.resize_storage(freed, 0)
-    for bad in (whole[:4], whole.view(2, 4), freed, whole[:8:2], torch.ones(5)):
-        with pytest.raises(ValueError, match="expected two"):
-            flatparam._C.convert(whole[:4], bad, True)
-    with pytest.raises(TypeError, match="plain"):
-        flatparam._C.convert(whole, None, True)
-    assert torch.equal(whole, torch.ones(8))
-
-
-def test_versions_tell_of_changes_in_place():
-    params = [nn.Parameter(torch.ones(3)), torch.ones(2)]
-    before = flatparam._C.versions(params)
-    with torch.no_grad():
-        params[0].add_(1)
-    assert flatparam._C.versions(params) == (before[0] + 1, 0, 0)
-    params[0].grad = torch.zeros(3)
-    params[0].grad.add_(1)
-    assert flatparam._C.versions(params)[1:] == (1, 1)
-    assert flatparam._C.versions([torch.ones(2, device="meta")]) is None
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_phases(case):
+    world_size, function, *arguments = case
+    run_ranks(function, world_size, *arguments)
