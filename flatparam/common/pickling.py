@@ -40,7 +40,7 @@ class Pickling:
         self.end.atexit = False
 
 
-class PickledState(dict):
+class PickledState(dict[str, Any]):
     """A state that keeps its ``Pickling`` in force; in a pickle it is a plain dict."""
 
     pickling: Pickling | None = None

@@ -193,7 +193,7 @@ class Flattening(Streaming):
         what = f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
         return f"parameter `{name}` ({what})" if name else f"a tensor ({what})"
 
-    def _validate_tensors_to_flatten(self, tensors: list[Tensor | nn.Parameter]) -> tuple:
+    def _validate_tensors_to_flatten(self, tensors: list[Tensor | nn.Parameter]) -> tuple[Any, ...]:
         """Check that ``tensors`` can share one flat tensor: ``(dtype, whether any requires grad, device)``.
 
         Raises: ValueError naming the first that differs.

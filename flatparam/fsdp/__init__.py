@@ -25,9 +25,10 @@ from .deferral import defer_init
 from .errors import OrderError
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
+from .memory import MemoryPlan, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .placement import Placement
-from .plan import MemoryPlan, Piece, UnitPlan
+from .plan import Piece
 
 __all__ = [
     "FLAT_PARAM",

@@ -16,7 +16,7 @@ _NAMES = {
 }
 
 # (namespace, name, function as it was): once one of them is another, the Python way is taken.
-WATCHED: tuple[tuple[dict, str, Any], ...] = tuple(
+WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
     (vars(dist), name, vars(dist)[name]) for names in _NAMES.values() for name in names if name in vars(dist)
 )
 

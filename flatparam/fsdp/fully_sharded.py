@@ -44,6 +44,7 @@ from .foreign import Marks, refuse_wrapped, watch
 from .in_backward import step_in_backward
 from .loading import Values, agree_on_loading, check_kinds, values_of
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
+from .memory import MemoryPlan
 from .names import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .originals import Options, choose_blocks, find_originals
@@ -52,7 +53,7 @@ from .owners import owner_of, owner_of_param
 from .pairs import check_pair, outer_group
 from .pickling import pickled
 from .placement import Placement, groups_of, place
-from .plan import MemoryPlan, Piece, memory_plan, shard_map
+from .plan import Piece, memory_plan, shard_map
 from .recomputation import is_never_recomputed
 from .register import enroll, enroll_loaded
 from .restoring import Before
@@ -260,8 +261,8 @@ class FullyShardedDataParallel(Marks, nn.Module):
             self._settings = StateDictSettings(
                 StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
             )
-            self.register_load_state_dict_pre_hook(_before_load)
-            self.register_load_state_dict_post_hook(_after_load)
+            self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
 
     def _wrap_descendants(
         self,
@@ -866,7 +867,7 @@ class FullyShardedDataParallel(Marks, nn.Module):
             wrapper._check_stays(fn)
         unit = self._unit
         unit.look_over()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for segment in unit.segments:
             if self._use_orig_params:
                 segment.flat.data = fn(segment.flat.data)
