@@ -1,5 +1,5 @@
 # Every target finds or makes the Python environment that it needs (tools/environment.py), builds what changed and runs.
-#   make demo | test | equality | bench | docs | lint | asan | instructions | upstream | format | build | venv | clean
+#   make demo | test | equality | bench | docs | coverage | lint | asan | instructions | upstream | format | build | venv | clean
 # PYTHON=python3    use this interpreter as it is if it has torch 2.11 to 2.15; else .venv is made from it
 # ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x", make bench ARGS=--quick
 
@@ -10,7 +10,7 @@ BUILD = "$$py" setup.py --quiet build_ext --inplace --strict &&
 ASAN = build/asan
 C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp tests/c/*.c tests/c/*.h benchmarks/*.c)
 
-.PHONY: help venv build demo test equality bench docs instructions lint format asan upstream clean
+.PHONY: help venv build demo test equality bench docs coverage instructions lint format asan upstream clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -36,6 +36,9 @@ bench:
 docs:
 	@$(call ENVIRONMENT,build docs) $(BUILD) \
 	"$$py" -m sphinx -q -W --keep-going -d build/docs/.doctrees docs/reference build/docs && echo build/docs/index.html
+
+coverage:
+	@$(call ENVIRONMENT,build demo test coverage) $(BUILD) "$$py" tools/covered.py $(ARGS)
 
 instructions:
 	@$(call ENVIRONMENT,build) "$$py" -m benchmarks.bench_instructions --check $(ARGS)
