@@ -9,6 +9,10 @@ class StateError(RuntimeError, AssertionError, ValueError):
     """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
 
 
+class WritebackError(ValueError, NotImplementedError):
+    """What both of torch's versions raise for writeback with rank0_only."""
+
+
 def without_store(error: Exception) -> str:
     """What an OrderError says where the store of the process group raises ``error``."""
     return (

@@ -1,0 +1,115 @@
+"""What the wrapper's constructor finds out of its arguments, and refuses."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import _C
+from ..common import dlpack
+from .api import ShardingStrategy
+from .arguments import check_types
+from .owners import owner_of, owner_of_param
+from .placement import Placement, groups_of, place
+from .summon import check_reduced, refuse_step
+from .unit import Unit
+from .wrapper import Wrapper
+
+
+@functools.cache
+def watch_torch() -> None:
+    """Have torch's optimizers say when they step, and its exports of tensors what they export."""
+    register_optimizer_step_pre_hook(refuse_step)
+    register_optimizer_step_pre_hook(check_reduced)
+    register_optimizer_step_post_hook(_C.note_optimizer_step)
+    dlpack.watch()
+
+
+def default_groups(process_group: Any, device_mesh: Any, placement: Any) -> list[dist.ProcessGroup]:
+    """Over which the other ranks will compare what they build, before it is known what this one builds."""
+    if not dist.is_initialized() or not (process_group is None and device_mesh is None and placement is None):
+        return []
+    world: Any = dist.group.WORLD
+    return [world]
+
+
+def placement_of(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any, sharding_strategy: Any, placement: Any
+) -> Placement:
+    """The placement that the arguments say. Raises: ValueError for both ways at once."""
+    if placement is None:
+        return place(strategy, groups_of(strategy, process_group, device_mesh))
+    check_types(placement=placement)
+    if process_group is not None or device_mesh is not None or sharding_strategy is not None:
+        raise ValueError("placement= replaces process_group, device_mesh and sharding_strategy: pass only one")
+    given: Placement = placement
+    return given
+
+
+def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """The modules, descendants included, and parameters that are not managed."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        )
+    states = list(ignored_states if ignored_states is not None else ignored_modules or ())
+    if all(isinstance(state, nn.Parameter) for state in states):
+        params = set(states)
+        modules: set[nn.Module] = set()
+    elif all(isinstance(state, nn.Module) for state in states):
+        for state in states:
+            if isinstance(state, Wrapper):
+                raise ValueError(f"`ignored_modules` should not include FSDP modules, got {type(state).__name__}")
+            if state is module:
+                warnings.warn("the module itself is ignored: this unit manages no parameter", stacklevel=3)
+        modules = {inner for state in states for inner in state.modules() if not isinstance(inner, Wrapper)}
+        params = {param for inner in modules for param in inner._parameters.values() if param is not None}
+    else:
+        kinds = sorted({type(state).__name__ for state in states})
+        raise ValueError(f"ignored_states expects all nn.Parameter or all nn.Module, got {', '.join(kinds)}")
+    return modules, params
+
+
+def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:
+    """Refuse a parameter, and a module with parameters, that another unit has. Raises: ValueError naming both."""
+    for inner in own:
+        unit = owner_of(inner)
+        if unit is not None:
+            raise ValueError(
+                f"a {type(inner).__name__} in {type(module).__name__} is shared with {unit.name}, which has its "
+                "parameters: reached outside of that unit it would run without. Make it a unit of its own, or wrap "
+                "both places in one unit"
+            )
+        for name, param in inner._parameters.items():
+            owner = None if param is None else owner_of_param(param)
+            if owner is not None:
+                raise ValueError(
+                    f"parameter `{name}` of a {type(inner).__name__} in {type(module).__name__} is shared with "
+                    f"`{owner[1]}` of {owner[0].name}: each would train a copy of its own. Wrap both in one unit, "
+                    "or ignore the parameter"
+                )
+
+
+def first_name(unit: Unit) -> str:
+    """For messages: one of its parameters."""
+    names = [original.fqn for segment in unit.segments for original in segment.originals]
+    return f"parameter `{names[0]}`" if names else "no parameters"
+
+
+def warn_of_padding(unit: Unit) -> None:
+    """Say when blocks that may not be cut make more than half of the wire, and a mebibyte, padding."""
+    layouts = [segment.layout for segment in unit.segments]
+    padded = sum(layout.shard_bytes * layout.world_size for layout in layouts)
+    held = sum(sum(layout.numels) * layout.itemsize for layout in layouts)
+    if unit.options.atomic is not None and padded - held > max(held, 2**20):
+        shards = unit.options.placement.shards
+        warnings.warn(
+            f"{unit.name}: {1 - held / padded:.0%} of what is gathered and reduced is padding: with atomic= its {held} "
+            f"bytes take {shards} shards of {padded // shards}. Make larger units, or smaller blocks",
+            stacklevel=3,
+        )

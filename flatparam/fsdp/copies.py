@@ -1,0 +1,119 @@
+"""The wrapper copied, pickled, and moved to another device or dtype."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..common.compiling import leave_out_of_graphs
+from . import peers
+from .additions import close, closed, watch_registrations
+from .construct import first_name, watch_torch
+from .foreign import watch
+from .pickling import pickled
+from .register import enroll_loaded
+from .unit import units_of
+from .wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_CLOSED = "_closed"  # in a pickle: the modules that nothing may be added to
+
+
+class Copies(Wrapper):
+    """The part of the wrapper that makes others of it, or changes where it is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with shards of its own, over the same groups; it has not run yet."""
+        self._check_idle("deepcopy")
+        wrappers = self.fsdp_modules(self)
+        had_views = [wrapper._unit.step.shows_views for wrapper in wrappers]
+        for wrapper in wrappers:
+            wrapper._unit.look_over()
+            wrapper._unit.step.put(False)
+            for views in wrapper._unit.step.views():
+                memo.update((id(view), torch.empty(0)) for view in views or ())  # the copy makes its own
+        copied: Any = object.__new__(type(self))
+        memo[id(self)] = copied
+        try:
+            for key, value in vars(self).items():
+                left_out = key in ("_outer", "_comm_hook")
+                vars(copied)[key] = None if left_out else copy.deepcopy(value, memo)
+        finally:
+            for wrapper, views_before in zip(wrappers, had_views, strict=True):
+                wrapper._unit.step.put(views_before or not wrapper._use_orig_params)
+        copied._comm_hook = self._comm_hook
+        own = [memo.get(id(module), module) for module in closed(self._unit, self.modules())]
+        close(copied._unit, own, copied._ignored_params)
+        for inner in copied.fsdp_modules(copied)[1:]:
+            if inner._outer is None:
+                inner._outer = weakref.ref(copied)
+        return copied
+
+    def __copy__(self) -> Self:
+        """It shares everything, as a shallow copy of a module does."""
+        copied: Any = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """This rank's shards and the modules, between two steps, without gradients; loaded by the same rank."""
+        self._check_idle("pickling")
+        for unit in units_of(self.modules()):
+            unit.look_over()
+        state = {**vars(self), "_outer": None, _CLOSED: closed(self._unit, self.modules())}
+        return copyreg.__newobj__, (type(self),), pickled(state, units_of(self.modules()))  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        watch_torch()
+        leave_out_of_graphs()
+        watch()
+        watch_registrations()
+        peers.enter()
+        own = state.pop(_CLOSED)
+        vars(self).update(state)
+        self._unit.come_alive()
+        close(self._unit, own, self._ignored_params)
+        enroll_loaded(self._unit)
+        for inner in self.fsdp_modules(self)[1:]:
+            if inner._outer is None:
+                inner._outer = weakref.ref(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._check_idle_here("changing device or dtype")
+        for wrapper in self.fsdp_modules(self):
+            wrapper._check_stays(fn)
+        unit = self._unit
+        unit.look_over()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for segment in unit.segments:
+            if self._use_orig_params:
+                segment.flat.data = fn(segment.flat.data)
+            segment.pin()
+            if self._use_orig_params:
+                segment.point_at_pieces()
+        unit.step.invalidate()
+        unit.step.make_views()
+        return self
+
+    def _check_stays(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for segment in self._unit.segments:
+            probe = fn(segment.flat.new_empty(0))
+            if probe.is_meta:
+                raise ValueError(
+                    f"{self._unit.name} would lose the values of {first_name(self._unit)} on the meta device: make "
+                    "the module there, and wrap it with param_init_fn=defer_init"
+                )
+            dtype = probe.dtype
+            if self._placement.full_precision and dtype.itemsize < min(4, segment.flat.dtype.itemsize):
+                raise ValueError(
+                    f"{self._unit.name} keeps its parameters in full precision with {self._strategy.name}: {dtype} "
+                    "would lose that. Use MixedPrecision(param_dtype=...)"
+                )

@@ -1,0 +1,337 @@
+"""The wrapper's step: forward, what it prepares in a tree of units, and what is done with gradients between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd import profiler
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.profiler import record_function
+
+from .. import _C
+from . import collectives
+from .clip import clip_grad_norm
+from .errors import StateError
+from .in_backward import step_in_backward
+from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
+from .order import follow
+from .outputs import cast_floats, find_tensors, move_tensors
+from .recomputation import is_never_recomputed
+from .summon import Summoned, refuse_unreduced
+from .unit import Unit, units_of
+from .wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .fully_sharded import FullyShardedDataParallel
+
+PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
+
+
+class Stepping(Wrapper):
+    """The part of the wrapper that runs the module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its full parameters."""
+        unit = self._unit
+        if unit.summoned is not None:
+            return self._forward_summoned(unit.summoned, args, kwargs)
+        if not self._use_orig_params:
+            unit.check_registered()
+        step = unit.step
+        if step.run is None:
+            self._lazy_init()
+        if self._full_in_eval:
+            self._choose_precision()
+        records = torch.is_grad_enabled()
+        if not records:
+            self._refuse_untrained()
+        device = self._moves_to
+        if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
+            args = move_tensors(device, args, self._unit.name)
+        if device is not None and kwargs:
+            kwargs = move_tensors(device, kwargs, self._unit.name)
+        if self._casts_to is not None:
+            args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
+        if records and step.has_frozen:
+            self._watch_inputs((args, kwargs))
+        try:
+            step.pre_forward()
+            module: Any = self._modules[FSDP_WRAPPED_MODULE]
+            if profiler._is_profiler_enabled:
+                with record_function(f"flatparam forward: {self._unit.name}"):
+                    output = module(*args, **kwargs)
+            else:
+                output = module(*args, **kwargs)
+            return step.post_forward(output)
+        except BaseException as error:
+            try:
+                unit.explain(error)
+            finally:
+                step.abort_forward()
+                unit.check_shards(error)
+            raise
+
+    def _refuse_untrained(self) -> None:
+        """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""
+        if is_never_recomputed(Stepping.forward.__code__, self.training) and any(
+            segment.is_trained for unit in units_of(self.modules()) for segment in unit.segments
+        ):
+            raise StateError(
+                f"{self._unit.name} runs in a reentrant checkpoint, which recomputes it in backward if an input "
+                "requires grad, and none does: its parameters would get no gradient. Use "
+                "checkpoint(..., use_reentrant=False), call requires_grad_() on an input, or freeze the parameters"
+            )
+
+    def _forward_summoned(self, summoned: Summoned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the wrapped module inside summon_full_params(): with the parameters that are there, in full precision.
+
+        Raises: StateError on a rank that has shards only. A backward through it raises one too.
+        """
+        unit = self._unit
+        if not summoned.shown:
+            raise StateError(
+                f"{unit.name}: forward inside summon_full_params(rank0_only=True) on a rank that has its shards only: "
+                "call it on rank 0, or summon without rank0_only"
+            )
+        for whole in summoned.wholes[:1]:
+            args, kwargs = move_tensors(whole.device, (args, kwargs), unit.name)
+            if self.mixed_precision.param_dtype is not None:
+                args, kwargs = cast_floats(whole.dtype, (args, kwargs))
+        self._put_buffers(True)
+        try:
+            with self._units_below_in_full() as below:
+                output = self.module(*args, **kwargs)
+        finally:
+            self._put_buffers(self._in_full)
+        outer = self._outer() if self._outer is not None else None
+        if outer is not None and not outer._in_full and unit.step.run is not None and unit.step.run.state == "FORWARD":
+            dtype = self.mixed_precision.param_dtype
+            output = output if dtype is None else cast_floats(dtype, output)  # the unit around it expects that
+        units = [unit, *(wrapper._unit for wrapper in below)]
+        if torch.is_grad_enabled() and any(segment.is_trained for unit in units for segment in unit.segments):
+            for tensor in find_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_refuse_backward, unit.name))
+        return output
+
+    @contextlib.contextmanager
+    def _units_below_in_full(self) -> Generator[list[FullyShardedDataParallel], None, None]:
+        """Have the units below that are not summoned compute in full precision too; yields those that would not."""
+        below = [
+            wrapper
+            for wrapper in self.fsdp_modules(self)
+            if wrapper._unit.summoned is None
+            and wrapper.mixed_precision.param_dtype is not None
+            and not (wrapper._full_in_eval and not wrapper.module.training)
+        ]
+        if below and self._unit.step.run is None:
+            self._lazy_init()
+        before = [wrapper._full_in_eval for wrapper in below]
+        try:
+            for wrapper in below:
+                wrapper._full_in_eval = False
+                wrapper._compute_in_full(True)
+            yield below
+        finally:
+            for wrapper, full_in_eval in zip(below, before, strict=True):
+                wrapper._full_in_eval = full_in_eval
+                wrapper._compute_in_full(False)
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        """Free frozen parameters in backward as soon as the gradients that they are needed for are there.
+
+        With an input that nothing computed they are freed when backward ends: ``autograd.grad`` does not tell of those.
+        """
+        tensors = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
+        if tensors and all(tensor.grad_fn is not None for tensor in tensors) and self._unit.step.expect_inputs():
+            torch.autograd.graph.register_multi_grad_hook(
+                tensors, functools.partial(_inputs_done, weakref.ref(self._unit))
+            )
+
+    def _lazy_init(self) -> None:
+        """Join all units of the tree in one run; the first forward does it."""
+        root = self._outermost()
+        run = _C.Root(
+            PREFETCH[root._backward_prefetch],
+            root._forward_prefetch,
+            collectives if root._comm_hook is None else root._comm_hook,
+            collectives.WATCHED,
+            find_tensors,
+        )
+        wrappers = self.fsdp_modules(root)
+        for wrapper in wrappers:
+            if wrapper._use_orig_params != root._use_orig_params:
+                raise ValueError(
+                    f"all units of a tree must have one use_orig_params: {root._unit.name} has "
+                    f"{root._use_orig_params}, {wrapper._unit.name} {wrapper._use_orig_params}"
+                )
+            if wrapper.limit_all_gathers != root.limit_all_gathers:
+                raise ValueError("all units of a tree must have one limit_all_gathers")
+        run.always_python = int(root._comm_hook is not None)
+        paths = {id(inner): path for path, inner in root.named_modules()}
+        for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
+            path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
+            wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__} at `{path}`")
+            if wrapper._unit.apart is not None:
+                raise ValueError(wrapper._unit.apart)
+            step_in_backward(wrapper._unit)
+            wrapper._unit.step.join(run)
+            if root._comm_hook is not None:
+                wrapper._unit.step.average_elsewhere()
+            wrapper._is_root = wrapper is root
+            wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
+            has_any = any(True for _ in wrapper.parameters())
+            wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
+        follow(run, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
+        root._cast_buffers(wrappers)
+
+    @torch.inference_mode(False)
+    def _cast_buffers(self, wrappers: list[FullyShardedDataParallel]) -> None:
+        """Buffers go to the dtype that the innermost unit around them asks for, once."""
+        done: set[int] = set()
+        for wrapper in reversed(wrappers):
+            dtype = wrapper.mixed_precision.buffer_dtype
+            for path, module in wrapper.module.named_modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is None or id(buffer) in done:
+                        continue
+                    done.add(id(buffer))
+                    if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                        key = without_units(f"{path}.{name}" if path else name)
+                        wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
+                        module._buffers[name] = buffer.to(dtype)
+                        done.add(id(module._buffers[name]))
+
+    def _casts(self) -> torch.dtype | None:
+        """What floating inputs are cast to."""
+        precision = self.mixed_precision
+        casts = precision.cast_root_forward_inputs if self._is_root else precision.cast_forward_inputs
+        return precision.param_dtype if casts else None
+
+    def _choose_precision(self) -> None:
+        """In full for evaluation, with FSDP_USE_FULL_PREC_IN_EVAL=1: parameters, reductions, buffers and inputs."""
+        module: Any = self._modules[FSDP_WRAPPED_MODULE]
+        in_full = not module.training
+        if in_full != self._in_full:
+            self._compute_in_full(in_full)
+
+    def _compute_in_full(self, in_full: bool) -> None:
+        self._unit.step.compute_in_full(in_full)
+        self._in_full = in_full
+        self._casts_to = None if in_full else self._casts()
+        self._put_buffers(in_full)
+
+    @torch.inference_mode(False)
+    def _put_buffers(self, in_full: bool) -> None:
+        """Have the buffers that are cast in their own dtype, or in the one that they are cast to."""
+        if not self._buffer_dtypes:
+            return
+        for path, inner in self.module.named_modules():
+            for name, buffer in inner._buffers.items():
+                dtype = self._buffer_dtypes.get(without_units(f"{path}.{name}" if path else name))
+                if buffer is not None and dtype is not None:
+                    inner._buffers[name] = buffer.to(dtype if in_full else self.mixed_precision.buffer_dtype)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Within the block gradients are kept unsharded and not reduced. For the root, between steps."""
+        self._check_root("no_sync")
+        if self._unit.step.run is None:
+            self._lazy_init()
+        run: Any = self._unit.step.run
+        run.blocks += 1
+        run.synchronize = 0
+        try:
+            yield
+        finally:
+            run.blocks -= 1
+            run.synchronize = int(run.blocks == 0)
+
+    def sync_params(self) -> None:
+        """Gather the parameters anew wherever they have changed, into what forward and backward gather from.
+
+        For LAYER_ZERO and ZERO_1, whose first forward after a change does it otherwise; nothing for other strategies.
+        A collective call, for the root, between steps. Raises: StateError naming the state and those allowed.
+        """
+        self._check_root("sync_params")
+        if self._unit.step.run is None:
+            self._lazy_init()
+        run: Any = self._unit.step.run
+        run.refresh()
+
+    def refresh(self) -> None:
+        """Take the parameters' values as they are now, whatever has written them, for the next forward and backward.
+
+        For LAYER_ZERO and ZERO_1 after writes that torch does not count, as ``param.data.copy_(average)``, and between
+        micro-batches in ``no_sync`` for units that are not resharded after forward; others gather in every forward. A
+        collective call, for the root, between passes.
+        Raises: StateError naming the state and those allowed.
+        """
+        self._check_root("refresh")
+        for unit in units_of(self.modules()):
+            unit.step.invalidate()
+        self.sync_params()
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module. Where it begins or ends an evaluation, weights may have been exchanged by ``.data``."""
+        if "_unit" in vars(self) and not (mode and self.training):
+            self._unit.step.doubt()
+        super().train(mode)
+        return self
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
+
+        ``hook(state, gradient, output)``: the padded unsharded gradient of a unit, and the shard to fill; without
+        sharding ``hook(state, gradient)``, in place.
+        """
+        if not callable(hook):
+            raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
+        self._check_root("register_comm_hook")
+        if self._comm_hook is not None or self._unit.step.run is not None:
+            raise StateError("register_comm_hook: once, before the first forward")
+        for wrapper in self.fsdp_modules(self):
+            if wrapper._placement.shards > 1 and (wrapper._placement.replicas > 1 or wrapper._placement.outer):
+                raise StateError(f"register_comm_hook: not for a grid of ranks ({wrapper.sharding_strategy.name})")
+        self._comm_hook = collectives.Hooked(hook, state)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+
+        A collective call, for the root, between backward and the optimizer's step.
+        Raises: ValueError for gradients of ``no_sync`` that are not reduced yet.
+        """
+        self._check_root("clip_grad_norm_")
+        units = list(units_of(self.modules()))
+        refuse_unreduced(units, "clip_grad_norm_")
+        return clip_grad_norm(
+            units,
+            [param for param in self.parameters() if isinstance(param, nn.Parameter)],
+            float(max_norm),
+            float(norm_type),
+            self.compute_device,
+        )
+
+
+def _refuse_backward(name: str, grad: Tensor) -> None:
+    raise StateError(
+        f"{name}: backward through a forward that was made inside summon_full_params(): parameters are whole there, so "
+        "their gradients would be neither sharded nor reduced. Call it outside of summon_full_params(), or under "
+        "torch.no_grad()"
+    )
+
+
+def _inputs_done(unit: weakref.ref[Unit], gradients: Any) -> None:
+    alive = unit()
+    if alive is not None:
+        alive.step.inputs_done()

@@ -1,0 +1,221 @@
+"""What every part of the wrapper builds on: its attributes, its place in the tree of units, and its questions."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictSettings
+
+from . import collectives
+from .api import ShardingStrategy, TrainingState
+from .errors import StateError
+from .foreign import Marks
+from .memory import MemoryPlan
+from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
+from .placement import Placement
+from .plan import Piece, memory_plan, shard_map
+from .summon import Summoned
+from .unit import Unit, units_of
+
+if TYPE_CHECKING:
+    from .fully_sharded import FullyShardedDataParallel
+
+
+class Wrapper(Marks, nn.Module):
+    """The attributes of a wrapper, and its questions, which change nothing."""
+
+    limit_all_gathers: bool
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    _backward_prefetch: BackwardPrefetch | None
+    _buffer_dtypes: dict[str, torch.dtype]  # own dtypes of the buffers that are cast
+    _casts_to: torch.dtype | None
+    _comm_hook: collectives.Hooked | None
+    _device_id: torch.device | None
+    _forward_prefetch: bool
+    _full_in_eval: bool
+    _ignored_params: set[nn.Parameter]
+    _in_full: bool  # now
+    _is_root: bool
+    _loading: Summoned | None
+    _moves_to: torch.device | None  # inputs of the root
+    _outer: weakref.ref[Any] | None
+    _placement: Placement
+    _settings: StateDictSettings
+    _strategy: ShardingStrategy
+    _unit: Unit
+    _use_orig_params: bool
+
+    def _outermost(self) -> Any:
+        outer: Any = self._outer() if self._outer is not None else None
+        return self if outer is None else outer._outermost()
+
+    def _check_root(self, what: str) -> None:
+        """Raises: StateError unless this is the outermost unit and nothing is under way."""
+        if self._outermost() is not self:
+            raise StateError(f"`{what}()` should only be called on the root FSDP instance; this is {self._unit.name}")
+        self._check_idle(what)
+
+    def _check_idle(self, what: str) -> None:
+        for wrapper in self.fsdp_modules(self):
+            wrapper._forget_interrupted()
+            if wrapper.training_state is not TrainingState.IDLE:
+                raise StateError(
+                    f"{what}: expected {wrapper._unit.name} to be IDLE, it is in {wrapper.training_state.name}"
+                )
+
+    def _check_idle_here(self, what: str) -> None:
+        self._forget_interrupted()
+        if self.training_state is not TrainingState.IDLE:
+            raise StateError(f"{what}: expected {self._unit.name} to be IDLE, it is in {self.training_state.name}")
+
+    def _forget_interrupted(self) -> None:
+        """After an exception in a backward the modules shall have their parameters again."""
+        run = self._unit.step.run
+        if run is not None and run.state == "INTERRUPTED":
+            run.recover()
+
+    # What there is
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds."""
+        found: list[Any] = [inner for inner in module.modules() if isinstance(inner, Wrapper)]
+        return [inner for inner in found if inner._outermost() is inner] if root_only else found
+
+    def shard_map(self) -> list[Piece]:
+        """What every rank holds of every parameter of this unit and of those below it. No communication."""
+        paths = {id(inner): clean_tensor_name(path + ".").rstrip(".") for path, inner in self.named_modules(prefix="")}
+        return shard_map((paths[id(wrapper)], wrapper._unit) for wrapper in self.fsdp_modules(self))
+
+    def memory_plan(self, optimizer_bytes: int = 8) -> MemoryPlan:
+        """The bytes that this rank will hold, before training. No communication.
+
+        ``optimizer_bytes``: of optimizer state for each element of the shard; 8 for Adam in fp32.
+        """
+        prefetches = self._backward_prefetch is not None or self._forward_prefetch
+        return memory_plan((wrapper._unit for wrapper in self.fsdp_modules(self)), optimizer_bytes, prefetches)
+
+    def check_is_root(self) -> bool:
+        """Whether no other unit holds this one. Changes nothing."""
+        return self._outermost() is self
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        module: Any = self._modules[FSDP_WRAPPED_MODULE]
+        inner = getattr(module, "_checkpoint_wrapped_module", None)
+        return module if inner is None else inner
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this unit is doing."""
+        unit = self._unit
+        if unit.summoned is not None:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if unit.step.run is not None and unit.step.run.state in ("FORWARD", "BACKWARD"):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy it was made with."""
+        return self._strategy
+
+    @property
+    def placement(self) -> Placement:
+        """The groups over which this unit is spread."""
+        return self._placement
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """When backward gathers the next unit."""
+        return self._backward_prefetch
+
+    @property
+    def process_group(self) -> Any:
+        """The group that shares this unit, or that reduces its gradient."""
+        group = self._placement.optim or self._placement.replicate
+        return dist.group.WORLD if group is None else group
+
+    @property
+    def rank(self) -> int:
+        """This rank in ``process_group``."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The ranks in ``process_group``."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward of this unit run; if it has no parameters, those of the units below."""
+        for unit in units_of(self.modules()):
+            for segment in unit.segments:
+                return segment.device
+        return next((param.device for param in self.module.parameters()), torch.device("cpu"))
+
+    # Names of torch 1.12
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient, those of units below too."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed over the ranks."""
+        return self._placement.factors[0]
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """And after."""
+        return self._placement.factors[1]
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether the unsharded parameters are freed between forward and backward."""
+        return self._placement.reshard_after_forward
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Of each flat parameter of this unit: how many elements at the end of this rank's shard are padding."""
+        return [segment.layout.shard(segment.placement.rank).padding for segment in self._unit.segments]
+
+    @property
+    def device_id(self) -> torch.device | None:
+        """The device that was asked for."""
+        return self._device_id
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters of this unit."""
+        return [segment.flat for segment in self._unit.segments]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_unit":
+            raise StateError(
+                "this FullyShardedDataParallel was not wrapped to the end: its constructor has raised an error, or is "
+                "still running"
+            )
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if FSDP_WRAPPED_MODULE not in modules:
+                raise
+            inner = modules[FSDP_WRAPPED_MODULE]
+            try:
+                return getattr(inner, name)
+            except AttributeError:
+                if not name.startswith("_") or hasattr(type(inner), name):
+                    raise
+            raise  # of the wrapper: who asks for a private attribute means that of a class
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module.__getitem__(key)  # type: ignore[operator]
