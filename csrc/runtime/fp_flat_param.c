@@ -14,7 +14,7 @@ set_shows_kept(fp_flat_param *part, int shows)
 {
     const int was_unfit = part->unreduced || part->wide;
     part->unreduced = shows && (part->shard_group != NULL || part->saved != NULL);
-    part->wide = shows && fp_engine_is_low(part->master);
+    part->wide = shows && fp_param_is_low(part->master);
     fp_flat_param_unfit += (part->unreduced || part->wide) - was_unfit;
     part->shows_kept = shows;
 }
@@ -68,8 +68,8 @@ fp_flat_param_show_params(fp_flat_param *part)
 int64_t
 fp_flat_param_versions(const fp_flat_param *part)
 {
-    return fp_engine_versions(fp_flat_param_items(part->owners), PyTuple_GET_SIZE(part->owners)) +
-           fp_engine_versions(&part->master, 1) + fp_flat_buffer_sources(part->flat, part->master);
+    return fp_param_versions(fp_flat_param_items(part->owners), PyTuple_GET_SIZE(part->owners)) +
+           fp_param_versions(&part->master, 1) + fp_flat_buffer_sources(part->flat, part->master);
 }
 
 int
@@ -77,7 +77,7 @@ fp_flat_param_is_as_gathered(fp_flat_param *part)
 {
     int untracked = 1;
     for (Py_ssize_t i = 0; untracked && i < PyTuple_GET_SIZE(part->owners); i++) {
-        untracked = !fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i));
+        untracked = !fp_param_requires_grad(PyTuple_GET_ITEM(part->owners, i));
     }
     if (untracked != part->untracked || part->versions != fp_flat_param_versions(part) ||
         fp_flat_buffer_is_written(part->flat, fp_flat_param_items(part->views))) {
@@ -110,7 +110,7 @@ fp_flat_param_take_requires_grad(const fp_flat_param *part, PyObject *name)
 {
     for (Py_ssize_t i = 0; part->untracked && part->views != NULL && i < part->n; i++) {
         PyObject *owner = part->params == NULL ? NULL : PyTuple_GET_ITEM(part->params, i);
-        const int taken = fp_engine_take_requires_grad(PyTuple_GET_ITEM(part->views, i), owner);
+        const int taken = fp_param_take_requires_grad(PyTuple_GET_ITEM(part->views, i), owner);
         if (taken < 0) {
             return -1;
         }
@@ -157,8 +157,8 @@ Py_ssize_t
 fp_flat_param_find_moved(fp_flat_param *part)
 {
     if (part->params != NULL) {
-        const Py_ssize_t moved = fp_engine_moved(fp_flat_param_items(part->params), part->n, part->geometry,
-                                                 part->master, part->starts, part->numels);
+        const Py_ssize_t moved = fp_param_moved(fp_flat_param_items(part->params), part->n, part->geometry,
+                                                part->master, part->starts, part->numels);
         if (moved >= 0) {
             return moved;
         }
@@ -221,7 +221,7 @@ static int
 clear_grads(fp_flat_param *part)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
-        if (fp_engine_set_grad(PyTuple_GET_ITEM(part->owners, i), NULL) < 0) {
+        if (fp_gradients_set(PyTuple_GET_ITEM(part->owners, i), NULL) < 0) {
             return -1;
         }
     }
@@ -234,10 +234,10 @@ show_saved(fp_flat_param *part)
 {
     PyObject *saved = part->saved;
     part->saved = NULL;
-    const int status =
-        saved == NULL ? 0
-                      : fp_engine_add_grads(fp_flat_param_items(part->owners), PyTuple_GET_SIZE(part->owners),
-                                            part->owner_geometry, part->starts, part->numels, part->in_saved, saved, 0);
+    const int status = saved == NULL ? 0
+                                     : fp_gradients_add_pieces(fp_flat_param_items(part->owners),
+                                                               PyTuple_GET_SIZE(part->owners), part->owner_geometry,
+                                                               part->starts, part->numels, part->in_saved, saved, 0);
     Py_XDECREF(saved);
     return status;
 }
@@ -277,9 +277,9 @@ fp_flat_param_read_kept(fp_flat_param *part, const char *name)
         .tensor = &part->saved, .like = part->master, .has = part->in_saved, .owed = part->owed};
     const Py_ssize_t shown =
         part->refresh_group == NULL
-            ? fp_engine_check_kept(owners, n, part->owner_geometry, part->starts, part->numels, kept, aside)
-            : fp_engine_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels, kept, aside,
-                                     part->kept_first, part->own, name, part->cleared);
+            ? fp_gradients_check_kept(owners, n, part->owner_geometry, part->starts, part->numels, kept, aside)
+            : fp_gradients_check_pieces(owners, n, part->owner_geometry, part->starts, part->numels, kept, aside,
+                                        part->kept_first, part->own, name, part->cleared);
     Py_DECREF(kept);
     if (shown < -1) {
         refuse_written(part, -2 - shown, name);
@@ -302,16 +302,16 @@ fp_flat_param_add_reduced(fp_flat_param *part, PyObject *grad)
     PyObject *const *owners = fp_flat_param_items(part->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
     for (Py_ssize_t i = 0; i < n; i++) {
-        part->gets[i] = (char)(fp_engine_requires_grad(owners[i]) || part->owed[i]);
+        part->gets[i] = (char)(fp_param_requires_grad(owners[i]) || part->owed[i]);
         part->owed[i] = 0;
     }
-    return fp_engine_add_grads(owners, n, part->owner_geometry, part->starts, part->numels, part->gets, grad, 1);
+    return fp_gradients_add_pieces(owners, n, part->owner_geometry, part->starts, part->numels, part->gets, grad, 1);
 }
 
 int
 fp_flat_param_drop_frozen(const fp_flat_param *part, fp_gradients *gradients)
 {
-    return part->params == NULL ? 0 : fp_engine_drop_frozen(gradients, fp_flat_param_items(part->params), part->n);
+    return part->params == NULL ? 0 : fp_gradients_drop_frozen(gradients, fp_flat_param_items(part->params), part->n);
 }
 
 int
@@ -322,9 +322,9 @@ fp_flat_param_clear_kept(fp_flat_param *part, const int32_t *cleared)
     int status = kept == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
         part->cleared[i] = 0;
-        left += (fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i)) || part->owed[i]) && cleared[i] == 0;
+        left += (fp_param_requires_grad(PyTuple_GET_ITEM(part->owners, i)) || part->owed[i]) && cleared[i] == 0;
         if (status == 0 && kept != Py_None && cleared[i] != 0) {
-            status = fp_engine_clear_kept(part->owner_geometry, i, kept, part->kept_first);
+            status = fp_gradients_clear_kept(part->owner_geometry, i, kept, part->kept_first);
         }
     }
     Py_XDECREF(kept);
@@ -369,26 +369,26 @@ fp_flat_param_show_kept(fp_flat_param *part)
     PyObject *const *owners = fp_flat_param_items(part->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(part->owners);
     PyObject *saved =
-        fp_engine_collect(owners, n, part->owner_geometry, part->starts, part->numels, part->master, part->in_saved);
+        fp_gradients_collect(owners, n, part->owner_geometry, part->starts, part->numels, part->master, part->in_saved);
     int status = saved == NULL ? -1 : 0;
     if (saved == Py_None) {
         Py_CLEAR(saved);
     }
     part->saved = saved;
     if (status == 0 && saved != NULL && part->shard_group == NULL && part->replicate_group == NULL) {
-        status = fp_engine_add(kept, saved); /* there is nobody to reduce it with */
+        status = fp_gradients_add(kept, saved); /* there is nobody to reduce it with */
         Py_CLEAR(part->saved);
         for (Py_ssize_t i = 0; i < n; i++) {
             part->owed[i] = (char)(part->owed[i] || part->in_saved[i]);
         }
     }
     for (Py_ssize_t i = 0; i < n; i++) {
-        part->gets[i] = (char)(part->owed[i] || fp_engine_requires_grad(owners[i]));
+        part->gets[i] = (char)(part->owed[i] || fp_param_requires_grad(owners[i]));
     }
     if (status == 0) {
         status = part->refresh_group == NULL
-                     ? fp_engine_show_kept(owners, n, part->owner_geometry, part->gets, kept)
-                     : fp_engine_show_pieces(owners, n, part->starts, part->numels, part->gets, kept, part->own);
+                     ? fp_gradients_show_kept(owners, n, part->owner_geometry, part->gets, kept)
+                     : fp_gradients_show_pieces(owners, n, part->starts, part->numels, part->gets, kept, part->own);
     }
     set_shows_kept(part, status == 0);
     Py_DECREF(kept);

@@ -2,7 +2,8 @@
 #ifndef FP_FLAT_PARAM_H
 #define FP_FLAT_PARAM_H
 
-#include "tensor/fp_engine.h"
+#include "tensor/fp_flat_buffer.h"
+#include "tensor/fp_gradients.h"
 #include "python/fp_attributes.h"
 
 /* Nothing was put yet; the original parameters; views; views as attributes, while modules list the parameters. */

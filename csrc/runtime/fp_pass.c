@@ -48,12 +48,12 @@ make_views(fp_unit *step, Py_ssize_t index, int made)
     }
     int untracked = 1, same = made == 0 && part->views != NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part->owners); i++) {
-        untracked = untracked && !fp_engine_requires_grad(PyTuple_GET_ITEM(part->owners, i));
+        untracked = untracked && !fp_param_requires_grad(PyTuple_GET_ITEM(part->owners, i));
     }
     if (same && untracked == part->untracked) {
         return 0;
     }
-    if (!untracked && part->full_precision && fp_engine_is_low(part->master)) {
+    if (!untracked && part->full_precision && fp_param_is_low(part->master)) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
                      "their gradients would be added in it: build those that are to train in torch.float32",
@@ -616,9 +616,8 @@ check_joined(const fp_unit *step)
 static int
 is_elsewhere(const fp_root *run)
 {
-    return run->in_backward
-               ? fp_engine_is_running(run->ref) && !fp_engine_is_within(fp_engine_backward(), run->backward)
-               : run->depth > 0 && run->thread != PyThread_get_thread_ident();
+    return run->in_backward ? fp_graph_is_running(run->ref) && !fp_graph_is_within(fp_graph_backward(), run->backward)
+                            : run->depth > 0 && run->thread != PyThread_get_thread_ident();
 }
 
 /* Gather what comes next, if the last time tells. What is out of date is gathered over all ranks, which come to all of that
@@ -707,7 +706,7 @@ pre_forward(fp_unit *step)
         refuse_thread(step);
         return NULL;
     }
-    if (run->in_backward && !fp_engine_is_running(run->ref) && fp_pass_recover(run) < 0) { /* an exception ended it */
+    if (run->in_backward && !fp_graph_is_running(run->ref) && fp_pass_recover(run) < 0) { /* an exception ended it */
         return NULL;
     }
     if (run->depth == 0 && !run->in_backward && begin_pass(run) < 0) {
@@ -716,7 +715,7 @@ pre_forward(fp_unit *step)
     run->thread = run->depth == 0 ? PyThread_get_thread_ident() : run->thread;
     run->depth++;
     if (step->depth++ == 0) {
-        step->began = fp_engine_now();
+        step->began = fp_graph_now();
     }
     const int first = !run->in_backward && step->entered_pass != run->pass;
     if (first) {
@@ -771,14 +770,14 @@ fp_pass_pre_forward(PyObject *self, PyObject *ignored)
 static int
 hook_outputs(fp_unit *step, PyObject *output, int *hooked, int *found)
 {
-    const int is_tensor = fp_engine_is_tensor(output);
+    const int is_tensor = fp_param_is_tensor(output);
     if (is_tensor < 0) {
         return -1;
     }
     if (is_tensor) {
         *found += 1;
-        if (fp_engine_requires_grad(output)) {
-            const int done = fp_engine_hook(output, step->ref, step->began);
+        if (fp_param_requires_grad(output)) {
+            const int done = fp_graph_hook(output, step->ref, step->began);
             *hooked += done > 0;
             return done < 0 ? -1 : 0;
         }
@@ -837,7 +836,7 @@ post_forward(fp_unit *step, PyObject *output)
     if (take_requires_grad(step) < 0 || (step->depth == 0 && take_written_in_forward(step) < 0)) {
         return NULL;
     }
-    if (fp_engine_grad_enabled() &&
+    if (fp_graph_grad_enabled() &&
         (hook_outputs(step, output, &hooked, &found) < 0 || note_opaque(step, output, found) < 0)) {
         return NULL;
     }
@@ -963,17 +962,17 @@ begin_backward(fp_unit *step)
         refuse_thread(step);
         return -1;
     }
-    if (run->in_backward && fp_engine_is_running(run->ref)) {
+    if (run->in_backward && fp_graph_is_running(run->ref)) {
         return 0;
     }
     if (run->in_backward && fp_pass_recover(run) < 0) { /* an exception ended the one before */
         return -1;
     }
-    if (fp_engine_at_end(run->ref) < 0) {
+    if (fp_graph_at_end(run->ref) < 0) {
         return -1;
     }
     run->in_backward = 1;
-    run->backward = fp_engine_backward();
+    run->backward = fp_graph_backward();
     return fp_reduce_order_begin(run);
 }
 
@@ -981,7 +980,7 @@ static int
 before_backward_of(fp_unit *step, uint64_t began)
 {
     fp_root *run = step->run;
-    const int task = fp_engine_task();
+    const int task = fp_graph_task();
     if (begin_backward(step) < 0) {
         return -1;
     }
@@ -1100,7 +1099,7 @@ gradients_ready_of(fp_unit *step, fp_flat_param *part, fp_gradients *gradients)
         return -1;
     }
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
-    const int more = step->task >= 0 && step->task != fp_engine_task();
+    const int more = step->task >= 0 && step->task != fp_graph_task();
     const int reduces = run->synchronize || part->refresh_group != NULL; /* nested: in part, in each micro-batch */
     if (fp_flat_param_drop_frozen(part, gradients) < 0 ||
         fp_flat_param_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
@@ -1196,8 +1195,7 @@ finish_step(fp_unit *step)
             return -1;
         }
         if (!part->shows_kept && fp_flat_buffer_has_kept(part->flat) &&
-            (fp_engine_watch(fp_flat_param_items(part->owners), PyTuple_GET_SIZE(part->owners), step->ref, (int)k) <
-                 0 ||
+            (fp_graph_watch(fp_flat_param_items(part->owners), PyTuple_GET_SIZE(part->owners), step->ref, (int)k) < 0 ||
              fp_flat_param_show_kept(part) < 0)) {
             return -1;
         }

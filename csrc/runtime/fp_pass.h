@@ -81,8 +81,8 @@ typedef struct fp_unit {
     Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
     int keep;            /* what a no_sync backward left full is good until the next optimizer step */
     int awaits_backward; /* an output has a hook that has not run */
-    uint64_t began;    /* the moment at which the forward that is under way, or the last one, did; see fp_engine_now */
-    int64_t full_pass; /* pass of the gather */
+    uint64_t began;      /* the moment at which the forward that is under way, or the last one, did; see fp_graph_now */
+    int64_t full_pass;   /* pass of the gather */
     int64_t entered_pass; /* of its last forward */
     Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
     Py_ssize_t entry;     /* which of all first forwards that was */

@@ -129,7 +129,7 @@ static PyObject *
 run_state(PyObject *self, void *ignored)
 {
     const fp_root *run = (fp_root *)self;
-    const int runs = fp_engine_task() >= 0 || fp_engine_is_running(run->ref);
+    const int runs = fp_graph_task() >= 0 || fp_graph_is_running(run->ref);
     const char *state = run->in_backward ? (runs ? "BACKWARD" : "INTERRUPTED") : run->depth > 0 ? "FORWARD" : "IDLE";
     return PyUnicode_FromString(state);
 }

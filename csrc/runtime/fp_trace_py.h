@@ -2,7 +2,7 @@
 #ifndef FP_TRACE_PY_H
 #define FP_TRACE_PY_H
 
-#include "tensor/fp_engine.h"
+#include "tensor/fp_channel.h"
 #include "python/fp_args.h"
 
 /* New reference; NULL with an exception set. */

@@ -639,7 +639,7 @@ note_registration_hook(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 static PyObject *
 set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("set_grad", nargs, 2) < 0 || fp_engine_set_grad(args[0], args[1]) < 0) {
+    if (fp_check_nargs("set_grad", nargs, 2) < 0 || fp_gradients_set(args[0], args[1]) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

@@ -205,6 +205,13 @@ drop_grad(const at::Tensor &param)
 // but who calls the node called what directly may pass anything.
 void check_gradients(const Geometry &geometry, const std::vector<at::Tensor> &gradients, const std::string &what);
 
+// Whether many gradients cannot be added in this dtype.
+inline bool
+is_low(at::ScalarType dtype)
+{
+    return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
 // Outside of autograd and of inference mode, whatever mode the caller is in.
 struct Plainly {
     c10::InferenceMode inference{false};

@@ -4,7 +4,8 @@
 #include <algorithm>
 
 #include "tensor/fp_convert.hpp"
-#include "tensor/fp_engine.h"
+#include "tensor/fp_gradients.h"
+#include "tensor/fp_graph.hpp"
 
 namespace fp {
 namespace {
@@ -166,7 +167,7 @@ call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad)
 extern "C" {
 
 int
-fp_engine_set_grad(PyObject *tensor, PyObject *grad)
+fp_gradients_set(PyObject *tensor, PyObject *grad)
 {
     return fp::guarded(-1, [&] {
         if (grad == nullptr || grad == Py_None) {
@@ -180,7 +181,7 @@ fp_engine_set_grad(PyObject *tensor, PyObject *grad)
 }
 
 int
-fp_engine_take_requires_grad(PyObject *view_object, PyObject *owner)
+fp_param_take_requires_grad(PyObject *view_object, PyObject *owner)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &view = fp::unpack(view_object);
@@ -198,8 +199,8 @@ fp_engine_take_requires_grad(PyObject *view_object, PyObject *owner)
 }
 
 int
-fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                    const int64_t *numels, const char *which, PyObject *grad_object, int hooks)
+fp_gradients_add_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                        const int64_t *numels, const char *which, PyObject *grad_object, int hooks)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -248,8 +249,8 @@ fp_engine_add_grads(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
 }
 
 PyObject *
-fp_engine_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                  const int64_t *numels, PyObject *shard_object, char *has)
+fp_gradients_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                     const int64_t *numels, PyObject *shard_object, char *has)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         const fp::Plainly plainly;
@@ -281,7 +282,7 @@ fp_engine_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geom
 }
 
 int
-fp_engine_add(PyObject *target, PyObject *source)
+fp_gradients_add(PyObject *target, PyObject *source)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -291,8 +292,8 @@ fp_engine_add(PyObject *target, PyObject *source)
 }
 
 int
-fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
-                    PyObject *kept_object)
+fp_gradients_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
+                       PyObject *kept_object)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &kept = fp::unpack(kept_object);
@@ -309,8 +310,8 @@ fp_engine_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *ge
 }
 
 Py_ssize_t
-fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                     const int64_t *numels, PyObject *kept_object, fp_put_aside aside)
+fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                        const int64_t *numels, PyObject *kept_object, fp_put_aside aside)
 {
     return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
         const fp::Plainly plainly;
@@ -365,8 +366,8 @@ fp_engine_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *g
 }
 
 int
-fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                      const char *which, PyObject *kept_object, int64_t own)
+fp_gradients_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
+                         const char *which, PyObject *kept_object, int64_t own)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &kept = fp::unpack(kept_object);
@@ -383,9 +384,9 @@ fp_engine_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *star
 }
 
 Py_ssize_t
-fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                       const int64_t *numels, PyObject *kept_object, fp_put_aside aside, int64_t first, int64_t own,
-                       const char *name, char *cleared)
+fp_gradients_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
+                          const int64_t *numels, PyObject *kept_object, fp_put_aside aside, int64_t first, int64_t own,
+                          const char *name, char *cleared)
 {
     return fp::guarded<Py_ssize_t>(-1, [&] {
         const fp::Plainly plainly;
@@ -425,13 +426,91 @@ fp_engine_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry 
 }
 
 int
-fp_engine_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first)
+fp_gradients_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         fp::clear_range(fp::unpack(kept), geometry->shared->views[static_cast<size_t>(i)], first);
         return 0;
     });
+}
+
+int
+fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n)
+{
+    return fp::guarded(-1, [&] {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            at::Tensor &grad = gradients->list[static_cast<size_t>(i)];
+            if (grad.defined() && !THPVariable_Unpack(params[i]).requires_grad()) {
+                grad.reset();
+            }
+        }
+        return 0;
+    });
+}
+
+int64_t
+fp_param_versions(PyObject *const *tensors, Py_ssize_t n) noexcept
+{
+    int64_t sum = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const c10::VariableVersion &version = THPVariable_Unpack(tensors[i]).unsafeGetTensorImpl()->version_counter();
+        sum += version.enabled() ? static_cast<int64_t>(version.current_version()) : 0;
+    }
+    return sum;
+}
+
+Py_ssize_t
+fp_param_moved(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *shard_object,
+               const int64_t *starts, const int64_t *numels) noexcept
+{
+    Py_ssize_t i = 0;
+    try {
+        const at::Tensor &shard = THPVariable_Unpack(shard_object);
+        for (; i < n; i++) {
+            const at::Tensor &param = THPVariable_Unpack(params[i]);
+            if (numels[i] <= 0) {
+                if (param.numel() != 0) {
+                    return i;
+                }
+                continue;
+            }
+            const fp::View &view = geometry->shared->views[static_cast<size_t>(i)];
+            const bool as_put = param.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(param, view)
+                                                                                       : param.is_contiguous();
+            if (!as_put || !fp::is_piece(param, shard, starts[i], numels[i]) || param.dtype() != shard.dtype()) {
+                return i;
+            }
+        }
+    }
+    catch (...) { /* data of a kind that has no layout or memory to ask for: not what was put there */
+        return i;
+    }
+    return -1;
+}
+
+int
+fp_param_requires_grad(PyObject *tensor) noexcept
+{
+    return THPVariable_Unpack(tensor).requires_grad();
+}
+
+int
+fp_param_is_low(PyObject *tensor) noexcept
+{
+    return fp::is_low(THPVariable_Unpack(tensor).scalar_type());
+}
+
+int
+fp_param_is_tensor(PyObject *object)
+{
+    return fp::guarded(-1, [&] { return THPVariable_Check(object) ? 1 : 0; }); /* it may ask the object's class */
+}
+
+PyObject *
+fp_param_grad(PyObject *tensor)
+{
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(fp::unpack(tensor).grad()); });
 }
 
 } // extern "C"

@@ -1,0 +1,239 @@
+// tensor/fp_buffer_views.cpp -- the views of one flat parameter: made behind one node, and what users write to them.
+#include "tensor/fp_flat_buffer.hpp"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "tensor/fp_convert.hpp"
+
+namespace fp {
+namespace {
+
+// What our shard has of values, elements [offset, ...) of the unsharded tensor, becomes so. What it has in a higher
+// precision, and is the same in theirs, stays. Whether anything has changed.
+bool
+write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offset, const at::Tensor &values)
+{
+    const int64_t begin = flat.rank * flat.shard_numel;
+    const int64_t first = std::max(begin, offset);
+    const int64_t last = std::min(begin + flat.shard_numel, offset + values.numel());
+    if (first >= last) {
+        return false;
+    }
+    const at::Tensor target = alias(shard, last - first, int64_t{1}, shard.storage_offset() + first - begin);
+    const at::Tensor mine =
+        alias(values, last - first, int64_t{1}, values.storage_offset() + first - offset).to(shard.device());
+    const at::Tensor now = at::empty_like(mine);
+    convert(now, target, {});
+    if (has_same_bytes(now, mine)) {
+        return false;
+    }
+    if (mine.scalar_type() == shard.scalar_type()) {
+        target.copy_(mine);
+        return true;
+    }
+    const at::ScalarType bits = mine.element_size() == 1 ? at::kByte : mine.element_size() == 2 ? at::kShort : at::kInt;
+    target.copy_(at::where(now.view(bits).eq(mine.view(bits)), target, mine.to(shard.scalar_type())));
+    return true;
+}
+
+} // namespace
+
+void
+show_version(fp_flat_buffer &flat, PyObject *const *views)
+{
+    const int64_t version = flat.full._version();
+    if (version == flat.shown_version) {
+        return;
+    }
+    for (size_t i = 0; i < flat.geometry->views.size(); i++) {
+        if (auto *meta = torch::autograd::impl::get_view_autograd_meta(THPVariable_Unpack(views[i]))) {
+            meta->set_attr_version(static_cast<uint32_t>(version));
+        }
+    }
+    flat.shown_version = version;
+}
+
+void
+change_version(fp_flat_buffer &flat, PyObject *const *views)
+{
+    const bool seen = flat.seen_version == flat.full._version();
+    flat.full.unsafeGetTensorImpl()->bump_version();
+    flat.seen_version += seen;
+    show_version(flat, views);
+}
+
+bool
+is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i)
+{
+    const View &place = flat.geometry->views[i];
+    return is_at(THPVariable_Unpack(view), flat.full, place.shape, place.stride,
+                 flat.full.storage_offset() + place.offset);
+}
+
+bool
+has_same_bytes(const at::Tensor &a, const at::Tensor &b)
+{
+    return at::equal(a.view(at::kByte), b.view(at::kByte));
+}
+
+} // namespace fp
+
+extern "C" {
+
+int
+fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int untracked, PyObject **out)
+{
+    Py_ssize_t made = 0;
+    const int status = fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        auto node = fp::make_node<fp::UnitBackward>();
+        node->ref = ref->shared;
+        node->geometry = flat->geometry;
+        node->index = index;
+        flat->node = untracked ? nullptr : node;
+        for (const fp::View &view : flat->geometry->views) {
+            at::Tensor result =
+                fp::alias(flat->full, view.shape, view.stride, flat->full.storage_offset() + view.offset);
+            if (!untracked) {
+                result = torch::autograd::make_variable_differentiable_view(
+                    result, torch::autograd::ViewInfo(flat->full, nullptr, nullptr), std::nullopt,
+                    /*shared_view_info=*/true, torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
+                torch::autograd::impl::set_gradient_edge(result, {node, node->add_input_metadata(result)});
+            }
+            else {
+                result.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat->full));
+            }
+            out[made] = THPVariable_Wrap(std::move(result));
+            if (out[made] == nullptr) {
+                return -1;
+            }
+            made++;
+        }
+        return 0;
+    });
+    if (status < 0) {
+        while (made > 0) {
+            Py_CLEAR(out[--made]);
+        }
+    }
+    return status;
+}
+
+void
+fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) noexcept
+{
+    if (flat->node) {
+        flat->node->set_sequence_nr(began);
+    }
+}
+
+int
+fp_flat_buffer_is_reached(const fp_flat_buffer *flat) noexcept
+{
+    auto *node = flat->node.get();
+    const auto *info = torch::autograd::get_current_graph_task_exec_info();
+    if (node == nullptr || info == nullptr) {
+        return 0;
+    }
+    if (info->empty()) { /* all of the graph is executed */
+        const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+        return nodes != nullptr && nodes->count(node) != 0;
+    }
+    const auto found = info->find(node);
+    return found != info->end() && found->second.should_execute();
+}
+
+void
+fp_flat_buffer_refuse_graphs(fp_flat_buffer *flat, PyObject *const *views)
+{
+    fp::change_version(*flat, views);
+}
+
+int
+fp_flat_buffer_is_written(const fp_flat_buffer *flat, PyObject *const *views) noexcept
+{
+    return flat->full._version() != flat->seen_version || fp_flat_buffer_moved_view(flat, views) >= 0;
+}
+
+Py_ssize_t
+fp_flat_buffer_moved_view(const fp_flat_buffer *flat, PyObject *const *views) noexcept
+{
+    for (size_t i = 0; i < flat->geometry->views.size(); i++) {
+        if (!fp::is_view_at(*flat, views[i], i)) {
+            return static_cast<Py_ssize_t>(i);
+        }
+    }
+    return -1;
+}
+
+void
+fp_flat_buffer_forget_written(fp_flat_buffer *flat) noexcept
+{
+    if (flat->full.defined()) {
+        flat->seen_version = flat->full._version();
+    }
+}
+
+int
+fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObject *const *views, Py_ssize_t *misfit)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const size_t n = flat->geometry->views.size();
+        *misfit = -1;
+        fp::wait_for(flat->work, flat->work_group);
+        bool changed = false;
+        if (flat->full._version() != flat->seen_version) {
+            flat->seen_version = flat->full._version();
+            fp::show_version(*flat, views);
+            if (flat->whole) {
+                changed = fp::write_to_shard(*flat, shard, 0, flat->io);
+            }
+            else if (!flat->borrowed) {
+                *misfit = static_cast<Py_ssize_t>(n);
+            }
+        }
+        std::vector<std::pair<size_t, at::Tensor>> given;
+        for (size_t i = 0; i < n; i++) {
+            if (fp::is_view_at(*flat, views[i], i)) {
+                continue;
+            }
+            const fp::View &place = flat->geometry->views[i];
+            const at::Tensor view = THPVariable_Unpack(views[i]);
+            if (fp::is_plain_tensor(view) && view.sizes() == c10::IntArrayRef(place.shape) &&
+                view.scalar_type() == flat->full.scalar_type() && view.device() == flat->full.device()) {
+                fp::check_memory(view);
+                const at::Tensor values = at::empty({place.numel}, flat->io.options());
+                fp::alias(values, place.shape, place.stride, 0)
+                    .copy_(fp::alias(view, view.sizes(), view.strides(), view.storage_offset()));
+                given.emplace_back(i, values);
+            }
+            else {
+                *misfit = static_cast<Py_ssize_t>(i);
+            }
+            view.set_data(fp::alias(flat->full, place.shape, place.stride, flat->full.storage_offset() + place.offset));
+        }
+        for (const auto &[i, values] : given) {
+            const fp::View &place = flat->geometry->views[i];
+            changed = (!flat->borrowed && fp::write_to_shard(*flat, shard, place.offset, values)) || changed;
+            if (flat->borrowed || flat->whole) {
+                const at::Tensor target =
+                    fp::alias(flat->io, place.numel, int64_t{1}, flat->io.storage_offset() + place.offset);
+                changed = (flat->borrowed && !fp::has_same_bytes(target, values)) || changed;
+                target.copy_(values);
+            }
+        }
+        if (changed) {
+            shard.unsafeGetTensorImpl()->bump_version();
+        }
+        if (flat->whole && !given.empty()) {
+            flat->copy.reset(); /* it is made anew of what is whole */
+        }
+        return changed ? 1 : 0;
+    });
+}
+
+} // extern "C"

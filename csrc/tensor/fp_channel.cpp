@@ -1,0 +1,383 @@
+// tensor/fp_channel.cpp -- collectives over a group under the names this torch has, waiting for them, copies to and from
+// the host, and the sum of flags that ranks agree by.
+#include "tensor/fp_channel.hpp"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <chrono>
+
+struct fp_sum {
+    fp_group *group = nullptr;
+    at::Tensor here, there; // on the host and on the device; the same tensor where that is the host
+    c10::intrusive_ptr<c10d::Work> work;
+    std::optional<c10::Event> is_here; // recorded after the copy to the host
+};
+
+namespace fp {
+namespace {
+
+// Backends do not know complex numbers: those are sent as pairs.
+at::Tensor
+as_sent(const at::Tensor &tensor)
+{
+    return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
+}
+
+// The collectives; async, on the C++ group, under the names this torch has. Without the GIL: gloo's threads take it under
+// the lock of the queue that these calls wait for.
+template <class Group>
+c10::intrusive_ptr<c10d::Work>
+all_gather_on(Group &group, const at::Tensor &gathered, const at::Tensor &own)
+{
+    const WithoutGil released;
+    at::Tensor output = as_sent(gathered), input = as_sent(own);
+    if constexpr (requires { group.all_gather_single(output, input); }) {
+        return group.all_gather_single(output, input);
+    }
+    else {
+        return group._allgather_base(output, input);
+    }
+}
+
+template <class Group>
+c10::intrusive_ptr<c10d::Work>
+reduce_scatter_on(Group &group, const at::Tensor &reduced, const at::Tensor &whole)
+{
+    const WithoutGil released;
+    at::Tensor output = as_sent(reduced), input = as_sent(whole);
+    if constexpr (requires { group.reduce_scatter_single(output, input); }) {
+        return group.reduce_scatter_single(output, input);
+    }
+    else {
+        return group._reduce_scatter_base(output, input);
+    }
+}
+
+constexpr std::chrono::milliseconds patience{300};
+
+// What call gives; if it fails, the watchers may know better why.
+template <class Call>
+auto
+explained(const fp_group *group, Call &&call)
+{
+    try {
+        return call();
+    }
+    catch (const python_error &) {
+        throw;
+    }
+    catch (const std::exception &error) {
+        for (size_t i = 0; group != nullptr && i < group->watchers.size(); i++) {
+            if (group->watchers[i] != nullptr && group->calls->failed(group->watchers[i], error.what()) < 0) {
+                throw python_error();
+            }
+        }
+        throw;
+    }
+}
+
+} // namespace
+
+void
+announce(fp_group &group, unsigned kind, uint32_t trained)
+{
+    group.given_up = false;
+    for (size_t i = group.watchers.size(); i-- > 0;) {
+        PyObject *watcher = group.watchers[i];
+        if (watcher != nullptr && group.calls->before(watcher, fp_event(group.numbers[i], kind, trained)) < 0) {
+            throw python_error();
+        }
+    }
+}
+
+c10::intrusive_ptr<c10d::Work>
+all_gather(const fp_group &group, const at::Tensor &gathered, const at::Tensor &own)
+{
+    return explained(&group, [&] { return all_gather_on(*group.native, gathered, own); });
+}
+
+c10::intrusive_ptr<c10d::Work>
+reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole)
+{
+    return explained(&group, [&] { return reduce_scatter_on(*group.native, reduced, whole); });
+}
+
+c10::intrusive_ptr<c10d::Work>
+all_reduce(const fp_group &group, const at::Tensor &tensor)
+{
+    return explained(&group, [&] {
+        std::vector<at::Tensor> tensors = {as_sent(tensor)};
+        const WithoutGil released;
+        return group.native->allreduce(tensors);
+    });
+}
+
+void
+call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,
+            const fp_group &group)
+{
+    PyObject *out = THPVariable_Wrap(output);
+    PyObject *in = out == nullptr ? nullptr : THPVariable_Wrap(input);
+    PyObject *result = in == nullptr ? nullptr : PyObject_CallMethod(collectives, name, "OOO", out, in, group.object);
+    Py_XDECREF(out);
+    Py_XDECREF(in);
+    if (result == nullptr) {
+        throw python_error();
+    }
+    Py_DECREF(result);
+}
+
+bool
+wait_a_while(c10d::Work &work)
+{
+    const WithoutGil released;
+    try {
+        work.wait(patience);
+        return true;
+    }
+    catch (...) {
+        if (!work.isCompleted()) { /* it is the time that ran out */
+            return false;
+        }
+        work.wait();
+        return true;
+    }
+}
+
+// The same for work that is forgotten if it has failed.
+static bool
+wait_a_while(c10d::Work &work, c10::intrusive_ptr<c10d::Work> &owner)
+{
+    try {
+        return wait_a_while(work);
+    }
+    catch (...) {
+        owner.reset();
+        throw;
+    }
+}
+
+void
+wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
+{
+    if (!work) {
+        return;
+    }
+    const c10::intrusive_ptr<c10d::Work> waited = work;
+    if (group != nullptr && group->sliced) {
+        while (!explained(group, [&] { return wait_a_while(*waited, work); })) {
+            for (PyObject *watcher : group->watchers) {
+                if (watcher != nullptr && group->calls->waiting(watcher) < 0) {
+                    throw python_error();
+                }
+            }
+        }
+        work.reset();
+        return;
+    }
+    work.reset();
+    explained(group, [&] {
+        const WithoutGil released;
+        waited->wait();
+    });
+}
+
+bool
+has_streams(const at::Tensor &tensor)
+{
+    return !tensor.is_cpu();
+}
+
+Copying &
+copying_of(const c10::Device &device)
+{
+    static std::array<Copying, 64> all;
+    const auto index = static_cast<size_t>(device.index());
+    TORCH_CHECK(index < all.size(), "flatparam: gradients on ", device, " cannot be offloaded");
+    const std::lock_guard<std::mutex> lock(all[index].mutex);
+    if (!all[index].stream) {
+        const c10::impl::VirtualGuardImpl guard(device.type());
+        all[index].stream = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+    }
+    return all[index];
+}
+
+c10::Event
+copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device)
+{
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const c10::Stream own = *copying_of(device).stream;
+    c10::Event before(device.type()), after(device.type());
+    before.record(guard.getStream(device));
+    before.block(own);
+    {
+        const c10::StreamGuard on_own(own);
+        target.copy_(source, /*non_blocking=*/true);
+    }
+    after.record(own);
+    return after;
+}
+
+void
+settle_copies(const c10::Device &device)
+{
+    Copying &copying = copying_of(device);
+    if (copying.has_left) {
+        copying.has_left->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+        copying.has_left.reset();
+    }
+    copying.leaving.reset();
+}
+
+c10::Event
+recorded_now(const c10::Device &device)
+{
+    c10::Event event(device.type());
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return event;
+}
+
+void
+wait_until(std::optional<c10::Event> &event)
+{
+    if (event) {
+        const WithoutGil released;
+        event->synchronize();
+        event.reset();
+    }
+}
+
+} // namespace fp
+
+extern "C" {
+
+fp_group *
+fp_group_new(PyObject *object, const char *name)
+{
+    return fp::guarded<fp_group *>(nullptr, [&] {
+        auto group = std::make_unique<fp_group>();
+        if (name != nullptr) {
+            group->native = c10d::resolve_process_group(name);
+        }
+        group->object = Py_NewRef(object);
+        return group.release();
+    });
+}
+
+void
+fp_group_free(fp_group *group)
+{
+    if (group != nullptr) {
+        Py_XDECREF(group->object); /* torch lets go of the GIL for the last one */
+        for (PyObject *watcher : group->watchers) {
+            Py_XDECREF(watcher);
+        }
+        const fp::WithoutGil released; /* the last one waits for collectives, whose threads take it */
+        delete group;
+    }
+}
+
+void
+fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_group_calls *calls, uint32_t number, int sliced)
+{
+    const auto i = static_cast<size_t>(which);
+    group->calls = calls;
+    group->numbers[i] = number;
+    group->sliced = sliced != 0;
+    Py_XSETREF(group->watchers[i], Py_NewRef(watcher));
+}
+
+int
+fp_group_is_same(const fp_group *a, const fp_group *b) noexcept
+{
+    return a->object == b->object;
+}
+
+int
+fp_group_place(const fp_group *group, int *rank, int *size)
+{
+    if (group->native) {
+        *rank = group->native->getRank();
+        *size = group->native->getSize();
+        return 0;
+    }
+    PyObject *pair[2] = {PyObject_CallMethod(group->object, "rank", nullptr),
+                         PyObject_CallMethod(group->object, "size", nullptr)};
+    *rank = pair[0] == nullptr ? -1 : static_cast<int>(PyLong_AsLong(pair[0]));
+    *size = pair[1] == nullptr ? -1 : static_cast<int>(PyLong_AsLong(pair[1]));
+    Py_XDECREF(pair[0]);
+    Py_XDECREF(pair[1]);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int
+fp_group_world_rank(const fp_group *group, int rank)
+{
+    PyObject *module = PyImport_ImportModule("torch.distributed");
+    PyObject *found =
+        module == nullptr ? nullptr : PyObject_CallMethod(module, "get_global_rank", "Oi", group->object, rank);
+    Py_XDECREF(module);
+    const int world_rank = found == nullptr ? -1 : static_cast<int>(PyLong_AsLong(found));
+    Py_XDECREF(found);
+    return world_rank;
+}
+
+// On a stream of its own: what the host reads here waits for the other ranks, not for what this device still computes.
+fp_sum *
+fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives)
+{
+    return fp::guarded<fp_sum *>(nullptr, [&] {
+        const fp::Plainly plainly;
+        auto sum = std::make_unique<fp_sum>();
+        const c10::Device device = fp::unpack(like).device();
+        sum->group = group;
+        sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
+        std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
+        std::optional<c10::StreamGuard> on_own;
+        if (!device.is_cpu()) {
+            on_own.emplace(*fp::copying_of(device).stream);
+        }
+        sum->there = sum->here.to(device, at::kInt, /*non_blocking=*/true);
+        fp::announce(*group, FP_EVENT_AGREES);
+        if (collectives != nullptr || !group->native) {
+            fp::call_python(collectives, "agree", sum->there, sum->there, *group);
+        }
+        else {
+            sum->work = fp::all_reduce(*group, sum->there);
+        }
+        if (!device.is_cpu()) {
+            fp::wait_for(sum->work, group); /* its stream does */
+            sum->here.copy_(sum->there, /*non_blocking=*/true);
+            sum->is_here.emplace(device.type());
+            sum->is_here->record(*fp::copying_of(device).stream);
+        }
+        return sum.release();
+    });
+}
+
+int
+fp_sum_read(fp_sum *sum, int32_t *flags)
+{
+    return fp::guarded(-1, [&] {
+        fp::wait_for(sum->work, sum->group);
+        if (sum->is_here) {
+            const fp::WithoutGil released;
+            sum->is_here->synchronize();
+        }
+        const int32_t *read = sum->here.const_data_ptr<int32_t>();
+        std::copy(read, read + sum->here.numel(), flags);
+        return 0;
+    });
+}
+
+void
+fp_sum_free(fp_sum *sum)
+{
+    delete sum;
+}
+
+} // extern "C"

@@ -1,0 +1,68 @@
+/* tensor/fp_channel.h -- ranks that share something: their collectives, who is told of those, and the sum of flags that
+ * they agree by. Plain C, under the rules of fp_torch.h. */
+#ifndef FP_CHANNEL_H
+#define FP_CHANNEL_H
+
+#include "tensor/fp_torch.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Ranks that share something. Counted by nobody: whoever made it frees it. */
+typedef struct fp_group fp_group;
+
+/* The process group that torch registered as name; NULL: every collective goes through Python. group is the Python
+ * object, kept. */
+fp_group *fp_group_new(PyObject *group, const char *name);
+void fp_group_free(fp_group *group); /* NULL is allowed */
+
+/* What is told of a group's collectives: before each, which it is (see fp_event), and a few times a second while one is
+ * waited for, if sliced. Both are called with the GIL held and give 0, or -1 with an exception: then the collective does
+ * not begin, or the wait ends. failed: one has, with this message; -1 with an exception to raise instead. is_broken: 1 if
+ * those under way may never end. watcher is kept; number: in the events.
+ * A group has a first watcher, and may have another one, which is told before it. */
+typedef struct {
+    int (*before)(PyObject *watcher, uint64_t event);
+    int (*waiting)(PyObject *watcher);
+    int (*failed)(PyObject *watcher, const char *message);
+    int (*is_broken)(PyObject *watcher);
+} fp_group_calls;
+enum { FP_WATCHERS = 2 };
+void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_group_calls *calls, uint32_t number,
+                    int sliced);
+
+/* The kinds of events, in Python _C.EVENT_GATHERS and so on. */
+enum {
+    FP_EVENT_GATHERS = 0,
+    FP_EVENT_REDUCES = 1,
+    FP_EVENT_GATHERS_OUTSIDE = 2, /* of a step; begun by Python, as the last three */
+    FP_EVENT_REDUCES_KEPT = 3,    /* the gradients that no_sync has kept too */
+    FP_EVENT_AGREES = 4,
+    FP_EVENT_CLIPS = 5,
+    FP_EVENT_SHOWS_GRADIENTS = 6,
+    FP_EVENT_SCALES = 7,
+    FP_EVENT_KINDS = 8
+};
+enum { FP_EVENT_TRAINED_BITS = 27 };
+/* trained: of a reduction, a hash of who requires grad; else 0. An event has 62 bits. */
+static inline uint64_t
+fp_event(uint32_t number, unsigned kind, uint32_t trained)
+{
+    return ((uint64_t)trained << 32 | number) * FP_EVENT_KINDS + kind;
+}
+
+int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* of one process group */
+int fp_group_place(const fp_group *group, int *rank, int *size);        /* ours in it; -1 on failure */
+int fp_group_world_rank(const fp_group *group, int rank);               /* of one of it in the world; -1 on failure */
+
+/* The sum of flags over the ranks of a group, on the device of like: started, and waited for when it is read. */
+typedef struct fp_sum fp_sum;
+fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives);
+int fp_sum_read(fp_sum *sum, int32_t *flags); /* all n of them */
+void fp_sum_free(fp_sum *sum);                /* NULL is allowed */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,76 @@
+// tensor/fp_channel.hpp -- ranks that share something, for the C++ side: collectives over them, waiting for those, copies
+// to and from the host.
+#ifndef FP_CHANNEL_HPP
+#define FP_CHANNEL_HPP
+
+#include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <optional>
+
+#include "tensor/fp_bridge.hpp"
+#include "tensor/fp_channel.h"
+
+struct fp_group {
+    c10::intrusive_ptr<c10d::ProcessGroup> native;  // or null: Python's way only
+    PyObject *object = nullptr;                     // owned
+    std::array<PyObject *, FP_WATCHERS> watchers{}; // owned, or null: nobody is told of its collectives
+    const fp_group_calls *calls = nullptr;
+    std::array<uint32_t, FP_WATCHERS> numbers{};
+    bool sliced = false;   // waits are interrupted to tell the watcher
+    bool given_up = false; // what is under way may not end soon: nobody waits for it when a pass is forgotten
+};
+
+namespace fp {
+
+// Tell the watchers which collective is about to begin over group.
+void announce(fp_group &group, unsigned kind, uint32_t trained = 0);
+
+// The collectives of the C++ group, started.
+c10::intrusive_ptr<c10d::Work> all_gather(const fp_group &group, const at::Tensor &gathered, const at::Tensor &own);
+c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::Tensor &reduced,
+                                              const at::Tensor &whole);
+c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor);
+
+// The same through Python: collectives.name(output, input, group).
+void call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,
+                 const fp_group &group);
+
+// Wait for a while; whether the work has ended. What it raises is raised.
+bool wait_a_while(c10d::Work &work);
+
+// Wait for what was started over group. If its watcher ends the wait, the work stays: it goes on, its memory is written to,
+// and it can be waited for again. What has ended, or failed, is forgotten.
+void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group);
+
+// Whether copies to and from host memory go over a stream of their own.
+bool has_streams(const at::Tensor &tensor);
+
+// The stream for them, and what the last unit has copied out over it: freed when the next one comes or the backward ends,
+// so that beside the gradient that is added to one comes and one goes at most.
+struct Copying {
+    std::mutex mutex;
+    std::optional<c10::Stream> stream;
+    at::Tensor leaving;
+    std::optional<c10::Event> has_left;
+};
+
+Copying &copying_of(const c10::Device &device);
+
+// target = source over the stream for it, in the order of the current one. The event is recorded after it.
+c10::Event copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
+
+// What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
+void settle_copies(const c10::Device &device);
+
+c10::Event recorded_now(const c10::Device &device);
+
+// The host waits for event, if there is one, and forgets it.
+void wait_until(std::optional<c10::Event> &event);
+
+} // namespace fp
+
+#endif

@@ -1,0 +1,301 @@
+// tensor/fp_flat_buffer.cpp -- the storage of one flat parameter: made for a shard, freed with a reason, left to others.
+#include "tensor/fp_flat_buffer.hpp"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+
+#include "tensor/fp_convert.hpp"
+
+namespace fp {
+namespace {
+
+std::optional<at::ScalarType>
+dtype_from(PyObject *object)
+{
+    if (object == nullptr || object == Py_None) {
+        return std::nullopt;
+    }
+    TORCH_CHECK_TYPE(THPDtype_Check(object), "expected a torch.dtype, got ", Py_TYPE(object)->tp_name);
+    return reinterpret_cast<THPDtype *>(object)->scalar_type;
+}
+
+std::optional<c10::Device>
+device_from(PyObject *object)
+{
+    if (object == nullptr || object == Py_None) {
+        return std::nullopt;
+    }
+    TORCH_CHECK_TYPE(THPDevice_Check(object), "expected a torch.device, got ", Py_TYPE(object)->tp_name);
+    return reinterpret_cast<THPDevice *>(object)->device;
+}
+
+at::Tensor
+freed_full(const fp_flat_buffer &flat, const at::TensorOptions &options, const char *reason)
+{
+    return freed_source(options, static_cast<size_t>(flat.geometry->total) * options.dtype().itemsize(), reason, true);
+}
+
+// Leave the memory, and what is made of it, to whoever has the storage; our tensors are freed.
+void
+leave_storage(fp_flat_buffer &flat, PyObject *const *views, const char *reason)
+{
+    const Plainly plainly;
+    const at::Tensor source = freed_full(flat, flat.io.options(), reason);
+    for (size_t i = 0; views != nullptr && i < flat.geometry->views.size(); i++) {
+        if (is_view_at(flat, views[i], i)) {
+            move_to_storage(THPVariable_Unpack(views[i]), source);
+        }
+    }
+    move_to_storage(flat.full, source);
+    move_to_storage(flat.io, source);
+}
+
+// Let source's storage, which is freed unless it is the borrowed shard, be that of the unsharded tensor.
+void
+make_full(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
+{
+    const int64_t total = flat.geometry->total, offset = borrowed ? source.storage_offset() : 0;
+    flat.full = alias(source, total, int64_t{1}, offset);
+    flat.io = alias(source, total, int64_t{1}, offset);
+    flat.borrowed = borrowed;
+    flat.whole = false;
+    flat.shown_version = flat.seen_version = flat.full._version();
+}
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+fp_flat_buffer *
+fp_flat_buffer_new(const fp_flat_buffer_options *options)
+{
+    return fp::guarded<fp_flat_buffer *>(nullptr, [&] {
+        TORCH_CHECK_VALUE(options->shards >= 1 && options->rank >= 0 && options->rank < options->shards &&
+                              options->shard_numel >= 1,
+                          "expected 0 <= rank < shards and a shard of at least 1 element, got rank ", options->rank,
+                          ", shards ", options->shards, ", shard_numel ", options->shard_numel);
+        TORCH_CHECK_VALUE(options->geometry->shared->total == options->shards * options->shard_numel, "expected ",
+                          options->shards, " shards of ", options->shard_numel, " elements, got ",
+                          options->geometry->shared->total);
+        TORCH_CHECK_VALUE((options->shards == 1) == (options->shard_group == nullptr),
+                          "a group to shard over goes with more than one shard");
+        const int per_part = options->param_shards >= 1 ? options->shards / options->param_shards : 0;
+        TORCH_CHECK_VALUE(per_part >= 1 && options->shards % options->param_shards == 0 && options->param_rank >= 0 &&
+                              options->param_rank < options->param_shards,
+                          "expected the copy to be shared by a divisor of ", options->shards, " ranks, got rank ",
+                          options->param_rank, " of ", options->param_shards);
+        TORCH_CHECK_VALUE((options->param_shards == 1) == (options->param_group == nullptr) &&
+                              (options->param_group != nullptr || options->refresh_group == nullptr),
+                          "a group to gather over goes with a copy that is shared");
+        TORCH_CHECK_VALUE(options->refresh_group == nullptr || options->rank / per_part == options->param_rank,
+                          "expected shard ", options->rank, " to lie in part ", options->param_rank, " of ",
+                          options->param_shards);
+        auto flat = std::make_unique<fp_flat_buffer>();
+        flat->geometry = options->geometry->shared;
+        flat->shard_numel = options->shard_numel;
+        flat->rank = options->rank;
+        flat->shards = options->shards;
+        flat->shard_group = options->shard_group;
+        flat->replicate_group = options->replicate_group;
+        flat->param_rank = options->param_rank;
+        flat->param_shards = options->param_shards;
+        flat->param_group = options->param_group;
+        flat->refresh_group = options->refresh_group;
+        flat->predivide = options->predivide;
+        flat->postdivide = options->postdivide;
+        flat->compute_dtype = fp::dtype_from(options->compute_dtype);
+        flat->reduce_dtype = fp::dtype_from(options->reduce_dtype);
+        flat->full_precision = options->full_precision != 0;
+        flat->keep_reduce_dtype = options->keep_reduce_dtype != 0;
+        flat->stays_full = options->stays_full != 0;
+        flat->offloads = options->offloads != 0;
+        flat->device = fp::device_from(options->device);
+        return flat.release();
+    });
+}
+
+void
+fp_flat_buffer_free(fp_flat_buffer *flat)
+{
+    delete flat;
+}
+
+int
+fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard_object, const char *reason)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &shard = fp::unpack(shard_object);
+        TORCH_CHECK_VALUE(shard.dim() == 1 && shard.numel() == flat->shard_numel && shard.is_contiguous(),
+                          "expected a shard of ", flat->shard_numel, " elements, got shape ", shard.sizes());
+        const at::ScalarType dtype = flat->dtype_of(shard);
+        const c10::Device device = flat->device_for(shard);
+        const bool borrowed = flat->shards == 1 && dtype == shard.scalar_type() && device == shard.device();
+        if (flat->full.defined() && flat->full.scalar_type() == dtype && flat->full.device() == device &&
+            flat->borrowed == borrowed &&
+            (!borrowed || (fp::storage_of(flat->full) == fp::storage_of(shard) &&
+                           flat->full.storage_offset() == shard.storage_offset()))) {
+            return 0;
+        }
+        const fp::Plainly plainly;
+        const at::TensorOptions options = shard.options().dtype(dtype).device(device).requires_grad(false);
+        fp::make_full(*flat, borrowed ? shard : fp::freed_full(*flat, options, reason), borrowed);
+        flat->copy.reset();
+        return 1;
+    });
+}
+
+int
+fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason)
+{
+    return fp::guarded(-1, [&] {
+        if (!flat->is_lent()) {
+            return 0;
+        }
+        const fp::Plainly plainly;
+        fp::wait_for(flat->work, flat->work_group);
+        flat->full.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
+        c10::StorageImpl *storage = fp::storage_of(flat->full);
+        fp::set_freed_reason(storage, fp::is_held(storage) ? nullptr : reason);
+        fp::make_full(*flat, fp::freed_full(*flat, flat->io.options(), reason), false);
+        return 1;
+    });
+}
+
+void
+fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) noexcept
+{
+    flat->in_full = in_full != 0;
+}
+
+int
+fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard_object, int64_t *present, int64_t *needed)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const bool is_there =
+            flat->whole && !flat->borrowed && fp::memory_of(fp::storage_of(flat->full)) < fp::bytes_of(*flat);
+        const at::Tensor &tensor = is_there ? flat->full : shard;
+        *present = static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)));
+        *needed = static_cast<int64_t>(fp::bytes_for(tensor));
+        return *present < *needed ? 1 : 0;
+    });
+}
+
+int64_t
+fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard_object)
+{
+    const c10::Storage &storage = THPVariable_Unpack(shard_object).storage();
+    if (!flat->source || flat->source->_unsafe_get_target() != storage.unsafeGetStorageImpl()) {
+        flat->source.emplace(storage.getWeakStorageImpl()); /* weak: no other one gets its address while we hold it */
+        flat->sources++;
+    }
+    return flat->sources;
+}
+
+int
+fp_flat_buffer_is_allocated(const fp_flat_buffer *flat) noexcept
+{
+    return flat->full.defined() && fp::memory_of(fp::storage_of(flat->full)) != 0;
+}
+
+int
+fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char *reason)
+{
+    return fp::guarded(-1, [&] {
+        if (fp::is_lost(*flat)) {
+            return 0; /* it may still be written to */
+        }
+        fp::wait_for_gather(*flat);
+        if (!flat->borrowed && !flat->stays_full && flat->full.defined()) {
+            if (flat->whole && flat->param_group != nullptr && !flat->copy.defined()) {
+                const int64_t numel = flat->part_numel();
+                const fp::Plainly plainly;
+                flat->copy = fp::alias(flat->io, numel, int64_t{1}, flat->param_rank * numel).clone();
+            }
+            flat->whole = false;
+            if (fp::is_held(fp::storage_of(flat->full))) {
+                fp::leave_storage(*flat, views, reason);
+            }
+            else if (flat->is_lent()) {
+                fp::set_freed_reason(fp::storage_of(flat->full), reason); /* it goes when nobody has it any more */
+            }
+            else {
+                fp::resize_storage(fp::storage_of(flat->full), 0, reason, true);
+            }
+        }
+        return 0;
+    });
+}
+
+int
+fp_flat_buffer_is_whole(const fp_flat_buffer *flat) noexcept
+{
+    return flat->whole;
+}
+
+int
+fp_flat_buffer_has_values(const fp_flat_buffer *flat) noexcept
+{
+    return flat->whole || flat->copy.defined();
+}
+
+int
+fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        fp::wait_for(flat->work, flat->work_group);
+        const at::Tensor &values = flat->whole ? flat->io : flat->copy;
+        const int64_t first =
+            flat->rank * flat->shard_numel - (flat->whole ? 0 : flat->param_rank * flat->part_numel());
+        if (!values.defined() || first < 0 || first + flat->shard_numel > values.numel()) {
+            return 0;
+        }
+        const at::Tensor now = at::empty({flat->shard_numel}, values.options());
+        fp::convert(now, shard.to(now.device()), {});
+        return fp::has_same_bytes(now,
+                                  fp::alias(values, flat->shard_numel, int64_t{1}, values.storage_offset() + first))
+                   ? 1
+                   : 0;
+    });
+}
+
+int
+fp_flat_buffer_forget_whole(fp_flat_buffer *flat)
+{
+    return fp::guarded(-1, [&] {
+        if (!fp::is_lost(*flat)) {
+            fp::wait_for_gather(*flat);
+        }
+        flat->whole = false;
+        return 0;
+    });
+}
+
+int
+fp_flat_buffer_forget_values(fp_flat_buffer *flat)
+{
+    flat->copy.reset();
+    flat->next_copy.reset();
+    return fp_flat_buffer_forget_whole(flat);
+}
+
+PyObject *
+fp_flat_buffer_copy(fp_flat_buffer *flat)
+{
+    if (!flat->copy.defined()) {
+        Py_RETURN_NONE;
+    }
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->copy); });
+}
+
+PyObject *
+fp_flat_buffer_unsharded(fp_flat_buffer *flat)
+{
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->io); });
+}
+
+} // extern "C"

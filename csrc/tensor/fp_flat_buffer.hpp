@@ -1,0 +1,122 @@
+// tensor/fp_flat_buffer.hpp -- one flat parameter, for the C++ side.
+#ifndef FP_FLAT_BUFFER_HPP
+#define FP_FLAT_BUFFER_HPP
+
+#include "tensor/fp_channel.hpp"
+#include "tensor/fp_flat_buffer.h"
+#include "tensor/fp_graph.hpp"
+
+struct fp_flat_buffer {
+    std::shared_ptr<const fp::Geometry> geometry;
+    int64_t shard_numel = 0;
+    int rank = 0, shards = 1;
+    fp_group *shard_group = nullptr, *replicate_group = nullptr;
+    int param_rank = 0, param_shards = 1;
+    fp_group *param_group = nullptr, *refresh_group = nullptr;
+    double predivide = 1.0, postdivide = 1.0;
+    std::optional<at::ScalarType> compute_dtype, reduce_dtype;
+    bool full_precision = false, keep_reduce_dtype = false, stays_full = false;
+    bool in_full = false;              // everything is in the shard's dtype for the time being
+    std::optional<c10::Device> device; // to compute on, where it is not the shard's
+
+    at::Tensor full; // [total] in the compute dtype; its storage has 0 bytes while freed
+    at::Tensor io;   // the same memory under another version counter: what is written here is no change to autograd
+    bool borrowed = false;               // full is the shard itself
+    bool whole = false;                  // full has, or is about to get, what was gathered
+    at::Tensor copy;                     // [total / param_shards] in the compute dtype: what param_group gathers from
+    at::Tensor next_copy;                // nested: the same while it is gathered
+    c10::intrusive_ptr<c10d::Work> work; // of a gather
+    fp_group *work_group = nullptr;      // over which
+    bool abandoned = false;              // a pass was forgotten before work had ended: its memory cannot be freed yet
+    at::Tensor kept;                     // [total] in kept_dtype_of(shard): gradients that are not reduced yet
+    at::Tensor partial;                  // nested: [total / param_shards] of it, added over param_group
+    at::Tensor wire, reduced;            // of a reduction: its input and output
+    at::Tensor summed;                   // the part of wire that becomes reduced, if wire is added up in place
+    c10::intrusive_ptr<c10d::Work> reduction;
+    at::Tensor arriving;                             // the reduced gradient on the host, once has_arrived
+    std::optional<c10::Event> was_read, has_arrived; // recorded after copies from and to a shard on the host
+    enum { NOTHING, FIRST, LAST } stage = NOTHING;
+    bool stops_at_partial = false; // nested: the reduction under way goes no further
+    bool offloads = false;
+    at::Tensor host;         // where kept, nested: partial, is between backwards; pinned beside an accelerator
+    bool host_valid = false; // it is there now
+    std::optional<c10::Event> has_left; // recorded after the copy to it
+    at::Tensor ahead;                   // a copy of host on the device that was started in time
+    std::optional<c10::Event> has_come; // recorded after it
+    bool packed = false;                // wire is to be reduced
+    uint32_t trained = 0;               // a hash of who requires grad
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
+    int64_t sources = 0;                                             // how often that changed
+    decltype(torch::autograd::Edge::function) node;                  // behind the views; null if they have none
+    int64_t shown_version = 0; // the version of full that autograd knows of the views
+    int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
+
+    // Somebody outside reads the memory of full, which may not be freed or written to then.
+    bool is_lent() const
+    {
+        return full.defined() && !borrowed && (!fp::storage_of(full)->resizable() || fp::is_held(fp::storage_of(full)));
+    }
+    int64_t part_numel() const
+    {
+        return geometry->total / param_shards;
+    }
+
+    c10::Device device_for(const at::Tensor &shard) const
+    {
+        return device.value_or(shard.device());
+    }
+    at::ScalarType dtype_of(const at::Tensor &shard) const
+    {
+        return in_full ? shard.scalar_type() : compute_dtype.value_or(shard.scalar_type());
+    }
+    at::ScalarType wire_dtype_of(const at::Tensor &shard) const
+    {
+        const at::ScalarType otherwise = full_precision ? shard.scalar_type() : dtype_of(shard);
+        return in_full ? shard.scalar_type() : reduce_dtype.value_or(otherwise);
+    }
+    at::ScalarType kept_dtype_of(const at::Tensor &shard) const
+    {
+        return fp::is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
+    }
+};
+
+namespace fp {
+
+// Of the unsharded tensor.
+inline size_t
+bytes_of(const fp_flat_buffer &flat)
+{
+    return static_cast<size_t>(flat.geometry->total) * flat.full.element_size();
+}
+
+// ---- fp_gather.cpp ----
+
+// Whether the gather under way may never end, so that its memory cannot be freed; if it has, however it did, it is
+// forgotten.
+bool is_lost(fp_flat_buffer &flat);
+
+// Wait for a gather. Of one that has failed nothing is there.
+void wait_for_gather(fp_flat_buffer &flat);
+
+// ---- fp_buffer_views.cpp ----
+
+bool is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i);
+
+bool has_same_bytes(const at::Tensor &a, const at::Tensor &b);
+
+// Let autograd take the views for what they were made as, though full has been changed in place since; else it would look
+// for another history of them.
+void show_version(fp_flat_buffer &flat, PyObject *const *views);
+void change_version(fp_flat_buffer &flat, PyObject *const *views);
+
+// ---- fp_offload.cpp ----
+
+// What lies in host memory comes back into an empty accumulator, in time for what the current stream does next.
+void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
+
+// What was accumulated goes to host memory.
+void offload(fp_flat_buffer &flat, at::Tensor &accumulator);
+
+} // namespace fp
+
+#endif

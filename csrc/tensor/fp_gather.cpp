@@ -1,0 +1,159 @@
+// tensor/fp_gather.cpp -- the shards of all ranks gathered into the storage of one flat parameter.
+#include <ATen/ops/empty.h>
+
+#include "tensor/fp_convert.hpp"
+#include "tensor/fp_flat_buffer.hpp"
+
+namespace fp {
+namespace {
+
+// Start gathering or reducing over group; Python, where it does it, waits itself.
+void
+gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tensor &input, PyObject *collectives)
+{
+    announce(group, FP_EVENT_GATHERS);
+    flat.work_group = &group;
+    if (collectives != nullptr || !group.native) {
+        call_python(collectives, "all_gather", output, input, group);
+    }
+    else {
+        flat.work = all_gather(group, output, input);
+    }
+}
+
+// slot = shard, from the host too.
+void
+fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
+{
+    if (slot.device() == shard.device()) {
+        convert(slot, shard, {});
+        return;
+    }
+    convert(slot, shard.to(slot.device(), /*non_blocking=*/true), {});
+    flat.was_read = recorded_now(slot.device());
+}
+
+} // namespace
+
+bool
+is_lost(fp_flat_buffer &flat)
+{
+    const fp_group *group = flat.work_group;
+    if (!flat.work || group == nullptr ||
+        (!flat.abandoned && std::none_of(group->watchers.begin(), group->watchers.end(), [&](PyObject *watcher) {
+            return watcher != nullptr && group->calls->is_broken(watcher);
+        }))) {
+        return false;
+    }
+    if (flat.work->isCompleted()) {
+        flat.work.reset();
+        flat.abandoned = false;
+    }
+    return flat.work != nullptr;
+}
+
+void
+wait_for_gather(fp_flat_buffer &flat)
+{
+    try {
+        wait_for(flat.work, flat.work_group);
+    }
+    catch (...) {
+        if (!flat.work) {
+            flat.whole = false;
+            flat.next_copy.reset();
+        }
+        throw;
+    }
+}
+
+} // namespace fp
+
+extern "C" {
+
+int
+fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives,
+                      int changed, int refresh, int goes_on)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        if (changed) {
+            fp::change_version(*flat, views);
+        }
+        fp::show_version(*flat, views);
+        if (flat->borrowed) {
+            return 1;
+        }
+        fp::wait_for_gather(*flat);
+        flat->whole = flat->abandoned = false;
+        if (!goes_on) {
+            flat->next_copy.reset();
+        }
+        const bool from_shards = refresh || !flat->copy.defined();
+        if (from_shards) {
+            flat->copy.reset();
+        }
+        fp::resize_storage(fp::storage_of(flat->full), fp::bytes_of(*flat), nullptr, false);
+        if (from_shards && flat->refresh_group != nullptr) {
+            if (!flat->next_copy.defined()) {
+                at::Tensor copy = at::empty({flat->part_numel()}, flat->io.options());
+                const int64_t first = flat->rank * flat->shard_numel - flat->param_rank * flat->part_numel();
+                at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, first);
+                fp::fill(*flat, slot, shard);
+                fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives);
+                flat->next_copy = std::move(copy);
+            }
+            fp::wait_for_gather(*flat);
+            flat->copy = std::move(flat->next_copy);
+            flat->next_copy.reset();
+        }
+        if (flat->copy.defined()) {
+            fp::gather_over(*flat, *flat->param_group, flat->io, flat->copy, collectives);
+        }
+        else {
+            at::Tensor slot = fp::alias(flat->io, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
+            fp::fill(*flat, slot, shard);
+            if (flat->shards > 1) {
+                fp::gather_over(*flat, *flat->shard_group, flat->io, slot, collectives);
+            }
+        }
+        flat->whole = true;
+        return from_shards ? 1 : 0;
+    });
+}
+
+int
+fp_flat_buffer_wait(fp_flat_buffer *flat)
+{
+    return fp::guarded(-1, [&] {
+        fp::wait_for_gather(*flat);
+        return 0;
+    });
+}
+
+int
+fp_flat_buffer_give_up(fp_flat_buffer *flat)
+{
+    return fp::guarded(-1, [&] {
+        fp_group *group = flat->work_group;
+        if (flat->work && group != nullptr && group->sliced && !flat->work->isCompleted()) {
+            group->given_up = group->given_up || !fp::wait_a_while(*flat->work);
+            flat->abandoned = !flat->work->isCompleted();
+        }
+        return 0;
+    });
+}
+
+int
+fp_flat_buffer_wait_read(fp_flat_buffer *flat)
+{
+    return fp::guarded(-1, [&] {
+        std::optional<c10::Event> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
+        flat->was_read.reset();
+        fp::wait_until(read);
+        return 0;
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,270 @@
+// tensor/fp_graph.cpp -- what autograd calls of a unit: the node behind its views, hooks on its outputs and parameters, the
+// end of a backward.
+#include "tensor/fp_graph.hpp"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstddef>
+
+struct fp_range {
+    at::RecordFunction function;
+
+    explicit fp_range(at::StepCallbacks &&callbacks) : function(std::move(callbacks)) {}
+};
+
+namespace fp {
+namespace {
+
+// Call the unit behind ref, from a thread of autograd; an exception goes on through the engine.
+template <class Call>
+void
+call_unit(const UnitRef &ref, Call &&call)
+{
+    const WithGil gil;
+    TORCH_CHECK(ref.unit != nullptr, "flatparam: ", ref.name,
+                " was deleted before the backward pass of a graph that used its parameters had ended");
+    if (call(ref.unit) < 0) {
+        python_error error;
+        error.persist();
+        throw error;
+    }
+}
+
+struct BeforeBackward final : torch::autograd::FunctionPreHook {
+    std::shared_ptr<UnitRef> ref;
+    std::shared_ptr<Graph> graph; // or null: it is not waited for
+    uint64_t began;
+    bool waits;
+
+    BeforeBackward(std::shared_ptr<UnitRef> unit, std::shared_ptr<Graph> hooked, uint64_t since)
+        : ref(std::move(unit)), graph(std::move(hooked)), began(since), waits(graph != nullptr)
+    {
+        if (waits) {
+            graph->waiting++;
+        }
+    }
+
+    ~BeforeBackward() override
+    {
+        waits_no_more();
+    }
+
+    void waits_no_more()
+    {
+        if (std::exchange(waits, false)) {
+            graph->waiting--;
+        }
+    }
+
+    torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
+    {
+        waits_no_more();
+        call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit, began); });
+        return grads;
+    }
+};
+
+// On a parameter: autograd is about to add a gradient that does not come from a view of it.
+struct BeforeAccumulation final : torch::autograd::FunctionPreHook {
+    std::shared_ptr<UnitRef> ref;
+    int index;
+
+    BeforeAccumulation(std::shared_ptr<UnitRef> unit, int flat) : ref(std::move(unit)), index(flat) {}
+
+    torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
+    {
+        const WithGil gil;
+        if (ref->unit != nullptr) {
+            call_unit(*ref, [&](void *unit) { return ref->calls.before_accumulation(unit, index); });
+        }
+        return grads;
+    }
+};
+
+// The graph task that runs in this thread; libtorch tells where some of its members are.
+const torch::autograd::GraphTask *
+current_task()
+{
+    const auto *info = torch::autograd::get_current_graph_task_exec_info();
+    if (info == nullptr) {
+        return nullptr;
+    }
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof"
+    constexpr size_t offset = offsetof(torch::autograd::GraphTask, exec_info_);
+#pragma GCC diagnostic pop
+    return reinterpret_cast<const torch::autograd::GraphTask *>(reinterpret_cast<const char *>(info) - offset);
+}
+
+} // namespace
+
+torch::autograd::variable_list
+UnitBackward::apply(torch::autograd::variable_list &&grads)
+{
+    TORCH_CHECK(!at::GradMode::is_enabled(), "flatparam: ", ref->name,
+                " cannot take part in backward(create_graph=True): its gradients are reduced without a history");
+    if (std::any_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
+        check_gradients(*geometry, grads, ref->name);
+        fp_gradients gradients{grads};
+        call_unit(*ref, [&](void *unit) { return ref->calls.gradients_ready(unit, index, &gradients); });
+    }
+    return {};
+}
+
+} // namespace fp
+
+extern "C" {
+
+fp_params_ref *
+fp_params_ref_new(void *unit, const char *name, const fp_module_params_calls *calls)
+{
+    return fp::guarded<fp_params_ref *>(nullptr, [&] {
+        auto shared = std::make_shared<fp::UnitRef>();
+        shared->unit = unit;
+        shared->name = name;
+        shared->calls = *calls;
+        return new fp_params_ref{std::move(shared)};
+    });
+}
+
+int
+fp_params_ref_keep(fp_params_ref *ref, PyObject *unit)
+{
+    const std::shared_ptr<fp::Graph> graph = ref->shared->graph.lock();
+    if (graph == nullptr || graph->waiting == 0 || graph->unit != nullptr) {
+        return 0;
+    }
+    graph->unit = Py_NewRef(unit);
+    return 1;
+}
+
+void
+fp_params_ref_drop(fp_params_ref *ref)
+{
+    if (ref != nullptr) {
+        ref->shared->unit = nullptr;
+        delete ref;
+    }
+}
+
+uint64_t
+fp_graph_now(void) noexcept
+{
+    return at::sequence_number::get_and_increment();
+}
+
+int
+fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &tensor = THPVariable_Unpack(tensor_object);
+        const auto &node = tensor.grad_fn();
+        if (!node) {
+            return 0;
+        }
+        std::shared_ptr<fp::Graph> graph; // none where the output is a view, whose node lives as long as its unit
+        if (dynamic_cast<const fp::UnitBackward *>(node.get()) == nullptr) {
+            graph = ref->shared->graph.lock();
+            if (graph == nullptr) {
+                graph = std::make_shared<fp::Graph>();
+                ref->shared->graph = graph;
+            }
+        }
+        node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared, std::move(graph), began));
+        return 1;
+    });
+}
+
+int
+fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Targets targets(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            auto &hooks = torch::autograd::impl::materialize_autograd_meta(targets[i])->hooks_; // beside the user's
+            if (std::none_of(hooks.begin(), hooks.end(), [&](const auto &hook) {
+                    const auto *ours = dynamic_cast<const fp::BeforeAccumulation *>(hook.get());
+                    return ours != nullptr && ours->ref == ref->shared;
+                })) {
+                hooks.push_back(std::make_unique<fp::BeforeAccumulation>(ref->shared, index));
+            }
+        }
+        return 0;
+    });
+}
+
+int
+fp_graph_task(void) noexcept
+{
+    return torch::autograd::get_current_graph_task_id();
+}
+
+fp_backward
+fp_graph_backward(void) noexcept
+{
+    const torch::autograd::GraphTask *task = fp::current_task();
+    if (task == nullptr) {
+        return {.task = -1, .depth = 0, .device = -1, .queue = nullptr};
+    }
+    return {.task = torch::autograd::get_current_graph_task_id(),
+            .depth = task->reentrant_depth_,
+            .device = task->owner_,
+            .queue = task->cpu_ready_queue_.get()};
+}
+
+int
+fp_graph_at_end(fp_params_ref *ref)
+{
+    return fp::guarded(-1, [&] {
+        const auto task = std::make_shared<const char>();
+        torch::autograd::Engine::get_default_engine().queue_callback([shared = ref->shared, task] {
+            fp::call_unit(*shared, [&](void *unit) { return shared->calls.before_backward(unit, 0); });
+        });
+        ref->shared->task = task;
+        return 0;
+    });
+}
+
+int
+fp_graph_is_running(const fp_params_ref *ref) noexcept
+{
+    return !ref->shared->task.expired();
+}
+
+int
+fp_graph_grad_enabled(void) noexcept
+{
+    return at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
+}
+
+fp_range *
+fp_range_begin(const char *what, PyObject *name) noexcept
+{
+    fp_range *begun = fp::guarded<fp_range *>(nullptr, [&]() -> fp_range * {
+        auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+        const char *text = callbacks ? PyUnicode_AsUTF8(name) : nullptr;
+        if (text == nullptr) {
+            return nullptr;
+        }
+        auto range = std::make_unique<fp_range>(std::move(*callbacks));
+        range->function.before(std::string("flatparam ") + what + ": " + text);
+        return range.release();
+    });
+    if (begun == nullptr) {
+        PyErr_Clear(); /* measuring fails, what is measured does not */
+    }
+    return begun;
+}
+
+void
+fp_range_end(fp_range *range)
+{
+    delete range;
+}
+
+} // extern "C"

@@ -1,0 +1,66 @@
+/* tensor/fp_graph.h -- what autograd calls of a unit, and what may be asked of the backward that runs. Plain C, under the
+ * rules of fp_torch.h. */
+#ifndef FP_GRAPH_H
+#define FP_GRAPH_H
+
+#include "tensor/fp_torch.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What runs when autograd comes to a unit. All are called with the GIL held and give 0, or -1 with an exception. began:
+ * what fp_graph_hook was given. */
+typedef struct fp_gradients fp_gradients; /* those of the views of one flat, during the call */
+typedef struct {
+    int (*before_backward)(void *unit, uint64_t began);
+    int (*gradients_ready)(void *unit, int flat, fp_gradients *gradients);
+    int (*before_accumulation)(void *unit, int flat); /* see fp_graph_watch */
+} fp_module_params_calls;
+
+/* A weak reference to a unit that nodes and hooks of a graph hold: they may outlive it. Counted. */
+typedef struct fp_params_ref fp_params_ref;
+fp_params_ref *fp_params_ref_new(void *unit, const char *name, const fp_module_params_calls *calls);
+/* Nobody else holds unit any more: 1 if a graph waits for its backward and keeps it now, with a new reference; else 0. */
+int fp_params_ref_keep(fp_params_ref *ref, PyObject *unit);
+void fp_params_ref_drop(fp_params_ref *ref); /* the unit is gone; NULL is allowed */
+
+/* A moment of this thread: what is recorded for a backward later has a higher number, what was before a lower one. */
+uint64_t fp_graph_now(void) FP_NOEXCEPT;
+/* Call ref's unit's before_backward, with began, when the first gradient of tensor is there. 1: done; 0: tensor has no
+ * history. */
+int fp_graph_hook(PyObject *tensor, fp_params_ref *ref, uint64_t began);
+/* From now on call ref's unit before autograd adds to .grad of one of the params, those of flat index. It may be called
+ * again: torch drops such hooks when the user registers one. */
+int fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index);
+/* The graph task that runs in this thread, task -1: none. A backward is made of the task that the user has started and
+ * of those that it starts itself (reentrant checkpoints), each deeper than the one it is in. Tasks that a backward starts
+ * on the CPU share its queue; of one that a device's thread starts it is not known in which backward. */
+typedef struct {
+    int task, depth, device; /* device: of the thread that has started it; < 0: none */
+    const void *queue;
+} fp_backward;
+fp_backward fp_graph_backward(void) FP_NOEXCEPT;
+static inline int
+fp_graph_is_within(fp_backward inner, fp_backward outer)
+{
+    return inner.task == outer.task ||
+           (inner.task >= 0 && inner.depth > outer.depth && (inner.queue == outer.queue || inner.device >= 0));
+}
+/* The graph task that runs in this thread, -1: none. */
+int fp_graph_task(void) FP_NOEXCEPT;
+/* Call ref's unit's before_backward when the running graph task ends. */
+int fp_graph_at_end(fp_params_ref *ref);
+/* Whether the graph task of the last fp_graph_at_end(ref) is under way, in whichever thread. */
+int fp_graph_is_running(const fp_params_ref *ref) FP_NOEXCEPT;
+int fp_graph_grad_enabled(void) FP_NOEXCEPT;
+
+/* A range of time for profilers, from here to fp_range_end in the same thread; NULL when nobody measures. */
+typedef struct fp_range fp_range;
+fp_range *fp_range_begin(const char *what, PyObject *name) FP_NOEXCEPT; /* name: str */
+void fp_range_end(fp_range *range);                                     /* NULL is allowed */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

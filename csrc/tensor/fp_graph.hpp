@@ -1,0 +1,68 @@
+// tensor/fp_graph.hpp -- a unit as autograd's graph knows it, for the C++ side.
+#ifndef FP_GRAPH_HPP
+#define FP_GRAPH_HPP
+
+#include <atomic>
+#include <string>
+
+#include "tensor/fp_bridge.hpp"
+#include "tensor/fp_graph.h"
+
+namespace fp {
+
+// What the hooks on outputs of a unit have in common: it lives as long as a graph that comes to one of them.
+struct Graph {
+    std::atomic<int> waiting{0}; // hooks that have not run
+    PyObject *unit = nullptr;    // owned: kept for them after everybody else has let go of it
+
+    Graph() = default;
+    Graph(const Graph &) = delete;
+    Graph &operator=(const Graph &) = delete;
+    ~Graph()
+    {
+        if (unit != nullptr && Py_IsInitialized()) {
+            const WithGil gil;
+            Py_DECREF(unit);
+        }
+    }
+};
+
+struct UnitRef {
+    void *unit = nullptr; // null once it is gone; changed with the GIL held
+    std::string name;
+    fp_module_params_calls calls{};
+    std::weak_ptr<const void> task; // of the last callback, which goes with its graph task
+    std::weak_ptr<Graph> graph;
+};
+
+// Autograd's part of one flat: packs nothing itself, but tells the unit that all gradients of its views are there. One that
+// was told so runs after all of the forward that it belongs to: reentrant checkpoints in it come to parameters, and give
+// gradients of them, in graph tasks of their own, which this one's gradients do not wait for.
+struct UnitBackward final : torch::autograd::Node {
+    std::shared_ptr<UnitRef> ref;
+    std::shared_ptr<const Geometry> geometry;
+    int index = 0;
+
+    UnitBackward() : Node(/*sequence_nr=*/UINT64_MAX) // as AccumulateGrad: as soon as it is ready
+    {
+    }
+
+    std::string name() const override
+    {
+        return "FlatParamUnitBackward";
+    }
+
+    torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override;
+};
+
+} // namespace fp
+
+struct fp_params_ref {
+    std::shared_ptr<fp::UnitRef> shared;
+};
+
+struct fp_gradients {
+    std::vector<at::Tensor> &list;
+};
+
+#endif

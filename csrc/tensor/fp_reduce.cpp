@@ -1,0 +1,390 @@
+// tensor/fp_reduce.cpp -- the gradients of one flat parameter: packed, accumulated, reduced to the gradient of the shard.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "tensor/fp_convert.hpp"
+#include "tensor/fp_flat_buffer.hpp"
+
+namespace fp {
+namespace {
+
+// target (+)= the gradients at their places * scale; zeros where there is none.
+void
+pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const std::vector<at::Tensor> &gradients,
+               const How &how)
+{
+    const at::ScalarType dtype = flat.full.scalar_type();
+    const bool plain =
+        target.is_cpu() && std::all_of(gradients.begin(), gradients.end(), [&](const at::Tensor &grad) {
+            return !grad.defined() || (is_plain_tensor(grad) && grad.is_cpu() && grad.scalar_type() == dtype);
+        });
+    const std::vector<View> &views = flat.geometry->views;
+    if (plain && (is_known_to_core(dtype) || target.scalar_type() == dtype)) {
+        const Sources sources = sources_of(*flat.geometry, gradients);
+        if (pack(target, dtype, sources.segments, how)) {
+            for (const size_t i : sources.strided) {
+                convert_by_ops(alias(target, views[i].shape, views[i].stride, views[i].offset), gradients[i], how);
+            }
+            return;
+        }
+    }
+    if (target.is_cpu() || !pack_batched(target, *flat.geometry, gradients, how)) {
+        convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.full.options(), 0.0), how);
+    }
+}
+
+// The group of the reduction under way.
+const fp_group *
+reducing_over(const fp_flat_buffer &flat)
+{
+    if (flat.stage == fp_flat_buffer::LAST && flat.replicate_group != nullptr) {
+        return flat.replicate_group;
+    }
+    if (flat.refresh_group != nullptr) {
+        return flat.stage == fp_flat_buffer::LAST ? flat.refresh_group : flat.param_group;
+    }
+    return flat.shard_group;
+}
+
+// gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can.
+c10::intrusive_ptr<c10d::Work>
+start_reduction(fp_flat_buffer &flat, const fp_group &group)
+{
+    if (!group.sliced) {
+        return reduce_scatter(group, flat.reduced, flat.wire);
+    }
+    const int64_t numel = flat.reduced.numel();
+    flat.summed = alias(flat.wire, numel, int64_t{1}, flat.wire.storage_offset() + group.native->getRank() * numel);
+    return all_reduce(group, flat.wire);
+}
+
+void
+wait_for_reduction(fp_flat_buffer &flat)
+{
+    const c10::intrusive_ptr<c10d::Work> reduction = flat.reduction;
+    try {
+        wait_for(flat.reduction, reducing_over(flat));
+    }
+    catch (...) {
+        flat.reduction = reduction; // what has failed fails again
+        throw;
+    }
+    if (flat.summed.defined()) {
+        flat.reduced.copy_(flat.summed);
+        flat.summed.reset();
+    }
+}
+
+void
+reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
+{
+    announce(group, FP_EVENT_REDUCES, flat.trained);
+    if (collectives != nullptr || !group.native) {
+        call_python(collectives, "reduce_scatter", flat.reduced, flat.wire, group);
+    }
+    else {
+        flat.reduction = start_reduction(flat, group);
+    }
+}
+
+at::TensorOptions
+wire_options(const fp_flat_buffer &flat, const at::Tensor &shard)
+{
+    return shard.options().device(flat.full.device()).requires_grad(false).dtype(flat.wire_dtype_of(shard));
+}
+
+// target (+)= source * scale where nothing else is to be done to source, else source itself, changed.
+at::Tensor
+on_the_wire(at::Tensor source, const at::TensorOptions &options, std::optional<double> scale)
+{
+    if (source.dtype() == options.dtype() && source.device() == options.device()) {
+        if (scale) {
+            source.mul_(*scale);
+        }
+        return source;
+    }
+    at::Tensor wire = at::empty(source.sizes(), options);
+    convert(wire, source, {.scale = scale, .accumulate = false});
+    return wire;
+}
+
+// What was reduced as the gradient of the shard, on its way to where that is.
+at::Tensor
+as_gradient(fp_flat_buffer &flat, const at::Tensor &shard)
+{
+    at::Tensor result = std::move(flat.reduced);
+    flat.reduced.reset();
+    flat.wire.reset();
+    if (flat.postdivide != 1.0) {
+        result.div_(flat.postdivide);
+    }
+    result = result.to(flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type());
+    if (result.device() == shard.device()) {
+        return result;
+    }
+    at::Tensor there = at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
+    there.copy_(result, /*non_blocking=*/true);
+    flat.has_arrived = recorded_now(result.device());
+    return there;
+}
+
+// What is kept and the gradients, which may be null, as they are reduced.
+void
+make_wire(fp_flat_buffer &flat, const fp_gradients *gradients, const at::TensorOptions &options)
+{
+    const std::optional<double> scale =
+        flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
+    const WithoutGil released;
+    if (flat.refresh_group == nullptr) {
+        reload(flat, flat.kept);
+    }
+    if (flat.kept.defined()) {
+        if (gradients != nullptr) {
+            pack_gradients(flat, flat.kept, gradients->list, {.scale = std::nullopt, .accumulate = true});
+        }
+        flat.wire = on_the_wire(std::move(flat.kept), options, scale);
+        flat.kept.reset();
+    }
+    else if (gradients != nullptr) {
+        flat.wire = at::empty({flat.geometry->total}, options);
+        pack_gradients(flat, flat.wire, gradients->list, {.scale = scale, .accumulate = false});
+    }
+    else {
+        flat.wire = at::zeros({flat.geometry->total}, options);
+    }
+}
+
+// What the ranks that share the copy have added up joins what they have added up before, in the shard's dtype.
+void
+add_to_partial(fp_flat_buffer &flat, const at::Tensor &shard)
+{
+    const WithoutGil released;
+    reload(flat, flat.partial);
+    if (flat.partial.defined()) {
+        convert(flat.partial, flat.reduced, {.scale = std::nullopt, .accumulate = true});
+    }
+    else {
+        flat.partial = flat.reduced.to(shard.scalar_type());
+    }
+    flat.reduced.reset();
+    if (flat.stops_at_partial) {
+        offload(flat, flat.partial);
+    }
+}
+
+void
+reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
+{
+    reload(flat, flat.partial);
+    const at::TensorOptions options = wire_options(flat, shard);
+    flat.wire = flat.partial.defined() ? on_the_wire(std::move(flat.partial), options, std::nullopt)
+                                       : at::zeros({flat.part_numel()}, options);
+    flat.partial.reset();
+    flat.reduced = at::empty({flat.shard_numel}, options);
+    flat.stage = fp_flat_buffer::LAST;
+    reduce_over(flat, *flat.refresh_group, collectives);
+}
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+void
+fp_flat_buffer_average_elsewhere(fp_flat_buffer *flat)
+{
+    flat->predivide = flat->postdivide = 1.0;
+}
+
+int
+fp_flat_buffer_keep(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const fp::WithoutGil released;
+        if (flat->refresh_group == nullptr) {
+            fp::reload(*flat, flat->kept);
+        }
+        const bool first = !flat->kept.defined();
+        const at::TensorOptions options = fp::wire_options(*flat, shard).dtype(flat->kept_dtype_of(shard));
+        at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->kept;
+        fp::pack_gradients(*flat, target, gradients->list, {.scale = std::nullopt, .accumulate = !first});
+        flat->kept = std::move(target);
+        if (flat->refresh_group == nullptr) {
+            fp::offload(*flat, flat->kept);
+        }
+        return 0;
+    });
+}
+
+int
+fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        fp::make_wire(*flat, gradients, fp::wire_options(*flat, fp::unpack(shard_object)));
+        flat->packed = true;
+        return 0;
+    });
+}
+
+int
+fp_flat_buffer_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard_object,
+                      PyObject *collectives, int how_far)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        flat->stops_at_partial = flat->refresh_group != nullptr && how_far == FP_REDUCE_INNER;
+        if (flat->refresh_group != nullptr && how_far == FP_REDUCE_OUTER) {
+            fp::reduce_partial(*flat, shard, collectives);
+            return 0;
+        }
+        const at::TensorOptions options = fp::wire_options(*flat, shard);
+        if (!flat->packed) {
+            fp::make_wire(*flat, gradients, options);
+        }
+        flat->packed = false;
+        flat->stage = fp_flat_buffer::LAST;
+        if (flat->shards > 1) {
+            const bool nested = flat->refresh_group != nullptr;
+            flat->reduced = at::empty({nested ? flat->part_numel() : flat->shard_numel}, options);
+            flat->stage = nested || flat->replicate_group != nullptr ? fp_flat_buffer::FIRST : fp_flat_buffer::LAST;
+            fp::reduce_over(*flat, nested ? *flat->param_group : *flat->shard_group, collectives);
+            return 0;
+        }
+        flat->reduced = flat->wire;
+        if (flat->replicate_group != nullptr) {
+            flat->stage = fp_flat_buffer::FIRST;
+            return fp_flat_buffer_advance(flat, shard_object, collectives);
+        }
+        return 0;
+    });
+}
+
+void
+fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ssize_t n) noexcept
+{
+    uint64_t hash = 1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        hash = hash * UINT64_C(0x9E3779B97F4A7C15) + (THPVariable_Unpack(owners[i]).requires_grad() ? 1 : 0);
+    }
+    hash = (hash ^ hash >> 32) * UINT64_C(0xD6E8FEB86659FD93);
+    flat->trained = static_cast<uint32_t>(hash >> (64 - FP_EVENT_TRAINED_BITS));
+}
+
+int
+fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
+{
+    return fp::guarded(-1, [&] {
+        if (flat->stage == fp_flat_buffer::NOTHING) {
+            return 0;
+        }
+        if (flat->arriving.defined()) {
+            return flat->has_arrived && flat->has_arrived->query() ? 1 : 0;
+        }
+        fp::wait_for_reduction(*flat);
+        if (flat->shards > 1) {
+            flat->wire.reset();
+        }
+        const fp::Plainly plainly;
+        if (flat->stage == fp_flat_buffer::LAST) {
+            const at::Tensor &shard = fp::unpack(shard_object);
+            if (flat->full.device() == shard.device()) {
+                return 1;
+            }
+            flat->arriving = fp::as_gradient(*flat, shard);
+            return 0;
+        }
+        if (flat->refresh_group != nullptr) {
+            const at::Tensor &shard = fp::unpack(shard_object);
+            fp::add_to_partial(*flat, shard);
+            flat->stage = fp_flat_buffer::NOTHING;
+            if (!flat->stops_at_partial) {
+                fp::reduce_partial(*flat, shard, collectives);
+            }
+            return 0;
+        }
+        fp::announce(*flat->replicate_group, FP_EVENT_REDUCES, flat->trained);
+        flat->stage = fp_flat_buffer::LAST;
+        if (collectives != nullptr || !flat->replicate_group->native) {
+            fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
+        }
+        else {
+            flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduced);
+        }
+        return 0;
+    });
+}
+
+PyObject *
+fp_flat_buffer_take(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
+{
+    if (flat->stage == fp_flat_buffer::NOTHING) {
+        Py_RETURN_NONE;
+    }
+    if (flat->stage == fp_flat_buffer::FIRST && fp_flat_buffer_advance(flat, shard_object, collectives) < 0) {
+        return nullptr;
+    }
+    if (flat->stage == fp_flat_buffer::NOTHING) { /* it went no further than to partial */
+        Py_RETURN_NONE;
+    }
+    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
+        const fp::Plainly plainly;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        fp::wait_for_reduction(*flat);
+        at::Tensor result = flat->arriving.defined() ? std::move(flat->arriving) : fp::as_gradient(*flat, shard);
+        flat->arriving.reset();
+        flat->stage = fp_flat_buffer::NOTHING;
+        fp::wait_until(flat->has_arrived);
+        return THPVariable_Wrap(std::move(result));
+    });
+}
+
+int
+fp_flat_buffer_has_kept(const fp_flat_buffer *flat) noexcept
+{
+    return flat->kept.defined() || flat->partial.defined() || flat->host_valid;
+}
+
+PyObject *
+fp_flat_buffer_kept(fp_flat_buffer *flat)
+{
+    const at::Tensor &kept = flat->host_valid                 ? flat->host
+                             : flat->refresh_group != nullptr ? flat->partial
+                                                              : flat->kept;
+    if (!kept.defined()) {
+        Py_RETURN_NONE;
+    }
+    return fp::guarded<PyObject *>(nullptr, [&] {
+        if (flat->host_valid && flat->has_left) { /* it may be read */
+            const fp::WithoutGil released;
+            flat->has_left->synchronize();
+        }
+        return THPVariable_Wrap(kept);
+    });
+}
+
+void
+fp_flat_buffer_forget(fp_flat_buffer *flat, int kept_too)
+{
+    flat->reduction.reset();
+    flat->summed.reset();
+    flat->wire.reset();
+    flat->reduced.reset();
+    flat->packed = false;
+    flat->arriving.reset();
+    flat->has_arrived.reset();
+    flat->stage = fp_flat_buffer::NOTHING;
+    if (kept_too) {
+        flat->kept.reset();
+        flat->partial.reset();
+        flat->host_valid = false;
+    }
+    if (fp_flat_buffer_leave_there(flat) < 0) {
+        PyErr_Clear(); /* the device has failed: whoever uses it next says so */
+    }
+}
+
+} // extern "C"
