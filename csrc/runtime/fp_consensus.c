@@ -3,6 +3,7 @@
 #include "runtime/fp_consensus.h"
 
 #include "core/fp_alloc.h"
+#include "runtime/fp_unshard.h"
 
 enum { PER_PART = 2 }; /* whether it gets a gradient now; whether there is one from before */
 
@@ -82,13 +83,13 @@ static int
 start(fp_exchange *exchange)
 {
     fp_unit *first = exchange->steps[0];
-    if (fp_pass_make_views(first, 0) < 0) {
+    if (fp_unshard_make_views(first, 0) < 0) {
         return -1;
     }
     PyObject *like = fp_flat_buffer_unsharded(first->parts[0].flat);
     exchange->sum = like == NULL ? NULL
                                  : fp_sum_start(group_of(first), like, exchange->flags, exchange->n_flags,
-                                                fp_pass_collectives(first));
+                                                fp_unit_collectives(first));
     Py_XDECREF(like);
     return exchange->sum == NULL ? -1 : 0;
 }
@@ -134,7 +135,7 @@ is_stale(fp_unit *step)
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         const fp_flat_param *part = &step->parts[k];
         stale = stale || !fp_flat_buffer_has_values(part->flat) || part->synced != fp_flat_param_versions(part) ||
-                (!part->untracked && part->synced_steps != fp_pass_optimizer_steps);
+                (!part->untracked && part->synced_steps != fp_optimizer_steps);
     }
     for (Py_ssize_t k = 0; doubted && stale == 0 && k < step->n_parts; k++) {
         const int matches = fp_flat_buffer_has_values_of(step->parts[k].flat, step->parts[k].master);
@@ -153,7 +154,7 @@ agree_with(fp_exchange *exchange)
     }
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
         fp_unit *step = exchange->steps[i];
-        const int looked = type == NULL ? fp_pass_look_over(step) : 0;
+        const int looked = type == NULL ? fp_unshard_look_over(step) : 0;
         const int stale = looked < 0 ? 1 : is_stale(step);
         if (type != NULL) {
             PyErr_Clear(); /* one is enough */

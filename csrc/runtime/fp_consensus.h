@@ -2,7 +2,7 @@
 #ifndef FP_CONSENSUS_H
 #define FP_CONSENSUS_H
 
-#include "runtime/fp_pass.h"
+#include "runtime/fp_types.h"
 
 /* Agree on which units the next pass gathers from the shards: what a rank sees of its own masters may be less than what
  * has changed, and ranks that gather over different groups would wait for each other for ever. Parameters that were moved

@@ -3,6 +3,8 @@
 
 #include "core/fp_alloc.h"
 #include "runtime/fp_consensus.h"
+#include "runtime/fp_reduction.h"
+#include "runtime/fp_unshard.h"
 
 enum { AHEAD = 2 }; /* units: the one whose gradient is computed, and the next */
 
@@ -125,7 +127,7 @@ fp_reduce_order_begin(fp_root *run)
     run->line_at = 0;
     run->cursor = run->n_order;
     learn(run);
-    PyObject *units = fp_pass_units(run);
+    PyObject *units = fp_root_units(run);
     int status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *step = (fp_unit *)PyTuple_GET_ITEM(units, s);
@@ -174,12 +176,12 @@ pass_part(fp_unit *step, fp_flat_param *part, int took)
     const int far = how_far(run, part, took);
     part->passed = 1;
     part->packed = 0;
-    if (far < 0 || (far > 0 && fp_pass_reduce(step, part, NULL, far) < 0)) {
+    if (far < 0 || (far > 0 && fp_reduction_start(step, part, NULL, far) < 0)) {
         return -1;
     }
     if (took && !part->untracked && part->full && (run->synchronize || step->reshard_after_forward)) {
         if ((run->synchronize && part->param_group != NULL && fp_flat_buffer_forget_whole(part->flat) < 0) ||
-            fp_pass_release_part(step, part) < 0 || fp_flat_param_show_params(part) < 0) {
+            fp_unshard_release_part(step, part) < 0 || fp_flat_param_show_params(part) < 0) {
             return -1;
         }
     }
@@ -245,11 +247,11 @@ advance(fp_root *run, Py_ssize_t position)
             continue;
         }
         fp_unit *step = run->order[cursor];
-        if (step != NULL && step->copied && !step->full && step->awaits_backward && fp_pass_start_gather(step) < 0) {
+        if (step != NULL && step->copied && !step->full && step->awaits_backward && fp_unshard_start(step) < 0) {
             return -1;
         }
         fp_unit *next = cursor > 0 ? run->order[cursor - 1] : NULL;
-        if (run->backward_prefetch != FP_PREFETCH_NONE && next != NULL && fp_pass_prefetch(next) < 0) {
+        if (run->backward_prefetch != FP_PREFETCH_NONE && next != NULL && fp_unshard_prefetch(next) < 0) {
             return -1;
         }
     }

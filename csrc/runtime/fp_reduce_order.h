@@ -8,7 +8,7 @@
 #ifndef FP_REDUCE_ORDER_H
 #define FP_REDUCE_ORDER_H
 
-#include "runtime/fp_pass.h"
+#include "runtime/fp_types.h"
 
 int fp_reduce_order_begin(fp_root *run); /* a backward begins */
 int fp_reduce_order_end(fp_root *run);

@@ -1,11 +1,13 @@
-/* runtime/fp_root.c -- the type _C.Root: what the units of a tree share. What it does is in fp_pass.c. */
+/* runtime/fp_root.c -- the type _C.Root: what the units of a tree share. What it does is in fp_iteration.c. */
 #include "runtime/fp_root.h"
 
 #include <stddef.h>
 #include <structmember.h>
 
 #include "core/fp_alloc.h"
+#include "runtime/fp_backward.h"
 #include "runtime/fp_consensus.h"
+#include "runtime/fp_iteration.h"
 #include "runtime/fp_model_trace.h"
 
 static PyObject *
@@ -36,7 +38,7 @@ run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     run->forward_prefetch = forward_prefetch;
     run->synchronize = 1;
     run->followers = PyTuple_New(0);
-    run->ref = fp_params_ref_new(run, "the model", &fp_pass_root_calls);
+    run->ref = fp_params_ref_new(run, "the model", &fp_backward_root_calls);
     run->lock = PyThread_allocate_lock();
     if (run->lock == NULL && !PyErr_Occurred()) {
         PyErr_NoMemory();
@@ -108,7 +110,7 @@ run_tell(PyObject *self, PyObject *followers)
 static PyObject *
 run_recover(PyObject *self, PyObject *ignored)
 {
-    return fp_pass_recover((fp_root *)self) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_iteration_recover((fp_root *)self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -120,7 +122,7 @@ run_refresh(PyObject *self, PyObject *ignored)
         return NULL;
     }
     Py_INCREF(run);
-    const int status = fp_pass_refresh(run);
+    const int status = fp_iteration_refresh(run);
     Py_DECREF(run);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }

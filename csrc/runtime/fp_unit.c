@@ -1,4 +1,4 @@
-/* runtime/fp_unit.c -- the type _C.Unit: one unit. What a forward and a backward do to it is in fp_pass.c. */
+/* runtime/fp_unit.c -- the type _C.Unit: one unit. What a forward and a backward do to it is in fp_forward.c and fp_backward.c. */
 #include "runtime/fp_unit.h"
 
 #include <stddef.h>
@@ -6,9 +6,12 @@
 
 #include "core/fp_alloc.h"
 #include "runtime/fp_model_trace.h"
+#include "runtime/fp_backward.h"
+#include "runtime/fp_forward.h"
+#include "runtime/fp_iteration.h"
 #include "runtime/fp_reduce_order.h"
-#include "runtime/fp_pass.h"
 #include "runtime/fp_root.h"
+#include "runtime/fp_unshard.h"
 
 /* ---- construction ---- */
 
@@ -39,7 +42,7 @@ step_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         goto fail;
     }
     const char *text = PyUnicode_AsUTF8(name);
-    step->ref = text == NULL ? NULL : fp_params_ref_new(step, text, &fp_pass_unit_calls);
+    step->ref = text == NULL ? NULL : fp_params_ref_new(step, text, &fp_backward_unit_calls);
     if (step->ref == NULL) {
         goto fail;
     }
@@ -79,7 +82,7 @@ static int
 step_clear(PyObject *self)
 {
     fp_unit *step = (fp_unit *)self;
-    fp_pass_leave(step);
+    fp_iteration_leave_root(step);
     Py_CLEAR(step->moved);
     Py_CLEAR(step->reduced);
     return 0; /* parts stay usable for hooks until the end */
@@ -105,7 +108,7 @@ step_dealloc(PyObject *self)
     }
     PyObject_GC_UnTrack(self);
     fp_params_ref_drop(step->ref);
-    fp_pass_leave(step);
+    fp_iteration_leave_root(step);
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
         fp_flat_param_free(&step->parts[k]);
     }
@@ -145,7 +148,7 @@ step_join(PyObject *self, PyObject *run_object)
         fp_free(steps);
         return NULL;
     }
-    fp_pass_leave(step);
+    fp_iteration_leave_root(step);
     for (Py_ssize_t s = 0; s < run->n_steps; s++) {
         steps[s] = run->steps[s];
     }
@@ -197,7 +200,7 @@ static PyObject *
 step_pre_forward(PyObject *self, PyObject *ignored)
 {
     fp_range *range = fp_range_begin("pre_forward", ((fp_unit *)self)->name);
-    PyObject *result = fp_pass_pre_forward(self, ignored);
+    PyObject *result = fp_forward_pre(self, ignored);
     fp_range_end(range);
     return result;
 }
@@ -206,7 +209,7 @@ static PyObject *
 step_post_forward(PyObject *self, PyObject *output)
 {
     fp_range *range = fp_range_begin("post_forward", ((fp_unit *)self)->name);
-    PyObject *result = fp_pass_post_forward(self, output);
+    PyObject *result = fp_forward_post(self, output);
     fp_range_end(range);
     return result;
 }
@@ -215,7 +218,7 @@ static PyObject *
 step_release(PyObject *self, PyObject *ignored)
 {
     fp_unit *step = (fp_unit *)self;
-    return fp_pass_release(step) < 0 || fp_pass_show_params(step) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_unshard_release(step) < 0 || fp_unshard_show_params(step) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -223,7 +226,7 @@ step_make_views(PyObject *self, PyObject *ignored)
 {
     fp_unit *step = (fp_unit *)self;
     for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (fp_pass_make_views(step, k) < 0) {
+        if (fp_unshard_make_views(step, k) < 0) {
             return NULL;
         }
     }
@@ -252,7 +255,7 @@ step_put(PyObject *self, PyObject *argument)
 static PyObject *
 step_look_over(PyObject *self, PyObject *ignored)
 {
-    return fp_pass_look_over((fp_unit *)self) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_unshard_look_over((fp_unit *)self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* adopt(part, index, param) */
@@ -296,7 +299,7 @@ step_compute_in_full(PyObject *self, PyObject *argument)
         PyErr_Format(PyExc_RuntimeError, "%U cannot change its precision in the middle of a pass", step->name);
         return NULL;
     }
-    if (fp_pass_release(step) < 0 || fp_pass_show_params(step) < 0) {
+    if (fp_unshard_release(step) < 0 || fp_unshard_show_params(step) < 0) {
         return NULL;
     }
     step->full_pass = -1;
@@ -494,11 +497,11 @@ static PyMethodDef step_methods[] = {
     {"post_forward", step_post_forward, METH_O,
      "post_forward($self, output, /)\n--\n\nPut hooks on the tensors in output, free what is not kept; returns "
      "output."},
-    {"abort_forward", fp_pass_abort_forward, METH_NOARGS,
+    {"abort_forward", fp_forward_abort, METH_NOARGS,
      "abort_forward($self, /)\n--\n\nInstead of post_forward, or after it, when there was an exception."},
-    {"expect_inputs", fp_pass_expect_inputs, METH_NOARGS,
+    {"expect_inputs", fp_forward_expect_inputs, METH_NOARGS,
      "expect_inputs($self, /)\n--\n\nA forward whose inputs require grad begins; whether to call inputs_done for it."},
-    {"inputs_done", fp_pass_inputs_done, METH_NOARGS,
+    {"inputs_done", fp_forward_inputs_done, METH_NOARGS,
      "inputs_done($self, /)\n--\n\nThe gradients of its inputs are there: free what is frozen."},
     {"release", step_release, METH_NOARGS,
      "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
@@ -616,7 +619,7 @@ fp_unit_type_new(PyObject *module)
 static PyObject *
 note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_pass_optimizer_steps++;
+    fp_optimizer_steps++;
     Py_RETURN_NONE;
 }
 

@@ -1,6 +1,14 @@
-/* runtime/fp_pass.h -- what a forward and the backward after it do to the units of a tree. */
-#ifndef FP_PASS_H
-#define FP_PASS_H
+/* runtime/fp_types.h -- the structs of the runtime: a unit, and what the units of a tree share. Files of the runtime include
+ * each other one way, those that are further down in this list those above:
+ *     fp_types, fp_flat_param    the structs; one flat parameter
+ *     fp_unshard, fp_reduction   what is done to one unit
+ *     fp_consensus               what ranks tell each other
+ *     fp_reduce_order            which unit is reduced when
+ *     fp_iteration               an iteration of the model: threads, order, recovery
+ *     fp_forward, fp_backward    what Python and autograd call
+ *     fp_unit, fp_root           the Python types */
+#ifndef FP_TYPES_H
+#define FP_TYPES_H
 
 #include "runtime/fp_flat_param.h"
 
@@ -93,39 +101,9 @@ typedef struct fp_unit {
 
 enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
-extern int64_t fp_pass_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
+extern int64_t fp_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
 
-extern const fp_module_params_calls fp_pass_unit_calls, fp_pass_root_calls; /* what autograd calls of them */
-
-/* For fp_consensus.c and fp_reduce_order.c. */
-PyObject *fp_pass_units(const fp_root *run); /* tuple of all units, for loops in which one may take itself out */
-PyObject *fp_pass_collectives(const fp_unit *step);
-int fp_pass_look_over(fp_unit *step);
-int fp_pass_start_gather(fp_unit *step);
-int fp_pass_prefetch(fp_unit *target);
-int fp_pass_release_part(fp_unit *step, fp_flat_param *part);
-/* Start reducing what was packed or kept of a part, and gradients (NULL: none); see fp_flat_buffer_reduce. */
-int fp_pass_reduce(fp_unit *step, fp_flat_param *part, const fp_gradients *gradients, int how_far);
-
-/* Forget whatever a pass that was broken off has left. */
-int fp_pass_recover(fp_root *run);
-/* Take the unit out of its run. */
-void fp_pass_leave(fp_unit *step);
-
-/* Make the views of a part, if there are none that fit the shard's dtype and device and who requires grad. */
-int fp_pass_make_views(fp_unit *step, Py_ssize_t index);
-/* Gather anew, and free, what is out of date of the units that keep a copy. Nothing may be under way. */
-int fp_pass_refresh(fp_root *run);
-/* Free the unsharded data. */
-int fp_pass_release(fp_unit *step);
-/* Let the modules have the original parameters. */
-int fp_pass_show_params(fp_unit *step);
-
-/* Methods of _C.Unit. */
-PyObject *fp_pass_pre_forward(PyObject *self, PyObject *ignored);
-PyObject *fp_pass_post_forward(PyObject *self, PyObject *output);
-PyObject *fp_pass_abort_forward(PyObject *self, PyObject *ignored);
-PyObject *fp_pass_expect_inputs(PyObject *self, PyObject *ignored);
-PyObject *fp_pass_inputs_done(PyObject *self, PyObject *ignored);
+PyObject *fp_root_units(const fp_root *run);        /* tuple of all units, for loops in which one may take itself out */
+PyObject *fp_unit_collectives(const fp_unit *step); /* what does collectives in Python's way; NULL: nobody */
 
 #endif
