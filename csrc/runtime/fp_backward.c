@@ -20,243 +20,248 @@ is_of_autograd(void)
 }
 
 static int
-begin_backward(fp_unit *step)
+begin_backward(fp_unit *unit)
 {
-    fp_root *run = step->run;
-    if (fp_iteration_is_elsewhere(run) && (run->in_backward || !is_of_autograd())) {
-        fp_iteration_refuse_thread(step);
+    fp_root *root = unit->root;
+    if (fp_iteration_is_elsewhere(root) && (root->in_backward || !is_of_autograd())) {
+        fp_iteration_refuse_thread(unit);
         return -1;
     }
-    if (run->in_backward && fp_graph_is_running(run->ref)) {
+    if (root->in_backward && fp_graph_is_running(root->ref)) {
         return 0;
     }
-    if (run->in_backward && fp_iteration_recover(run) < 0) { /* an exception ended the one before */
+    if (root->in_backward && fp_iteration_recover(root) < 0) { /* an exception ended the one before */
         return -1;
     }
-    if (fp_graph_at_end(run->ref) < 0) {
+    if (fp_graph_at_end(root->ref) < 0) {
         return -1;
     }
-    run->in_backward = 1;
-    run->backward = fp_graph_backward();
-    return fp_reduce_order_begin(run);
+    root->in_backward = 1;
+    root->backward = fp_graph_backward();
+    return fp_reduce_order_begin(root);
 }
 
 /* Gather the unit that backward comes to next: where there is a line, it may have passed those that no gradient came to,
  * and a unit around them whose output was theirs is come to after them. */
 static int
-prefetch_backward(fp_unit *step)
+prefetch_backward(fp_unit *unit)
 {
-    fp_root *run = step->run;
-    const Py_ssize_t at = run->copies && run->cursor < step->position ? run->cursor : step->position;
+    fp_root *root = unit->root;
+    const Py_ssize_t at = root->copies && root->cursor < unit->position ? root->cursor : unit->position;
     const Py_ssize_t next = at - 1;
-    return next < 0 || next >= run->n_order || run->order[next] == NULL ? 0 : fp_unshard_prefetch(run->order[next]);
+    return next < 0 || next >= root->n_order || root->order[next] == NULL ? 0 : fp_unshard_prefetch(root->order[next]);
 }
 
 static int
-before_backward_of(fp_unit *step, uint64_t began)
+before_backward_of(fp_unit *unit, uint64_t began)
 {
-    fp_root *run = step->run;
+    fp_root *root = unit->root;
     const int task = fp_graph_task();
-    if (begin_backward(step) < 0) {
+    if (begin_backward(unit) < 0) {
         return -1;
     }
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        fp_flat_buffer_run_after(step->parts[k].flat, began);
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_buffer_run_after(unit->flat_params[k].flat, began);
     }
-    if (step->task == task && step->full && !step->gathering) {
+    if (unit->task == task && unit->full && !unit->gathering) {
         return 0; /* a further output */
     }
-    const int passed = fp_reduce_order_reach(step);
+    const int passed = fp_reduce_order_reach(unit);
     if (passed != 0) {
         return passed < 0 ? -1 : 0;
     }
-    step->task = task;
-    step->awaits_backward = 0;
-    if (fp_unshard_check_unchanged(step) < 0 || fp_unshard_make_full(step) < 0 || fp_reduce_order_bring_back(run) < 0) {
+    unit->task = task;
+    unit->awaits_backward = 0;
+    if (fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
+        fp_reduce_order_bring_back(root) < 0) {
         return -1;
     }
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        fp_flat_param *part = &step->parts[k];
-        if (part->shows == FP_SHOWS_PARAMS &&
-            fp_flat_param_show_views(part) < 0) { /* for a forward recomputed in parts */
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if (flat_param->shows == FP_SHOWS_PARAMS &&
+            fp_flat_param_show_views(flat_param) < 0) { /* for a forward recomputed in parts */
             return -1;
         }
     }
-    return run->backward_prefetch == FP_PREFETCH_PRE ? prefetch_backward(step) : 0;
+    return root->backward_prefetch == FP_PREFETCH_PRE ? prefetch_backward(unit) : 0;
 }
 
 static int
-before_backward(void *unit, uint64_t began)
+before_backward(void *object, uint64_t began)
 {
-    fp_unit *step = unit;
-    if (fp_iteration_check_joined(step) < 0) {
+    fp_unit *unit = object;
+    if (fp_iteration_check_joined(unit) < 0) {
         return -1;
     }
-    Py_INCREF(step);
-    fp_root *run = step->run;
-    fp_iteration_enter(run);
-    fp_range *range = fp_range_begin("pre_backward", step->name);
-    const int status = before_backward_of(step, began);
+    Py_INCREF(unit);
+    fp_root *root = unit->root;
+    fp_iteration_enter(root);
+    fp_range *range = fp_range_begin("pre_backward", unit->name);
+    const int status = before_backward_of(unit, began);
     fp_range_end(range);
-    fp_iteration_leave(run);
-    Py_DECREF(step);
+    fp_iteration_leave(root);
+    Py_DECREF(unit);
     return status;
 }
 
 static int
-gradients_ready_of(fp_unit *step, fp_flat_param *part, fp_gradients *gradients)
+gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
-    fp_root *run = step->run;
-    if (begin_backward(step) < 0) { /* no output of the unit had a hook: who called backward went around it */
+    fp_root *root = unit->root;
+    if (begin_backward(unit) < 0) { /* no output of the unit had a hook: who called backward went around it */
         return -1;
     }
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
-    const int more = step->task >= 0 && step->task != fp_graph_task();
-    const int reduces = run->synchronize || part->refresh_group != NULL; /* nested: in part, in each micro-batch */
-    if (fp_flat_param_drop_frozen(part, gradients) < 0 ||
-        fp_flat_param_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
+    const int more = unit->task >= 0 && unit->task != fp_graph_task();
+    const int reduces =
+        root->synchronize || flat_param->refresh_group != NULL; /* nested: in part, in each micro-batch */
+    if (fp_flat_param_drop_frozen(flat_param, gradients) < 0 ||
+        fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
         return -1;
     }
-    if (!more && (run->synchronize || step->reshard_after_forward)) {
-        if (run->synchronize && part->param_group != NULL && fp_flat_buffer_forget_whole(part->flat) < 0) {
+    if (!more && (root->synchronize || unit->reshard_after_forward)) {
+        if (root->synchronize && flat_param->param_group != NULL && fp_flat_buffer_forget_whole(flat_param->flat) < 0) {
             return -1; /* the optimizer steps next: a copy of what it steps is of no use */
         }
-        if (fp_unshard_release_part(step, part) < 0 || fp_flat_param_show_params(part) < 0) {
+        if (fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0) {
             return -1;
         }
     }
-    if (!more && run->backward_prefetch == FP_PREFETCH_POST && prefetch_backward(step) < 0) {
+    if (!more && root->backward_prefetch == FP_PREFETCH_POST && prefetch_backward(unit) < 0) {
         return -1;
     }
     if (!reduces || more) {
-        part->deferred = reduces;
-        part->packed = !more;
-        return fp_flat_buffer_keep(part->flat, gradients, part->master);
+        flat_param->deferred = reduces;
+        flat_param->packed = !more;
+        return fp_flat_buffer_keep(flat_param->flat, gradients, flat_param->master);
     }
-    if (fp_reduce_order_has(step, part)) {
-        part->packed = 1;
-        return fp_reduction_take(step, part) < 0 || fp_flat_buffer_pack(part->flat, gradients, part->master) < 0
+    if (fp_reduce_order_has(unit, flat_param)) {
+        flat_param->packed = 1;
+        return fp_reduction_take(unit, flat_param) < 0 ||
+                       fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->master) < 0
                    ? -1
-                   : fp_reduce_order_flush(run, run->cursor);
+                   : fp_reduce_order_flush(root, root->cursor);
     }
-    part->passed = 1;
-    return fp_reduction_start(step, part, gradients, run->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER);
+    flat_param->passed = 1;
+    return fp_reduction_start(unit, flat_param, gradients, root->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER);
 }
 
 static int
-gradients_ready(void *unit, int index, fp_gradients *gradients)
+gradients_ready(void *object, int index, fp_gradients *gradients)
 {
-    fp_unit *step = unit;
-    if (fp_iteration_check_joined(step) < 0) {
+    fp_unit *unit = object;
+    if (fp_iteration_check_joined(unit) < 0) {
         return -1;
     }
-    Py_INCREF(step);
-    fp_root *run = step->run;
-    fp_iteration_enter(run);
-    fp_range *range = fp_range_begin("post_backward", step->name);
-    const int status = gradients_ready_of(step, &step->parts[index], gradients);
+    Py_INCREF(unit);
+    fp_root *root = unit->root;
+    fp_iteration_enter(root);
+    fp_range *range = fp_range_begin("post_backward", unit->name);
+    const int status = gradients_ready_of(unit, &unit->flat_params[index], gradients);
     fp_range_end(range);
-    fp_iteration_leave(run);
-    Py_DECREF(step);
+    fp_iteration_leave(root);
+    Py_DECREF(unit);
     return status;
 }
 
 /* A loss has parameters in it as they are (a penalty on weights): what no_sync has kept goes out of .grad, so that autograd
  * finds a gradient of the shard there, or none. */
 static int
-before_accumulation(void *unit, int index)
+before_accumulation(void *object, int index)
 {
-    fp_unit *step = unit;
-    fp_flat_param *part = &step->parts[index];
-    if (step->run == NULL || !part->shows_kept) {
+    fp_unit *unit = object;
+    fp_flat_param *flat_param = &unit->flat_params[index];
+    if (unit->root == NULL || !flat_param->shows_kept) {
         return 0;
     }
-    Py_INCREF(step);
-    fp_root *run = step->run;
-    fp_iteration_enter(run);
+    Py_INCREF(unit);
+    fp_root *root = unit->root;
+    fp_iteration_enter(root);
     const int status =
-        begin_backward(step) < 0 || fp_flat_param_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0 ? -1 : 0;
-    fp_iteration_leave(run);
-    Py_DECREF(step);
+        begin_backward(unit) < 0 || fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ? -1 : 0;
+    fp_iteration_leave(root);
+    Py_DECREF(unit);
     return status;
 }
 
 static int
-finish_step(fp_unit *step)
+finish_step(fp_unit *unit)
 {
-    fp_root *run = step->run;
-    fp_iteration_rest(step);
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        fp_flat_param *part = &step->parts[k];
-        if (fp_reduction_take(step, part) < 0) {
+    fp_root *root = unit->root;
+    fp_iteration_rest(unit);
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if (fp_reduction_take(unit, flat_param) < 0) {
             return -1;
         }
-        if (run->synchronize &&
-            fp_flat_buffer_has_kept(part->flat)) { /* of micro-batches before; none came in this one */
-            if (fp_flat_param_read_kept(part, PyUnicode_AsUTF8(step->name)) < 0) {
+        if (root->synchronize &&
+            fp_flat_buffer_has_kept(flat_param->flat)) { /* of micro-batches before; none came in this one */
+            if (fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
                 return -1;
             }
-            part->deferred = fp_flat_buffer_has_kept(part->flat);
+            flat_param->deferred = fp_flat_buffer_has_kept(flat_param->flat);
         }
-        if (part->deferred &&
-            (fp_reduction_start(step, part, NULL, run->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER) < 0 ||
-             fp_reduction_take(step, part) < 0)) {
+        if (flat_param->deferred &&
+            (fp_reduction_start(unit, flat_param, NULL, root->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER) < 0 ||
+             fp_reduction_take(unit, flat_param) < 0)) {
             return -1;
         }
-        if (fp_flat_buffer_settle_copies(part->flat) < 0) {
+        if (fp_flat_buffer_settle_copies(flat_param->flat) < 0) {
             return -1;
         }
-        if (!part->shows_kept && fp_flat_buffer_has_kept(part->flat) &&
-            (fp_graph_watch(fp_flat_param_items(part->owners), PyTuple_GET_SIZE(part->owners), step->ref, (int)k) < 0 ||
-             fp_flat_param_show_kept(part) < 0)) {
+        if (!flat_param->shows_kept && fp_flat_buffer_has_kept(flat_param->flat) &&
+            (fp_graph_watch(fp_flat_param_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners), unit->ref,
+                            (int)k) < 0 ||
+             fp_flat_param_show_kept(flat_param) < 0)) {
             return -1;
         }
     }
-    if (step->full && !run->synchronize && !step->reshard_after_forward) {
-        step->keep = 1;
-        step->kept_steps = fp_optimizer_steps;
+    if (unit->full && !root->synchronize && !unit->reshard_after_forward) {
+        unit->keep = 1;
+        unit->kept_steps = fp_optimizer_steps;
     }
-    else if ((step->gathering || fp_unshard_is_partly_full(step)) && fp_unshard_release(step) < 0) {
+    else if ((unit->gathering || fp_unshard_is_partly_full(unit)) && fp_unshard_release(unit) < 0) {
         return -1;
     }
-    for (Py_ssize_t k = 0; run->synchronize && k < step->n_parts; k++) { /* the optimizer steps next */
-        const fp_flat_param *part = &step->parts[k]; /* whose masters may be written in ways that no version tells of */
-        if (part->copied && !part->untracked && fp_flat_buffer_forget_values(part->flat) < 0) {
+    for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* the optimizer steps next */
+        const fp_flat_param *flat_param =
+            &unit->flat_params[k]; /* whose masters may be written in ways that no version tells of */
+        if (flat_param->copied && !flat_param->untracked && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
             return -1;
         }
     }
-    return fp_unshard_show_params(step) < 0 ? -1 : fp_unshard_take_requires_grad(step);
+    return fp_unshard_show_params(unit) < 0 ? -1 : fp_unshard_take_requires_grad(unit);
 }
 
 static int
-finish(void *run_pointer, uint64_t ignored)
+finish(void *root_pointer, uint64_t ignored)
 {
-    fp_root *run = run_pointer;
-    fp_iteration_enter(run);
-    int status = fp_reduce_order_end(run);
-    PyObject *units = status == 0 ? fp_root_units(run) : NULL;
+    fp_root *root = root_pointer;
+    fp_iteration_enter(root);
+    int status = fp_reduce_order_end(root);
+    PyObject *units = status == 0 ? fp_root_units(root) : NULL;
     status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
-        fp_unit *step = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        if (step->run == run) {
-            fp_range *range = fp_range_begin("end of backward", step->name);
-            status = finish_step(step);
+        fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
+        if (unit->root == root) {
+            fp_range *range = fp_range_begin("end of backward", unit->name);
+            status = finish_step(unit);
             fp_range_end(range);
         }
     }
     Py_XDECREF(units);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(run->followers); i++) {
-        fp_model_trace_end_backward(PyTuple_GET_ITEM(run->followers, i), !run->synchronize);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
+        fp_model_trace_end_backward(PyTuple_GET_ITEM(root->model_traces, i), !root->synchronize);
     }
-    run->n_order = 0;
-    run->reducing = run->halfway = NULL;
+    root->n_order = 0;
+    root->reducing = root->halfway = NULL;
     if (status == 0) {
-        status = fp_iteration_wait_until_read(run); /* else the recovery does */
+        status = fp_iteration_wait_until_read(root); /* else the recovery does */
     }
     if (status == 0) {
-        run->in_backward = 0;
+        root->in_backward = 0;
     }
-    fp_iteration_leave(run);
+    fp_iteration_leave(root);
     return status;
 }
 

@@ -13,53 +13,53 @@ free_exchanges(fp_exchange *exchanges, Py_ssize_t n)
     for (Py_ssize_t g = 0; g < n; g++) {
         fp_sum_free(exchanges[g].sum);
         while (exchanges[g].n > 0) {
-            Py_DECREF(exchanges[g].steps[--exchanges[g].n]);
+            Py_DECREF(exchanges[g].units[--exchanges[g].n]);
         }
-        fp_free(exchanges[g].steps);
+        fp_free(exchanges[g].units);
         fp_free(exchanges[g].flags);
     }
     fp_free(exchanges);
 }
 
 static fp_group *
-group_of(const fp_unit *step)
+group_of(const fp_unit *unit)
 {
-    return step->parts[0].shard_group;
+    return unit->flat_params[0].shard_group;
 }
 
 /* The units that keep a copy, by the group that they are spread over, in the order in which they joined; nested: only
  * those whose gradients are reduced in each micro-batch. *n is set also on failure. */
 static fp_exchange *
-make_exchanges(const fp_root *run, int nested, Py_ssize_t *n)
+make_exchanges(const fp_root *root, int nested, Py_ssize_t *n)
 {
     *n = 0;
-    fp_exchange *exchanges = fp_calloc((size_t)run->n_steps, sizeof *exchanges);
+    fp_exchange *exchanges = fp_calloc((size_t)root->n_units, sizeof *exchanges);
     if (exchanges == NULL) {
         PyErr_NoMemory();
         return NULL;
     }
-    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
-        fp_unit *step = run->steps[s];
-        if (!step->copied || (nested && step->parts[0].refresh_group == NULL)) {
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        fp_unit *unit = root->units[s];
+        if (!unit->copied || (nested && unit->flat_params[0].refresh_group == NULL)) {
             continue;
         }
         Py_ssize_t g = 0;
-        while (g < *n && !fp_group_is_same(group_of(exchanges[g].steps[0]), group_of(step))) {
+        while (g < *n && !fp_group_is_same(group_of(exchanges[g].units[0]), group_of(unit))) {
             g++;
         }
         fp_exchange *exchange = &exchanges[g];
         if (g == *n) {
-            exchange->steps = fp_calloc((size_t)run->n_steps, sizeof(fp_unit *));
-            if (exchange->steps == NULL) {
+            exchange->units = fp_calloc((size_t)root->n_units, sizeof(fp_unit *));
+            if (exchange->units == NULL) {
                 PyErr_NoMemory();
                 goto fail;
             }
             (*n)++;
-            if (fp_group_place(group_of(step), &exchange->rank, &exchange->ranks) < 0) {
+            if (fp_group_place(group_of(unit), &exchange->rank, &exchange->ranks) < 0) {
                 goto fail;
             }
         }
-        exchange->steps[exchange->n++] = (fp_unit *)Py_NewRef(step);
+        exchange->units[exchange->n++] = (fp_unit *)Py_NewRef(unit);
     }
     return exchanges;
 fail:
@@ -82,11 +82,11 @@ make_flags(fp_exchange *exchange, Py_ssize_t n)
 static int
 start(fp_exchange *exchange)
 {
-    fp_unit *first = exchange->steps[0];
+    fp_unit *first = exchange->units[0];
     if (fp_unshard_make_views(first, 0) < 0) {
         return -1;
     }
-    PyObject *like = fp_flat_buffer_unsharded(first->parts[0].flat);
+    PyObject *like = fp_flat_buffer_unsharded(first->flat_params[0].flat);
     exchange->sum = like == NULL ? NULL
                                  : fp_sum_start(group_of(first), like, exchange->flags, exchange->n_flags,
                                                 fp_unit_collectives(first));
@@ -111,12 +111,12 @@ check_others(const fp_exchange *exchange)
     const int32_t *errors = exchange->flags + exchange->n_flags - exchange->ranks;
     for (int rank = 0; rank < exchange->ranks; rank++) {
         if (errors[rank] > 0 && errors[rank] <= exchange->n) {
-            const int world_rank = fp_group_world_rank(group_of(exchange->steps[0]), rank);
+            const int world_rank = fp_group_world_rank(group_of(exchange->units[0]), rank);
             if (!PyErr_Occurred()) {
                 PyErr_Format(PyExc_RuntimeError,
                              "%U: rank %d has raised an error that concerns this unit, so all ranks stop here; what is "
                              "wrong stands in that rank's message",
-                             exchange->steps[errors[rank] - 1]->name, world_rank);
+                             exchange->units[errors[rank] - 1]->name, world_rank);
             }
             return -1;
         }
@@ -127,18 +127,19 @@ check_others(const fp_exchange *exchange)
 /* ---- before a forward ---- */
 
 static int
-is_stale(fp_unit *step)
+is_stale(fp_unit *unit)
 {
-    const int doubted = step->doubted;
+    const int doubted = unit->doubted;
     int stale = 0;
-    step->doubted = 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        const fp_flat_param *part = &step->parts[k];
-        stale = stale || !fp_flat_buffer_has_values(part->flat) || part->synced != fp_flat_param_versions(part) ||
-                (!part->untracked && part->synced_steps != fp_optimizer_steps);
+    unit->doubted = 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        const fp_flat_param *flat_param = &unit->flat_params[k];
+        stale = stale || !fp_flat_buffer_has_values(flat_param->flat) ||
+                flat_param->synced != fp_flat_param_versions(flat_param) ||
+                (!flat_param->untracked && flat_param->synced_steps != fp_optimizer_steps);
     }
-    for (Py_ssize_t k = 0; doubted && stale == 0 && k < step->n_parts; k++) {
-        const int matches = fp_flat_buffer_has_values_of(step->parts[k].flat, step->parts[k].master);
+    for (Py_ssize_t k = 0; doubted && stale == 0 && k < unit->n_flat_params; k++) {
+        const int matches = fp_flat_buffer_has_values_of(unit->flat_params[k].flat, unit->flat_params[k].master);
         stale = matches < 0 ? -1 : !matches;
     }
     return stale;
@@ -153,9 +154,9 @@ agree_with(fp_exchange *exchange)
         return -1;
     }
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
-        fp_unit *step = exchange->steps[i];
-        const int looked = type == NULL ? fp_unshard_look_over(step) : 0;
-        const int stale = looked < 0 ? 1 : is_stale(step);
+        fp_unit *unit = exchange->units[i];
+        const int looked = type == NULL ? fp_unshard_look_over(unit) : 0;
+        const int stale = looked < 0 ? 1 : is_stale(unit);
         if (type != NULL) {
             PyErr_Clear(); /* one is enough */
         }
@@ -167,9 +168,9 @@ agree_with(fp_exchange *exchange)
     }
     const int status = start(exchange) < 0 || read_sum(exchange) < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < exchange->n; i++) {
-        fp_unit *step = exchange->steps[i];
-        step->stale = exchange->flags[i] != 0;
-        step->stale_pass = step->stale ? step->run->pass : step->stale_pass;
+        fp_unit *unit = exchange->units[i];
+        unit->stale = exchange->flags[i] != 0;
+        unit->stale_pass = unit->stale ? unit->root->pass : unit->stale_pass;
     }
     if (type != NULL) {
         PyErr_Restore(type, value, traceback);
@@ -179,10 +180,10 @@ agree_with(fp_exchange *exchange)
 }
 
 int
-fp_consensus_on_stale(fp_root *run)
+fp_consensus_on_stale(fp_root *root)
 {
     Py_ssize_t n;
-    fp_exchange *exchanges = make_exchanges(run, 0, &n);
+    fp_exchange *exchanges = make_exchanges(root, 0, &n);
     int status = exchanges == NULL ? -1 : 0;
     for (Py_ssize_t g = 0; status == 0 && g < n; g++) {
         status = agree_with(&exchanges[g]);
@@ -196,14 +197,14 @@ fp_consensus_on_stale(fp_root *run)
 /* ---- in a backward ---- */
 
 void
-fp_consensus_note_error(fp_root *run, const fp_unit *step)
+fp_consensus_note_error(fp_root *root, const fp_unit *unit)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (run->error == NULL) {
+    if (root->error == NULL) {
         PyErr_NormalizeException(&type, &value, &traceback);
-        run->error = Py_XNewRef(value);
-        run->error_step = step;
+        root->error = Py_XNewRef(value);
+        root->error_unit = unit;
     }
     Py_XDECREF(type);
     Py_XDECREF(value);
@@ -211,18 +212,18 @@ fp_consensus_note_error(fp_root *run, const fp_unit *step)
 }
 
 static Py_ssize_t
-n_owners(const fp_flat_param *part)
+n_owners(const fp_flat_param *flat_param)
 {
-    return part->refresh_group == NULL ? 0 : PyTuple_GET_SIZE(part->owners);
+    return flat_param->refresh_group == NULL ? 0 : PyTuple_GET_SIZE(flat_param->owners);
 }
 
 static int
-tell(const fp_root *run, fp_exchange *exchange)
+tell(const fp_root *root, fp_exchange *exchange)
 {
     Py_ssize_t n = 0;
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
-        for (Py_ssize_t k = 0; k < exchange->steps[i]->n_parts; k++) {
-            n += PER_PART + n_owners(&exchange->steps[i]->parts[k]);
+        for (Py_ssize_t k = 0; k < exchange->units[i]->n_flat_params; k++) {
+            n += PER_PART + n_owners(&exchange->units[i]->flat_params[k]);
         }
     }
     if (make_flags(exchange, n) < 0) {
@@ -230,16 +231,16 @@ tell(const fp_root *run, fp_exchange *exchange)
     }
     int32_t *flag = exchange->flags;
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
-        fp_unit *step = exchange->steps[i];
-        for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-            const fp_flat_param *part = &step->parts[k];
-            *flag++ = part->coming;
-            *flag++ = fp_flat_buffer_has_kept(part->flat);
-            for (Py_ssize_t owner = 0; owner < n_owners(part); owner++) {
-                *flag++ = part->cleared[owner];
+        fp_unit *unit = exchange->units[i];
+        for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+            const fp_flat_param *flat_param = &unit->flat_params[k];
+            *flag++ = flat_param->coming;
+            *flag++ = fp_flat_buffer_has_kept(flat_param->flat);
+            for (Py_ssize_t owner = 0; owner < n_owners(flat_param); owner++) {
+                *flag++ = flat_param->cleared[owner];
             }
         }
-        if (run->error_step == step) {
+        if (root->error_unit == unit) {
             exchange->flags[n + exchange->rank] = (int32_t)(i + 1);
         }
     }
@@ -247,12 +248,12 @@ tell(const fp_root *run, fp_exchange *exchange)
 }
 
 int
-fp_consensus_on_gradients(fp_root *run)
+fp_consensus_on_gradients(fp_root *root)
 {
-    run->exchanges = make_exchanges(run, !run->synchronize, &run->n_exchanges);
-    int status = run->exchanges == NULL ? -1 : 0;
-    for (Py_ssize_t g = 0; status == 0 && g < run->n_exchanges; g++) {
-        status = tell(run, &run->exchanges[g]);
+    root->exchanges = make_exchanges(root, !root->synchronize, &root->n_exchanges);
+    int status = root->exchanges == NULL ? -1 : 0;
+    for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
+        status = tell(root, &root->exchanges[g]);
     }
     return status;
 }
@@ -268,68 +269,68 @@ hear(fp_exchange *exchange)
     }
     const int32_t *flag = exchange->flags;
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
-        for (Py_ssize_t k = 0; k < exchange->steps[i]->n_parts; k++) {
-            fp_flat_param *part = &exchange->steps[i]->parts[k];
-            part->wanted = *flag++ != 0;
-            part->wanted_kept = *flag++ != 0;
-            if (part->refresh_group != NULL) {
-                const int left = fp_flat_param_clear_kept(part, flag);
+        for (Py_ssize_t k = 0; k < exchange->units[i]->n_flat_params; k++) {
+            fp_flat_param *flat_param = &exchange->units[i]->flat_params[k];
+            flat_param->wanted = *flag++ != 0;
+            flat_param->wanted_kept = *flag++ != 0;
+            if (flat_param->refresh_group != NULL) {
+                const int left = fp_flat_param_clear_kept(flat_param, flag);
                 if (left < 0) {
                     return -1;
                 }
-                part->wanted_kept = part->wanted_kept && left;
+                flat_param->wanted_kept = flat_param->wanted_kept && left;
             }
-            flag += n_owners(part);
+            flag += n_owners(flat_param);
         }
     }
     return 0;
 }
 
 int
-fp_consensus_read(fp_root *run)
+fp_consensus_read(fp_root *root)
 {
     int status = 0;
-    for (Py_ssize_t g = 0; status == 0 && g < run->n_exchanges; g++) {
-        status = hear(&run->exchanges[g]);
+    for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
+        status = hear(&root->exchanges[g]);
     }
     return status;
 }
 
 int
-fp_consensus_end(fp_root *run)
+fp_consensus_end(fp_root *root)
 {
-    int status = fp_consensus_read(run);
-    if (run->error != NULL) {
-        PyErr_SetObject((PyObject *)Py_TYPE(run->error), run->error);
+    int status = fp_consensus_read(root);
+    if (root->error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(root->error), root->error);
         status = -1;
     }
-    for (Py_ssize_t g = 0; status == 0 && g < run->n_exchanges; g++) {
-        status = check_others(&run->exchanges[g]);
+    for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
+        status = check_others(&root->exchanges[g]);
     }
-    fp_consensus_drop(run);
+    fp_consensus_drop(root);
     return status;
 }
 
 void
-fp_consensus_drop(fp_root *run)
+fp_consensus_drop(fp_root *root)
 {
-    fp_exchange *exchanges = run->exchanges;
-    const Py_ssize_t n = run->n_exchanges;
-    run->exchanges = NULL;
-    run->n_exchanges = 0;
+    fp_exchange *exchanges = root->exchanges;
+    const Py_ssize_t n = root->n_exchanges;
+    root->exchanges = NULL;
+    root->n_exchanges = 0;
     if (exchanges != NULL) {
         free_exchanges(exchanges, n);
     }
-    run->error_step = NULL;
-    Py_CLEAR(run->error);
+    root->error_unit = NULL;
+    Py_CLEAR(root->error);
 }
 
 int
-fp_consensus_traverse(const fp_root *run, visitproc visit, void *arg)
+fp_consensus_traverse(const fp_root *root, visitproc visit, void *arg)
 {
-    for (Py_ssize_t g = 0; g < run->n_exchanges; g++) {
-        for (Py_ssize_t i = 0; i < run->exchanges[g].n; i++) {
-            Py_VISIT(run->exchanges[g].steps[i]);
+    for (Py_ssize_t g = 0; g < root->n_exchanges; g++) {
+        for (Py_ssize_t i = 0; i < root->exchanges[g].n; i++) {
+            Py_VISIT(root->exchanges[g].units[i]);
         }
     }
     return 0;

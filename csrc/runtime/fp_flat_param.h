@@ -47,9 +47,9 @@ typedef struct {
 } fp_flat_param;
 
 /* Read one from Python into zeroed memory; give it to fp_flat_param_free also after a failure. See the docstring of _C.Unit. */
-int fp_flat_param_read(fp_flat_param *part, PyObject *tuple);
-void fp_flat_param_free(fp_flat_param *part);
-int fp_flat_param_traverse(fp_flat_param *part, visitproc visit, void *arg);
+int fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple);
+void fp_flat_param_free(fp_flat_param *flat_param);
+int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg);
 
 static inline PyObject **
 fp_flat_param_items(PyObject *tuple)
@@ -59,49 +59,49 @@ fp_flat_param_items(PyObject *tuple)
 
 /* Let the modules have the views, or the original parameters, whatever they have now; fp_flat_param_show_views and _params: if
  * they have not. */
-int fp_flat_param_show(fp_flat_param *part, int views);
-int fp_flat_param_show_views(fp_flat_param *part);
-int fp_flat_param_show_params(fp_flat_param *part);
+int fp_flat_param_show(fp_flat_param *flat_param, int views);
+int fp_flat_param_show_views(fp_flat_param *flat_param);
+int fp_flat_param_show_params(fp_flat_param *flat_param);
 /* Where the modules have views: let them list the parameters, as parameters() and zero_grad() see. */
-int fp_flat_param_list_params(fp_flat_param *part);
+int fp_flat_param_list_params(fp_flat_param *flat_param);
 /* A number that grows with each change of the master and of the owners that torch counts, and with each storage that the
  * master gets. */
-int64_t fp_flat_param_versions(const fp_flat_param *part);
+int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
 /* Whether what was gathered last still has the values of now, and views for who requires grad now. */
-int fp_flat_param_is_as_gathered(fp_flat_param *part);
+int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);
 /* Let requires_grad_() of a view that stands in a Parameter's place be that of the Parameter. */
-int fp_flat_param_forward_requires_grad(const fp_flat_param *part);
+int fp_flat_param_forward_requires_grad(const fp_flat_param *flat_param);
 /* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the
  * unit called name, if autograd would give that view a gradient which nobody reduces. */
-int fp_flat_param_take_requires_grad(const fp_flat_param *part, PyObject *name);
+int fp_flat_param_take_requires_grad(const fp_flat_param *flat_param, PyObject *name);
 /* The first parameter whose data are not where they were put, or in place of which a module has something else; n: none;
  * -1 on failure. */
-Py_ssize_t fp_flat_param_find_moved(fp_flat_param *part);
+Py_ssize_t fp_flat_param_find_moved(fp_flat_param *flat_param);
 /* The first one in place of which, or of whose view, a module has something else; n: none; -1. */
-Py_ssize_t fp_flat_param_find_other(fp_flat_param *part);
+Py_ssize_t fp_flat_param_find_other(fp_flat_param *flat_param);
 /* Take what users have written to the views into the shard: 1 if that has changed; 0; -1. ValueError, RuntimeError for what
  * cannot be taken, which is dropped; name: the unit's. */
-int fp_flat_param_take_written(fp_flat_param *part, PyObject *name);
+int fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name);
 /* Let another Parameter be the i-th original one. */
-int fp_flat_param_adopt(fp_flat_param *part, Py_ssize_t i, PyObject *param);
+int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param);
 
 extern int64_t fp_flat_param_unfit; /* how many are unreduced or wide */
 
 /* Show the gradients that were kept in no_sync, and put a reduced one aside. */
-int fp_flat_param_show_kept(fp_flat_param *part);
+int fp_flat_param_show_kept(fp_flat_param *flat_param);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
  * are shown again. */
-int fp_flat_param_read_kept(fp_flat_param *part, const char *name);
+int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
 /* The same between passes; what is left is shown again. */
-int fp_flat_param_settle(fp_flat_param *part, const char *name);
+int fp_flat_param_settle(fp_flat_param *flat_param, const char *name);
 /* Let the owners have their pieces of grad, reduced, added to what they have; their hooks see them. */
-int fp_flat_param_add_reduced(fp_flat_param *part, PyObject *grad);
+int fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad);
 /* A gradient of a parameter that is frozen by now counts as none. */
-int fp_flat_param_drop_frozen(const fp_flat_param *part, fp_gradients *gradients);
+int fp_flat_param_drop_frozen(const fp_flat_param *flat_param, fp_gradients *gradients);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
-int fp_flat_param_clear_kept(fp_flat_param *part, const int32_t *cleared);
+int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);
 /* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
-int fp_flat_param_drop_kept(fp_flat_param *part);
+int fp_flat_param_drop_kept(fp_flat_param *flat_param);
 
 #endif

@@ -8,62 +8,62 @@
 /* Gather what comes next, if the last time tells. What is out of date is gathered over all ranks, which come to all of that
  * but may skip the rest: so what comes next of it is told by that alone. */
 static int
-prefetch_forward(fp_unit *step, int first)
+prefetch_forward(fp_unit *unit, int first)
 {
-    fp_root *run = step->run;
-    if (run->last_forward != NULL) {
-        run->last_forward->next_forward = step;
+    fp_root *root = unit->root;
+    if (root->last_forward != NULL) {
+        root->last_forward->next_forward = unit;
     }
-    run->last_forward = step;
-    if (first && step->copied && step->stale_pass == run->pass) {
-        if (run->last_refreshed != NULL) {
-            run->last_refreshed->next_refreshed = step;
+    root->last_forward = unit;
+    if (first && unit->copied && unit->stale_pass == root->pass) {
+        if (root->last_refreshed != NULL) {
+            root->last_refreshed->next_refreshed = unit;
         }
-        run->last_refreshed = step;
-        fp_unit *stale = step->next_refreshed;
+        root->last_refreshed = unit;
+        fp_unit *stale = unit->next_refreshed;
         if (stale != NULL && stale->stale && fp_unshard_start(stale) < 0) {
             return -1;
         }
     }
-    fp_unit *next = step->next_forward;
+    fp_unit *next = unit->next_forward;
     return next == NULL || next->stale || fp_unshard_is_fresh(next) ? 0 : fp_unshard_start(next);
 }
 
 static PyObject *
-pre_forward(fp_unit *step)
+pre_forward(fp_unit *unit)
 {
-    fp_root *run = step->run;
-    if (fp_iteration_is_elsewhere(run)) {
-        fp_iteration_refuse_thread(step);
+    fp_root *root = unit->root;
+    if (fp_iteration_is_elsewhere(root)) {
+        fp_iteration_refuse_thread(unit);
         return NULL;
     }
-    if (run->in_backward && !fp_graph_is_running(run->ref) &&
-        fp_iteration_recover(run) < 0) { /* an exception ended it */
+    if (root->in_backward && !fp_graph_is_running(root->ref) &&
+        fp_iteration_recover(root) < 0) { /* an exception ended it */
         return NULL;
     }
-    if (run->depth == 0 && !run->in_backward && fp_iteration_begin(run) < 0) {
+    if (root->depth == 0 && !root->in_backward && fp_iteration_begin(root) < 0) {
         return NULL;
     }
-    run->thread = run->depth == 0 ? PyThread_get_thread_ident() : run->thread;
-    run->depth++;
-    if (step->depth++ == 0) {
-        step->began = fp_graph_now();
+    root->thread = root->depth == 0 ? PyThread_get_thread_ident() : root->thread;
+    root->depth++;
+    if (unit->depth++ == 0) {
+        unit->began = fp_graph_now();
     }
-    const int first = !run->in_backward && step->entered_pass != run->pass;
+    const int first = !root->in_backward && unit->entered_pass != root->pass;
     if (first) {
-        step->entered_pass = run->pass;
-        step->entered = run->n_order;
-        step->entry = run->entries++;
+        unit->entered_pass = root->pass;
+        unit->entered = root->n_order;
+        unit->entry = root->entries++;
     }
-    if (fp_unshard_make_full(step) < 0) {
+    if (fp_unshard_make_full(unit) < 0) {
         return NULL;
     }
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (fp_flat_param_show_views(&step->parts[k]) < 0) {
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        if (fp_flat_param_show_views(&unit->flat_params[k]) < 0) {
             return NULL;
         }
     }
-    if (!run->in_backward && run->forward_prefetch && prefetch_forward(step, first) < 0) {
+    if (!root->in_backward && root->forward_prefetch && prefetch_forward(unit, first) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -71,14 +71,14 @@ pre_forward(fp_unit *step)
 
 /* A forward is over: parameters() are the original ones from now on, of units that stay full too. */
 static int
-list_params(fp_root *run)
+list_params(fp_root *root)
 {
-    PyObject *units = fp_root_units(run);
+    PyObject *units = fp_root_units(root);
     int status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
-        fp_unit *step = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
-            status = fp_flat_param_list_params(&step->parts[k]);
+        fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
+        for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+            status = fp_flat_param_list_params(&unit->flat_params[k]);
         }
     }
     Py_XDECREF(units);
@@ -88,19 +88,19 @@ list_params(fp_root *run)
 PyObject *
 fp_forward_pre(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    if (fp_iteration_check_joined(step) < 0) {
+    fp_unit *unit = (fp_unit *)self;
+    if (fp_iteration_check_joined(unit) < 0) {
         return NULL;
     }
-    fp_root *locked = fp_iteration_lock_in_backward(step->run);
-    PyObject *result = pre_forward(step);
+    fp_root *locked = fp_iteration_lock_in_backward(unit->root);
+    PyObject *result = pre_forward(unit);
     fp_iteration_unlock(locked);
     return result;
 }
 
 /* Put hooks on the tensors in an output that have a history; *hooked counts these, *found all. */
 static int
-hook_outputs(fp_unit *step, PyObject *output, int *hooked, int *found)
+hook_outputs(fp_unit *unit, PyObject *output, int *hooked, int *found)
 {
     const int is_tensor = fp_param_is_tensor(output);
     if (is_tensor < 0) {
@@ -109,7 +109,7 @@ hook_outputs(fp_unit *step, PyObject *output, int *hooked, int *found)
     if (is_tensor) {
         *found += 1;
         if (fp_param_requires_grad(output)) {
-            const int done = fp_graph_hook(output, step->ref, step->began);
+            const int done = fp_graph_hook(output, unit->ref, unit->began);
             *hooked += done > 0;
             return done < 0 ? -1 : 0;
         }
@@ -127,13 +127,13 @@ hook_outputs(fp_unit *step, PyObject *output, int *hooked, int *found)
         Py_XSETREF(tensors, tensors == NULL ? NULL : PyList_AsTuple(tensors));
     }
     else {
-        tensors = PyObject_CallFunctionObjArgs(step->run->find_tensors, output, NULL);
+        tensors = PyObject_CallFunctionObjArgs(unit->root->find_tensors, output, NULL);
         Py_XSETREF(tensors, tensors == NULL ? NULL : PySequence_Tuple(tensors));
     }
     int status = tensors == NULL || Py_EnterRecursiveCall(" while looking for tensors in an output") ? -1 : 0;
     if (status == 0) {
         for (Py_ssize_t i = 0; status == 0 && i < PyTuple_GET_SIZE(tensors); i++) {
-            status = hook_outputs(step, PyTuple_GET_ITEM(tensors, i), hooked, found);
+            status = hook_outputs(unit, PyTuple_GET_ITEM(tensors, i), hooked, found);
         }
         Py_LeaveRecursiveCall();
     }
@@ -143,58 +143,58 @@ hook_outputs(fp_unit *step, PyObject *output, int *hooked, int *found)
 
 /* If no tensor was found in an output: what a backward that comes from it nevertheless is told. */
 static int
-note_opaque(fp_unit *step, PyObject *output, int found)
+note_opaque(fp_unit *unit, PyObject *output, int found)
 {
-    if (found > 0 || output == Py_None || step->reason == NULL) {
-        Py_CLEAR(step->opaque);
+    if (found > 0 || output == Py_None || unit->reason == NULL) {
+        Py_CLEAR(unit->opaque);
         return 0;
     }
     PyObject *opaque = PyUnicode_FromFormat("%U It returned a %.200s in which no tensor was found: return tensors, "
                                             "containers of them, a dataclass, or a class "
                                             "that is registered with torch.utils._pytree.",
-                                            step->reason, Py_TYPE(output)->tp_name);
+                                            unit->reason, Py_TYPE(output)->tp_name);
     if (opaque == NULL) {
         return -1;
     }
-    Py_XSETREF(step->opaque, opaque);
+    Py_XSETREF(unit->opaque, opaque);
     return 0;
 }
 
 static PyObject *
-post_forward(fp_unit *step, PyObject *output)
+post_forward(fp_unit *unit, PyObject *output)
 {
-    fp_root *run = step->run;
+    fp_root *root = unit->root;
     int hooked = 0, found = 0;
-    if (fp_unshard_take_requires_grad(step) < 0 || (step->depth == 0 && fp_unshard_take_written_in_forward(step) < 0)) {
+    if (fp_unshard_take_requires_grad(unit) < 0 || (unit->depth == 0 && fp_unshard_take_written_in_forward(unit) < 0)) {
         return NULL;
     }
     if (fp_graph_grad_enabled() &&
-        (hook_outputs(step, output, &hooked, &found) < 0 || note_opaque(step, output, found) < 0)) {
+        (hook_outputs(unit, output, &hooked, &found) < 0 || note_opaque(unit, output, found) < 0)) {
         return NULL;
     }
-    if (run->in_backward) { /* recomputed: its backward comes at once */
+    if (root->in_backward) { /* recomputed: its backward comes at once */
         return Py_NewRef(output);
     }
     if (hooked) {
-        step->awaits_backward = 1;
-        if (fp_iteration_append_order(run, step) < 0) {
+        unit->awaits_backward = 1;
+        if (fp_iteration_append_order(root, unit) < 0) {
             return NULL;
         }
     }
-    if (run->depth == 0 && fp_iteration_wait_until_read(run) < 0) {
+    if (root->depth == 0 && fp_iteration_wait_until_read(root) < 0) {
         return NULL;
     }
-    if (step->depth > 0) {
+    if (unit->depth > 0) {
         return Py_NewRef(output);
     }
-    const int stays = hooked && (run->depth == 0 || !step->reshard_after_forward);
-    if (!stays && fp_unshard_release(step) < 0) {
+    const int stays = hooked && (root->depth == 0 || !unit->reshard_after_forward);
+    if (!stays && fp_unshard_release(unit) < 0) {
         return NULL;
     }
-    if ((!stays || step->reshard_after_forward || !step->sharded) && fp_unshard_show_params(step) < 0) {
+    if ((!stays || unit->reshard_after_forward || !unit->sharded) && fp_unshard_show_params(unit) < 0) {
         return NULL;
     }
-    if (run->depth == 0 && list_params(run) < 0) {
+    if (root->depth == 0 && list_params(root) < 0) {
         return NULL;
     }
     return Py_NewRef(output);
@@ -203,21 +203,21 @@ post_forward(fp_unit *step, PyObject *output)
 PyObject *
 fp_forward_post(PyObject *self, PyObject *output)
 {
-    fp_unit *step = (fp_unit *)self;
-    if (fp_iteration_check_joined(step) < 0) {
+    fp_unit *unit = (fp_unit *)self;
+    if (fp_iteration_check_joined(unit) < 0) {
         return NULL;
     }
-    if (step->depth == 0) {
-        PyErr_Format(PyExc_RuntimeError, "%U: post_forward without pre_forward", step->name);
+    if (unit->depth == 0) {
+        PyErr_Format(PyExc_RuntimeError, "%U: post_forward without pre_forward", unit->name);
         return NULL;
     }
-    fp_root *locked = fp_iteration_lock_in_backward(step->run);
-    step->depth--;
-    step->run->depth--;
-    PyObject *result = post_forward(step, output);
+    fp_root *locked = fp_iteration_lock_in_backward(unit->root);
+    unit->depth--;
+    unit->root->depth--;
+    PyObject *result = post_forward(unit, output);
     if (result == NULL) { /* abort_forward counts it down */
-        step->depth++;
-        step->run->depth++;
+        unit->depth++;
+        unit->root->depth++;
     }
     fp_iteration_unlock(locked);
     return result;
@@ -227,11 +227,11 @@ fp_forward_post(PyObject *self, PyObject *output)
 PyObject *
 fp_forward_expect_inputs(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    if (step->run != NULL && step->run->in_backward && step->pending > 0) {
+    fp_unit *unit = (fp_unit *)self;
+    if (unit->root != NULL && unit->root->in_backward && unit->pending > 0) {
         Py_RETURN_FALSE; /* recomputed: the forward that it repeats has said so */
     }
-    step->pending++;
+    unit->pending++;
     Py_RETURN_TRUE;
 }
 
@@ -239,18 +239,19 @@ fp_forward_expect_inputs(PyObject *self, PyObject *ignored)
 PyObject *
 fp_forward_inputs_done(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    step->pending -= step->pending > 0;
-    if (step->pending > 0 || step->run == NULL || !step->run->in_backward || step->depth > 0 ||
-        !(step->run->synchronize || step->reshard_after_forward) || fp_iteration_is_elsewhere(step->run)) {
+    fp_unit *unit = (fp_unit *)self;
+    unit->pending -= unit->pending > 0;
+    if (unit->pending > 0 || unit->root == NULL || !unit->root->in_backward || unit->depth > 0 ||
+        !(unit->root->synchronize || unit->reshard_after_forward) || fp_iteration_is_elsewhere(unit->root)) {
         Py_RETURN_NONE;
     }
-    fp_root *locked = fp_iteration_lock_in_backward(step->run);
+    fp_root *locked = fp_iteration_lock_in_backward(unit->root);
     int status = 0;
-    for (Py_ssize_t k = 0; status == 0 && k < step->n_parts; k++) {
-        fp_flat_param *part = &step->parts[k];
-        if (part->untracked) {
-            status = fp_unshard_release_part(step, part) < 0 || fp_flat_param_show_params(part) < 0 ? -1 : 0;
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if (flat_param->untracked) {
+            status =
+                fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0 ? -1 : 0;
         }
     }
     fp_iteration_unlock(locked);
@@ -260,16 +261,16 @@ fp_forward_inputs_done(PyObject *self, PyObject *ignored)
 PyObject *
 fp_forward_abort(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    fp_root *run = step->run;
-    if (run != NULL && fp_iteration_is_elsewhere(run)) {
+    fp_unit *unit = (fp_unit *)self;
+    fp_root *root = unit->root;
+    if (root != NULL && fp_iteration_is_elsewhere(root)) {
         Py_RETURN_NONE; /* it was refused */
     }
-    if (run != NULL && step->depth > 0) {
-        step->depth--;
-        run->depth--;
+    if (root != NULL && unit->depth > 0) {
+        unit->depth--;
+        root->depth--;
     }
-    if (run != NULL && !run->in_backward && run->depth == 0 && fp_iteration_recover(run) < 0) {
+    if (root != NULL && !root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

@@ -1,4 +1,4 @@
-/* runtime/fp_model_trace.h -- the heap type _C.ModelTrace: one model at an Order, which those of a group may share. */
+/* runtime/fp_model_trace.h -- the heap type _C.ModelTrace: one model at a CollectiveTrace, which those of a group may share. */
 #ifndef FP_MODEL_TRACE_H
 #define FP_MODEL_TRACE_H
 
@@ -12,7 +12,7 @@ int fp_model_trace_check(PyObject *object); /* whether it is one */
 extern const fp_group_calls fp_model_trace_calls; /* with a ModelTrace as watcher */
 
 /* The following are of a ModelTrace. A pass begins, its backward has ended, keeping its gradients or not. */
-void fp_model_trace_begin_pass(PyObject *follower);
-void fp_model_trace_end_backward(PyObject *follower, int keeps);
+void fp_model_trace_begin_pass(PyObject *trace);
+void fp_model_trace_end_backward(PyObject *trace, int keeps);
 
 #endif

@@ -10,19 +10,19 @@
 
 #include "runtime/fp_types.h"
 
-int fp_reduce_order_begin(fp_root *run); /* a backward begins */
-int fp_reduce_order_end(fp_root *run);
-void fp_reduce_order_forget(fp_root *run);
+int fp_reduce_order_begin(fp_root *root); /* a backward begins */
+int fp_reduce_order_end(fp_root *root);
+void fp_reduce_order_forget(fp_root *root);
 
 /* Backward comes to a unit. 1: it has passed it before, and needs nothing of it. */
-int fp_reduce_order_reach(fp_unit *step);
-/* The gradients of a part are there: whether they wait for their turn; then pack and flush. */
-int fp_reduce_order_has(const fp_unit *step, const fp_flat_param *part);
-int fp_reduce_order_flush(fp_root *run, Py_ssize_t cursor);
+int fp_reduce_order_reach(fp_unit *unit);
+/* The gradients of a flat parameter are there: whether they wait for their turn; then pack and flush. */
+int fp_reduce_order_has(const fp_unit *unit, const fp_flat_param *flat_param);
+int fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor);
 /* Start the copies from host memory of what the next gradients are added to. */
-int fp_reduce_order_bring_back(fp_root *run);
+int fp_reduce_order_bring_back(fp_root *root);
 
-int fp_reduce_order_join(fp_root *run, fp_unit *step); /* the run has room for it in steps already */
-void fp_reduce_order_leave(fp_root *run, const fp_unit *step);
+int fp_reduce_order_join(fp_root *root, fp_unit *unit); /* the root has room for it in steps already */
+void fp_reduce_order_leave(fp_root *root, const fp_unit *unit);
 
 #endif

@@ -2,14 +2,14 @@
 #include "runtime/fp_reduction.h"
 
 int
-fp_reduction_take(fp_unit *step, fp_flat_param *part)
+fp_reduction_take(fp_unit *unit, fp_flat_param *flat_param)
 {
-    PyObject *grad = fp_flat_buffer_take(part->flat, part->master, fp_unit_collectives(step));
+    PyObject *grad = fp_flat_buffer_take(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
     int status = grad == NULL ? -1 : 0;
     if (status == 0 && grad != Py_None) {
-        status = fp_flat_param_add_reduced(part, grad);
-        if (status == 0 && step->reduced != NULL && step->reduced != Py_None) {
-            PyObject *result = PyObject_CallFunction(step->reduced, "n", (Py_ssize_t)(part - step->parts));
+        status = fp_flat_param_add_reduced(flat_param, grad);
+        if (status == 0 && unit->reduced != NULL && unit->reduced != Py_None) {
+            PyObject *result = PyObject_CallFunction(unit->reduced, "n", (Py_ssize_t)(flat_param - unit->flat_params));
             status = result == NULL ? -1 : 0;
             Py_XDECREF(result);
         }
@@ -20,47 +20,49 @@ fp_reduction_take(fp_unit *step, fp_flat_param *part)
 
 /* Start the second half of a unit's reductions, or take what they have given. */
 static int
-advance(fp_unit *step)
+advance(fp_unit *unit)
 {
     int status = 0;
-    Py_XINCREF(step);
-    for (Py_ssize_t k = 0; step != NULL && status == 0 && k < step->n_parts; k++) {
-        fp_flat_param *part = &step->parts[k];
-        const int done = fp_flat_buffer_advance(part->flat, part->master, fp_unit_collectives(step));
-        status = done > 0 ? fp_reduction_take(step, part) : done;
+    Py_XINCREF(unit);
+    for (Py_ssize_t k = 0; unit != NULL && status == 0 && k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        const int done = fp_flat_buffer_advance(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
+        status = done > 0 ? fp_reduction_take(unit, flat_param) : done;
     }
-    Py_XDECREF(step);
+    Py_XDECREF(unit);
     return status;
 }
 
 /* The same for the units whose reductions were started before this one's. */
 static int
-advance_previous(fp_unit *step)
+advance_previous(fp_unit *unit)
 {
-    fp_root *run = step->run;
-    if (run->reducing == NULL || run->reducing == step) {
+    fp_root *root = unit->root;
+    if (root->reducing == NULL || root->reducing == unit) {
         return 0;
     }
-    return (run->halfway != step && advance(run->halfway) < 0) || advance(run->reducing) < 0 ? -1 : 0;
+    return (root->halfway != unit && advance(root->halfway) < 0) || advance(root->reducing) < 0 ? -1 : 0;
 }
 
 int
-fp_reduction_start(fp_unit *step, fp_flat_param *part, const fp_gradients *gradients, int how_far)
+fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
-    fp_root *run = step->run;
-    part->deferred = 0;
-    fp_flat_buffer_note_trained(part->flat, fp_flat_param_items(part->owners), PyTuple_GET_SIZE(part->owners));
-    if (fp_reduction_take(step, part) < 0 || /* of another graph in this pass */
+    fp_root *root = unit->root;
+    flat_param->deferred = 0;
+    fp_flat_buffer_note_trained(flat_param->flat, fp_flat_param_items(flat_param->owners),
+                                PyTuple_GET_SIZE(flat_param->owners));
+    if (fp_reduction_take(unit, flat_param) < 0 || /* of another graph in this pass */
         (how_far == FP_REDUCE_OUTER &&
-         (advance_previous(step) < 0 || advance(step) < 0)) || /* they go over the same group */
-        fp_flat_buffer_reduce(part->flat, gradients, part->master, fp_unit_collectives(step), how_far) < 0 ||
-        advance_previous(step) < 0) {
+         (advance_previous(unit) < 0 || advance(unit) < 0)) || /* they go over the same group */
+        fp_flat_buffer_reduce(flat_param->flat, gradients, flat_param->master, fp_unit_collectives(unit), how_far) <
+            0 ||
+        advance_previous(unit) < 0) {
         return -1;
     }
-    run->reductions++;
-    if (run->reducing != step) {
-        run->halfway = run->reducing;
-        run->reducing = step;
+    root->reductions++;
+    if (root->reducing != unit) {
+        root->halfway = root->reducing;
+        root->reducing = unit;
     }
     return 0;
 }

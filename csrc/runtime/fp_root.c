@@ -11,7 +11,7 @@
 #include "runtime/fp_model_trace.h"
 
 static PyObject *
-run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"backward_prefetch", "forward_prefetch", "collectives", "watched", "find_tensors", NULL};
     PyObject *collectives, *watched, *find_tensors;
@@ -27,65 +27,65 @@ run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             return NULL;
         }
     }
-    fp_root *run = (fp_root *)type->tp_alloc(type, 0);
-    if (run == NULL) {
+    fp_root *root = (fp_root *)type->tp_alloc(type, 0);
+    if (root == NULL) {
         return NULL;
     }
-    run->collectives = Py_NewRef(collectives);
-    run->watched = Py_NewRef(watched);
-    run->find_tensors = Py_NewRef(find_tensors);
-    run->backward_prefetch = backward_prefetch;
-    run->forward_prefetch = forward_prefetch;
-    run->synchronize = 1;
-    run->followers = PyTuple_New(0);
-    run->ref = fp_params_ref_new(run, "the model", &fp_backward_root_calls);
-    run->lock = PyThread_allocate_lock();
-    if (run->lock == NULL && !PyErr_Occurred()) {
+    root->collectives = Py_NewRef(collectives);
+    root->watched = Py_NewRef(watched);
+    root->find_tensors = Py_NewRef(find_tensors);
+    root->backward_prefetch = backward_prefetch;
+    root->forward_prefetch = forward_prefetch;
+    root->synchronize = 1;
+    root->model_traces = PyTuple_New(0);
+    root->ref = fp_params_ref_new(root, "the model", &fp_backward_root_calls);
+    root->lock = PyThread_allocate_lock();
+    if (root->lock == NULL && !PyErr_Occurred()) {
         PyErr_NoMemory();
     }
-    if (run->followers == NULL || run->ref == NULL || run->lock == NULL) {
-        Py_CLEAR(run);
+    if (root->model_traces == NULL || root->ref == NULL || root->lock == NULL) {
+        Py_CLEAR(root);
     }
-    return (PyObject *)run;
+    return (PyObject *)root;
 }
 
 static int
-run_traverse(PyObject *self, visitproc visit, void *arg)
+root_traverse(PyObject *self, visitproc visit, void *arg)
 {
-    fp_root *run = (fp_root *)self;
+    fp_root *root = (fp_root *)self;
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(run->collectives);
-    Py_VISIT(run->watched);
-    Py_VISIT(run->find_tensors);
-    Py_VISIT(run->followers);
-    Py_VISIT(run->error);
-    return fp_consensus_traverse(run, visit, arg);
+    Py_VISIT(root->collectives);
+    Py_VISIT(root->watched);
+    Py_VISIT(root->find_tensors);
+    Py_VISIT(root->model_traces);
+    Py_VISIT(root->error);
+    return fp_consensus_traverse(root, visit, arg);
 }
 
 static int
-run_clear(PyObject *self)
+root_clear(PyObject *self)
 {
     fp_consensus_drop((fp_root *)self);
     return 0; /* its members refer to functions and settings: other cycles are broken at the units */
 }
 
 static void
-run_dealloc(PyObject *self)
+root_dealloc(PyObject *self)
 {
-    fp_root *run = (fp_root *)self;
+    fp_root *root = (fp_root *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    fp_params_ref_drop(run->ref);
-    Py_CLEAR(run->collectives);
-    Py_CLEAR(run->watched);
-    Py_CLEAR(run->find_tensors);
-    Py_CLEAR(run->followers);
-    fp_consensus_drop(run);
-    fp_free(run->steps);
-    fp_free(run->line);
-    fp_free(run->order);
-    if (run->lock != NULL) {
-        PyThread_free_lock(run->lock);
+    fp_params_ref_drop(root->ref);
+    Py_CLEAR(root->collectives);
+    Py_CLEAR(root->watched);
+    Py_CLEAR(root->find_tensors);
+    Py_CLEAR(root->model_traces);
+    fp_consensus_drop(root);
+    fp_free(root->units);
+    fp_free(root->line);
+    fp_free(root->order);
+    if (root->lock != NULL) {
+        PyThread_free_lock(root->lock);
     }
     type->tp_free(self);
     Py_DECREF(type);
@@ -93,67 +93,67 @@ run_dealloc(PyObject *self)
 
 /* tell(followers) */
 static PyObject *
-run_tell(PyObject *self, PyObject *followers)
+root_tell(PyObject *self, PyObject *model_traces)
 {
-    int fits = PyTuple_Check(followers);
-    for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(followers); i++) {
-        fits = fp_model_trace_check(PyTuple_GET_ITEM(followers, i));
+    int fits = PyTuple_Check(model_traces);
+    for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(model_traces); i++) {
+        fits = fp_model_trace_check(PyTuple_GET_ITEM(model_traces, i));
     }
     if (!fits) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple of ModelTrace");
         return NULL;
     }
-    Py_SETREF(((fp_root *)self)->followers, Py_NewRef(followers));
+    Py_SETREF(((fp_root *)self)->model_traces, Py_NewRef(model_traces));
     Py_RETURN_NONE;
 }
 
 static PyObject *
-run_recover(PyObject *self, PyObject *ignored)
+root_recover(PyObject *self, PyObject *ignored)
 {
     return fp_iteration_recover((fp_root *)self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-run_refresh(PyObject *self, PyObject *ignored)
+root_refresh(PyObject *self, PyObject *ignored)
 {
-    fp_root *run = (fp_root *)self;
-    if (run->in_backward || run->depth > 0) {
+    fp_root *root = (fp_root *)self;
+    if (root->in_backward || root->depth > 0) {
         PyErr_SetString(PyExc_RuntimeError, "refresh: expected no forward or backward to be under way");
         return NULL;
     }
-    Py_INCREF(run);
-    const int status = fp_iteration_refresh(run);
-    Py_DECREF(run);
+    Py_INCREF(root);
+    const int status = fp_iteration_refresh(root);
+    Py_DECREF(root);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-run_state(PyObject *self, void *ignored)
+root_state(PyObject *self, void *ignored)
 {
-    const fp_root *run = (fp_root *)self;
-    const int runs = fp_graph_task() >= 0 || fp_graph_is_running(run->ref);
-    const char *state = run->in_backward ? (runs ? "BACKWARD" : "INTERRUPTED") : run->depth > 0 ? "FORWARD" : "IDLE";
+    const fp_root *root = (fp_root *)self;
+    const int runs = fp_graph_task() >= 0 || fp_graph_is_running(root->ref);
+    const char *state = root->in_backward ? (runs ? "BACKWARD" : "INTERRUPTED") : root->depth > 0 ? "FORWARD" : "IDLE";
     return PyUnicode_FromString(state);
 }
 
-static PyMethodDef run_methods[] = {
-    {"tell", run_tell, METH_O,
+static PyMethodDef root_methods[] = {
+    {"tell", root_tell, METH_O,
      "tell($self, followers, /)\n--\n\nFrom now on tell these, a tuple of ModelTrace, where passes begin and end."},
-    {"recover", run_recover, METH_NOARGS,
+    {"recover", root_recover, METH_NOARGS,
      "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
      "then."},
-    {"refresh", run_refresh, METH_NOARGS,
+    {"refresh", root_refresh, METH_NOARGS,
      "refresh($self, /)\n--\n\nGather from the shards what is out of date of the units that keep a copy. A collective "
      "call."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef run_getset[] = {
-    {"state", run_state, NULL, "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception ended a backward pass.", NULL},
+static PyGetSetDef root_getset[] = {
+    {"state", root_state, NULL, "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception ended a backward pass.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMemberDef run_members[] = {
+static PyMemberDef root_members[] = {
     {"blocks", T_INT, offsetof(fp_root, blocks), 0, "How many blocks of no_sync are open."},
     {"synchronize", T_INT, offsetof(fp_root, synchronize), 0, "0: gradients are kept and not reduced."},
     {"always_python", T_INT, offsetof(fp_root, always_python), 0, "1: every collective goes through collectives."},
@@ -164,37 +164,37 @@ static PyMemberDef run_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot run_slots[] = {
+static PyType_Slot root_slots[] = {
     {Py_tp_doc,
      "Root(backward_prefetch, forward_prefetch, collectives, watched, find_tensors)\n--\n\n"
      "What the units of one tree share: the pass that is under way and its order.\n\n"
      "backward_prefetch: 0 none, 1 before a unit's backward, 2 after it; watched: ((dict, name, function), ...):\n"
      "collectives go through the object collectives once one of them is another function."},
-    {Py_tp_new, run_new},
-    {Py_tp_dealloc, run_dealloc},
-    {Py_tp_traverse, run_traverse},
-    {Py_tp_clear, run_clear},
-    {Py_tp_methods, run_methods},
-    {Py_tp_getset, run_getset},
-    {Py_tp_members, run_members},
+    {Py_tp_new, root_new},
+    {Py_tp_dealloc, root_dealloc},
+    {Py_tp_traverse, root_traverse},
+    {Py_tp_clear, root_clear},
+    {Py_tp_methods, root_methods},
+    {Py_tp_getset, root_getset},
+    {Py_tp_members, root_members},
     {0, NULL},
 };
 
-static PyType_Spec run_spec = {
+static PyType_Spec root_spec = {
     .name = "flatparam._C.Root",
     .basicsize = sizeof(fp_root),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = run_slots,
+    .slots = root_slots,
 };
 
 PyObject *
 fp_root_type_new(PyObject *module)
 {
-    return PyType_FromModuleAndSpec(module, &run_spec, NULL);
+    return PyType_FromModuleAndSpec(module, &root_spec, NULL);
 }
 
 int
 fp_root_check(PyObject *object)
 {
-    return fp_is_of(object, run_dealloc);
+    return fp_is_of(object, root_dealloc);
 }

@@ -16,7 +16,7 @@ typedef struct {
     PyObject *failed;  /* failed(message) */
     int broken;        /* the ranks do not agree */
     int always;        /* the others are asked before each event */
-} order_object;
+} trace_object;
 
 static int
 call(PyObject *function, PyObject *args)
@@ -28,7 +28,7 @@ call(PyObject *function, PyObject *args)
 }
 
 static int
-note(order_object *self, uint64_t event, int new_pass)
+note(trace_object *self, uint64_t event, int new_pass)
 {
     fp_trace_verdict verdict;
     const int64_t index = fp_trace_count(self->order);
@@ -54,20 +54,20 @@ note(order_object *self, uint64_t event, int new_pass)
 int
 fp_trace_note_event(PyObject *order, uint64_t event, int new_pass)
 {
-    return note((order_object *)order, event, new_pass);
+    return note((trace_object *)order, event, new_pass);
 }
 
 int
 fp_trace_note_wait(PyObject *order)
 {
-    return call(((order_object *)order)->waiting, PyTuple_New(0));
+    return call(((trace_object *)order)->waiting, PyTuple_New(0));
 }
 
 int
 fp_trace_note_failure(PyObject *order, const char *message)
 {
     PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
-    const int status = text == NULL ? -1 : call(((order_object *)order)->failed, PyTuple_Pack(1, text));
+    const int status = text == NULL ? -1 : call(((trace_object *)order)->failed, PyTuple_Pack(1, text));
     Py_XDECREF(text);
     return status;
 }
@@ -75,13 +75,13 @@ fp_trace_note_failure(PyObject *order, const char *message)
 int
 fp_trace_is_broken(PyObject *order)
 {
-    return ((order_object *)order)->broken;
+    return ((trace_object *)order)->broken;
 }
 
 /* ---- the type ---- */
 
 static PyObject *
-order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"agree", "waiting", "failed", NULL};
     PyObject *agree, *waiting_function, *failed;
@@ -89,7 +89,7 @@ order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &failed)) {
         return NULL;
     }
-    order_object *self = (order_object *)type->tp_alloc(type, 0);
+    trace_object *self = (trace_object *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -105,9 +105,9 @@ order_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static int
-order_traverse(PyObject *object, visitproc visit, void *arg)
+trace_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    order_object *self = (order_object *)object;
+    trace_object *self = (trace_object *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->agree);
     Py_VISIT(self->waiting);
@@ -116,9 +116,9 @@ order_traverse(PyObject *object, visitproc visit, void *arg)
 }
 
 static int
-order_clear(PyObject *object)
+trace_clear(PyObject *object)
 {
-    order_object *self = (order_object *)object;
+    trace_object *self = (trace_object *)object;
     Py_CLEAR(self->agree);
     Py_CLEAR(self->waiting);
     Py_CLEAR(self->failed);
@@ -126,12 +126,12 @@ order_clear(PyObject *object)
 }
 
 static void
-order_dealloc(PyObject *object)
+trace_dealloc(PyObject *object)
 {
-    order_object *self = (order_object *)object;
+    trace_object *self = (trace_object *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    (void)order_clear(object);
+    (void)trace_clear(object);
     fp_trace_free(self->order);
     type->tp_free(object);
     Py_DECREF(type);
@@ -140,17 +140,17 @@ order_dealloc(PyObject *object)
 int
 fp_trace_check(PyObject *object)
 {
-    return fp_is_of(object, order_dealloc);
+    return fp_is_of(object, trace_dealloc);
 }
 
 /* note(event, new_pass) */
 static PyObject *
-order_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+trace_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t event;
     int new_pass;
     if (fp_check_nargs("note", nargs, 2) < 0 || fp_as_int64(args[0], &event) < 0 ||
-        fp_as_bool(args[1], &new_pass) < 0 || note((order_object *)object, (uint64_t)event, new_pass) < 0) {
+        fp_as_bool(args[1], &new_pass) < 0 || note((trace_object *)object, (uint64_t)event, new_pass) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -158,7 +158,7 @@ order_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 
 /* at(index) */
 static PyObject *
-order_at(PyObject *object, PyObject *argument)
+trace_at(PyObject *object, PyObject *argument)
 {
     int64_t index;
     uint64_t event;
@@ -166,44 +166,44 @@ order_at(PyObject *object, PyObject *argument)
     if (fp_as_int64(argument, &index) < 0) {
         return NULL;
     }
-    if (!fp_trace_at(((order_object *)object)->order, index, &event, &new_pass)) {
+    if (!fp_trace_at(((trace_object *)object)->order, index, &event, &new_pass)) {
         Py_RETURN_NONE;
     }
     return Py_BuildValue("KO", (unsigned long long)event, new_pass ? Py_True : Py_False);
 }
 
 static PyObject *
-order_count(PyObject *object, void *ignored)
+trace_count(PyObject *object, void *ignored)
 {
-    return PyLong_FromLongLong(fp_trace_count(((order_object *)object)->order));
+    return PyLong_FromLongLong(fp_trace_count(((trace_object *)object)->order));
 }
 
 static PyObject *
-order_passes(PyObject *object, void *ignored)
+trace_passes(PyObject *object, void *ignored)
 {
-    return PyLong_FromLongLong(fp_trace_passes(((order_object *)object)->order));
+    return PyLong_FromLongLong(fp_trace_passes(((trace_object *)object)->order));
 }
 
-static PyMethodDef order_methods[] = {
-    {"note", FP_FASTCALL(order_note), METH_FASTCALL,
+static PyMethodDef trace_methods[] = {
+    {"note", FP_FASTCALL(trace_note), METH_FASTCALL,
      "note($self, event, new_pass, /)\n--\n\nAn event comes: ask the other ranks, unless all expect it."},
-    {"at", order_at, METH_O, "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
+    {"at", trace_at, METH_O, "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef order_getset[] = {
-    {"count", order_count, NULL, "Events so far.", NULL},
-    {"passes", order_passes, NULL, "Passes that they began.", NULL},
+static PyGetSetDef trace_getset[] = {
+    {"count", trace_count, NULL, "Events so far.", NULL},
+    {"passes", trace_passes, NULL, "Passes that they began.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMemberDef order_members[] = {
-    {"broken", T_INT, offsetof(order_object, broken), 0, "1: the ranks do not agree; each event asks then."},
-    {"always", T_INT, offsetof(order_object, always), 0, "1: each event asks, expected or not."},
+static PyMemberDef trace_members[] = {
+    {"broken", T_INT, offsetof(trace_object, broken), 0, "1: the ranks do not agree; each event asks then."},
+    {"always", T_INT, offsetof(trace_object, always), 0, "1: each event asks, expected or not."},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot order_slots[] = {
+static PyType_Slot trace_slots[] = {
     {Py_tp_doc, "CollectiveTrace(agree, waiting, failed)\n--\n\n"
                 "The collectives over one group, in the order of this process.\n\n"
                 "agree(index, event, new_pass, alone) is called before one that was not to be expected; alone: 1 if "
@@ -211,25 +211,25 @@ static PyType_Slot order_slots[] = {
                 "as expected do not call it, 2 if this rank did. waiting() is called a few times a second while one is "
                 "waited for,\n"
                 "failed(message) when one has failed."},
-    {Py_tp_new, order_new},
-    {Py_tp_dealloc, order_dealloc},
-    {Py_tp_traverse, order_traverse},
-    {Py_tp_clear, order_clear},
-    {Py_tp_methods, order_methods},
-    {Py_tp_getset, order_getset},
-    {Py_tp_members, order_members},
+    {Py_tp_new, trace_new},
+    {Py_tp_dealloc, trace_dealloc},
+    {Py_tp_traverse, trace_traverse},
+    {Py_tp_clear, trace_clear},
+    {Py_tp_methods, trace_methods},
+    {Py_tp_getset, trace_getset},
+    {Py_tp_members, trace_members},
     {0, NULL},
 };
 
-static PyType_Spec order_spec = {
+static PyType_Spec trace_spec = {
     .name = "flatparam._C.CollectiveTrace",
-    .basicsize = sizeof(order_object),
+    .basicsize = sizeof(trace_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = order_slots,
+    .slots = trace_slots,
 };
 
 PyObject *
 fp_trace_type_new(PyObject *module)
 {
-    return PyType_FromModuleAndSpec(module, &order_spec, NULL);
+    return PyType_FromModuleAndSpec(module, &trace_spec, NULL);
 }

@@ -9,7 +9,7 @@
 PyObject *fp_trace_type_new(PyObject *module);
 int fp_trace_check(PyObject *object); /* whether it is one */
 
-/* The following are of an Order. An event comes; one is waited for, again; one has failed; whether those under
+/* The following are of a CollectiveTrace. An event comes; one is waited for, again; one has failed; whether those under
  * way may never end. */
 int fp_trace_note_event(PyObject *order, uint64_t event, int new_pass);
 int fp_trace_note_wait(PyObject *order);

@@ -4,17 +4,17 @@
 int64_t fp_optimizer_steps;
 
 PyObject *
-fp_unit_collectives(const fp_unit *step)
+fp_unit_collectives(const fp_unit *unit)
 {
-    return step->run->through_python ? step->run->collectives : NULL;
+    return unit->root->through_python ? unit->root->collectives : NULL;
 }
 
 PyObject *
-fp_root_units(const fp_root *run)
+fp_root_units(const fp_root *root)
 {
-    PyObject *units = PyTuple_New(run->n_steps);
-    for (Py_ssize_t s = 0; units != NULL && s < run->n_steps; s++) {
-        PyTuple_SET_ITEM(units, s, Py_NewRef(run->steps[s]));
+    PyObject *units = PyTuple_New(root->n_units);
+    for (Py_ssize_t s = 0; units != NULL && s < root->n_units; s++) {
+        PyTuple_SET_ITEM(units, s, Py_NewRef(root->units[s]));
     }
     return units;
 }

@@ -17,7 +17,7 @@ struct fp_unit;
 /* What ranks tell each other of the units that are spread over one group. */
 typedef struct {
     fp_sum *sum;            /* NULL: it was read */
-    struct fp_unit **steps; /* owned references; the same on all ranks of the group, in one order */
+    struct fp_unit **units; /* owned references; the same on all ranks of the group, in one order */
     Py_ssize_t n, n_flags;
     int32_t *flags;
     int rank, ranks; /* ours in the group, and how many there are */
@@ -29,9 +29,9 @@ typedef struct {
     PyObject *collectives;  /* does collectives in Python's way */
     PyObject *watched;      /* ((dict, name, function), ...): Python's way is taken once one of them was replaced */
     PyObject *find_tensors; /* finds the tensors in an output of any type */
-    PyObject *followers;    /* tuple of ModelTrace: of the groups that the units are spread over */
-    struct fp_unit **steps; /* all units, borrowed: a unit that goes takes itself out; in the order they joined */
-    Py_ssize_t n_steps;
+    PyObject *model_traces; /* tuple of ModelTrace: of the groups that the units are spread over */
+    struct fp_unit **units; /* all units, borrowed: a unit that goes takes itself out; in the order they joined */
+    Py_ssize_t n_units;
     struct fp_unit **order; /* units by the end of their forward in this pass, borrowed; NULL: it is gone */
     Py_ssize_t n_order, room_order;
     struct fp_unit *last_forward, *last_refreshed; /* borrowed; see prefetch_forward */
@@ -58,7 +58,7 @@ typedef struct {
     fp_exchange *exchanges;  /* of this backward, one for each group */
     Py_ssize_t n_exchanges;
     PyObject *error;                  /* what is raised when this backward ends, on all ranks; or NULL */
-    const struct fp_unit *error_step; /* which that is of, borrowed */
+    const struct fp_unit *error_unit; /* which that is of, borrowed */
     int64_t pass;
     int64_t gathers, refreshes, reductions; /* how many there were: for tests and plans; refreshes: gathers of shards */
 } fp_root;
@@ -66,26 +66,27 @@ typedef struct {
 /* One unit: _C.Unit. */
 typedef struct fp_unit {
     PyObject_HEAD
-    fp_root *run;    /* owned, or NULL before the unit has joined one */
+    fp_root *root;   /* owned, or NULL before the unit has joined one */
     PyObject *name;  /* str */
     PyObject *moved; /* called when parameters are not where they were put */
     PyObject *reason;
-    PyObject *opaque;  /* the same, when its last output had no tensor that was found; or NULL */
-    PyObject *reduced; /* called with the index of a part whose gradient is reduced and in .grad; or None, NULL */
-    fp_flat_param *parts;
-    Py_ssize_t n_parts;
+    PyObject *opaque; /* the same, when its last output had no tensor that was found; or NULL */
+    PyObject
+        *reduced; /* called with the index of a flat parameter whose gradient is reduced and in .grad; or None, NULL */
+    fp_flat_param *flat_params;
+    Py_ssize_t n_flat_params;
     struct fp_unit *next_forward;   /* borrowed: whose forward came next the last time */
     struct fp_unit *next_refreshed; /* borrowed: the same of those that were out of date */
     fp_params_ref *ref;
     int reshard_after_forward;
-    int sharded;         /* some part is spread over ranks */
-    int copied;          /* so is what parts gather from until the masters change, or it stays full */
+    int sharded;         /* some flat parameter is spread over ranks */
+    int copied;          /* so is what flat parameters gather from until the masters change, or it stays full */
     int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
     int doubted;         /* copied: the next pass compares the masters with what it would gather from */
     int64_t stale_pass;  /* the last pass that began so */
     Py_ssize_t depth;    /* forwards of this unit that are under way */
     int gathering;       /* gathers were started and not waited for */
-    int full;            /* all parts are */
+    int full;            /* all flat parameters are */
     Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
     int keep;            /* what a no_sync backward left full is good until the next optimizer step */
     int awaits_backward; /* an output has a hook that has not run */
@@ -103,7 +104,7 @@ enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
 extern int64_t fp_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
 
-PyObject *fp_root_units(const fp_root *run);        /* tuple of all units, for loops in which one may take itself out */
-PyObject *fp_unit_collectives(const fp_unit *step); /* what does collectives in Python's way; NULL: nobody */
+PyObject *fp_root_units(const fp_root *root);       /* tuple of all units, for loops in which one may take itself out */
+PyObject *fp_unit_collectives(const fp_unit *unit); /* what does collectives in Python's way; NULL: nobody */
 
 #endif

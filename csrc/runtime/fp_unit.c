@@ -16,61 +16,61 @@
 /* ---- construction ---- */
 
 static PyObject *
-step_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"name", "parts", "reshard_after_forward", "moved", "reason", NULL};
-    PyObject *name, *parts, *moved, *reason;
+    PyObject *name, *flat_params, *moved, *reason;
     int reshard_after_forward;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UO!pOU:Unit", keywords, &name, &PyTuple_Type, &parts,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UO!pOU:Unit", keywords, &name, &PyTuple_Type, &flat_params,
                                      &reshard_after_forward, &moved, &reason)) {
         return NULL;
     }
-    fp_unit *step = (fp_unit *)type->tp_alloc(type, 0);
-    if (step == NULL) {
+    fp_unit *unit = (fp_unit *)type->tp_alloc(type, 0);
+    if (unit == NULL) {
         return NULL;
     }
-    PyObject_GC_UnTrack(step); /* nobody finds it before it is complete */
-    step->name = Py_NewRef(name);
-    step->moved = Py_NewRef(moved);
-    step->reason = Py_NewRef(reason);
-    step->reshard_after_forward = reshard_after_forward;
-    step->task = -1;
-    step->position = -1;
-    step->parts = fp_calloc((size_t)PyTuple_GET_SIZE(parts), sizeof *step->parts);
-    if (step->parts == NULL) {
+    PyObject_GC_UnTrack(unit); /* nobody finds it before it is complete */
+    unit->name = Py_NewRef(name);
+    unit->moved = Py_NewRef(moved);
+    unit->reason = Py_NewRef(reason);
+    unit->reshard_after_forward = reshard_after_forward;
+    unit->task = -1;
+    unit->position = -1;
+    unit->flat_params = fp_calloc((size_t)PyTuple_GET_SIZE(flat_params), sizeof *unit->flat_params);
+    if (unit->flat_params == NULL) {
         PyErr_NoMemory();
         goto fail;
     }
     const char *text = PyUnicode_AsUTF8(name);
-    step->ref = text == NULL ? NULL : fp_params_ref_new(step, text, &fp_backward_unit_calls);
-    if (step->ref == NULL) {
+    unit->ref = text == NULL ? NULL : fp_params_ref_new(unit, text, &fp_backward_unit_calls);
+    if (unit->ref == NULL) {
         goto fail;
     }
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(parts); k++) {
-        step->n_parts++;
-        if (fp_flat_param_read(&step->parts[k], PyTuple_GET_ITEM(parts, k)) < 0) {
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(flat_params); k++) {
+        unit->n_flat_params++;
+        if (fp_flat_param_read(&unit->flat_params[k], PyTuple_GET_ITEM(flat_params, k)) < 0) {
             goto fail;
         }
-        step->sharded = step->sharded || step->parts[k].shard_group != NULL;
-        step->copied = step->copied || step->parts[k].copied;
+        unit->sharded = unit->sharded || unit->flat_params[k].shard_group != NULL;
+        unit->copied = unit->copied || unit->flat_params[k].copied;
     }
-    PyObject_GC_Track(step);
-    return (PyObject *)step;
+    PyObject_GC_Track(unit);
+    return (PyObject *)unit;
 fail:
-    Py_DECREF(step);
+    Py_DECREF(unit);
     return NULL;
 }
 
 static int
-step_traverse(PyObject *self, visitproc visit, void *arg)
+unit_traverse(PyObject *self, visitproc visit, void *arg)
 {
-    fp_unit *step = (fp_unit *)self;
+    fp_unit *unit = (fp_unit *)self;
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(step->run);
-    Py_VISIT(step->moved);
-    Py_VISIT(step->reduced);
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        const int status = fp_flat_param_traverse(&step->parts[k], visit, arg);
+    Py_VISIT(unit->root);
+    Py_VISIT(unit->moved);
+    Py_VISIT(unit->reduced);
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        const int status = fp_flat_param_traverse(&unit->flat_params[k], visit, arg);
         if (status != 0) {
             return status;
         }
@@ -79,45 +79,45 @@ step_traverse(PyObject *self, visitproc visit, void *arg)
 }
 
 static int
-step_clear(PyObject *self)
+unit_clear(PyObject *self)
 {
-    fp_unit *step = (fp_unit *)self;
-    fp_iteration_leave_root(step);
-    Py_CLEAR(step->moved);
-    Py_CLEAR(step->reduced);
-    return 0; /* parts stay usable for hooks until the end */
+    fp_unit *unit = (fp_unit *)self;
+    fp_iteration_leave_root(unit);
+    Py_CLEAR(unit->moved);
+    Py_CLEAR(unit->reduced);
+    return 0; /* flat parameters stay usable for hooks until the end */
 }
 
 /* As autograd keeps parameters: a graph that waits for its backward has the unit until it is gone. */
 static void
-step_finalize(PyObject *self)
+unit_finalize(PyObject *self)
 {
-    fp_unit *step = (fp_unit *)self;
-    if (step->ref != NULL && step->run != NULL) {
-        (void)fp_params_ref_keep(step->ref, self);
+    fp_unit *unit = (fp_unit *)self;
+    if (unit->ref != NULL && unit->root != NULL) {
+        (void)fp_params_ref_keep(unit->ref, self);
     }
 }
 
 static void
-step_dealloc(PyObject *self)
+unit_dealloc(PyObject *self)
 {
-    fp_unit *step = (fp_unit *)self;
+    fp_unit *unit = (fp_unit *)self;
     PyTypeObject *type = Py_TYPE(self);
     if (PyObject_CallFinalizerFromDealloc(self) < 0) {
         return;
     }
     PyObject_GC_UnTrack(self);
-    fp_params_ref_drop(step->ref);
-    fp_iteration_leave_root(step);
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        fp_flat_param_free(&step->parts[k]);
+    fp_params_ref_drop(unit->ref);
+    fp_iteration_leave_root(unit);
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_param_free(&unit->flat_params[k]);
     }
-    fp_free(step->parts);
-    Py_CLEAR(step->name);
-    Py_CLEAR(step->moved);
-    Py_CLEAR(step->reduced);
-    Py_CLEAR(step->reason);
-    Py_CLEAR(step->opaque);
+    fp_free(unit->flat_params);
+    Py_CLEAR(unit->name);
+    Py_CLEAR(unit->moved);
+    Py_CLEAR(unit->reduced);
+    Py_CLEAR(unit->reason);
+    Py_CLEAR(unit->opaque);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -125,40 +125,40 @@ step_dealloc(PyObject *self)
 /* ---- methods ---- */
 
 static PyObject *
-step_join(PyObject *self, PyObject *run_object)
+unit_join(PyObject *self, PyObject *root_object)
 {
-    fp_unit *step = (fp_unit *)self;
-    if (!fp_root_check(run_object)) {
-        PyErr_Format(PyExc_TypeError, "expected a Root, got %.200s", Py_TYPE(run_object)->tp_name);
+    fp_unit *unit = (fp_unit *)self;
+    if (!fp_root_check(root_object)) {
+        PyErr_Format(PyExc_TypeError, "expected a Root, got %.200s", Py_TYPE(root_object)->tp_name);
         return NULL;
     }
-    fp_root *run = (fp_root *)run_object;
-    if (step->run == run) {
+    fp_root *root = (fp_root *)root_object;
+    if (unit->root == root) {
         Py_RETURN_NONE;
     }
-    if (step->depth > 0 || (step->run != NULL && step->run->in_backward)) {
-        PyErr_Format(PyExc_RuntimeError, "%U cannot join another model in the middle of a pass", step->name);
+    if (unit->depth > 0 || (unit->root != NULL && unit->root->in_backward)) {
+        PyErr_Format(PyExc_RuntimeError, "%U cannot join another model in the middle of a pass", unit->name);
         return NULL;
     }
-    fp_unit **steps = fp_calloc((size_t)run->n_steps + 1, sizeof *steps);
-    if (steps == NULL) {
+    fp_unit **units = fp_calloc((size_t)root->n_units + 1, sizeof *units);
+    if (units == NULL) {
         return PyErr_NoMemory();
     }
-    if (fp_reduce_order_join(run, step) < 0) {
-        fp_free(steps);
+    if (fp_reduce_order_join(root, unit) < 0) {
+        fp_free(units);
         return NULL;
     }
-    fp_iteration_leave_root(step);
-    for (Py_ssize_t s = 0; s < run->n_steps; s++) {
-        steps[s] = run->steps[s];
+    fp_iteration_leave_root(unit);
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        units[s] = root->units[s];
     }
-    steps[run->n_steps++] = step;
-    fp_free(run->steps);
-    run->steps = steps;
-    step->run = (fp_root *)Py_NewRef(run);
-    step->full_pass = step->entered_pass = -1;
-    step->keep = 0;
-    run->copies = run->copies || step->copied;
+    units[root->n_units++] = unit;
+    fp_free(root->units);
+    root->units = units;
+    unit->root = (fp_root *)Py_NewRef(root);
+    unit->full_pass = unit->entered_pass = -1;
+    unit->keep = 0;
+    root->copies = root->copies || unit->copied;
     Py_RETURN_NONE;
 }
 
@@ -166,16 +166,16 @@ step_join(PyObject *self, PyObject *run_object)
  * it; and these once more for a further follower that is told of it. */
 enum { GROUPS = 4 };
 static PyObject *
-step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_unit *step = (fp_unit *)self;
+    fp_unit *unit = (fp_unit *)self;
     int64_t which, number;
     int sliced;
     if (fp_check_nargs("follow", nargs, 4) < 0 || fp_as_int64(args[0], &which) < 0 ||
         fp_as_int64(args[2], &number) < 0 || fp_as_bool(args[3], &sliced) < 0) {
         return NULL;
     }
-    if (which < 0 || which >= GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - step->n_parts) {
+    if (which < 0 || which >= GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - unit->n_flat_params) {
         PyErr_Format(PyExc_ValueError, "expected a group from 0 to 7 and a number of 32 bits, got %lld and %lld",
                      (long long)which, (long long)number);
         return NULL;
@@ -184,9 +184,10 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_Format(PyExc_TypeError, "expected a ModelTrace, got %.200s", Py_TYPE(args[1])->tp_name);
         return NULL;
     }
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        const fp_flat_param *part = &step->parts[k];
-        fp_group *const groups[] = {part->shard_group, part->replicate_group, part->param_group, part->refresh_group};
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        const fp_flat_param *flat_param = &unit->flat_params[k];
+        fp_group *const groups[] = {flat_param->shard_group, flat_param->replicate_group, flat_param->param_group,
+                                    flat_param->refresh_group};
         fp_group *group = groups[which % GROUPS];
         if (group != NULL) {
             fp_group_watch(group, (int)(which / GROUPS), args[1], &fp_model_trace_calls, (uint32_t)(number + k),
@@ -197,7 +198,7 @@ step_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-step_pre_forward(PyObject *self, PyObject *ignored)
+unit_pre_forward(PyObject *self, PyObject *ignored)
 {
     fp_range *range = fp_range_begin("pre_forward", ((fp_unit *)self)->name);
     PyObject *result = fp_forward_pre(self, ignored);
@@ -206,7 +207,7 @@ step_pre_forward(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
-step_post_forward(PyObject *self, PyObject *output)
+unit_post_forward(PyObject *self, PyObject *output)
 {
     fp_range *range = fp_range_begin("post_forward", ((fp_unit *)self)->name);
     PyObject *result = fp_forward_post(self, output);
@@ -215,18 +216,18 @@ step_post_forward(PyObject *self, PyObject *output)
 }
 
 static PyObject *
-step_release(PyObject *self, PyObject *ignored)
+unit_release(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    return fp_unshard_release(step) < 0 || fp_unshard_show_params(step) < 0 ? NULL : Py_NewRef(Py_None);
+    fp_unit *unit = (fp_unit *)self;
+    return fp_unshard_release(unit) < 0 || fp_unshard_show_params(unit) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-step_make_views(PyObject *self, PyObject *ignored)
+unit_make_views(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (fp_unshard_make_views(step, k) < 0) {
+    fp_unit *unit = (fp_unit *)self;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        if (fp_unshard_make_views(unit, k) < 0) {
             return NULL;
         }
     }
@@ -235,17 +236,17 @@ step_make_views(PyObject *self, PyObject *ignored)
 
 /* put(views): let the modules have the views, or the original parameters, whatever they have now. */
 static PyObject *
-step_put(PyObject *self, PyObject *argument)
+unit_put(PyObject *self, PyObject *argument)
 {
-    fp_unit *step = (fp_unit *)self;
+    fp_unit *unit = (fp_unit *)self;
     int views;
     if (fp_as_bool(argument, &views) < 0) {
         return NULL;
     }
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        fp_flat_param *part = &step->parts[k];
-        if ((views ? part->views : part->params) != NULL &&
-            (fp_flat_param_show(part, views) < 0 || fp_flat_param_list_params(part) < 0)) {
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if ((views ? flat_param->views : flat_param->params) != NULL &&
+            (fp_flat_param_show(flat_param, views) < 0 || fp_flat_param_list_params(flat_param) < 0)) {
             return NULL;
         }
     }
@@ -253,166 +254,166 @@ step_put(PyObject *self, PyObject *argument)
 }
 
 static PyObject *
-step_look_over(PyObject *self, PyObject *ignored)
+unit_look_over(PyObject *self, PyObject *ignored)
 {
     return fp_unshard_look_over((fp_unit *)self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* adopt(part, index, param) */
 static PyObject *
-step_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+unit_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_unit *step = (fp_unit *)self;
+    fp_unit *unit = (fp_unit *)self;
     int64_t k, i;
     if (fp_check_nargs("adopt", nargs, 3) < 0 || fp_as_int64(args[0], &k) < 0 || fp_as_int64(args[1], &i) < 0) {
         return NULL;
     }
-    if (k < 0 || k >= step->n_parts) {
-        PyErr_Format(PyExc_IndexError, "expected a part below %zd, got %lld", step->n_parts, (long long)k);
+    if (k < 0 || k >= unit->n_flat_params) {
+        PyErr_Format(PyExc_IndexError, "expected a part below %zd, got %lld", unit->n_flat_params, (long long)k);
         return NULL;
     }
-    return fp_flat_param_adopt(&step->parts[k], (Py_ssize_t)i, args[2]) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_flat_param_adopt(&unit->flat_params[k], (Py_ssize_t)i, args[2]) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-step_is_written(PyObject *self, void *ignored)
+unit_is_written(PyObject *self, void *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
+    const fp_unit *unit = (fp_unit *)self;
     int written = 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        const fp_flat_param *part = &step->parts[k];
-        written =
-            written || (part->views != NULL && fp_flat_buffer_is_written(part->flat, fp_flat_param_items(part->views)));
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        const fp_flat_param *flat_param = &unit->flat_params[k];
+        written = written || (flat_param->views != NULL &&
+                              fp_flat_buffer_is_written(flat_param->flat, fp_flat_param_items(flat_param->views)));
     }
     return PyBool_FromLong(written);
 }
 
 static PyObject *
-step_compute_in_full(PyObject *self, PyObject *argument)
+unit_compute_in_full(PyObject *self, PyObject *argument)
 {
-    fp_unit *step = (fp_unit *)self;
+    fp_unit *unit = (fp_unit *)self;
     int in_full;
     if (fp_as_bool(argument, &in_full) < 0) {
         return NULL;
     }
-    if (step->depth > 0 || (step->run != NULL && step->run->in_backward)) {
-        PyErr_Format(PyExc_RuntimeError, "%U cannot change its precision in the middle of a pass", step->name);
+    if (unit->depth > 0 || (unit->root != NULL && unit->root->in_backward)) {
+        PyErr_Format(PyExc_RuntimeError, "%U cannot change its precision in the middle of a pass", unit->name);
         return NULL;
     }
-    if (fp_unshard_release(step) < 0 || fp_unshard_show_params(step) < 0) {
+    if (fp_unshard_release(unit) < 0 || fp_unshard_show_params(unit) < 0) {
         return NULL;
     }
-    step->full_pass = -1;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (fp_flat_buffer_wait(step->parts[k].flat) < 0) {
+    unit->full_pass = -1;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        if (fp_flat_buffer_wait(unit->flat_params[k].flat) < 0) {
             return NULL;
         }
-        fp_flat_buffer_compute_in_full(step->parts[k].flat, in_full);
+        fp_flat_buffer_compute_in_full(unit->flat_params[k].flat, in_full);
     }
     Py_RETURN_NONE;
 }
 
 static PyObject *
-step_average_elsewhere(PyObject *self, PyObject *ignored)
+unit_average_elsewhere(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        fp_flat_buffer_average_elsewhere(step->parts[k].flat);
+    fp_unit *unit = (fp_unit *)self;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_buffer_average_elsewhere(unit->flat_params[k].flat);
     }
     Py_RETURN_NONE;
 }
 
 static PyObject *
-step_invalidate(PyObject *self, PyObject *ignored)
+unit_invalidate(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    step->keep = 0;
-    step->full_pass = -1;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        step->parts[k].synced = -1;
+    fp_unit *unit = (fp_unit *)self;
+    unit->keep = 0;
+    unit->full_pass = -1;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        unit->flat_params[k].synced = -1;
     }
     Py_RETURN_NONE;
 }
 
 static PyObject *
-step_doubt(PyObject *self, PyObject *ignored)
+unit_doubt(PyObject *self, PyObject *ignored)
 {
     ((fp_unit *)self)->doubted = 1;
     Py_RETURN_NONE;
 }
 
 static PyObject *
-step_has_frozen(PyObject *self, void *ignored)
+unit_has_frozen(PyObject *self, void *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
+    const fp_unit *unit = (fp_unit *)self;
     int frozen = 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        frozen = frozen || step->parts[k].untracked;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        frozen = frozen || unit->flat_params[k].untracked;
     }
     return PyBool_FromLong(frozen);
 }
 
 static PyObject *
-step_is_partly_full(PyObject *self, void *ignored)
+unit_is_partly_full(PyObject *self, void *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
+    const fp_unit *unit = (fp_unit *)self;
     int full = 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        full = full || fp_flat_buffer_is_allocated(step->parts[k].flat);
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        full = full || fp_flat_buffer_is_allocated(unit->flat_params[k].flat);
     }
     return PyBool_FromLong(full);
 }
 
 static PyObject *
-step_unreduced(PyObject *self, void *ignored)
+unit_unreduced(PyObject *self, void *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
+    const fp_unit *unit = (fp_unit *)self;
     int unreduced = 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        unreduced = unreduced || step->parts[k].unreduced;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        unreduced = unreduced || unit->flat_params[k].unreduced;
     }
     return PyBool_FromLong(unreduced);
 }
 
 static PyObject *
-step_settle(PyObject *self, PyObject *ignored)
+unit_settle(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    const char *name = PyUnicode_AsUTF8(step->name);
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        if (name == NULL || fp_flat_param_settle(&step->parts[k], name) < 0) {
+    fp_unit *unit = (fp_unit *)self;
+    const char *name = PyUnicode_AsUTF8(unit->name);
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        if (name == NULL || fp_flat_param_settle(&unit->flat_params[k], name) < 0) {
             return NULL;
         }
     }
-    return step_unreduced(self, NULL);
+    return unit_unreduced(self, NULL);
 }
 
 static PyObject *
-step_shows_views(PyObject *self, void *ignored)
+unit_shows_views(PyObject *self, void *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
-    return PyBool_FromLong(step->n_parts > 0 && step->parts[0].shows >= FP_SHOWS_VIEWS);
+    const fp_unit *unit = (fp_unit *)self;
+    return PyBool_FromLong(unit->n_flat_params > 0 && unit->flat_params[0].shows >= FP_SHOWS_VIEWS);
 }
 
 static PyObject *
-step_views(PyObject *self, PyObject *ignored)
+unit_views(PyObject *self, PyObject *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
-    PyObject *list = PyList_New(step->n_parts);
-    for (Py_ssize_t k = 0; list != NULL && k < step->n_parts; k++) {
-        PyObject *views = step->parts[k].views;
+    const fp_unit *unit = (fp_unit *)self;
+    PyObject *list = PyList_New(unit->n_flat_params);
+    for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
+        PyObject *views = unit->flat_params[k].views;
         PyList_SET_ITEM(list, k, Py_NewRef(views == NULL ? Py_None : views));
     }
     return list;
 }
 
 static PyObject *
-step_read_kept(PyObject *self, PyObject *ignored)
+unit_read_kept(PyObject *self, PyObject *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
-    PyObject *list = PyList_New(step->n_parts);
-    for (Py_ssize_t k = 0; list != NULL && k < step->n_parts; k++) {
-        PyObject *kept = fp_flat_buffer_kept(step->parts[k].flat);
+    fp_unit *unit = (fp_unit *)self;
+    PyObject *list = PyList_New(unit->n_flat_params);
+    for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
+        PyObject *kept = fp_flat_buffer_kept(unit->flat_params[k].flat);
         if (kept == NULL) {
             Py_CLEAR(list);
         }
@@ -424,13 +425,13 @@ step_read_kept(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
-step_kept_bytes(PyObject *self, PyObject *ignored)
+unit_kept_bytes(PyObject *self, PyObject *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
+    const fp_unit *unit = (fp_unit *)self;
     int64_t device = 0, host = 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         int64_t on_device, on_host;
-        fp_flat_buffer_kept_bytes(step->parts[k].flat, &on_device, &on_host);
+        fp_flat_buffer_kept_bytes(unit->flat_params[k].flat, &on_device, &on_host);
         device += on_device;
         host += on_host;
     }
@@ -438,12 +439,12 @@ step_kept_bytes(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
-step_copies(PyObject *self, PyObject *ignored)
+unit_copies(PyObject *self, PyObject *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
-    PyObject *list = PyList_New(step->n_parts);
-    for (Py_ssize_t k = 0; list != NULL && k < step->n_parts; k++) {
-        PyObject *copy = fp_flat_buffer_copy(step->parts[k].flat);
+    const fp_unit *unit = (fp_unit *)self;
+    PyObject *list = PyList_New(unit->n_flat_params);
+    for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
+        PyObject *copy = fp_flat_buffer_copy(unit->flat_params[k].flat);
         if (copy == NULL) {
             Py_CLEAR(list);
         }
@@ -455,24 +456,24 @@ step_copies(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
-step_is_full(PyObject *self, void *ignored)
+unit_is_full(PyObject *self, void *ignored)
 {
-    const fp_unit *step = (fp_unit *)self;
-    int full = step->n_parts > 0;
-    for (Py_ssize_t k = 0; k < step->n_parts; k++) {
-        full = full && fp_flat_buffer_is_allocated(step->parts[k].flat);
+    const fp_unit *unit = (fp_unit *)self;
+    int full = unit->n_flat_params > 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        full = full && fp_flat_buffer_is_allocated(unit->flat_params[k].flat);
     }
     return PyBool_FromLong(full);
 }
 
 static PyObject *
-step_reason(PyObject *self, void *ignored)
+unit_reason(PyObject *self, void *ignored)
 {
     return Py_NewRef(((fp_unit *)self)->reason);
 }
 
 static int
-step_set_reason(PyObject *self, PyObject *reason, void *ignored)
+unit_set_reason(PyObject *self, PyObject *reason, void *ignored)
 {
     if (reason == NULL || !PyUnicode_Check(reason)) {
         PyErr_SetString(PyExc_TypeError, "expected reason to be a str");
@@ -482,9 +483,9 @@ step_set_reason(PyObject *self, PyObject *reason, void *ignored)
     return 0;
 }
 
-static PyMethodDef step_methods[] = {
-    {"join", step_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
-    {"follow", FP_FASTCALL(step_follow), METH_FASTCALL,
+static PyMethodDef unit_methods[] = {
+    {"join", unit_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
+    {"follow", FP_FASTCALL(unit_follow), METH_FASTCALL,
      "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
      "the "
      "one "
@@ -492,9 +493,9 @@ static PyMethodDef step_methods[] = {
      "it;\n4 to 7: the same for a further ModelTrace. "
      "Its parts are called number and on; sliced: tell it also "
      "while one is waited for."},
-    {"pre_forward", step_pre_forward, METH_NOARGS,
+    {"pre_forward", unit_pre_forward, METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
-    {"post_forward", step_post_forward, METH_O,
+    {"post_forward", unit_post_forward, METH_O,
      "post_forward($self, output, /)\n--\n\nPut hooks on the tensors in output, free what is not kept; returns "
      "output."},
     {"abort_forward", fp_forward_abort, METH_NOARGS,
@@ -503,55 +504,55 @@ static PyMethodDef step_methods[] = {
      "expect_inputs($self, /)\n--\n\nA forward whose inputs require grad begins; whether to call inputs_done for it."},
     {"inputs_done", fp_forward_inputs_done, METH_NOARGS,
      "inputs_done($self, /)\n--\n\nThe gradients of its inputs are there: free what is frozen."},
-    {"release", step_release, METH_NOARGS,
+    {"release", unit_release, METH_NOARGS,
      "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
-    {"make_views", step_make_views, METH_NOARGS,
+    {"make_views", unit_make_views, METH_NOARGS,
      "make_views($self, /)\n--\n\nMake the views for the shard's dtype and device; with no original parameters, let "
      "the "
      "modules have them."},
-    {"put", step_put, METH_O,
+    {"put", unit_put, METH_O,
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
-    {"look_over", step_look_over, METH_NOARGS,
+    {"look_over", unit_look_over, METH_NOARGS,
      "look_over($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put in their "
      "place, into the shards."},
-    {"adopt", FP_FASTCALL(step_adopt), METH_FASTCALL,
+    {"adopt", FP_FASTCALL(unit_adopt), METH_FASTCALL,
      "adopt($self, part, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there was."},
-    {"invalidate", step_invalidate, METH_NOARGS,
+    {"invalidate", unit_invalidate, METH_NOARGS,
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
-    {"doubt", step_doubt, METH_NOARGS,
+    {"doubt", unit_doubt, METH_NOARGS,
      "doubt($self, /)\n--\n\nThe shard may have been written without torch counting it: the next pass compares it with "
      "what it has gathered from."},
-    {"compute_in_full", step_compute_in_full, METH_O,
+    {"compute_in_full", unit_compute_in_full, METH_O,
      "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
      "precision, "
      "or again as the parts say."},
-    {"average_elsewhere", step_average_elsewhere, METH_NOARGS,
+    {"average_elsewhere", unit_average_elsewhere, METH_NOARGS,
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
-    {"views", step_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},
-    {"settle", step_settle, METH_NOARGS,
+    {"views", unit_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},
+    {"settle", unit_settle, METH_NOARGS,
      "settle($self, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has kept counts. "
      "Returns unreduced."},
-    {"kept", step_read_kept, METH_NOARGS,
+    {"kept", unit_read_kept, METH_NOARGS,
      "kept($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this rank's "
      "part of it, added over the ranks that share the parameter."},
-    {"kept_bytes", step_kept_bytes, METH_NOARGS,
+    {"kept_bytes", unit_kept_bytes, METH_NOARGS,
      "kept_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host memory."},
-    {"copies", step_copies, METH_NOARGS,
+    {"copies", unit_copies, METH_NOARGS,
      "copies($self, /)\n--\n\nThis rank's part of the copy that forward and backward gather from, for each part, or "
      "None."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyObject *
-step_name(PyObject *self, void *ignored)
+unit_name(PyObject *self, void *ignored)
 {
     return Py_NewRef(((fp_unit *)self)->name);
 }
 
 static int
-step_set_name(PyObject *self, PyObject *name, void *ignored)
+unit_set_name(PyObject *self, PyObject *name, void *ignored)
 {
-    fp_unit *step = (fp_unit *)self;
+    fp_unit *unit = (fp_unit *)self;
     if (name == NULL || !PyUnicode_Check(name) || PyUnicode_AsUTF8(name) == NULL) {
         if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_TypeError, "expected the name to be a str, got %.200s",
@@ -559,59 +560,59 @@ step_set_name(PyObject *self, PyObject *name, void *ignored)
         }
         return -1;
     }
-    Py_SETREF(step->name, Py_NewRef(name));
+    Py_SETREF(unit->name, Py_NewRef(name));
     return 0;
 }
 
-static PyGetSetDef step_getset[] = {
-    {"name", step_name, step_set_name, "What messages call the unit.", NULL},
-    {"is_full", step_is_full, NULL, "Whether the unsharded data have memory.", NULL},
-    {"is_partly_full", step_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
-    {"is_written", step_is_written, NULL,
+static PyGetSetDef unit_getset[] = {
+    {"name", unit_name, unit_set_name, "What messages call the unit.", NULL},
+    {"is_full", unit_is_full, NULL, "Whether the unsharded data have memory.", NULL},
+    {"is_partly_full", unit_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
+    {"is_written", unit_is_written, NULL,
      "Whether somebody has changed a view in place, or its data, since that was looked over.", NULL},
-    {"has_frozen", step_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
-    {"unreduced", step_unreduced, NULL,
+    {"has_frozen", unit_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
+    {"unreduced", unit_unreduced, NULL,
      "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", NULL},
-    {"reason", step_reason, step_set_reason, "What is said when freed data is used.", NULL},
-    {"shows_views", step_shows_views, NULL, "Whether the modules have the views now.", NULL},
+    {"reason", unit_reason, unit_set_reason, "What is said when freed data is used.", NULL},
+    {"shows_views", unit_shows_views, NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyMemberDef step_members[] = {
-    {"run", T_OBJECT, offsetof(fp_unit, run), READONLY, "The Root it has joined, or None."},
+static PyMemberDef unit_members[] = {
+    {"run", T_OBJECT, offsetof(fp_unit, root), READONLY, "The Root it has joined, or None."},
     {"reduced", T_OBJECT, offsetof(fp_unit, reduced), 0,
      "None, or reduced(index): called when the gradient of a part was reduced and is in .grad."},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot step_slots[] = {
+static PyType_Slot unit_slots[] = {
     {Py_tp_doc, "Unit(name, parts, reshard_after_forward, moved, reason)\n--\n\n"
                 "One unit: its flat parameters, and what happens to them in a forward and a backward.\n\n"
                 "parts: a tuple for each flat parameter (see fp_flat_param.c, fp_flat_param_read); moved: called when "
                 "a parameter's data\n"
                 "is not where it was put; reason: what is said when freed data is used."},
-    {Py_tp_new, step_new},
-    {Py_tp_dealloc, step_dealloc},
-    {Py_tp_finalize, step_finalize},
-    {Py_tp_traverse, step_traverse},
-    {Py_tp_clear, step_clear},
-    {Py_tp_methods, step_methods},
-    {Py_tp_getset, step_getset},
-    {Py_tp_members, step_members},
+    {Py_tp_new, unit_new},
+    {Py_tp_dealloc, unit_dealloc},
+    {Py_tp_finalize, unit_finalize},
+    {Py_tp_traverse, unit_traverse},
+    {Py_tp_clear, unit_clear},
+    {Py_tp_methods, unit_methods},
+    {Py_tp_getset, unit_getset},
+    {Py_tp_members, unit_members},
     {0, NULL},
 };
 
-static PyType_Spec step_spec = {
+static PyType_Spec unit_spec = {
     .name = "flatparam._C.Unit",
     .basicsize = sizeof(fp_unit),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = step_slots,
+    .slots = unit_slots,
 };
 
 PyObject *
 fp_unit_type_new(PyObject *module)
 {
-    return PyType_FromModuleAndSpec(module, &step_spec, NULL);
+    return PyType_FromModuleAndSpec(module, &unit_spec, NULL);
 }
 
 /* ---- functions of the module ---- */

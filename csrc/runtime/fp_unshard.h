@@ -4,25 +4,25 @@
 
 #include "runtime/fp_types.h"
 
-/* Make the views of a part, if there are none that fit the shard's dtype and device and who requires grad. */
-int fp_unshard_make_views(fp_unit *step, Py_ssize_t index);
+/* Make the views of a flat parameter, if there are none that fit the shard's dtype and device and who requires grad. */
+int fp_unshard_make_views(fp_unit *unit, Py_ssize_t index);
 
-int fp_unshard_start(fp_unit *step);          /* start gathering */
-int fp_unshard_make_full(fp_unit *step);      /* gather, unless what is there is of now, and wait */
-int fp_unshard_is_fresh(const fp_unit *step); /* whether what is gathered has the values of now */
-int fp_unshard_is_partly_full(const fp_unit *step);
-int fp_unshard_prefetch(fp_unit *target);                        /* start gathering what a backward comes to */
-int fp_unshard_release_part(fp_unit *step, fp_flat_param *part); /* free the unsharded data of a part */
-int fp_unshard_release(fp_unit *step);                           /* of all */
-int fp_unshard_show_params(fp_unit *step);                       /* let the modules have the original parameters */
+int fp_unshard_start(fp_unit *unit);          /* start gathering */
+int fp_unshard_make_full(fp_unit *unit);      /* gather, unless what is there is of now, and wait */
+int fp_unshard_is_fresh(const fp_unit *unit); /* whether what is gathered has the values of now */
+int fp_unshard_is_partly_full(const fp_unit *unit);
+int fp_unshard_prefetch(fp_unit *target);                              /* start gathering what a backward comes to */
+int fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param); /* free the unsharded data of a flat parameter */
+int fp_unshard_release(fp_unit *unit);                                 /* of all */
+int fp_unshard_show_params(fp_unit *unit); /* let the modules have the original parameters */
 
 /* What was written to the views goes into the shard, and so do parameters that were replaced, or whose data were; the
  * latter by Python. */
-int fp_unshard_look_over(fp_unit *step);
+int fp_unshard_look_over(fp_unit *unit);
 /* The same after a forward. The graph has the values that were written, so it is not refused for them. */
-int fp_unshard_take_written_in_forward(fp_unit *step);
+int fp_unshard_take_written_in_forward(fp_unit *unit);
 /* Before the backward of a unit: what was written since its forward is known to autograd, or refused. */
-int fp_unshard_check_unchanged(fp_unit *step);
-int fp_unshard_take_requires_grad(fp_unit *step);
+int fp_unshard_check_unchanged(fp_unit *unit);
+int fp_unshard_take_requires_grad(fp_unit *unit);
 
 #endif
