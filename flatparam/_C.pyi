@@ -13,6 +13,21 @@ _Segments = Iterable[tuple[_Buffer | None, SupportsIndex, SupportsIndex]]
 
 class ShardError(ValueError): ...
 
+EVENT_GATHERS: int
+EVENT_REDUCES: int
+EVENT_GATHERS_OUTSIDE: int
+EVENT_REDUCES_KEPT: int
+EVENT_AGREES: int
+EVENT_CLIPS: int
+EVENT_SHOWS_GRADIENTS: int
+EVENT_SCALES: int
+EVENT_KINDS: int
+GROUP_SHARD: int
+GROUP_REPLICATE: int
+GROUP_PARAM: int
+GROUP_REFRESH: int
+GROUPS: int
+
 @final
 class Layout:
     def __new__(

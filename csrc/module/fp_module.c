@@ -4,6 +4,7 @@
 #include "module/fp_tables.h"
 #include "python/fp_attributes.h"
 #include "python/fp_overrides.h"
+#include "runtime/fp_flat_param.h"
 #include "runtime/fp_model_trace.h"
 #include "runtime/fp_root.h"
 #include "runtime/fp_trace_py.h"
@@ -27,6 +28,27 @@ static const struct {
     {"ModelTrace", fp_model_trace_type_new},
 };
 
+/* Numbers that Python passes to C, or gets from it. */
+static const struct {
+    const char *name;
+    long value;
+} fp_constants[] = {
+    {"EVENT_GATHERS", FP_EVENT_GATHERS},
+    {"EVENT_REDUCES", FP_EVENT_REDUCES},
+    {"EVENT_GATHERS_OUTSIDE", FP_EVENT_GATHERS_OUTSIDE},
+    {"EVENT_REDUCES_KEPT", FP_EVENT_REDUCES_KEPT},
+    {"EVENT_AGREES", FP_EVENT_AGREES},
+    {"EVENT_CLIPS", FP_EVENT_CLIPS},
+    {"EVENT_SHOWS_GRADIENTS", FP_EVENT_SHOWS_GRADIENTS},
+    {"EVENT_SCALES", FP_EVENT_SCALES},
+    {"EVENT_KINDS", FP_EVENT_KINDS},
+    {"GROUP_SHARD", FP_GROUP_SHARD},
+    {"GROUP_REPLICATE", FP_GROUP_REPLICATE},
+    {"GROUP_PARAM", FP_GROUP_PARAM},
+    {"GROUP_REFRESH", FP_GROUP_REFRESH},
+    {"GROUPS", FP_GROUPS},
+};
+
 static int
 fp_exec(PyObject *module)
 {
@@ -48,6 +70,11 @@ fp_exec(PyObject *module)
             return -1;
         }
     }
+    for (size_t i = 0; i < sizeof fp_constants / sizeof fp_constants[0]; i++) {
+        if (PyModule_AddIntConstant(module, fp_constants[i].name, fp_constants[i].value) < 0) {
+            return -1;
+        }
+    }
     for (size_t i = 0; i < sizeof fp_method_tables / sizeof fp_method_tables[0]; i++) {
         if (PyModule_AddFunctions(module, fp_method_tables[i]) < 0) {
             return -1;
@@ -62,6 +89,7 @@ fp_traverse(PyObject *module, visitproc visit, void *arg)
     fp_module_state *state = fp_get_state(module);
     if (state != NULL) { /* not yet made while the module is being created */
         Py_VISIT(state->ShardError);
+        Py_VISIT(state->overrides.own);
     }
     return 0;
 }
@@ -72,6 +100,8 @@ fp_clear(PyObject *module)
     fp_module_state *state = fp_get_state(module);
     if (state != NULL) {
         Py_CLEAR(state->ShardError);
+        state->overrides.version = 0;
+        Py_CLEAR(state->overrides.own);
     }
     return 0;
 }

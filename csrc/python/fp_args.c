@@ -98,6 +98,17 @@ fail:
 }
 
 PyObject *
+fp_as_tuple(PyObject *sequence, Py_ssize_t expected, const char *what)
+{
+    PyObject *items = PySequence_Tuple(sequence);
+    if (items != NULL && PyTuple_GET_SIZE(items) != expected) {
+        PyErr_Format(PyExc_ValueError, "expected %zd %s, got %zd", expected, what, PyTuple_GET_SIZE(items));
+        Py_CLEAR(items);
+    }
+    return items;
+}
+
+PyObject *
 fp_int64_tuple(const int64_t *values, Py_ssize_t n)
 {
     PyObject *tuple = PyTuple_New(n);

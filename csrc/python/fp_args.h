@@ -14,6 +14,12 @@
 /* What hangs on the module object beside its types. A member is set in fp_exec, visited in fp_traverse and cleared in
  * fp_clear (module/fp_module.c). */
 typedef struct {
+    struct {
+        const PyTypeObject *type; /* borrowed, only compared */
+        PyObject *own;            /* owned: else another dict could have its address */
+        unsigned int version;     /* 0: nothing */
+        int as_defined;
+    } overrides;          /* what fp_overrides.c found for the class that was asked about last */
     PyObject *ShardError; /* flatparam.ShardError, a ValueError: sizes, world sizes, ranks and ranges that do not fit */
 } fp_module_state;
 
@@ -50,6 +56,15 @@ int fp_as_bool(PyObject *object, int *out);
 /* A sequence or iterable of ints as a new array, which the caller gives back with fp_free(); never NULL on success,
  * also for no items. The items are read from a tuple of ours, since __index__ may change the caller's list. */
 int fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n);
+
+/* A tuple of expected objects from a sequence of the caller's: a copy of ours, which no callback can shrink. what: they are. */
+PyObject *fp_as_tuple(PyObject *sequence, Py_ssize_t expected, const char *what);
+
+static inline PyObject **
+fp_items(PyObject *tuple)
+{
+    return &PyTuple_GET_ITEM(tuple, 0);
+}
 
 /* A new tuple of the n values; NULL with an exception set. */
 PyObject *fp_int64_tuple(const int64_t *values, Py_ssize_t n);

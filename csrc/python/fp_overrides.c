@@ -1,21 +1,14 @@
 /* python/fp_overrides.c -- whether a user replaced methods of a class or of one of its objects. */
 #include "python/fp_overrides.h"
 
-/* What was found for the class that was asked about last. The version tag changes with every change of the class or a
- * base, and no other class ever has it. */
-static struct {
-    const PyTypeObject *type; /* borrowed, only compared */
-    PyObject *own;            /* owned: else another dict could have its address */
-    unsigned int version;     /* 0: nothing */
-    int as_defined;
-} last;
-
-/* 1 if the class has every attribute of own as own has it, 0 if not, -1 on failure. */
+/* 1 if the class has every attribute of own as own has it, 0 if not, -1 on failure. The answer is kept for one class: its
+ * version tag changes with every change of the class or a base, and no other class ever has it. */
 static int
-class_as_defined(PyTypeObject *type, PyObject *own)
+class_as_defined(fp_module_state *state, PyTypeObject *type, PyObject *own)
 {
-    if (type == last.type && own == last.own && last.version != 0 && last.version == type->tp_version_tag) {
-        return last.as_defined;
+    if (type == state->overrides.type && own == state->overrides.own && state->overrides.version != 0 &&
+        state->overrides.version == type->tp_version_tag) {
+        return state->overrides.as_defined;
     }
     int same = 1;
     const unsigned int version = type->tp_version_tag;
@@ -39,10 +32,10 @@ class_as_defined(PyTypeObject *type, PyObject *own)
     }
     Py_DECREF(names);
     if (same >= 0 && version == type->tp_version_tag) { /* else it changed, or got its first tag, just now */
-        last.type = type;
-        last.version = version;
-        last.as_defined = same;
-        Py_XSETREF(last.own, Py_NewRef(own));
+        state->overrides.type = type;
+        state->overrides.version = version;
+        state->overrides.as_defined = same;
+        Py_XSETREF(state->overrides.own, Py_NewRef(own));
     }
     return same;
 }
@@ -58,7 +51,7 @@ is_as_defined(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                      Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
         return NULL;
     }
-    int same = class_as_defined(Py_TYPE(args[0]), args[1]);
+    int same = class_as_defined(fp_get_state(module), Py_TYPE(args[0]), args[1]);
     PyObject *dict = same > 0 ? PyObject_GenericGetDict(args[0], NULL) : NULL;
     if (same > 0 && dict == NULL) {
         return NULL;
@@ -74,7 +67,6 @@ is_as_defined(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 PyMethodDef fp_overrides_methods[] = {
     {"is_as_defined", FP_FASTCALL(is_as_defined), METH_FASTCALL,
      "is_as_defined($module, object, own, names, /)\n--\n\nWhether object's class has all attributes of the dict own "
-     "as "
-     "own has them, and object itself none of names."},
+     "as own has them, and object itself none of names."},
     {NULL, NULL, 0, NULL},
 };

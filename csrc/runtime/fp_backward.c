@@ -210,8 +210,8 @@ finish_step(fp_unit *unit)
             return -1;
         }
         if (!flat_param->shows_kept && fp_flat_buffer_has_kept(flat_param->flat) &&
-            (fp_graph_watch(fp_flat_param_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners), unit->ref,
-                            (int)k) < 0 ||
+            (fp_graph_watch(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners), unit->ref, (int)k) <
+                 0 ||
              fp_flat_param_show_kept(flat_param) < 0)) {
             return -1;
         }

@@ -70,7 +70,7 @@ fp_flat_param_show_params(fp_flat_param *flat_param)
 int64_t
 fp_flat_param_versions(const fp_flat_param *flat_param)
 {
-    return fp_param_versions(fp_flat_param_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners)) +
+    return fp_param_versions(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners)) +
            fp_param_versions(&flat_param->master, 1) + fp_flat_buffer_sources(flat_param->flat, flat_param->master);
 }
 
@@ -82,7 +82,7 @@ fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
         untracked = !fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i));
     }
     if (untracked != flat_param->untracked || flat_param->versions != fp_flat_param_versions(flat_param) ||
-        fp_flat_buffer_is_written(flat_param->flat, fp_flat_param_items(flat_param->views))) {
+        fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views))) {
         return 0;
     }
     const Py_ssize_t moved = fp_flat_param_find_moved(flat_param);
@@ -164,9 +164,8 @@ Py_ssize_t
 fp_flat_param_find_moved(fp_flat_param *flat_param)
 {
     if (flat_param->params != NULL) {
-        const Py_ssize_t moved =
-            fp_param_moved(fp_flat_param_items(flat_param->params), flat_param->n, flat_param->geometry,
-                           flat_param->master, flat_param->starts, flat_param->numels);
+        const Py_ssize_t moved = fp_param_moved(fp_items(flat_param->params), flat_param->n, flat_param->geometry,
+                                                flat_param->master, flat_param->starts, flat_param->numels);
         if (moved >= 0) {
             return moved;
         }
@@ -177,13 +176,12 @@ fp_flat_param_find_moved(fp_flat_param *flat_param)
 int
 fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
 {
-    if (flat_param->views == NULL ||
-        !fp_flat_buffer_is_written(flat_param->flat, fp_flat_param_items(flat_param->views))) {
+    if (flat_param->views == NULL || !fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views))) {
         return 0;
     }
     PyObject *views = Py_NewRef(flat_param->views);
     Py_ssize_t misfit;
-    int status = fp_flat_buffer_take_written(flat_param->flat, flat_param->master, fp_flat_param_items(views), &misfit);
+    int status = fp_flat_buffer_take_written(flat_param->flat, flat_param->master, fp_items(views), &misfit);
     if (status >= 0 && misfit == flat_param->n) {
         PyErr_Format(PyExc_RuntimeError,
                      "%U: a parameter was changed in place at a time when the module's tensors are out of date, so the "
@@ -243,11 +241,11 @@ show_saved(fp_flat_param *flat_param)
 {
     PyObject *saved = flat_param->saved;
     flat_param->saved = NULL;
-    const int status =
-        saved == NULL ? 0
-                      : fp_gradients_add_pieces(fp_flat_param_items(flat_param->owners),
-                                                PyTuple_GET_SIZE(flat_param->owners), flat_param->owner_geometry,
-                                                flat_param->starts, flat_param->numels, flat_param->in_saved, saved, 0);
+    const int status = saved == NULL
+                           ? 0
+                           : fp_gradients_add_pieces(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners),
+                                                     flat_param->owner_geometry, flat_param->starts, flat_param->numels,
+                                                     flat_param->in_saved, saved, 0);
     Py_XDECREF(saved);
     return status;
 }
@@ -281,7 +279,7 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
     if (kept == NULL) {
         return -1;
     }
-    PyObject *const *owners = fp_flat_param_items(flat_param->owners);
+    PyObject *const *owners = fp_items(flat_param->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
     const fp_put_aside aside = {.tensor = &flat_param->saved,
                                 .like = flat_param->master,
@@ -312,7 +310,7 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
 int
 fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad)
 {
-    PyObject *const *owners = fp_flat_param_items(flat_param->owners);
+    PyObject *const *owners = fp_items(flat_param->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
     for (Py_ssize_t i = 0; i < n; i++) {
         flat_param->gets[i] = (char)(fp_param_requires_grad(owners[i]) || flat_param->owed[i]);
@@ -327,7 +325,7 @@ fp_flat_param_drop_frozen(const fp_flat_param *flat_param, fp_gradients *gradien
 {
     return flat_param->params == NULL
                ? 0
-               : fp_gradients_drop_frozen(gradients, fp_flat_param_items(flat_param->params), flat_param->n);
+               : fp_gradients_drop_frozen(gradients, fp_items(flat_param->params), flat_param->n);
 }
 
 int
@@ -383,7 +381,7 @@ fp_flat_param_show_kept(fp_flat_param *flat_param)
     if (kept == NULL) {
         return -1;
     }
-    PyObject *const *owners = fp_flat_param_items(flat_param->owners);
+    PyObject *const *owners = fp_items(flat_param->owners);
     const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
     PyObject *saved = fp_gradients_collect(owners, n, flat_param->owner_geometry, flat_param->starts,
                                            flat_param->numels, flat_param->master, flat_param->in_saved);

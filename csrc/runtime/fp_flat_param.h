@@ -6,6 +6,10 @@
 #include "tensor/fp_gradients.h"
 #include "python/fp_attributes.h"
 
+/* The groups of a flat parameter, in Python _C.GROUP_SHARD and so on: which shares it, replicates it, shares the copy for
+ * forward and backward, refreshes that. FP_GROUPS more: the same group's second watcher. */
+enum { FP_GROUP_SHARD = 0, FP_GROUP_REPLICATE = 1, FP_GROUP_PARAM = 2, FP_GROUP_REFRESH = 3, FP_GROUPS = 4 };
+
 /* Nothing was put yet; the original parameters; views; views as attributes, while modules list the parameters. */
 enum { FP_SHOWS_NOTHING = 0, FP_SHOWS_PARAMS = 1, FP_SHOWS_VIEWS = 2, FP_SHOWS_BOTH = 3 };
 
@@ -50,12 +54,6 @@ typedef struct {
 int fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple);
 void fp_flat_param_free(fp_flat_param *flat_param);
 int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg);
-
-static inline PyObject **
-fp_flat_param_items(PyObject *tuple)
-{
-    return &PyTuple_GET_ITEM(tuple, 0);
-}
 
 /* Let the modules have the views, or the original parameters, whatever they have now; fp_flat_param_show_views and _params: if
  * they have not. */

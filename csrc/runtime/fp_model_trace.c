@@ -21,7 +21,8 @@ before(PyObject *watcher, uint64_t event)
         self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
     self->ended = 0;
     self->began = self->began && !new_pass;
-    return fp_trace_note_event(self->trace, event + (!gathers && self->keeps ? 2 : 0), new_pass);
+    return fp_trace_note_event(
+        self->trace, event + (!gathers && self->keeps ? FP_EVENT_REDUCES_KEPT - FP_EVENT_REDUCES : 0), new_pass);
 }
 
 static int

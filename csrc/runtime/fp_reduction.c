@@ -49,8 +49,7 @@ fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients 
 {
     fp_root *root = unit->root;
     flat_param->deferred = 0;
-    fp_flat_buffer_note_trained(flat_param->flat, fp_flat_param_items(flat_param->owners),
-                                PyTuple_GET_SIZE(flat_param->owners));
+    fp_flat_buffer_note_trained(flat_param->flat, fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners));
     if (fp_reduction_take(unit, flat_param) < 0 || /* of another graph in this pass */
         (how_far == FP_REDUCE_OUTER &&
          (advance_previous(unit) < 0 || advance(unit) < 0)) || /* they go over the same group */

@@ -162,9 +162,7 @@ unit_join(PyObject *self, PyObject *root_object)
     Py_RETURN_NONE;
 }
 
-/* follow(which, follower, number, sliced); which: the group that shares the unit, replicates it, shares the copy, refreshes
- * it; and these once more for a further follower that is told of it. */
-enum { GROUPS = 4 };
+/* follow(which, follower, number, sliced) */
 static PyObject *
 unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -175,7 +173,7 @@ unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         fp_as_int64(args[2], &number) < 0 || fp_as_bool(args[3], &sliced) < 0) {
         return NULL;
     }
-    if (which < 0 || which >= GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - unit->n_flat_params) {
+    if (which < 0 || which >= FP_GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - unit->n_flat_params) {
         PyErr_Format(PyExc_ValueError, "expected a group from 0 to 7 and a number of 32 bits, got %lld and %lld",
                      (long long)which, (long long)number);
         return NULL;
@@ -186,11 +184,13 @@ unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
-        fp_group *const groups[] = {flat_param->shard_group, flat_param->replicate_group, flat_param->param_group,
-                                    flat_param->refresh_group};
-        fp_group *group = groups[which % GROUPS];
+        fp_group *const groups[FP_GROUPS] = {[FP_GROUP_SHARD] = flat_param->shard_group,
+                                             [FP_GROUP_REPLICATE] = flat_param->replicate_group,
+                                             [FP_GROUP_PARAM] = flat_param->param_group,
+                                             [FP_GROUP_REFRESH] = flat_param->refresh_group};
+        fp_group *group = groups[which % FP_GROUPS];
         if (group != NULL) {
-            fp_group_watch(group, (int)(which / GROUPS), args[1], &fp_model_trace_calls, (uint32_t)(number + k),
+            fp_group_watch(group, (int)(which / FP_GROUPS), args[1], &fp_model_trace_calls, (uint32_t)(number + k),
                            sliced);
         }
     }
@@ -283,7 +283,7 @@ unit_is_written(PyObject *self, void *ignored)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
         written = written || (flat_param->views != NULL &&
-                              fp_flat_buffer_is_written(flat_param->flat, fp_flat_param_items(flat_param->views)));
+                              fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views)));
     }
     return PyBool_FromLong(written);
 }
@@ -487,12 +487,9 @@ static PyMethodDef unit_methods[] = {
     {"join", unit_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
     {"follow", FP_FASTCALL(unit_follow), METH_FASTCALL,
      "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
-     "the "
-     "one "
-     "that shares the unit, 1 the one that replicates it, 2 the one that shares the copy, 3 the one that refreshes "
-     "it;\n4 to 7: the same for a further ModelTrace. "
-     "Its parts are called number and on; sliced: tell it also "
-     "while one is waited for."},
+     "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the copy, 3 the one that "
+     "refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell it "
+     "also while one is waited for."},
     {"pre_forward", unit_pre_forward, METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
     {"post_forward", unit_post_forward, METH_O,
@@ -508,8 +505,7 @@ static PyMethodDef unit_methods[] = {
      "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
     {"make_views", unit_make_views, METH_NOARGS,
      "make_views($self, /)\n--\n\nMake the views for the shard's dtype and device; with no original parameters, let "
-     "the "
-     "modules have them."},
+     "the modules have them."},
     {"put", unit_put, METH_O,
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
     {"look_over", unit_look_over, METH_NOARGS,
@@ -524,8 +520,7 @@ static PyMethodDef unit_methods[] = {
      "what it has gathered from."},
     {"compute_in_full", unit_compute_in_full, METH_O,
      "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
-     "precision, "
-     "or again as the parts say."},
+     "precision, or again as the parts say."},
     {"average_elsewhere", unit_average_elsewhere, METH_NOARGS,
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
     {"views", unit_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},

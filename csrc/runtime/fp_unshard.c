@@ -160,7 +160,7 @@ fp_unshard_check_unchanged(fp_unit *unit)
         if (flat_param->views == NULL) {
             continue;
         }
-        const Py_ssize_t in_views = fp_flat_buffer_moved_view(flat_param->flat, fp_flat_param_items(flat_param->views));
+        const Py_ssize_t in_views = fp_flat_buffer_moved_view(flat_param->flat, fp_items(flat_param->views));
         const Py_ssize_t moved = in_views >= 0 ? in_views : fp_flat_param_find_moved(flat_param);
         if (moved < 0) {
             return -1;
@@ -175,7 +175,7 @@ fp_unshard_check_unchanged(fp_unit *unit)
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
         if (versions != flat_param->versions) {
-            fp_flat_buffer_refuse_graphs(flat_param->flat, fp_flat_param_items(flat_param->views));
+            fp_flat_buffer_refuse_graphs(flat_param->flat, fp_items(flat_param->views));
             flat_param->versions = versions;
         }
     }
@@ -240,7 +240,7 @@ start_gather(fp_unit *unit)
             return -1;
         }
         const int from_shards =
-            fp_flat_buffer_gather(flat_param->flat, flat_param->master, fp_flat_param_items(flat_param->views),
+            fp_flat_buffer_gather(flat_param->flat, flat_param->master, fp_items(flat_param->views),
                                   fp_unit_collectives(unit), versions != flat_param->versions, refresh, goes_on);
         if (from_shards < 0) {
             return -1;
@@ -313,8 +313,7 @@ int
 fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
 {
     flat_param->full = unit->full = 0;
-    return fp_flat_buffer_release(flat_param->flat,
-                                  flat_param->views == NULL ? NULL : fp_flat_param_items(flat_param->views),
+    return fp_flat_buffer_release(flat_param->flat, flat_param->views == NULL ? NULL : fp_items(flat_param->views),
                                   freed_reason(unit));
 }
 

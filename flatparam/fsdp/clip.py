@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from .. import _C
 from . import order
 from .owners import segment_of
 from .unit import Unit
@@ -78,7 +79,7 @@ def clip(
         norm = norm if is_max else norm**norm_type
         first = segment_of(members[0])
         assert first is not None
-        order.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, first, order.CLIPS)
+        order.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, first, _C.EVENT_CLIPS)
         total = norm if total is None else torch.maximum(total, norm) if is_max else total + norm
     assert total is not None
     if whole:

@@ -241,7 +241,7 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
             found = found or {found_inf.device: found_inf}  # a rank may have no gradient at all
             any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
             for segment in {id(segment.placement.optim): segment for _, segment in reversed(shards)}.values():
-                order.all_reduce(any_inf, dist.ReduceOp.MAX, segment, order.SCALES)
+                order.all_reduce(any_inf, dist.ReduceOp.MAX, segment, _C.EVENT_SCALES)
             for value in found.values():
                 value.copy_(any_inf)
         return found

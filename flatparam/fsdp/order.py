@@ -46,19 +46,17 @@ if TYPE_CHECKING:
     from .segment import Segment
     from .unit import Unit
 
-_KINDS = (
-    "gathers",
-    "reduces the gradients of",
-    "gathers, to show or to save it,",
-    "reduces the gradients, and those kept in no_sync, of",
-    "compares changes of",
-    "clips the gradients of",
-    "compares, to show them, which gradients there are of",
-    "looks for infinite gradients of",
-)
-GATHERS_OUTSIDE, CLIPS, SHOWS_GRADIENTS, SCALES = 2, 5, 6, 7  # of a step
-_ROOM = 8  # for kinds, in events
-_EVENTS = 2**32 * _ROOM  # of all units; above them a reduction has a hash of who requires grad
+_KINDS = {
+    _C.EVENT_GATHERS: "gathers",
+    _C.EVENT_REDUCES: "reduces the gradients of",
+    _C.EVENT_GATHERS_OUTSIDE: "gathers, to show or to save it,",
+    _C.EVENT_REDUCES_KEPT: "reduces the gradients, and those kept in no_sync, of",
+    _C.EVENT_AGREES: "compares changes of",
+    _C.EVENT_CLIPS: "clips the gradients of",
+    _C.EVENT_SHOWS_GRADIENTS: "compares, to show them, which gradients there are of",
+    _C.EVENT_SCALES: "looks for infinite gradients of",
+}
+_EVENTS = 2**32 * _C.EVENT_KINDS  # of all units; above them a reduction has a hash of who requires grad
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
@@ -128,7 +126,7 @@ class Sequence:
             raise
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
-        number, kind = divmod(event % _EVENTS, _ROOM)
+        number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
         segment = self.register.segment(number) if event >= _EVENTS else None
         return _Post(
             self._ranks[self._me],
@@ -277,7 +275,7 @@ class Sequence:
         self._break(f"the ranks run units in different orders: {one}; {other}")
 
     def _trained_by_one(self, one: _Post, other: _Post) -> str:
-        number = one.event // 2 % _EVENTS // _ROOM
+        number = one.event // 2 % _EVENTS // _C.EVENT_KINDS
         segment = self.register.segment(number)
         names = ["a parameter"] if segment is None else [f"`{original.fqn}`" for original in segment.originals]
         found = []
@@ -405,7 +403,7 @@ def before(segment: Segment, kind: int, device: torch.device) -> Sequence | None
     number = number_of_part(segment)
     sequence = None if number is None else sequence_of(segment.placement.optim, device)
     if sequence is not None and number is not None:
-        sequence.order.note(number * _ROOM + kind, False)
+        sequence.order.note(number * _C.EVENT_KINDS + kind, False)
     return sequence
 
 
@@ -511,9 +509,12 @@ def follow(run: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
 
 def _orders_of(placement: Placement) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
     """``(which, group)``: the order of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``."""
-    yield from enumerate((placement.optim, placement.replicate))
+    yield _C.GROUP_SHARD, placement.optim
+    yield _C.GROUP_REPLICATE, placement.replicate
     if placement.copied:
         # Inner groups may run other units than each other, as long as they gather from their copies. Within one all
         # ranks come to all collectives in one order, or they would wait for each other in different groups.
-        yield from ((which, placement.param) for which in (2, 4, 7))
-        yield 3, placement.optim
+        second = _C.GROUPS  # from there on: who is told besides
+        for which in (_C.GROUP_PARAM, second + _C.GROUP_SHARD, second + _C.GROUP_REFRESH):
+            yield which, placement.param
+        yield _C.GROUP_REFRESH, placement.optim

@@ -201,7 +201,7 @@ class Segment:
         shard = shard.to(self.device)
         placement = self.placement
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
-        sequence = order.before(self, order.GATHERS_OUTSIDE, self.device)
+        sequence = order.before(self, _C.EVENT_GATHERS_OUTSIDE, self.device)
         for group in groups:
             assert group is not None
             whole = shard.new_empty(shard.numel() * dist.get_world_size(group))

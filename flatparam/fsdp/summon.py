@@ -174,7 +174,7 @@ class Summoned:
         has = [grad is not None for grad in grads]
         if segment.is_sharded:
             some = torch.tensor(has, dtype=torch.float32, device=segment.device)
-            order.all_reduce(some, dist.ReduceOp.SUM, segment, order.SHOWS_GRADIENTS)
+            order.all_reduce(some, dist.ReduceOp.SUM, segment, _C.EVENT_SHOWS_GRADIENTS)
             has = (some > 0).tolist()
         if not any(has):
             return None, []
