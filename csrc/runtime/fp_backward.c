@@ -41,7 +41,7 @@ begin_backward(fp_unit *unit)
     return fp_reduce_order_begin(root);
 }
 
-/* Gather the unit that backward comes to next: where there is a line, it may have passed those that no gradient came to,
+/* Gather the unit that backward comes to next: where there is a reduce order, it may have passed those that no gradient came to,
  * and a unit around them whose output was theirs is come to after them. */
 static int
 prefetch_backward(fp_unit *unit)

@@ -40,7 +40,6 @@ fp_iteration_refuse_thread(const fp_unit *unit)
                  unit->name);
 }
 
-/* One thread at a time works on the units in a backward: autograd has a thread for each device. */
 void
 fp_iteration_enter(fp_root *root)
 {
@@ -66,7 +65,6 @@ fp_iteration_leave(fp_root *root)
     Py_DECREF(root);
 }
 
-/* The same for forwards, which matter where one is recomputed. NULL: nothing is locked. */
 fp_root *
 fp_iteration_lock_in_backward(fp_root *root)
 {

@@ -26,38 +26,38 @@ is_coming(const fp_unit *unit)
     return coming;
 }
 
-/* ---- the line ---- */
+/* ---- the order ---- */
 
 int
 fp_reduce_order_join(fp_root *root, fp_unit *unit)
 {
-    fp_unit **line = fp_calloc((size_t)root->n_units + 1, sizeof *line);
-    if (line == NULL) {
+    fp_unit **joined = fp_calloc((size_t)root->n_units + 1, sizeof *joined);
+    if (joined == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < root->n_units; i++) {
-        line[i] = root->line[i];
+        joined[i] = root->reduce_order[i];
     }
-    line[root->n_units] = unit;
-    fp_free(root->line);
-    root->line = line;
+    joined[root->n_units] = unit;
+    fp_free(root->reduce_order);
+    root->reduce_order = joined;
     return 0;
 }
 
 void
 fp_reduce_order_leave(fp_root *root, const fp_unit *unit)
 {
-    Py_ssize_t kept = 0, at = root->line_at;
+    Py_ssize_t kept = 0, at = root->reduce_order_at;
     for (Py_ssize_t i = 0; i < root->n_units; i++) {
-        if (root->line[i] != unit) {
-            root->line[kept++] = root->line[i];
+        if (root->reduce_order[i] != unit) {
+            root->reduce_order[kept++] = root->reduce_order[i];
         }
-        else if (i < root->line_at) {
+        else if (i < root->reduce_order_at) {
             at--;
         }
     }
-    root->line_at = at;
+    root->reduce_order_at = at;
 }
 
 /* Units that this pass has run take each other's places, so that they come in the reverse order of their entries; what it
@@ -66,19 +66,19 @@ static void
 learn(fp_root *root)
 {
     for (Py_ssize_t i = 1; i < root->n_units; i++) {
-        fp_unit *unit = root->line[i];
+        fp_unit *unit = root->reduce_order[i];
         Py_ssize_t at = i;
         for (Py_ssize_t j = i - 1; took_part(unit) && j >= 0; j--) {
-            fp_unit *other = root->line[j];
+            fp_unit *other = root->reduce_order[j];
             if (took_part(other)) {
                 if (other->entry > unit->entry) {
                     break;
                 }
-                root->line[at] = other;
+                root->reduce_order[at] = other;
                 at = j;
             }
         }
-        root->line[at] = unit;
+        root->reduce_order[at] = unit;
     }
 }
 
@@ -88,7 +88,7 @@ void
 fp_reduce_order_forget(fp_root *root)
 {
     fp_consensus_drop(root);
-    root->line_at = root->n_units;
+    root->reduce_order_at = root->n_units;
     root->cursor = 0;
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         for (Py_ssize_t k = 0; k < root->units[s]->n_flat_params; k++) {
@@ -125,7 +125,7 @@ fp_reduce_order_begin(fp_root *root)
     if (!root->copies) {
         return 0;
     }
-    root->line_at = 0;
+    root->reduce_order_at = 0;
     root->cursor = root->n_order;
     learn(root);
     PyObject *units = fp_root_units(root);
@@ -148,7 +148,7 @@ fp_reduce_order_begin(fp_root *root)
     return shown ? fp_consensus_read(root) : 0; /* before anything is added to what was cleared elsewhere */
 }
 
-/* How far a part's gradient is reduced now that its turn has come; 0: not at all; -1. */
+/* How far a flat parameter's gradient is reduced now that its turn has come; 0: not at all; -1. */
 static int
 how_far(fp_root *root, const fp_flat_param *flat_param, int took)
 {
@@ -193,14 +193,14 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
 int
 fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
 {
-    while (root->line_at < root->n_units) {
-        fp_unit *unit = root->line[root->line_at];
+    while (root->reduce_order_at < root->n_units) {
+        fp_unit *unit = root->reduce_order[root->reduce_order_at];
         const int took = took_part(unit);
         const int comes = cursor >= 0 && is_coming(unit);
         if (unit->copied && took && (unit->entered <= cursor || comes)) {
             return 0;
         }
-        root->line_at++;
+        root->reduce_order_at++;
         int status = 0;
         Py_INCREF(unit);
         for (Py_ssize_t k = 0; status == 0 && unit->copied && k < unit->n_flat_params; k++) {
@@ -221,8 +221,8 @@ int
 fp_reduce_order_bring_back(fp_root *root)
 {
     int ahead = 0;
-    for (Py_ssize_t i = root->line_at; ahead < AHEAD && i < root->n_units; i++) {
-        fp_unit *unit = root->line[i];
+    for (Py_ssize_t i = root->reduce_order_at; ahead < AHEAD && i < root->n_units; i++) {
+        fp_unit *unit = root->reduce_order[i];
         if (!unit->copied || !is_coming(unit)) {
             continue;
         }

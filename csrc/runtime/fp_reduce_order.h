@@ -1,7 +1,7 @@
 /* runtime/fp_reduce_order.h -- in which order a backward reduces the units that keep a copy, whoever has gradients of them.
  *
  * Ranks may not all come to the same units: one does not use a parameter, or the output of a unit. So reductions do not
- * follow gradients but a line that all ranks make alike, the units by the beginning of their forwards, last first. A unit's
+ * follow gradients but an order that all ranks make alike, the units by the beginning of their forwards, last first. A unit's
  * turn comes when backward reaches a unit whose forward had ended before its own began: by then it has all the gradients
  * that it gets here, as autograd runs nodes in the reverse order of the forward. Who has none sends zeros, if some rank
  * has one (see fp_consensus.h). Gathers that a rank's backward passes over are made up for at the same places. */
@@ -22,7 +22,7 @@ int fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor);
 /* Start the copies from host memory of what the next gradients are added to. */
 int fp_reduce_order_bring_back(fp_root *root);
 
-int fp_reduce_order_join(fp_root *root, fp_unit *unit); /* the root has room for it in steps already */
+int fp_reduce_order_join(fp_root *root, fp_unit *unit); /* the root has room for it in units already */
 void fp_reduce_order_leave(fp_root *root, const fp_unit *unit);
 
 #endif

@@ -82,7 +82,7 @@ root_dealloc(PyObject *self)
     Py_CLEAR(root->model_traces);
     fp_consensus_drop(root);
     fp_free(root->units);
-    fp_free(root->line);
+    fp_free(root->reduce_order);
     fp_free(root->order);
     if (root->lock != NULL) {
         PyThread_free_lock(root->lock);
@@ -91,7 +91,7 @@ root_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* tell(followers) */
+/* tell(model_traces) */
 static PyObject *
 root_tell(PyObject *self, PyObject *model_traces)
 {

@@ -10,7 +10,7 @@
 
 typedef struct {
     PyObject_HEAD
-    fp_trace *order;
+    fp_trace *trace;
     PyObject *agree;   /* agree(index, event, new_pass, alone) */
     PyObject *waiting; /* waiting() */
     PyObject *failed;  /* failed(message) */
@@ -31,8 +31,8 @@ static int
 note(trace_object *self, uint64_t event, int new_pass)
 {
     fp_trace_verdict verdict;
-    const int64_t index = fp_trace_count(self->order);
-    switch (fp_trace_note(self->order, event, new_pass, &verdict)) {
+    const int64_t index = fp_trace_count(self->trace);
+    switch (fp_trace_note(self->trace, event, new_pass, &verdict)) {
         case FP_OK:
             break;
         case FP_ENOMEM:
@@ -52,30 +52,30 @@ note(trace_object *self, uint64_t event, int new_pass)
 }
 
 int
-fp_trace_note_event(PyObject *order, uint64_t event, int new_pass)
+fp_trace_note_event(PyObject *trace, uint64_t event, int new_pass)
 {
-    return note((trace_object *)order, event, new_pass);
+    return note((trace_object *)trace, event, new_pass);
 }
 
 int
-fp_trace_note_wait(PyObject *order)
+fp_trace_note_wait(PyObject *trace)
 {
-    return call(((trace_object *)order)->waiting, PyTuple_New(0));
+    return call(((trace_object *)trace)->waiting, PyTuple_New(0));
 }
 
 int
-fp_trace_note_failure(PyObject *order, const char *message)
+fp_trace_note_failure(PyObject *trace, const char *message)
 {
     PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
-    const int status = text == NULL ? -1 : call(((trace_object *)order)->failed, PyTuple_Pack(1, text));
+    const int status = text == NULL ? -1 : call(((trace_object *)trace)->failed, PyTuple_Pack(1, text));
     Py_XDECREF(text);
     return status;
 }
 
 int
-fp_trace_is_broken(PyObject *order)
+fp_trace_is_broken(PyObject *trace)
 {
-    return ((trace_object *)order)->broken;
+    return ((trace_object *)trace)->broken;
 }
 
 /* ---- the type ---- */
@@ -96,8 +96,8 @@ trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->agree = Py_NewRef(agree);
     self->waiting = Py_NewRef(waiting_function);
     self->failed = Py_NewRef(failed);
-    self->order = fp_trace_new();
-    if (self->order == NULL) {
+    self->trace = fp_trace_new();
+    if (self->trace == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -132,7 +132,7 @@ trace_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)trace_clear(object);
-    fp_trace_free(self->order);
+    fp_trace_free(self->trace);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -166,7 +166,7 @@ trace_at(PyObject *object, PyObject *argument)
     if (fp_as_int64(argument, &index) < 0) {
         return NULL;
     }
-    if (!fp_trace_at(((trace_object *)object)->order, index, &event, &new_pass)) {
+    if (!fp_trace_at(((trace_object *)object)->trace, index, &event, &new_pass)) {
         Py_RETURN_NONE;
     }
     return Py_BuildValue("KO", (unsigned long long)event, new_pass ? Py_True : Py_False);
@@ -175,13 +175,13 @@ trace_at(PyObject *object, PyObject *argument)
 static PyObject *
 trace_count(PyObject *object, void *ignored)
 {
-    return PyLong_FromLongLong(fp_trace_count(((trace_object *)object)->order));
+    return PyLong_FromLongLong(fp_trace_count(((trace_object *)object)->trace));
 }
 
 static PyObject *
 trace_passes(PyObject *object, void *ignored)
 {
-    return PyLong_FromLongLong(fp_trace_passes(((trace_object *)object)->order));
+    return PyLong_FromLongLong(fp_trace_passes(((trace_object *)object)->trace));
 }
 
 static PyMethodDef trace_methods[] = {

@@ -11,9 +11,9 @@ int fp_trace_check(PyObject *object); /* whether it is one */
 
 /* The following are of a CollectiveTrace. An event comes; one is waited for, again; one has failed; whether those under
  * way may never end. */
-int fp_trace_note_event(PyObject *order, uint64_t event, int new_pass);
-int fp_trace_note_wait(PyObject *order);
-int fp_trace_note_failure(PyObject *order, const char *message);
-int fp_trace_is_broken(PyObject *order);
+int fp_trace_note_event(PyObject *trace, uint64_t event, int new_pass);
+int fp_trace_note_wait(PyObject *trace);
+int fp_trace_note_failure(PyObject *trace, const char *message);
+int fp_trace_is_broken(PyObject *trace);
 
 #endif

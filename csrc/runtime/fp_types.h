@@ -39,23 +39,23 @@ typedef struct {
     struct fp_unit *halfway; /* borrowed: the one before, whose reduction may have a second half */
     fp_params_ref *ref;
     int backward_prefetch, forward_prefetch;
-    int synchronize;         /* 0: no_sync */
-    int blocks;              /* of no_sync that are open */
-    int through_python;      /* for this pass */
-    int always_python;       /* a hook is set */
-    int in_backward;         /* between the first before_backward and the end of that pass */
-    fp_backward backward;    /* which one that is */
-    Py_ssize_t depth;        /* units whose forward is under way */
-    unsigned long thread;    /* in which it began */
-    PyThread_type_lock lock; /* who has it works on units in a backward, which has a thread for each device */
-    unsigned long holder;    /* that thread */
-    int held;                /* how often it has it; 0: nobody */
-    int copies;              /* some unit keeps a copy */
-    struct fp_unit **line;   /* all units, borrowed, in the order in which those that keep a copy are reduced */
-    Py_ssize_t line_at;      /* in it: whose turn is next in this backward */
-    Py_ssize_t cursor;       /* in order: to which unit this backward has come */
-    Py_ssize_t entries;      /* first forwards of units so far */
-    fp_exchange *exchanges;  /* of this backward, one for each group */
+    int synchronize;               /* 0: no_sync */
+    int blocks;                    /* of no_sync that are open */
+    int through_python;            /* for this pass */
+    int always_python;             /* a hook is set */
+    int in_backward;               /* between the first before_backward and the end of that pass */
+    fp_backward backward;          /* which one that is */
+    Py_ssize_t depth;              /* units whose forward is under way */
+    unsigned long thread;          /* in which it began */
+    PyThread_type_lock lock;       /* who has it works on units in a backward, which has a thread for each device */
+    unsigned long holder;          /* that thread */
+    int held;                      /* how often it has it; 0: nobody */
+    int copies;                    /* some unit keeps a copy */
+    struct fp_unit **reduce_order; /* all units, borrowed, in the order in which those that keep a copy are reduced */
+    Py_ssize_t reduce_order_at;    /* in it: whose turn is next in this backward */
+    Py_ssize_t cursor;             /* in order: to which unit this backward has come */
+    Py_ssize_t entries;            /* first forwards of units so far */
+    fp_exchange *exchanges;        /* of this backward, one for each group */
     Py_ssize_t n_exchanges;
     PyObject *error;                  /* what is raised when this backward ends, on all ranks; or NULL */
     const struct fp_unit *error_unit; /* which that is of, borrowed */

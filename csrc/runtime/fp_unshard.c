@@ -87,8 +87,6 @@ renew(fp_unit *unit, Py_ssize_t index, int changed)
     return renewed > 0 ? make_views(unit, index, renewed) : renewed;
 }
 
-/* What was written to the views goes into the shard, and so do parameters that were replaced, or whose data were; the
- * latter by Python. */
 int
 fp_unshard_look_over(fp_unit *unit)
 {
@@ -121,7 +119,6 @@ refuse_moved(const fp_unit *unit, const fp_flat_param *flat_param, Py_ssize_t i,
     return -1;
 }
 
-/* The same after a forward. The graph has the values that were written, so it is not refused for them. */
 int
 fp_unshard_take_written_in_forward(fp_unit *unit)
 {
@@ -151,7 +148,6 @@ fp_unshard_take_written_in_forward(fp_unit *unit)
     return 0;
 }
 
-/* Before the backward of a unit: what was written since its forward is known to autograd, or refused. */
 int
 fp_unshard_check_unchanged(fp_unit *unit)
 {
