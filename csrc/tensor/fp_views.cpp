@@ -338,13 +338,7 @@ fp_torch_flatten(PyObject *const *tensors, const fp_geometry *geometry, double f
             flat = fp::flatten_by_ops(shape, pieces, options, fill);
         }
         else {
-            struct ReleaseGil {
-                PyThreadState *state = PyEval_SaveThread();
-                ~ReleaseGil()
-                {
-                    PyEval_RestoreThread(state);
-                }
-            } released;
+            const fp::WithoutGil released;
             flat = fp::flatten_in_place(shape, pieces, options, fill);
         }
         return THPVariable_Wrap(std::move(flat));
