@@ -37,6 +37,8 @@ class HandleBase(Interruptible):
     rank: int
     world_size: int
     _debug_level: dist.DebugLevel
+    _device_handle: Any  # a _FSDPDeviceHandle
+    _fake_process_group: Any  # where environment variables ask for one
     _fsdp_extension: Any
     _fully_sharded_module: nn.Module
     _fwd_bwd_param_dtype: torch.dtype
@@ -47,8 +49,11 @@ class HandleBase(Interruptible):
     _setattr_param: Callable[[nn.Module, str, nn.Parameter], None]
     _setattr_tensor: Callable[[nn.Module, str, Tensor], None]
     _sharding_strategy: HandleShardingStrategy
+    _skip_writeback_check: bool
     _unit: Any  # a _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
     _unsharded_flat_param_for_skipped_views: Any  # a Tensor while forward's views are left in place, else None
+    _use_fake_all_gather: bool
+    _use_fake_reduce: bool
     _use_full_prec_in_eval: bool
     _use_orig_params: bool
 

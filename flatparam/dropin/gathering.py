@@ -1,0 +1,337 @@
+"""Unsharding and resharding step by step: what is gathered, where, and what the flat parameter is meanwhile."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from ..common.collectives import all_gather_chunks, all_gather_single
+from ..common.storage import allocate, free, has_memory, is_allocated, same_storage
+from ..common.torch_private import (
+    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    HandleTrainingState,
+    _no_dispatch_record_stream,
+)
+from .fast_path import Fused
+from .writeback import Writeback
+
+
+class Gathering(Writeback, Fused):
+    """The part of FlatParamHandle that a step and summon_full_params() go through."""
+
+    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
+
+    # Unsharding
+
+    def pre_unshard(self) -> bool:
+        """Bring what is to be gathered into ``flat_param``: written back, on the device, in the dtype of computation.
+
+        Returns whether anything was done. Source: torch 2.13 ``FlatParamHandle.pre_unshard``.
+        """
+        try:
+            state = self._training_state
+            if state is not HandleTrainingState.BACKWARD_PRE:
+                self._keep_moved_shard()
+            if state is HandleTrainingState.SUMMON_FULL_PARAMS and self._skipped_use_sharded_views:
+                self._use_sharded_views()
+            ran = False
+            if self._use_orig_params and not self._skip_writeback_check:
+                ran = self._writeback_orig_params()
+            if self.uses_sharded_strategy and not self._offload_params and not self.needs_unshard():
+                pass
+            elif self._uses_param_mixed_precision and not self._force_full_precision:
+                self._use_low_precision_shard()
+                ran = True
+            elif self._offload_params and self.flat_param.device != self.device:
+                self.flat_param_to(self.device, non_blocking=True)
+                ran = True
+            self._check_on_compute_device(self.flat_param)
+            return ran
+        except BaseException:
+            self._leave_summon()
+            raise
+
+    def _use_low_precision_shard(self) -> None:
+        """Cast the shard into ``_mp_shard`` on the compute device, and let ``flat_param`` be that."""
+        self._check_low_precision_shard()
+        flat_param = self.flat_param
+        allocate(flat_param._mp_shard, flat_param._local_shard.size())
+        flat_param._mp_shard.copy_(flat_param._local_shard.to(self.device, non_blocking=True))
+        flat_param.data = flat_param._mp_shard
+
+    def unshard(self) -> None:
+        """All-gather the flat parameter if it is not unsharded yet, and switch to the unsharded one.
+
+        In ``SUMMON_FULL_PARAMS`` (and in eval with FSDP_USE_FULL_PREC_IN_EVAL=1) always in full precision.
+        Source: torch 2.13 ``FlatParamHandle.unshard``.
+        """
+        if self._unshard_fused():
+            return
+        try:
+            if self.needs_unshard():
+                if self._freed_reason is None:
+                    free(self._get_padded_unsharded_flat_param())  # take an earlier reason back
+                unsharded = self._alloc_padded_unsharded_flat_param()
+                unsharded = self._all_gather_flat_param(unsharded)
+            elif self.uses_sharded_strategy:
+                unsharded = self._get_padded_unsharded_flat_param()
+            else:
+                unsharded = self.flat_param
+            self._use_unsharded_flat_param(unsharded)
+        except BaseException:
+            self._leave_summon()
+            raise
+
+    def needs_unshard(self) -> bool:
+        """Whether the unsharded flat parameter has no memory now."""
+        if not self.uses_sharded_strategy:
+            return False
+        unsharded = self._get_padded_unsharded_flat_param()
+        return not is_allocated(unsharded)
+
+    def _alloc_padded_unsharded_flat_param(self) -> Tensor:
+        self._check_sharded_strategy()
+        unsharded = self._get_padded_unsharded_flat_param()
+        try:
+            self._check_storage_freed(unsharded)
+        except AssertionError as error:
+            raise AssertionError(self._about(str(error))) from None
+        allocate(unsharded, self.flat_param._padded_unsharded_size)
+        return unsharded
+
+    def _get_padded_unsharded_flat_param(self) -> Tensor:
+        """The tensor to gather into: ``_full_param_padded``, or the full-precision one where that is forced.
+
+        Forcing full precision frees the low-precision one: it may be modified meanwhile, and must be gathered again.
+        """
+        self._check_sharded_strategy()
+        flat_param = self.flat_param
+        if not (self._force_full_precision and self._uses_param_mixed_precision):
+            return flat_param._full_param_padded
+        unsharded = flat_param._full_prec_full_param_padded
+        if unsharded.dtype == self._fwd_bwd_param_dtype:
+            raise AssertionError(self._about(f"Expects full precision but got {self._fwd_bwd_param_dtype}"))
+        self._free(flat_param._full_param_padded)
+        return unsharded
+
+    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
+        """All-gather ``flat_param.data`` of every rank into ``padded_unsharded_flat_param``, which is returned."""
+        if not (hasattr(self, "process_group") and hasattr(self, "world_size")):
+            raise AssertionError(self._about("Expects a process group and world size, which this handle has no more"))
+        shard = self.flat_param.data
+        numel = shard.numel()
+        if _C.is_plain(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
+            raise ValueError(
+                self._about(
+                    f"the storage of its shard has room for {_C.storage_numel(shard)} elements of {numel}: it was "
+                    "freed or resized outside of flatparam, and its values are lost. Leave storages as they are"
+                )
+            )
+        expected = numel * self.world_size
+        if padded_unsharded_flat_param.numel() != expected:
+            raise AssertionError(self._about(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}"))
+        group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group
+        try:
+            if shard.is_cpu:
+                all_gather_chunks(self._chunks_of(padded_unsharded_flat_param), shard, group)
+            else:
+                all_gather_single(padded_unsharded_flat_param, shard, group)
+        except BaseException:
+            self._leave_memory(padded_unsharded_flat_param, shard)
+            raise
+        if self._offload_params:  # the shard was copied to the device on another stream
+            _no_dispatch_record_stream(shard, self._device_handle.current_stream())
+        return padded_unsharded_flat_param
+
+    def _chunks_of(self, padded: Tensor) -> list[Tensor]:
+        """Its equal chunks, one a rank; those of the tensor that was gathered last are kept."""
+        kept, chunks = self._chunks
+        if kept is not padded or not self._are_chunks(chunks, padded):
+            chunks = padded.detach().chunk(self.world_size)  # not views of what refers to them: a cycle
+            self._chunks = (padded, chunks) if _C.is_plain(padded, *chunks) else (None, ())
+        return list(chunks)
+
+    def _are_chunks(self, chunks: tuple[Tensor, ...], padded: Tensor) -> bool:
+        """Whether ``padded`` still is what these are chunks of: a user may have set its data."""
+        first = chunks[0]
+        return (
+            len(chunks) == self.world_size
+            and first.numel() * self.world_size == padded.numel()
+            and (first.dtype, first.storage_offset(), first.stride())
+            == (padded.dtype, padded.storage_offset(), padded.stride())
+            and same_storage(first, padded)
+        )
+
+    def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
+        """Let ``flat_param`` be the unpadded part of the unsharded one, and the original parameters views of it."""
+        flat_param = self.flat_param
+        flat_param.data = padded_unsharded_flat_param[: flat_param._unpadded_unsharded_size.numel()]
+        in_forward = self._training_state == HandleTrainingState.FORWARD
+        in_pre_backward = self._training_state == HandleTrainingState.BACKWARD_PRE
+        if in_forward and self._uses_param_mixed_precision:
+            self._note_accumulator()
+        if self._use_orig_params:
+            if self._skipped_use_sharded_views and in_pre_backward:
+                return  # forward's views are still in place
+            self._use_unsharded_views(as_params=not in_forward and not in_pre_backward)
+        elif in_forward:
+            self._use_unsharded_views(as_params=False)
+
+    def post_unshard(self) -> None:
+        """Free the low-precision shard, which has been gathered."""
+        if self._uses_param_mixed_precision and self.uses_sharded_strategy:
+            self._free_low_precision_sharded_param()
+        self._check_on_compute_device(self.flat_param)
+
+    def _free_low_precision_sharded_param(self) -> None:
+        self._check_low_precision_shard()
+        self._free_after_use(self.flat_param._mp_shard)
+
+    @contextlib.contextmanager
+    def to_cpu(self) -> Generator[None, None, None]:
+        """In the context the unsharded flat parameter lies on the CPU; its memory on the device is freed meanwhile.
+
+        Where it lies there already it stays as it is (torch before 2.15 reads freed memory then: pytorch#188989).
+        Source: torch 2.15 ``FlatParamHandle.to_cpu``.
+        """
+        self._check_sharded_strategy()
+        self._check_unsharded(self.flat_param)
+        self._check_on_compute_device(self.flat_param)
+        if not same_storage(self.flat_param, self._get_padded_unsharded_flat_param()):
+            raise AssertionError(self._about("expects the unpadded parameter to be a view into the padded one"))
+        with contextlib.nullcontext() if self.flat_param.is_cpu else self._offload_to_cpu():
+            yield
+
+    @contextlib.contextmanager
+    def _offload_to_cpu(self) -> Generator[None, None, None]:
+        self.flat_param_to(torch.device("cpu"), copy=True)
+        self._free_unsharded_flat_param()
+        try:
+            yield
+        finally:
+            self._restore_unsharded_flat_param_from_cpu()
+
+    def _restore_unsharded_flat_param_from_cpu(self) -> None:
+        self._check_unsharded(self.flat_param)
+        unsharded = self._alloc_padded_unsharded_flat_param()
+        unsharded[: self.flat_param.numel()].copy_(self.flat_param.detach())
+        self._use_unsharded_flat_param(unsharded)
+
+    # Resharding
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Switch to the sharded flat parameter; then free the unsharded one if asked.
+
+        In that order: at no time do the original parameters point to freed memory.
+        """
+        if not self._reshard_fused(free_unsharded_flat_param):
+            try:
+                self._use_sharded_flat_param()
+                if free_unsharded_flat_param:
+                    self._free_unsharded_flat_param()
+            except BaseException:
+                self._leave_summon()
+                raise
+        if not free_unsharded_flat_param and self._training_state is HandleTrainingState.FORWARD:
+            self._note_left_gathered()
+
+    def post_reshard(self) -> None:
+        """NO_SHARD: free the low-precision copy, which was the unsharded parameter of the computation."""
+        if self._uses_param_mixed_precision and not self.uses_sharded_strategy and not self._force_full_precision:
+            self._free_low_precision_sharded_param()
+
+    def _free_unsharded_flat_param(self) -> None:
+        """Free the unsharded flat parameter's memory, if it has any."""
+        self._check_sharded_strategy()
+        unsharded = self._get_padded_unsharded_flat_param()
+        self._check_on_compute_device(unsharded)
+        self._free_after_use(unsharded)
+
+    def _free_after_use(self, tensor: Tensor) -> None:
+        """Free the memory of ``tensor``, if it has any, once the current stream has come so far."""
+        if has_memory(tensor):
+            _no_dispatch_record_stream(tensor, self._device_handle.current_stream())
+            self._free(tensor)
+
+    def _use_sharded_flat_param(self) -> None:
+        """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it.
+
+        Source: torch 2.13 ``FlatParamHandle._use_sharded_flat_param``.
+        """
+        flat_param = self.flat_param
+        in_forward = self._training_state == HandleTrainingState.FORWARD
+        skip_views = (
+            self._use_orig_params
+            and in_forward
+            and torch.is_grad_enabled()
+            and self._sharding_strategy in NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
+        )
+        unsharded = flat_param.data if skip_views else None
+        if self._offload_params and flat_param._local_shard.device.type != "cpu":
+            raise AssertionError(
+                self._about(f"Expects the local shard to be on CPU but got {flat_param._local_shard.device}")
+            )
+        if self._offload_params and not self.uses_sharded_strategy:  # nothing else has noted who reads the copy
+            _no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())
+        flat_param.data = flat_param._local_shard
+        if in_forward:
+            self._let_model_go_without_backward()
+        elif not self._use_orig_params:
+            self._note_grads_left_by_backward()
+        if not self._use_orig_params:
+            return
+        if skip_views:
+            self._unsharded_flat_param_for_skipped_views = unsharded
+            return  # gradients stay as they are too: sharded ones beside unsharded parameters would confuse
+        self._use_sharded_views()
+        if in_forward:  # after backward the runtime does this when the gradient has been reduced
+            self._show_grads_after_forward()
+
+    def _let_model_go_without_backward(self) -> None:
+        """Make the runtime's post-backward hook refer weakly to the model.
+
+        It hangs on the node that accumulates the flat gradient, which forward's views keep, which the flat parameter
+        keeps: a model deleted after a forward that no backward follows would stay for good (pytorch PR 183211).
+        """
+        state = getattr(self.flat_param, "_post_backward_hook_state", None)
+        hook_handle: Any = state[-1] if isinstance(state, tuple) and state else None
+        hooks_of = getattr(hook_handle, "hooks_dict_ref", None)
+        if hooks_of is None:
+            return  # of a frozen unit the hooks are on the inputs, which are not kept
+        hooks: Any = hooks_of()
+        hook = hooks.get(hook_handle.id) if hooks else None
+        if isinstance(hook, functools.partial) and hook.func is not _call_if_alive:
+            hooks[hook_handle.id] = functools.partial(_call_if_alive, hook.func, *map(weakref.ref, hook.args))
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """``flat_param.data = flat_param.to(...)``, and the original parameters with it.
+
+        With NO_SHARD ``_local_shard`` is the same tensor and moves too, so that the old memory is freed.
+        """
+        flat_param = self.flat_param
+        local_shard = getattr(flat_param, "_local_shard", None)
+        is_local_shard = (
+            local_shard is not None and not self.uses_sharded_strategy and same_storage(local_shard, flat_param)
+        )
+        flat_param.data = flat_param.to(*args, **kwargs)
+        if is_local_shard:
+            flat_param._local_shard = flat_param.data
+        if not self._use_orig_params:
+            return
+        if self.is_sharded(flat_param):
+            self._use_sharded_views()
+        else:
+            self._use_unsharded_views(as_params=True)
+
+
+def _call_if_alive(hook: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``hook``, of whose arguments the first ones are weak references; nothing once one of them is gone."""
+    strong = [argument() if isinstance(argument, weakref.ref) else argument for argument in arguments]
+    if not any(argument is None and given is not None for argument, given in zip(strong, arguments, strict=True)):
+        return hook(*strong)
+    return None
