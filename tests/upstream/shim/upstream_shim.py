@@ -25,14 +25,14 @@ def activate():
 
 
 def handle_in_use():
-    """The file that ``FlatParamHandle.unshard`` of torch's FSDP comes from; raises if it is not the one asked for."""
+    """The file that the constructor of torch's ``FlatParamHandle`` comes from; raises if it is not the one asked for."""
     handle = sys.modules[FLAT_PARAM].FlatParamHandle
     others = [
         name
         for name, module in sorted(sys.modules.items())
         if name.startswith("torch.distributed.") and getattr(module, "FlatParamHandle", handle) is not handle
     ]
-    file = os.path.realpath(handle.unshard.__code__.co_filename)
+    file = os.path.realpath(handle.__init__.__code__.co_filename)
     is_torchs = file == os.path.realpath(sys.modules[FLAT_PARAM].__file__)
     if others or is_torchs != (os.environ["UPSTREAM_HANDLE"] == "torch"):
         raise RuntimeError(
