@@ -114,6 +114,7 @@ def test_the_checkpoint_is_that_of_a_plain_loop_which_goes_on_from_it(quick):
     assert list(plain_steps(loaded, reloaded, corpus, more)) == list(plain_steps(oracle, optimizer, corpus, more))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -134,6 +135,7 @@ def test_other_settings_hold_their_checks_too(options, tmp_path):
     assert (dropin in done.stdout) == ("dropin" in options)
 
 
+@pytest.mark.thorough
 def test_an_exception_in_a_rank_ends_the_demo_in_one_clear_line(tmp_path):
     (tmp_path / "checkpoint.pt").mkdir()  # which no file can replace
     done = run("--quick", "--steps", "2", "--out", str(tmp_path))

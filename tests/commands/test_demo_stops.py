@@ -80,7 +80,14 @@ def leaves_nothing_broken(out):
     assert (out / "checkpoint.pt").read_bytes() == b"of an earlier run"
 
 
-@pytest.mark.parametrize(("which", "name"), [(0, "unsharded"), (2, "torch FSDP1 rank 1"), (3, "flatparam rank 0")])
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [
+        pytest.param(0, "unsharded", marks=pytest.mark.thorough),
+        pytest.param(2, "torch FSDP1 rank 1", marks=pytest.mark.thorough),
+        (3, "flatparam rank 0"),
+    ],
+)
 def test_a_killed_process_ends_all(endless, which, name):
     process, children, out = endless
     os.kill(children[which], signal.SIGKILL)
@@ -91,7 +98,7 @@ def test_a_killed_process_ends_all(endless, which, name):
     leaves_nothing_broken(out)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_signal_to_the_parent_ends_all(endless, signum):
     process, children, out = endless
     process.send_signal(signum)
@@ -103,6 +110,7 @@ def test_a_signal_to_the_parent_ends_all(endless, signum):
     leaves_nothing_broken(out)
 
 
+@pytest.mark.thorough
 def test_a_killed_parent_takes_its_children_along(endless):
     process, children, out = endless
     process.kill()

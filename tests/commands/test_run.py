@@ -135,6 +135,7 @@ ENDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ENDS)
 def test_it_ends_as_python_does(tmp_path, name):
     (tmp_path / "script.py").write_text(ENDS[name])
@@ -147,6 +148,7 @@ def test_it_ends_as_python_does(tmp_path, name):
         assert_same(plain, run)
 
 
+@pytest.mark.thorough
 def test_a_module_ends_as_python_does(tmp_path):
     (tmp_path / "module.py").write_text(ENDS["error"])
     (tmp_path / "unfinished.py").write_text(ENDS["syntax"])
@@ -199,6 +201,7 @@ def split(result):
     return [installed, *further[0]], [facts, *further[1]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", [["{}/script.py"], ["-m", "package.script"]])
 def test_children_have_it_installed_too(tmp_path, command):
     """Also where flatparam is found in the working directory only, which is not on the script's sys.path."""
@@ -264,6 +267,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 def test_torchrun_trains_to_the_same_bits(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

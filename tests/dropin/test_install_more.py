@@ -155,6 +155,7 @@ def test_in_one_process(name, tmp_path):
     assert python("script.py", cwd=tmp_path) == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at_the_top", [True, False], ids=["of-the-module", "of-main"])
 def test_children_have_what_the_script_installs_when_it_is_imported(tmp_path, at_the_top):
     """A spawned child imports the script again: what is under ``if __name__ == "__main__"`` is not done there."""

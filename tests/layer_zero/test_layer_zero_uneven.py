@@ -356,6 +356,7 @@ def test_who_has_no_gradient_adds_zeros():
     run_ranks(in_turn, 4, [without_gradients])
 
 
+@pytest.mark.thorough
 def test_what_is_gathered_ahead_where_ranks_differ():
     run_ranks(in_turn, 4, [the_last_output, prefetched_after_skipping])
 

@@ -131,6 +131,7 @@ def test_contestants_are_who_they_are_called():
         assert {handle.world_size for handle in found} == {8}, name
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_one_command_measures_and_writes(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "--only", "step", "--quick", "--out", str(tmp_path)]

@@ -37,6 +37,7 @@ def test_two_ranks_train_bit_for_bit_as_one_and_as_torch():
     assert compared > 30
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_four_ranks_train_as_one_within_bounds():
     cases = equality.cases_of_four()

@@ -97,6 +97,7 @@ def test_what_is_lost_and_what_is_won(run):
     assert done.returncode == 1, done.stderr
 
 
+@pytest.mark.thorough
 def test_nothing_lost(run):
     done, out = run(OUTCOMES, "-k", "handle|after|fails")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,6 +105,7 @@ def test_nothing_lost(run):
     assert sorted(out["tests"].values()) == ["fail", "pass", "pass"]
 
 
+@pytest.mark.thorough
 def test_torchs_own_handle(run):
     done, out = run(OUTCOMES, "--stock", "-k", "handle")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -25,7 +25,7 @@ def activate():
 
 
 def handle_in_use():
-    """The file that the constructor of torch's ``FlatParamHandle`` comes from; raises if it is not the one asked for."""
+    """The file of the constructor of torch's ``FlatParamHandle``; raises if it is not the one asked for."""
     handle = sys.modules[FLAT_PARAM].FlatParamHandle
     others = [
         name
