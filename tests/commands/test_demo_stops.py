@@ -150,6 +150,7 @@ for step in range(10**9):
 """
 
 
+@pytest.mark.thorough
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     path = tmp_path / "checkpoint.pt"
     for delay in (0.0, 0.013, 0.037):

@@ -120,6 +120,7 @@ def test_functional_call_is_compiled_as_before_and_in_a_unit_as_unsharded():
             assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), wanted)
 
 
+@pytest.mark.thorough
 def test_compiled_models_train_as_with_torchs_handle():
     for torchs, ours in run_both(train_all, 2):
         for case, (expected, breaks, compiled), (got, own_breaks, own_compiled) in zip(

@@ -58,7 +58,7 @@ def outcome(world):
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("behaviour", "world", "strategy", "orig"),
-    CASES,
+    [pytest.param(*case, marks=pytest.mark.thorough) if case[1] == 4 else case for case in CASES],
     ids=lambda value: getattr(value, "__name__", str(value)).lower(),
 )
 def test_is_as_with_torchs_handle(behaviour, world, strategy, orig):

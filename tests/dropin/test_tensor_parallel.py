@@ -138,6 +138,7 @@ def run(kind):
     return results
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_units_train_and_save_as_with_torchs_handle():
     for rank, (expected, got) in enumerate(run_both(run, 4)):
         for setting, theirs, ours in zip(SETTINGS, expected, got, strict=True):

@@ -81,7 +81,7 @@ def test_the_extension_may_be_executed_again():
     spec = importlib.util.spec_from_file_location("flatparam._C", _C.__file__)
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
-    assert again.Run is not _C.Root
+    assert again.Root is not _C.Root
     with fake_world(1):
         model = FSDP(nn.Linear(3, 3))  # of the types that were there before
         model(torch.ones(2, 3)).sum().backward()

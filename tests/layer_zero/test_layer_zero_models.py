@@ -549,6 +549,7 @@ def test_models_and_programs_of_all_kinds():
     run_ranks(in_turn, 4, [exceptions, uneven, interleaved, empty_units, precisions])
 
 
+@pytest.mark.thorough
 def test_groups_norms_and_what_is_refused():
     run_ranks(in_turn, 4, [refused, objects, clipping, grids, refreshes, orders], timeout=90)
 
