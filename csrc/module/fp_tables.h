@@ -6,6 +6,6 @@
 
 extern PyMethodDef fp_core_methods[];
 extern PyMethodDef fp_pack_methods[];
-extern PyMethodDef fp_bridge_methods[];
+extern PyMethodDef fp_tensor_methods[];
 
 #endif

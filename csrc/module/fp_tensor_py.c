@@ -1,4 +1,4 @@
-/* module/fp_tensor_py.c -- wrappers of what the bridge does without a unit: tensors and their storages, signs of life. */
+/* module/fp_tensor_py.c -- wrappers of csrc/tensor: tensors and their storages, signs of life. */
 #include "tensor/fp_lent.h"
 #include "tensor/fp_pulse.h"
 #include "tensor/fp_shards.h"
@@ -180,7 +180,7 @@ explain_shards(PyObject *module, PyObject *explain)
     Py_RETURN_NONE;
 }
 
-PyMethodDef fp_bridge_methods[] = {
+PyMethodDef fp_tensor_methods[] = {
     {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
      "mode is on."},

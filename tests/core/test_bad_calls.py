@@ -43,7 +43,6 @@ def results():
     return {line["name"]: line for line in map(json.loads, process.stdout.splitlines())}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", public_names())
 def test_no_arguments_crash_the_interpreter(name):
     result = results()[name]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import data
 from gloo import note, run_ranks
-from layer_zero_checks import LOW, Example, assert_close, train
+from layer_zero_checks import LOW, Example, assert_close, named, train
 from layer_zero_driver import (
     CPU,
     State,
@@ -254,11 +254,6 @@ CASES = [
     (1, degenerate_groups),
     (4, strided_groups),
 ]
-
-
-def named(case):
-    world_size, function, *_ = case
-    return f"{function.__name__}-{world_size}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

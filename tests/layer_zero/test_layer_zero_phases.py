@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make
 from gloo import note, run_ranks
-from layer_zero_checks import LOW, Example, assert_close, assert_equal, train
+from layer_zero_checks import LOW, Example, assert_close, assert_equal, named, train
 from layer_zero_driver import (
     State,
     drive,
@@ -579,11 +579,6 @@ CASES = [
     (4, a_gradient_is_not_thrown_away),
     (1, deleted_units_are_gone),
 ]
-
-
-def named(case):
-    world_size, function, *_ = case
-    return f"{function.__name__}-{world_size}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import data, make
 from gloo import note, run_ranks
-from layer_zero_checks import LOW, Example, assert_close, assert_equal, train
+from layer_zero_checks import LOW, Example, assert_close, assert_equal, named, train
 from layer_zero_driver import (
     AsTheReference,
     State,
@@ -176,11 +176,6 @@ CASES = [
     (4, padding_stays),
     (4, unevenly_used),
 ]
-
-
-def named(case):
-    world_size, function, *_ = case
-    return f"{function.__name__}-{world_size}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

@@ -135,7 +135,6 @@ def project(tmp_path_factory):
     return copy_of_the_project(tmp_path_factory.mktemp("build") / "project")
 
 
-@pytest.mark.thorough
 def test_the_project_compiles_only_what_changed(project):
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.c*") if path.suffix in (".c", ".cpp")}
     assert build(project, "--strict") == set()
@@ -287,7 +286,6 @@ def test_a_missing_compiler_is_named_in_one_line(small):
     ]
 
 
-@pytest.mark.thorough
 def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
     code, output = run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path), cwd=project)
     assert code == 0, output
@@ -307,7 +305,6 @@ def test_the_sdist_has_every_source_and_builds_from_itself(project, tmp_path):
     assert list((unpacked / "flatparam").glob("_C.*.so"))
 
 
-@pytest.mark.thorough
 def test_an_installation_has_the_types_and_every_module(project, tmp_path):
     code, output = run(sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path), cwd=project)
     assert code == 0, output

@@ -42,3 +42,9 @@ def train(model, driver, reference, count, make_optimizer, steps=3, exact=False)
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     compare = assert_equal if exact else assert_close
     compare(full_params(driver.handles, model), list(reference.parameters()))
+
+
+def named(case):
+    """The id of a test that runs ``(world size, function, *arguments)``."""
+    world_size, function, *_ = case
+    return f"{function.__name__}-{world_size}"
