@@ -9,14 +9,20 @@ from torch import Tensor
 from .torch_private import FakeProcessGroup
 from .waits import is_sliced, wait_in_slices
 
+# The names that torch has had for each, the newest first
+NAMES = {
+    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_reduce": ("all_reduce",),
+}
 _AS_THEY_WERE: list[Any] = [
-    getattr(dist, name, None) for name in ("all_gather", "all_gather_single", "all_gather_into_tensor", "all_reduce")
+    getattr(dist, name, None) for name in ("all_gather", *NAMES["all_gather"], *NAMES["all_reduce"])
 ]
 
 
 def gathering() -> Callable[..., Any]:
-    """``torch.distributed.all_gather_single`` (2.13), ``all_gather_into_tensor`` before."""
-    return getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
+    """The all-gather into one tensor, by the newest name that this torch has."""
+    return getattr(dist, next(name for name in NAMES["all_gather"] if hasattr(dist, name)))
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:

@@ -6,10 +6,12 @@ tensors would not do: a rank that holds nothing of a unit sees none of them chan
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .. import _C
 from .torch_private import _is_fsdp_flattened
 
 taken = 0
@@ -23,8 +25,15 @@ def watch() -> None:
     register_optimizer_step_post_hook(_count)
 
 
+@functools.cache
+def ask_before(check: Callable[..., None]) -> None:
+    """Call ``check(optimizer, args, kwargs)`` before each step from now on. It may raise."""
+    register_optimizer_step_pre_hook(check)
+
+
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global taken
+    _C.note_optimizer_step()
     if _has_units(optimizer):
         taken += 1
 

@@ -22,7 +22,7 @@ from .originals import Options, Original
 from .placement import Placement
 from .register import Register, register_of
 
-_WORDS = 6  # a digest, one of the values, and a number that no other rank has
+_SAID = 4  # words of 8 bytes in the digest of what a rank says
 _APART = 1  # instead of a digest of values: this rank knows that others have other values
 _TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
 _PATIENCE = 2.0  # seconds in which the others are expected
@@ -150,30 +150,53 @@ def _compare(
     An error goes on to the ranks of the next group, which cannot know of it.
     """
     for group in groups:
-        digest = hashlib.sha256(repr(said).encode()).digest()
-        word = bytes(8) if values is None else values.word
-        mine = torch.tensor(
-            [int.from_bytes(part, "little", signed=True) for part in (*_words(digest), word, os.urandom(8))],
-            dtype=torch.int64,
-            device=dist.distributed_c10d._get_object_coll_device(group),
-        )
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        work = issue(dist.all_gather, everyone, mine, group=group)
-        if isinstance(said, str):
-            _wait_with_an_error(work, said)
-        wait(work, group, mine.device)
+        everyone = _tell(said, group, bytes(8) if values is None else values.word)
         register = register_of(group)
         register.life = register.life or f"{everyone[0][-1].item():x}"
         numbers[register] = register.of_built()
-        if any(not torch.equal(mine[:-2], other[:-2]) for other in everyone):
+        if not _is_same(everyone, slice(_SAID)):
             said = _explain(said, group)
-        elif values is not None and any(not torch.equal(mine[-2], other[-2]) for other in everyone):
+        elif values is not None and not _is_same(everyone, slice(_SAID, _SAID + 1)):
             values.explain(group)
     return said if isinstance(said, str) else None
 
 
-def _words(digest: bytes) -> Iterator[bytes]:
-    return (digest[8 * i : 8 * i + 8] for i in range(_WORDS - 2))
+def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> list[torch.Tensor]:
+    """What each rank of ``group`` says: the digest of it, ``word``, and a number that no other rank has."""
+    digest = hashlib.sha256(repr(said).encode()).digest()
+    parts = (*(digest[8 * i : 8 * i + 8] for i in range(_SAID)), word, os.urandom(8))
+    mine = torch.tensor(
+        [int.from_bytes(part, "little", signed=True) for part in parts],
+        dtype=torch.int64,
+        device=dist.distributed_c10d._get_object_coll_device(group),
+    )
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    work = issue(dist.all_gather, everyone, mine, group=group)
+    if isinstance(said, str):
+        _wait_with_an_error(work, said)
+    wait(work, group, mine.device)
+    return everyone
+
+
+def _is_same(everyone: list[torch.Tensor], words: slice) -> bool:
+    return all(torch.equal(everyone[0][words], other[words]) for other in everyone)
+
+
+def check_described(described: Described, problem: Exception | None, group: dist.ProcessGroup) -> None:
+    """Compare over ``group`` what its ranks are about to build. A collective call of 48 bytes if they agree.
+
+    ``problem``: why this rank cannot build it. Raises: it, or ValueError, on all ranks alike, naming the first rank
+    that has one, or the first name in which a rank differs from the first.
+    """
+    said: Described | str = described
+    if problem is not None:
+        said = f"rank {dist.get_rank()} cannot build its part of this unit: {problem}"
+    if dist.get_world_size(group) > 1 and not _is_same(_tell(said, group), slice(_SAID)):
+        said = _explain(said, group)
+    if problem is not None:
+        raise problem
+    if isinstance(said, str):
+        raise ValueError(said)
 
 
 def _wait_with_an_error(work: Any, said: str) -> None:

@@ -9,15 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-_NAMES = {
-    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
-    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
-    "all_reduce": ("all_reduce",),
-}
+from ..common.collectives import NAMES
 
 # (namespace, name, function as it was): once one of them is another, the Python way is taken.
 WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
-    (vars(dist), name, vars(dist)[name]) for names in _NAMES.values() for name in names if name in vars(dist)
+    (vars(dist), name, vars(dist)[name]) for names in NAMES.values() for name in names if name in vars(dist)
 )
 
 
@@ -50,7 +46,7 @@ class Hooked:
 
 def _function(kind: str) -> Callable[..., Any]:
     """The function that was replaced, else the first that this torch has."""
-    known = [entry for entry in WATCHED if entry[1] in _NAMES[kind]]
+    known = [entry for entry in WATCHED if entry[1] in NAMES[kind]]
     name = next((name for space, name, function in known if space.get(name) is not function), known[0][1])
     return getattr(dist, name)
 

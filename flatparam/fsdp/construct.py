@@ -8,10 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .. import _C
-from ..common import dlpack
+from ..common import dlpack, optimizers
 from .api import ShardingStrategy
 from .arguments import check_types
 from .owners import owner_of, owner_of_param
@@ -24,9 +22,9 @@ from .wrapper import Wrapper
 @functools.cache
 def watch_torch() -> None:
     """Have torch's optimizers say when they step, and its exports of tensors what they export."""
-    register_optimizer_step_pre_hook(refuse_step)
-    register_optimizer_step_pre_hook(check_reduced)
-    register_optimizer_step_post_hook(_C.note_optimizer_step)
+    optimizers.ask_before(refuse_step)
+    optimizers.ask_before(check_reduced)
+    optimizers.watch()
     dlpack.watch()
 
 

@@ -1,6 +1,6 @@
 """Over which ranks a unit's parameter, gradient and optimizer state are spread: data, one row a strategy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,14 @@ class Row(NamedTuple):
     reshard_after_forward: bool
     nested: bool = False
     full_precision: bool = False
+
+    def over(self, sizes: Mapping[str, int]) -> "Row":
+        """The same row over groups of these sizes: a group of one rank is none, and groups of one size are one."""
+        param, grad, optim, replicate = (name if name and sizes[name] > 1 else None for name in self[:4])
+        if param is not None and optim is not None and sizes[param] == sizes[optim]:
+            param = optim
+        nested = self.nested and param not in (None, optim)
+        return self._replace(param=param, grad=grad, optim=optim, replicate=replicate, nested=nested)
 
 
 TABLE: dict[ShardingStrategy, Row] = {
@@ -160,20 +168,11 @@ def averaging_factors(ranks: int) -> tuple[float, float]:
 
 
 def place(strategy: ShardingStrategy, groups: dict[str, dist.ProcessGroup]) -> Placement:
-    """The placement of a row over groups by name; a group of one rank counts as none."""
-    row = TABLE[strategy]
-
-    def group(name: str | None) -> dist.ProcessGroup | None:
-        return groups[name] if name is not None and dist.get_world_size(groups[name]) > 1 else None
-
-    param, optim = group(row.param), group(row.optim)
-    if param is not None and optim is not None and dist.get_world_size(param) == dist.get_world_size(optim):
-        param = optim
-    nested = row.nested and param is not None and param is not optim
-    outer = outer_group(param, optim, groups.get("outer")) if nested else None
-    return Placement(
-        param, group(row.grad), optim, group(row.replicate), row.reshard_after_forward, outer, row.full_precision
-    )
+    """The placement of a row over groups by name."""
+    row = TABLE[strategy].over({name: dist.get_world_size(group) for name, group in groups.items()})
+    param, grad, optim, replicate = (None if name is None else groups[name] for name in row[:4])
+    outer = outer_group(param, optim, groups.get("outer")) if row.nested else None
+    return Placement(param, grad, optim, replicate, row.reshard_after_forward, outer, row.full_precision)
 
 
 def is_grid(strategy: ShardingStrategy) -> bool:

@@ -80,16 +80,15 @@ class Settings:
             )
 
     @property
-    def row(self) -> Row:
-        """The strategy's row; groups of one rank are none."""
-        row = TABLE[self.strategy]
+    def sizes(self) -> dict[str, int]:
+        """How many ranks the groups of the table of strategies have."""
         inner = self.shard_size or 1
-        sizes = {"wide": self.world_size, "inner": inner, "outer": self.world_size // inner, None: 1}
-        param, grad, optim, replicate = (name if sizes[name] > 1 else None for name in row[:4])
-        if param is not None and sizes[param] == sizes[optim]:
-            param = optim
-        nested = row.nested and param not in (None, optim)
-        return Row(param, grad, optim, replicate, row.reshard_after_forward, nested, row.full_precision)
+        return {"wide": self.world_size, "inner": inner, "outer": self.world_size // inner}
+
+    @property
+    def row(self) -> Row:
+        """The strategy's row, over these groups."""
+        return TABLE[self.strategy].over(self.sizes)
 
     @property
     def copy_shards(self) -> int:
@@ -99,7 +98,7 @@ class Settings:
     @property
     def shards(self) -> int:
         """How many ranks share a parameter's shard."""
-        return {None: 1, "wide": self.world_size, "inner": self.shard_size or 1}[self.row.optim]
+        return 1 if self.row.optim is None else self.sizes[self.row.optim]
 
 
 @dataclass(frozen=True)

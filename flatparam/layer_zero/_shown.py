@@ -1,13 +1,13 @@
 """Between micro-batches ``.grad`` shows their sum, so that who clears or zeroes gradients clears it."""
 
-import functools
 import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from .. import _C
+from ..common import optimizers
 from ._accumulation import Accumulation, Sum
 from .states import IDLE
 
@@ -33,7 +33,7 @@ class Shown(Accumulation):
         self._set_unsharded_grads(total)
         self._shown = self._versions(flat_param._params)[1:]
         _showing.add(self)
-        refuse_unreduced()
+        optimizers.ask_before(_check)
 
     def _show_reduced(self) -> None:
         """Show what was reduced before and put aside, where nothing was added up since."""
@@ -100,12 +100,6 @@ class Shown(Accumulation):
     def _drop_reduced(self) -> None:
         _C.set_grad(self.flat_param, None)
         vars(self.flat_param).pop("_saved_grad_shard", None)
-
-
-@functools.cache
-def refuse_unreduced() -> None:
-    """From now on refuse steps of optimizers with gradients that are not reduced."""
-    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: Optimizer, *arguments: Any) -> None:

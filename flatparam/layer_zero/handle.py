@@ -10,8 +10,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common.torch_private import HandleShardingStrategy
+from ..fsdp.agreement import Described, check_described
 from ._gradients import Gradients
-from .groups import Described, check_alike, check_groups, describe
+from .groups import check_groups, describe
 
 _owners: "weakref.WeakValueDictionary[int, FlatParamHandle]" = weakref.WeakValueDictionary()  # by parameters' ids
 
@@ -104,7 +105,7 @@ class FlatParamHandle(Gradients):
             described = describe(settings, names, params)
         except (ValueError, TypeError) as error:
             problem = error
-        check_alike(described, problem, zero1_process_group)
+        check_described(described, problem, zero1_process_group)
         self._offload_grads = bool(offload_grads)
         self._needs_param_sync = True
         self._param_synced = False
