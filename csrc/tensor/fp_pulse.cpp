@@ -18,10 +18,6 @@
 #include "tensor/fp_bridge.hpp"
 
 namespace fp {
-namespace {
-
-constexpr std::chrono::seconds store_patience{10};
-constexpr std::chrono::milliseconds end_patience{500};
 
 // Shared with the thread, which may outlive the one that began it.
 struct Beating {
@@ -35,6 +31,11 @@ struct Beating {
         return changed.wait_for(held, seconds, [this] { return stopped; });
     }
 };
+
+namespace {
+
+constexpr std::chrono::seconds store_patience{10};
+constexpr std::chrono::milliseconds end_patience{500};
 
 // Whether torch still has this group under this name.
 bool
