@@ -90,6 +90,8 @@ guarded(Result failure, Body &&body) noexcept
 }
 
 // Autograd nodes: held by c10::intrusive_ptr from torch 2.13 on, by std::shared_ptr with deleteNode before.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
 template <class T, class... Args>
 auto
 make_node(Args &&...args)
@@ -134,6 +136,13 @@ set_freed_reason(Storage *storage, const char *reason)
 // A tensor over the storage of source, without autograd: what an as_strided kernel returns. No copy.
 at::Tensor alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride, int64_t offset);
 
+// The same at one place of a flat tensor.
+inline at::Tensor
+alias(const at::Tensor &flat, const View &place)
+{
+    return alias(flat, place.shape, place.stride, flat.storage_offset() + place.offset);
+}
+
 // The bytes of memory that a storage has: none if it is freed, also where it has kept its size.
 size_t memory_of(c10::StorageImpl *storage);
 
@@ -160,6 +169,13 @@ size_t bytes_for(const at::Tensor &tensor);
 // Throws ValueError unless the storage of tensor has memory for all of its elements.
 void check_memory(const at::Tensor &tensor);
 
+// Views of flat at the places of geometry, new references: differentiable ones, tracked by node if there is one; or leaves.
+// They share flat's version counter. ValueError unless flat is 1-D and of geometry's length; -1 with a Python exception.
+// spare, idle: see fp_torch_make_views().
+int make_views(const at::Tensor &flat, const Geometry &geometry, const NodePtr &node, PyObject **out,
+               PyObject *const *spare = nullptr, const char *idle = nullptr);
+int make_leaves(const at::Tensor &flat, const Geometry &geometry, bool requires_grad, PyObject **out);
+
 // One 1-D tensor with the pieces at their places and fill between them, made of torch operations only: differentiable,
 // for any device, layout or wrapper. Undefined pieces count as zeros.
 at::Tensor flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
@@ -174,6 +190,12 @@ bool is_plain_tensor(const at::Tensor &tensor);
 // Whether tensor is at offset of source's storage in this shape, with these strides and source's dtype.
 bool is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
            int64_t offset);
+
+inline bool
+is_at(const at::Tensor &tensor, const at::Tensor &flat, const View &place)
+{
+    return is_at(tensor, flat, place.shape, place.stride, flat.storage_offset() + place.offset);
+}
 
 // Whether tensor lies in memory as view says, so that its bytes can be copied in one run.
 bool same_layout(const at::Tensor &tensor, const View &view);

@@ -67,9 +67,7 @@ change_version(fp_flat_buffer &flat, PyObject *const *views)
 bool
 is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i)
 {
-    const View &place = flat.geometry->views[i];
-    return is_at(THPVariable_Unpack(view), flat.full, place.shape, place.stride,
-                 flat.full.storage_offset() + place.offset);
+    return is_at(THPVariable_Unpack(view), flat.full, flat.geometry->views[i]);
 }
 
 bool
@@ -85,40 +83,19 @@ extern "C" {
 int
 fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int untracked, PyObject **out)
 {
-    Py_ssize_t made = 0;
-    const int status = fp::guarded(-1, [&] {
+    return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        auto node = fp::make_node<fp::UnitBackward>();
-        node->ref = ref->shared;
-        node->geometry = flat->geometry;
-        node->index = index;
-        flat->node = untracked ? nullptr : node;
-        for (const fp::View &view : flat->geometry->views) {
-            at::Tensor result =
-                fp::alias(flat->full, view.shape, view.stride, flat->full.storage_offset() + view.offset);
-            if (!untracked) {
-                result = torch::autograd::make_variable_differentiable_view(
-                    result, torch::autograd::ViewInfo(flat->full, nullptr, nullptr), std::nullopt,
-                    /*shared_view_info=*/true, torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
-                torch::autograd::impl::set_gradient_edge(result, {node, node->add_input_metadata(result)});
-            }
-            else {
-                result.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat->full));
-            }
-            out[made] = THPVariable_Wrap(std::move(result));
-            if (out[made] == nullptr) {
-                return -1;
-            }
-            made++;
+        fp::NodePtr node;
+        if (!untracked) {
+            node = fp::make_node<fp::ViewsBackward>(flat->geometry, ref->shared, index);
         }
-        return 0;
+        const int status = untracked ? fp::make_leaves(flat->full, *flat->geometry, false, out)
+                                     : fp::make_views(flat->full, *flat->geometry, node, out);
+        if (status == 0) {
+            flat->node = std::move(node);
+        }
+        return status;
     });
-    if (status < 0) {
-        while (made > 0) {
-            Py_CLEAR(out[--made]);
-        }
-    }
-    return status;
 }
 
 void
@@ -214,7 +191,7 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             else {
                 *misfit = static_cast<Py_ssize_t>(i);
             }
-            view.set_data(fp::alias(flat->full, place.shape, place.stride, flat->full.storage_offset() + place.offset));
+            view.set_data(fp::alias(flat->full, place));
         }
         for (const auto &[i, values] : given) {
             const fp::View &place = flat->geometry->views[i];

@@ -103,7 +103,7 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
             return false;
         }
         check_memory(pieces[i]);
-        places.push_back(alias(target, view.shape, view.stride, target.storage_offset() + view.offset));
+        places.push_back(alias(target, view));
         values.push_back(pieces[i]);
         numel += view.numel;
     }

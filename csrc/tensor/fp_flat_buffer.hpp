@@ -47,7 +47,7 @@ struct fp_flat_buffer {
     uint32_t trained = 0;               // a hash of who requires grad
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
     int64_t sources = 0;                                             // how often that changed
-    decltype(torch::autograd::Edge::function) node;                  // behind the views; null if they have none
+    fp::NodePtr node;                                                // behind the views; null if they have none
     int64_t shown_version = 0; // the version of full that autograd knows of the views
     int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
 

@@ -301,8 +301,7 @@ fp_gradients_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry 
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = geometry->shared->views[i];
             if (which[i] != 0) {
-                targets[i].mutable_grad() =
-                    fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+                targets[i].mutable_grad() = fp::alias(kept, view);
             }
         }
         return 0;
@@ -339,7 +338,7 @@ fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry
                 shown++;
                 continue;
             }
-            at::Tensor place = fp::alias(kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+            at::Tensor place = fp::alias(kept, view);
             if (fp::is_aside(aside, i, view, targets[i], starts[i], numels[i])) {
                 place.zero_(); /* it did not show kept: it was frozen then */
                 continue;

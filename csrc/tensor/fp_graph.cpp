@@ -1,8 +1,9 @@
-// tensor/fp_graph.cpp -- what autograd calls of a unit: the node behind its views, hooks on its outputs and parameters, the
-// end of a backward.
+// tensor/fp_graph.cpp -- what autograd calls: the node behind views; of a unit also hooks on its outputs and parameters, and
+// the end of a backward.
 #include "tensor/fp_graph.hpp"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -10,6 +11,8 @@
 
 #include <algorithm>
 #include <cstddef>
+
+#include "tensor/fp_convert.hpp"
 
 struct fp_range {
     at::RecordFunction function;
@@ -103,17 +106,53 @@ current_task()
 
 } // namespace
 
-torch::autograd::variable_list
-UnitBackward::apply(torch::autograd::variable_list &&grads)
+ViewsBackward::ViewsBackward(std::shared_ptr<const Geometry> places, const at::Tensor &flat)
+    : geometry(std::move(places)), options(flat.options())
 {
-    TORCH_CHECK(!at::GradMode::is_enabled(), "flatparam: ", ref->name,
-                " cannot take part in backward(create_graph=True): its gradients are reduced without a history");
-    if (std::any_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
-        check_gradients(*geometry, grads, ref->name);
-        fp_gradients gradients{grads};
-        call_unit(*ref, [&](void *unit) { return ref->calls.gradients_ready(unit, index, &gradients); });
+    add_next_edge(torch::autograd::impl::gradient_edge(flat));
+    input_metadata_.reserve(geometry->views.size());
+}
+
+ViewsBackward::ViewsBackward(std::shared_ptr<const Geometry> places, std::shared_ptr<UnitRef> told, int flat)
+    : Node(/*sequence_nr=*/UINT64_MAX), // as AccumulateGrad: as soon as it is ready
+      geometry(std::move(places)), unit(std::move(told)), index(flat)
+{
+    input_metadata_.reserve(geometry->views.size());
+}
+
+torch::autograd::variable_list
+ViewsBackward::apply(torch::autograd::variable_list &&grads)
+{
+    const bool any = std::any_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); });
+    if (unit) {
+        TORCH_CHECK(!at::GradMode::is_enabled(), "flatparam: ", unit->name,
+                    " cannot take part in backward(create_graph=True): its gradients are reduced without a history");
+        if (any) {
+            check_gradients(*geometry, grads, unit->name);
+            fp_gradients gradients{grads};
+            call_unit(*unit, [&](void *told) { return unit->calls.gradients_ready(told, index, &gradients); });
+        }
+        return {};
     }
-    return {};
+    if (!any || !task_should_compute_output(0)) {
+        return {at::Tensor()};
+    }
+    check_gradients(*geometry, grads, name());
+    const bool packable =
+        !at::GradMode::is_enabled() && !fp_torch_modes_active() &&
+        std::all_of(grads.begin(), grads.end(), [this](const at::Tensor &grad) {
+            return !grad.defined() || (is_plain_tensor(grad) && grad.scalar_type() == options.dtype().toScalarType() &&
+                                       grad.device() == options.device());
+        });
+    if (!packable) {
+        return {flatten_by_ops(*geometry, grads, options, 0.0)};
+    }
+    if (options.device().is_cpu()) {
+        return {flatten_in_place(*geometry, grads, options, 0.0)};
+    }
+    const at::Tensor flat = at::empty({geometry->total}, options);
+    pack_batched(flat, *geometry, grads, {});
+    return {flat};
 }
 
 } // namespace fp
@@ -168,7 +207,8 @@ fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
             return 0;
         }
         std::shared_ptr<fp::Graph> graph; // none where the output is a view, whose node lives as long as its unit
-        if (dynamic_cast<const fp::UnitBackward *>(node.get()) == nullptr) {
+        const auto *behind_views = dynamic_cast<const fp::ViewsBackward *>(node.get());
+        if (behind_views == nullptr || !behind_views->unit) {
             graph = ref->shared->graph.lock();
             if (graph == nullptr) {
                 graph = std::make_shared<fp::Graph>();

@@ -35,21 +35,28 @@ struct UnitRef {
     std::weak_ptr<Graph> graph;
 };
 
-// Autograd's part of one flat: packs nothing itself, but tells the unit that all gradients of its views are there. One that
-// was told so runs after all of the forward that it belongs to: reentrant checkpoints in it come to parameters, and give
-// gradients of them, in graph tasks of their own, which this one's gradients do not wait for.
-struct UnitBackward final : torch::autograd::Node {
-    std::shared_ptr<UnitRef> ref;
-    std::shared_ptr<const Geometry> geometry;
-    int index = 0;
+// The node behind the views of one flat tensor. It packs their gradients into the gradient of that tensor. That of a unit
+// packs nothing: it tells the unit that all gradients of its views are there. One that was told so runs after all of the
+// forward that it belongs to: reentrant checkpoints in it come to parameters, and give gradients of them, in graph tasks of
+// their own, which this one's gradients do not wait for.
+struct ViewsBackward final : torch::autograd::Node {
+    const std::shared_ptr<const Geometry> geometry;
+    const at::TensorOptions options;     // of the gradient that is packed
+    const std::shared_ptr<UnitRef> unit; // or null: what flat was made of gets the gradient
+    const int index = 0;                 // of the flat parameter in unit
 
-    UnitBackward() : Node(/*sequence_nr=*/UINT64_MAX) // as AccumulateGrad: as soon as it is ready
-    {
-    }
+    ViewsBackward(std::shared_ptr<const Geometry> places, const at::Tensor &flat);
+    ViewsBackward(std::shared_ptr<const Geometry> places, std::shared_ptr<UnitRef> told, int flat);
 
     std::string name() const override
     {
-        return "FlatParamUnitBackward";
+        return unit ? "FlatParamUnitBackward" : "FlatParamViewsBackward";
+    }
+
+    bool has_hooks() noexcept
+    {
+        return !tensor_pre_hooks().empty() || !pre_hooks().empty() || !post_hooks().empty() ||
+               !retains_grad_hooks().empty();
     }
 
     torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override;

@@ -23,7 +23,7 @@ pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const std::
         const Sources sources = sources_of(*flat.geometry, gradients);
         if (pack(target, dtype, sources.segments, how)) {
             for (const size_t i : sources.strided) {
-                convert_by_ops(alias(target, views[i].shape, views[i].stride, views[i].offset), gradients[i], how);
+                convert_by_ops(alias(target, views[i]), gradients[i], how);
             }
             return;
         }

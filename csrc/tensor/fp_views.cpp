@@ -1,4 +1,4 @@
-// tensor/fp_views.cpp -- views of a flat tensor behind one autograd node, and the node's backward: packing.
+// tensor/fp_views.cpp -- views of a flat tensor behind one autograd node, and its opposite: flattening.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -13,6 +13,7 @@
 #include <string>
 
 #include "tensor/fp_convert.hpp"
+#include "tensor/fp_graph.hpp"
 
 namespace fp {
 
@@ -47,51 +48,6 @@ in_storage_order(const at::Tensor &piece, const View &view)
     });
     return dense.permute(order).reshape({-1});
 }
-
-struct ViewsBackward final : torch::autograd::Node {
-    std::shared_ptr<const Geometry> geometry;
-    at::TensorOptions options;
-
-    std::string name() const override
-    {
-        return "FlatParamViewsBackward";
-    }
-
-    void reserve_inputs(size_t n)
-    {
-        input_metadata_.reserve(n);
-    }
-
-    bool has_hooks() noexcept
-    {
-        return !tensor_pre_hooks().empty() || !pre_hooks().empty() || !post_hooks().empty() ||
-               !retains_grad_hooks().empty();
-    }
-
-    torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override
-    {
-        if (!task_should_compute_output(0) ||
-            std::none_of(grads.begin(), grads.end(), [](const at::Tensor &grad) { return grad.defined(); })) {
-            return {at::Tensor()};
-        }
-        check_gradients(*geometry, grads, name());
-        const bool packable = !at::GradMode::is_enabled() && !fp_torch_modes_active() &&
-                              std::all_of(grads.begin(), grads.end(), [this](const at::Tensor &grad) {
-                                  return !grad.defined() || (is_plain_tensor(grad) &&
-                                                             grad.scalar_type() == options.dtype().toScalarType() &&
-                                                             grad.device() == options.device());
-                              });
-        if (!packable) {
-            return {flatten_by_ops(*geometry, grads, options, 0.0)};
-        }
-        if (options.device().is_cpu()) {
-            return {flatten_in_place(*geometry, grads, options, 0.0)};
-        }
-        const at::Tensor flat = at::empty({geometry->total}, options);
-        pack_batched(flat, *geometry, grads, {});
-        return {flat};
-    }
-};
 
 } // namespace
 
@@ -154,7 +110,7 @@ flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces
     pack(flat, flat.scalar_type(), sources.segments, {}, fill_item.defined() ? fill_item.const_data_ptr() : nullptr);
     for (const size_t i : sources.strided) {
         const View &view = geometry.views[i];
-        alias(flat, view.shape, view.stride, view.offset).copy_(pieces[i]);
+        alias(flat, view).copy_(pieces[i]);
     }
     return flat;
 }
@@ -174,23 +130,25 @@ fp_torch_modes_active(void) noexcept
                DispatchKey::Undefined; // backends alone are no mode
 }
 
+namespace fp {
 namespace {
 
-// Lets out[i] be make(flat, i), new references, for each view of geometry; none is left there on failure.
-template <class Prepare>
+void
+check_flat(const at::Tensor &flat, const Geometry &geometry)
+{
+    TORCH_CHECK_VALUE(flat.dim() == 1 && flat.numel() == geometry.total && flat.stride(0) == 1,
+                      "expected the unsharded flat parameter of ", geometry.total, " elements, got shape ",
+                      flat.sizes());
+}
+
+// Lets out[i] be make(i), new references, n of them; none is left there on failure.
+template <class Make>
 int
-make_each(PyObject *flat_object, const fp_geometry *geometry, PyObject **out, Prepare &&prepare)
+make_each(size_t n, PyObject **out, Make &&make)
 {
     size_t made = 0;
-    const int status = fp::guarded(-1, [&] {
-        const at::Tensor &flat = fp::unpack(flat_object);
-        const fp::Geometry &shape = *geometry->shared;
-        fp::check_memory(flat);
-        TORCH_CHECK_VALUE(flat.dim() == 1 && flat.numel() == shape.total && flat.stride(0) == 1,
-                          "expected the unsharded flat parameter of ", shape.total, " elements, got shape ",
-                          flat.sizes());
-        auto make = prepare(flat);
-        for (; made < shape.views.size(); made++) {
+    const int status = guarded(-1, [&] {
+        for (; made < n; made++) {
             out[made] = make(made);
             if (out[made] == nullptr) {
                 return -1;
@@ -204,116 +162,112 @@ make_each(PyObject *flat_object, const fp_geometry *geometry, PyObject **out, Pr
     return status;
 }
 
-// The views of one flat, behind one new node if it requires grad.
-class Views {
+// Views that this made before of the same flat tensor and that may be used again, see fp_torch_make_views().
+class Spare {
   public:
-    Views(const at::Tensor &flat, const fp_geometry *geometry)
-        : flat_(flat), base_(flat.is_view() ? at::Tensor(flat._base()) : flat), places_(geometry->shared->views),
-          tracked_(flat.requires_grad())
+    Spare(PyObject *const *views, const char *idle, const at::Tensor &flat, const at::Tensor &base,
+          const Geometry &geometry)
+        : views_(views)
     {
-        if (!tracked_) {
+        ViewsBackward *const earlier = views == nullptr ? nullptr : node_behind(views[0]);
+        if (earlier == nullptr || earlier->has_hooks()) {
             return;
         }
-        node_->geometry = geometry->shared;
-        node_->options = flat.options();
-        node_->add_next_edge(torch::autograd::impl::gradient_edge(flat));
-        node_->reserve_inputs(places_.size());
-    }
-
-    // See fp_torch_make_views().
-    void take_again(PyObject *const *spare, const char *idle)
-    {
-        spare_ = spare;
-        taken_.assign(places_.size(), 0);
-        fp::ViewsBackward *const earlier = tracked_ ? node_behind(spare[0]) : nullptr;
-        if (earlier != nullptr && !earlier->has_hooks()) {
-            for (size_t i = 0; i < places_.size(); i++) {
-                taken_[i] = idle[i] != 0 && is_as_made(spare[i], earlier, i);
-            }
+        fits_.resize(geometry.views.size());
+        for (size_t i = 0; i < fits_.size(); i++) {
+            fits_[i] = idle[i] != 0 && is_as_made(THPVariable_Unpack(views[i]), earlier, i, base) &&
+                       is_at(THPVariable_Unpack(views[i]), flat, geometry.views[i]);
         }
     }
 
-    PyObject *operator()(size_t i)
+    // The i-th one, borrowed, if it may be used.
+    PyObject *operator[](size_t i) const
     {
-        if (!taken_.empty() && taken_[i]) {
-            const at::Tensor &view = THPVariable_Unpack(spare_[i]);
-            track(view);
-            return Py_NewRef(spare_[i]);
-        }
-        const fp::View &place = places_[i];
-        at::Tensor view = torch::autograd::make_variable_differentiable_view(
-            fp::alias(flat_, place.shape, place.stride, flat_.storage_offset() + place.offset),
-            torch::autograd::ViewInfo(base_, nullptr, nullptr), std::nullopt, /*shared_view_info=*/true,
-            torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
-        if (tracked_) {
-            track(view);
-        }
-        return THPVariable_Wrap(std::move(view));
+        return !fits_.empty() && fits_[i] ? views_[i] : nullptr;
     }
 
   private:
-    static torch::autograd::DifferentiableViewMeta *meta_of(PyObject *view)
+    static ViewsBackward *node_behind(PyObject *view)
     {
-        return torch::autograd::impl::get_view_autograd_meta(THPVariable_Unpack(view));
+        const auto *meta = torch::autograd::impl::get_view_autograd_meta(THPVariable_Unpack(view));
+        return meta == nullptr ? nullptr : dynamic_cast<ViewsBackward *>(meta->grad_fn_.get());
     }
 
-    static fp::ViewsBackward *node_behind(PyObject *view)
+    static bool is_as_made(const at::Tensor &view, const ViewsBackward *earlier, size_t i, const at::Tensor &base)
     {
-        const auto *meta = meta_of(view);
-        return meta == nullptr ? nullptr : dynamic_cast<fp::ViewsBackward *>(meta->grad_fn_.get());
-    }
-
-    bool is_as_made(PyObject *object, const fp::ViewsBackward *earlier, size_t i) const
-    {
-        const at::Tensor &view = THPVariable_Unpack(object);
-        const auto *meta = meta_of(object);
+        const auto *meta = torch::autograd::impl::get_view_autograd_meta(view);
         return meta != nullptr && view.use_count() == 1 && meta->grad_fn_.get() == earlier && meta->output_nr_ == i &&
                meta->hooks_.empty() && !meta->retains_grad_ && !meta->grad_.defined() && !meta->fw_grad_ &&
                meta->name_.empty() && meta->has_bw_view() &&
                meta->get_creation_meta() == torch::autograd::CreationMeta::MULTI_OUTPUT_NODE &&
-               meta->get_backward_view().base_.unsafeGetTensorImpl() == base_.unsafeGetTensorImpl() &&
-               fp::is_at(view, flat_, places_[i].shape, places_[i].stride, flat_.storage_offset() + places_[i].offset);
+               meta->get_backward_view().base_.unsafeGetTensorImpl() == base.unsafeGetTensorImpl();
     }
 
-    void track(const at::Tensor &view)
-    {
-        torch::autograd::impl::set_gradient_edge(view, {node_, node_->add_input_metadata(view)});
-    }
-
-    const at::Tensor flat_, base_;
-    const std::vector<fp::View> &places_;
-    const bool tracked_;
-    decltype(fp::make_node<fp::ViewsBackward>()) node_ = fp::make_node<fp::ViewsBackward>();
-    PyObject *const *spare_ = nullptr;
-    std::vector<char> taken_;
+    PyObject *const *views_;
+    std::vector<char> fits_;
 };
 
 } // namespace
+
+int
+make_views(const at::Tensor &flat, const Geometry &geometry, const NodePtr &node, PyObject **out,
+           PyObject *const *spare_views, const char *idle)
+{
+    check_flat(flat, geometry);
+    const at::Tensor base = flat.is_view() ? at::Tensor(flat._base()) : flat;
+    const Spare spare(node ? spare_views : nullptr, idle, flat, base, geometry);
+    const auto track = [&](const at::Tensor &view) {
+        torch::autograd::impl::set_gradient_edge(view, {node, node->add_input_metadata(view)});
+    };
+    return make_each(geometry.views.size(), out, [&](size_t i) {
+        if (PyObject *again = spare[i]) {
+            track(THPVariable_Unpack(again));
+            return Py_NewRef(again);
+        }
+        at::Tensor view = torch::autograd::make_variable_differentiable_view(
+            alias(flat, geometry.views[i]), torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,
+            /*shared_view_info=*/true, torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
+        if (node) {
+            track(view);
+        }
+        return THPVariable_Wrap(std::move(view));
+    });
+}
+
+int
+make_leaves(const at::Tensor &flat, const Geometry &geometry, bool requires_grad, PyObject **out)
+{
+    check_flat(flat, geometry);
+    return make_each(geometry.views.size(), out, [&](size_t i) {
+        at::Tensor leaf = alias(flat, geometry.views[i]);
+        leaf.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat));
+        leaf.set_requires_grad(requires_grad);
+        return THPVariable_Wrap(std::move(leaf));
+    });
+}
+
+} // namespace fp
 
 extern "C" int
 fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject *const *spare, const char *idle,
                     PyObject **out)
 {
-    return make_each(flat_object, geometry, out, [&](const at::Tensor &flat) {
-        auto views = std::make_unique<Views>(flat, geometry);
-        if (spare != nullptr) {
-            views->take_again(spare, idle);
-        }
-        return [views = std::move(views)](size_t i) { return (*views)(i); };
+    return fp::guarded(-1, [&] {
+        const at::Tensor &flat = fp::unpack(flat_object);
+        fp::check_memory(flat);
+        const fp::NodePtr node =
+            flat.requires_grad() ? fp::NodePtr(fp::make_node<fp::ViewsBackward>(geometry->shared, flat)) : nullptr;
+        return fp::make_views(flat, *geometry->shared, node, out, spare, idle);
     });
 }
 
 extern "C" int
 fp_torch_make_leaves(PyObject *flat_object, const fp_geometry *geometry, int requires_grad, PyObject **out)
 {
-    return make_each(flat_object, geometry, out, [&](const at::Tensor &flat) {
-        return [&](size_t i) {
-            const fp::View &place = geometry->shared->views[i];
-            at::Tensor leaf = fp::alias(flat, place.shape, place.stride, flat.storage_offset() + place.offset);
-            leaf.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat));
-            leaf.set_requires_grad(requires_grad != 0);
-            return THPVariable_Wrap(std::move(leaf));
-        };
+    return fp::guarded(-1, [&] {
+        const at::Tensor &flat = fp::unpack(flat_object);
+        fp::check_memory(flat);
+        return fp::make_leaves(flat, *geometry->shared, requires_grad != 0, out);
     });
 }
 
