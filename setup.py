@@ -1,7 +1,9 @@
 """Compile flatparam._C: C11 and C++20 sources side by side, each with its own flags, only what changed, in parallel.
 
-A compiler needs 25 s for torch's headers whatever it compiles with them, so the C++ files are compiled as two files that
-include them all: 80 s of processor time instead of 400. Names in them are therefore unique. torch's BuildExtension compiles C as C++ and gives one set of flags to all sources, so this file has a build_ext of its
+A compiler needs 25 s for torch's headers whatever it compiles with them, so the C++ files are compiled as two, which
+include them all: 80 s of processor time instead of 400. Names in them are therefore unique.
+
+torch's BuildExtension compiles C as C++ and gives one set of flags to all sources, so this file has a build_ext of its
 own. Its options beside the usual ones:
     --strict     warnings are errors (what `make build` uses; an installation never does)
     --sanitize   AddressSanitizer and UndefinedBehaviorSanitizer (what `make asan` uses)
@@ -232,7 +234,8 @@ class BuildExtension(build_ext):
         """Compile in parallel, one printed line a file; show what every failing command printed."""
 
         def announce_and_run(step: Step) -> str | None:
-            print(f"compile {' '.join(step.inputs)}\n", end="", flush=True)  # one write a line: the threads share the output
+            line = f"compile {' '.join(step.inputs)}\n"
+            print(line, end="", flush=True)  # one write: the threads share the output
             return step.run()
 
         with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as pool:
