@@ -259,6 +259,10 @@ class Gradients(Zeroing):
         if grad is None:
             self._clear_grads()
             return
+        self._set_sharded_grads(grad)
+
+    def _set_sharded_grads(self, grad: Tensor) -> None:
+        flat_param = self.flat_param
         self._check_sharded(grad)
         params, mask, infos = flat_param._params, flat_param._is_grad_none_mask, flat_param._shard_param_infos
         in_c = self._unit is not None and grad.is_contiguous()

@@ -3,21 +3,60 @@
 A LayerZero model that is wrapped: ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO``.
 """
 
-from ..common.torch_private import FlatParameter, FlatParamShardMetadata, ParamInfo, SharedParamInfo
+import torch.distributed as dist
+
+from ..common.torch_private import (
+    _FLAT_PARAM_PADDING_VALUE,
+    _FSDP_USE_UNSAFE_SETATTR,
+    FlatParameter,
+    HandleShardingStrategy,
+    ParamInfo,
+    SharedParamInfo,
+    _construct_padding_tensor,
+    _convert_to_params,
+    _detach_if_needed,
+    _FlatParameterMeta,
+    _get_aligned_numel,
+    _get_dtype_size,
+    _safe_setattr_tensor_or_param,
+    _unsafe_setattr_param,
+    _unsafe_setattr_tensor,
+    logger,
+)
 from ._freshness import agree
 from .handle import FlatParamHandle
-from .metadata import ShardParamInfo
+from .metadata import FlatParamShardMetadata, ShardParamInfo
 from .metadata import ShardParamInfo as _ShardParamInfo
 from .states import HandleTrainingState
 
 __all__ = [
+    "_FLAT_PARAM_PADDING_VALUE",
+    "_FSDP_USE_UNSAFE_SETATTR",
     "FlatParamHandle",
     "FlatParamShardMetadata",
     "FlatParameter",
+    "HandleShardingStrategy",
     "HandleTrainingState",
     "ParamInfo",
     "ShardParamInfo",
     "SharedParamInfo",
+    "_FlatParameterMeta",
     "_ShardParamInfo",
+    "_construct_padding_tensor",
+    "_convert_to_params",
+    "_detach_if_needed",
+    "_get_aligned_numel",
+    "_get_dtype_size",
+    "_safe_setattr_tensor_or_param",
+    "_unsafe_setattr_param",
+    "_unsafe_setattr_tensor",
     "agree",
+    "log0",
+    "logger",
 ]
+
+
+def log0(message: str) -> None:
+    """Log ``message`` on rank 0."""
+    if dist.get_rank() == 0:
+        logger.info(message)

@@ -1,4 +1,4 @@
-"""What every part of the LayerZero handle builds on: its groups, dtypes and state."""
+"""What every part of the LayerZero handle builds on: its flat parameter, groups, dtypes and state."""
 
 from typing import Any
 
@@ -8,13 +8,16 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.storage import is_allocated
-from ..dropin.handle import FlatParamHandle as DropIn
-from .states import BEFORE, FORWARD, IDLE, IN_BACKWARD, SUMMON_FULL_PARAMS, state_of
+from ..common.storage import free, is_allocated
+from ..dropin.handle import FlatParamHandle as FlatParam
+from .states import BACKWARD_POST, BACKWARD_PRE, IDLE, HandleTrainingState
 
 
-class Base(DropIn):
-    """The drop-in's handle over the zero1 group, with the reference's names for groups, dtypes and states."""
+class Base:
+    """Has a flat parameter over the zero1 group, which flattens, makes views and pieces, and knows the layout.
+
+    The names of groups, dtypes and states are the reference's.
+    """
 
     zero1_process_group: dist.ProcessGroup
     zero3_process_group: dist.ProcessGroup
@@ -22,8 +25,35 @@ class Base(DropIn):
     zero1_world_size: int
     zero3_group_rank: int
     zero3_group_size: int
+    device: torch.device
+    flat_param: Any  # a FlatParameter
+    _device_handle: Any  # a _FSDPDeviceHandle
+    _flat: FlatParam
+    _unit: Any  # its _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
+    _zero3_module: nn.Module
+    _orig_param_dtype: torch.dtype
+    _fwd_bwd_param_dtype: torch.dtype
+    _reduce_dtype: torch.dtype
     _offload_grads: bool
-    _layer_zero_state = IDLE
+    _state: HandleTrainingState = IDLE
+    _training_state: Any  # the same for users; setting it checks it
+    _is_unsharded = False  # whether flat_param is the unsharded one
+    _prepared: int | None = None  # version of this backward's gradient when it was zeros
+
+    # Kept for the runtime that drives it: places in its orders of handles, and what prefetching did
+    _handle_index: int | None = None
+    _pre_forward_order_index: int | None = None
+    _post_forward_index: int | None = None
+    _needs_pre_forward_unshard = False
+    _needs_pre_backward_unshard = False
+    _prefetched = False
+    _ran_pre_backward_hook = False
+    _ran_post_backward_hook = False
+    _needs_param_sync = True
+    _param_synced = False
+    _grad_synced = False
+    enter_backward = False
+    prev_iter_synced = True
 
     @property
     def full_prec_dtype(self) -> torch.dtype:
@@ -40,24 +70,6 @@ class Base(DropIn):
         """Of the reduce-scatter."""
         return self._reduce_dtype
 
-    def _init_param_reduce_dtypes(
-        self, mp_param_dtype: torch.dtype | None, mp_reduce_dtype: torch.dtype | None
-    ) -> None:
-        super()._init_param_reduce_dtypes(mp_param_dtype, mp_reduce_dtype)
-        self._reduce_dtype = mp_reduce_dtype or self.full_prec_dtype
-
-    @property
-    def _uses_param_mixed_precision(self) -> bool:
-        return self._fwd_bwd_param_dtype != self.full_prec_dtype
-
-    @property
-    def _force_full_precision(self) -> bool:
-        return self._layer_zero_state is SUMMON_FULL_PARAMS
-
-    @property
-    def _zero3_module(self) -> nn.Module:
-        return self._fully_sharded_module
-
     @property
     def _has_zero3_copy(self) -> bool:
         """Whether there is a second shard: over all ranks the master is it, over one the unsharded parameter."""
@@ -67,40 +79,34 @@ class Base(DropIn):
     def _stays_unsharded(self) -> bool:
         return self.zero3_group_size == 1
 
-    # States
-
     @property
-    def _training_state(self) -> Any:
-        """Raises when set: ValueError for no state, RuntimeError if it may not follow that which it is in."""
-        return self._layer_zero_state
+    def _in_backward_state(self) -> bool:
+        return self._state is BACKWARD_PRE or self._state is BACKWARD_POST
 
-    @_training_state.setter
-    def _training_state(self, value: Any) -> None:
-        state, before = state_of(value), self._layer_zero_state
-        if before not in BEFORE[state]:
-            broken_off = before in IN_BACKWARD
-            if not (state is FORWARD and broken_off and torch._C._current_graph_task_id() != -1):
-                raise RuntimeError(
-                    f"{state.name} is not possible in {before.name}, only in "
-                    f"{', '.join(other.name for other in BEFORE[state])}, for {self._names()}"
-                    + (
-                        ": its last backward was not ended by IDLE. Where an exception ended it, call recover() of "
-                        "every handle on every rank, and run all micro-batches of the step again"
-                        if broken_off
-                        else ": set IDLE first"
-                    )
-                )
-        self._layer_zero_state = state
-        if state is IDLE and before in IN_BACKWARD:
-            self._leave_backward()
+    def _set_state(self, state: HandleTrainingState) -> None:
+        self._state = self._flat._state = state  # type: ignore[assignment]  # it equals torch's of its name
 
-    def _leave_backward(self) -> None:
-        raise NotImplementedError
+    def _names(self) -> str:
+        return self._flat._names()
+
+    def _about(self, message: str) -> str:
+        return self._flat._about(message)
+
+    def _free(self, tensor: Tensor) -> None:
+        free(tensor, self._flat._freed_message)
+
+    def _free_after_use(self, tensor: Tensor) -> None:
+        """Free it once the current stream has come so far."""
+        (self._free if self.device.type == "cpu" else self._flat._free_after_use)(tensor)
 
     # Checks, as the reference has them
 
+    def _check_on_compute_device(self, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            self._flat._check_on_compute_device(tensor)
+
     def _check_padded_unsharded(self, tensor: Tensor) -> None:
-        self._check_size(tensor, "unsharded and padded", self.flat_param._padded_unsharded_size)
+        self._flat._check_size(tensor, "unsharded and padded", self.flat_param._padded_unsharded_size)
 
     @staticmethod
     def _is_storage_freed(tensor: Tensor | None) -> bool:

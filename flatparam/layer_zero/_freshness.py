@@ -13,17 +13,15 @@ import torch.distributed as dist
 from ..common import optimizers
 from ..fsdp import order
 from ._base import Base
-from .states import IN_BACKWARD
+from ._sums import Sums
 
 
-class Freshness(Base):
+class Freshness(Sums):
     """The part of the handle that decides when to gather from the masters.
 
     ``_needs_param_sync and not _param_synced`` says so without asking, as in the reference; drivers may set both.
     """
 
-    _needs_param_sync: bool
-    _param_synced: bool
     _gathered = False  # the unsharded parameter has values
     _confirmed = False  # and they were found to be fresh since the last reshard
     _seen = (-1, -1)  # versions of the masters, and steps of optimizers, when they were gathered last
@@ -46,7 +44,7 @@ class Freshness(Base):
         agreed, self._agreed = self._agreed, None
         if not self._is_known_fresh():
             return True
-        if self._training_state in IN_BACKWARD:
+        if self._in_backward_state:
             return False  # backward goes with what its forward had
         changed = self._is_changed_here
         if agreed is None:
@@ -60,9 +58,9 @@ class Freshness(Base):
 
     def _is_known_fresh(self) -> bool:
         """What control flow tells: the same on all ranks."""
-        has_copy = self._gathered if self.zero3_group_size == self.zero1_world_size else True
-        if self._has_zero3_copy or self._stays_unsharded:
-            has_copy = self.flat_param._zero3_shard is not None
+        has_copy = self.flat_param._zero3_shard is not None
+        if not (self._has_zero3_copy or self._stays_unsharded):
+            has_copy = self._gathered
         return has_copy and not (self._needs_param_sync and not self._param_synced)
 
 

@@ -10,24 +10,64 @@ from .. import _C
 from ..common.collectives import gathering
 from ..common.storage import allocate, same_storage
 from ..fsdp import order
-from ._accumulation import Sum
-from ._shown import Shown
-from .states import BACKWARD_POST, BACKWARD_PRE, IDLE
+from ._parameters import Parameters
+from ._sums import Sum
+from .states import BACKWARD_POST, BACKWARD_PRE, BEFORE, FORWARD, IDLE, SYNC_PARAMS, state_of
 
 
-class Gradients(Shown):
+class Gradients(Parameters):
     """The part of the handle from backward to the optimizer."""
 
-    _rs_handle: Any = None
-    _grad_synced: bool
     _count_reduced = 0  # of how many parameters the gradients were shown when they were reduced last
-    _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
-    _prepared: int | None = None  # version of this backward's gradient when it was zeros
     _in_backward = False  # since prepare_gradient_for_backward(), until the state is IDLE
+
+    @property
+    def _training_state(self) -> Any:
+        """Raises when set: ValueError for no state, RuntimeError if it may not follow that which it is in."""
+        return self._state
+
+    @_training_state.setter
+    def _training_state(self, value: Any) -> None:
+        state, before = state_of(value), self._state
+        was_in_backward = self._in_backward_state
+        allowed = BEFORE[state._name_]
+        if before._name_ not in allowed and not (
+            state is FORWARD and was_in_backward and torch._C._current_graph_task_id() != -1
+        ):
+            raise RuntimeError(
+                f"{state.name} is not possible in {before.name}, only in {', '.join(allowed)}, for {self._names()}"
+                + (
+                    ": its last backward was not ended by IDLE. Where an exception ended it, call recover() of "
+                    "every handle on every rank, and run all micro-batches of the step again"
+                    if was_in_backward
+                    else ": set IDLE first"
+                )
+            )
+        self._set_state(state)
+        if state is IDLE and was_in_backward:
+            self._leave_backward()
+
+    def sync_params(self) -> None:
+        """Take what is forwarded with from the masters now, where they have changed: after a load, before evaluation.
+
+        IDLE -> SYNC_PARAMS -> IDLE; all ranks call it. Raises: RuntimeError in any other state.
+        """
+        self._training_state = SYNC_PARAMS
+        try:
+            self._agreed = None
+            if self._has_zero3_copy or self._stays_unsharded:
+                self.pre_unshard()
+                if self._must_refresh():
+                    self._agreed, self._confirmed = True, False
+                    self.unshard()
+                    self.post_unshard()
+                self.reshard(True)
+        finally:
+            self._agreed = None
+            self._training_state = IDLE
 
     # A micro-batch
 
-    @torch.no_grad()
     def prepare_gradient_for_backward(self) -> None:
         """Make zeros in ``param_dtype`` for this backward to accumulate into: ``flat_param.grad``.
 
@@ -35,9 +75,9 @@ class Gradients(Shown):
         is put aside, to be added to. Nothing happens in a frozen unit.
         """
         flat_param = self.flat_param
-        if self._training_state not in (BACKWARD_PRE, IDLE):
+        if self._state is not BACKWARD_PRE and self._state is not IDLE:
             raise AssertionError(
-                self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state.name}")
+                self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._state.name}")
             )
         if not flat_param.requires_grad:
             return
@@ -48,13 +88,14 @@ class Gradients(Shown):
         if self._prepared is None:
             self._set_aside()
             allocate(grad, flat_param._padded_unsharded_size)
-            grad.zero_()
+            with torch.no_grad():
+                grad.zero_()
             self._prepared = grad._version
             self._in_backward = True
         if flat_param.grad is None:
             flat_param.grad = grad
-        if self._training_state is BACKWARD_PRE:
-            self._set_unsharded_grads(grad)
+        if self._state is BACKWARD_PRE:
+            self._flat._set_unsharded_grads(grad)
 
     def _set_aside(self) -> None:
         """Take the user's gradients from ``flat_param.grad``: reduced ones become ``_saved_grad_shard``."""
@@ -68,6 +109,7 @@ class Gradients(Shown):
                 flat_param._saved_grad_shard = flat_param.grad
             _C.set_grad(flat_param, None)
 
+    @torch.no_grad()
     def _zero_cleared_pieces(self) -> None:
         """Zero in the reduced gradient what the user has cleared since it was shown."""
         flat_param = self.flat_param
@@ -103,10 +145,9 @@ class Gradients(Shown):
         Nothing happens in a frozen unit. Raises: RuntimeError in another state than BACKWARD_POST, without
         ``prepare_gradient_for_backward()`` before, and for gradients that have a history.
         """
-        if self._training_state is not BACKWARD_POST:
+        if self._state is not BACKWARD_POST:
             raise RuntimeError(
-                f"accumulate_grad() is not possible in {self._training_state.name}, only in BACKWARD_POST, for "
-                f"{self._names()}"
+                f"accumulate_grad() is not possible in {self._state.name}, only in BACKWARD_POST, for {self._names()}"
             )
         if not self.flat_param.requires_grad:
             return
@@ -130,7 +171,6 @@ class Gradients(Shown):
             self._take_runtime_grads()
         self._free(buffer)
 
-    @torch.no_grad()
     def _leave_backward(self) -> None:
         """Give up what was prepared for a gradient that did not come; show the user what he has now."""
         flat_param = self.flat_param
@@ -176,7 +216,7 @@ class Gradients(Shown):
         Of a unit that is reduced more than once in a backward all count.
         """
         flat_param = self.flat_param
-        self._check_size(shard_grad, "sharded", flat_param._sharded_size)
+        self._flat._check_size(shard_grad, "sharded", flat_param._sharded_size)
         self._stop_showing()
         self._reduced_before = vars(flat_param).pop("_saved_grad", None)
         flat_param._saved_grad = shard_grad
@@ -184,26 +224,6 @@ class Gradients(Shown):
             self._add_reduced_before()
         self._sum = Sum.NONE
         self._grad_synced = True
-
-    def wait_reduce_scatter(self) -> None:
-        """Wait for ``_rs_handle``, which the driver has set, and free what it has reduced."""
-        if self._rs_handle is not None:
-            if isinstance(self._rs_handle, dist.Work):
-                order.wait(self._rs_handle, self.zero1_process_group, self.device, is_reduce_scatter=True)
-            else:
-                self._rs_handle.wait()
-            self._rs_handle = None
-            self._add_reduced_before()
-            self.free_full_prec_grad()
-
-    @torch.no_grad()
-    def _add_reduced_before(self) -> None:
-        before, self._reduced_before = self._reduced_before, None
-        if before is not None:
-            self.flat_param._saved_grad += before
-
-    def _wait_for_reduction(self) -> None:
-        self.wait_reduce_scatter()
 
     @torch.no_grad()
     def prepare_gradient_for_zero1(self) -> None:
@@ -229,22 +249,27 @@ class Gradients(Shown):
         if self._is_unsharded:
             self._use_sharded_flat_param()
         flat_param.grad = reduced
-        self._note_grads_came()
+        self._flat._note_grads_came()
         self._use_sharded_grad_views()
         self._count_reduced = self._versions(flat_param._params)[1]
 
     prepare_gradient_for_optim = prepare_gradient_for_zero1
 
-    @property
-    def sharded_grad(self) -> Tensor | None:
-        """The reduced gradient, wherever it is; None if there is none."""
+    def _reset_flat_param_grad_info_if_needed(self) -> None:
+        """Take notice of cleared gradients, and of parameters that were frozen since.
+
+        Not of a backward in progress: what it has prepared is no gradient of the user's yet.
+        """
         flat_param = self.flat_param
-        for name in ("_saved_grad", "_saved_grad_shard"):
-            if hasattr(flat_param, name):
-                shard: Tensor | None = getattr(flat_param, name)
-                return shard if shard is None else shard.to(self.full_prec_dtype)
-        shown: Tensor | None = flat_param.grad
-        return None if self._shown is not None or self._prepared is not None else shown
+        summary = _C.grad_summary(flat_param._params)
+        requires_grad = summary[1] if summary else any(param.requires_grad for param in flat_param._params)
+        if flat_param.requires_grad != requires_grad:
+            flat_param.requires_grad = requires_grad
+        if self._shown is not None:
+            self._notice_cleared_grads()
+        elif self._state is IDLE and not self._versions(flat_param._params)[1]:
+            _C.set_grad(flat_param, None)
+            vars(flat_param).pop("_saved_grad_shard", None)
 
     # Whole gradients, outside of a step
 
@@ -265,21 +290,21 @@ class Gradients(Shown):
         order.wait(order.issue(dist.all_reduce, count, group=group), group, self.device)
         flat_param._saved_grad_shard = shard
         if not count.item():
-            self._clear_grads()
+            self._flat._clear_grads()
             return
         if shard is None:
             shard = torch.zeros(flat_param._sharded_size, dtype=self.full_prec_dtype, device=self.device)
         whole = shard.new_empty(flat_param._padded_unsharded_size)
         order.wait(order.issue(gathering(), whole, shard, group=group), group, self.device)
-        self._clear_grads()
+        self._flat._clear_grads()
         _C.set_grad(flat_param, whole)
-        self._set_unsharded_grads(whole)
+        self._flat._set_unsharded_grads(whole)
 
     @torch.no_grad()
     def reshard_grad(self) -> None:
         """Go back to the pieces of the reduced gradient; ``flat_param`` is sharded again."""
         flat_param = self.flat_param
-        self._clear_grads()
+        self._flat._clear_grads()
         _C.set_grad(flat_param, flat_param._saved_grad_shard)
         del flat_param._saved_grad_shard
         self._use_sharded_grad_views()
@@ -311,8 +336,5 @@ class Gradients(Shown):
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
             self._forget_what_was_gathered()
         self._grad_synced = self._prefetched = self._ran_pre_backward_hook = self.enter_backward = False
-        self._layer_zero_state = IDLE
+        self._set_state(IDLE)
         self._show_reduced()
-
-    _ran_pre_backward_hook: bool
-    enter_backward: bool

@@ -6,12 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _C
 from ..common.collectives import gathering
 from ..common.storage import allocate, is_allocated
+from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp import order
 from ._freshness import Freshness
 from .metadata import with_places
-from .states import BACKWARD_PRE, FORWARD, IDLE, IN_BACKWARD, SUMMON_FULL_PARAMS, SYNC_PARAMS
+from .states import BACKWARD_POST, BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
 
 
 class Parameters(Freshness):
@@ -22,7 +24,6 @@ class Parameters(Freshness):
     _was_given_up = False  # a wait for it, by Ctrl-C say
     _gather_source: Tensor | None = None  # kept while it is read
     _is_from_masters = False  # what was gathered, and no reshard has taken a zero3 shard of it yet
-    _is_unsharded = False  # whether flat_param is the unsharded one
 
     @torch.no_grad()
     def shard(self) -> None:
@@ -30,26 +31,25 @@ class Parameters(Freshness):
         flat_param = self.flat_param
         if flat_param.storage_offset() != 0:
             raise AssertionError(self._about("the flat parameter is not the sole occupant of its storage"))
-        shard, padding = self._get_shard(flat_param, self.zero1_group_rank, self.zero1_world_size)
+        shard, padding = FlatParam._get_shard(flat_param, self.zero1_group_rank, self.zero1_world_size)
         unsharded = flat_param.data
         flat_param._zero1_shard = shard.to(self.full_prec_dtype)
         flat_param._zero3_shard = None
         flat_param.data = flat_param._zero1_shard
         self._free(unsharded)
         start = shard.numel() * self.zero1_group_rank
-        self._init_shard_metadata(padding, start, start + shard.numel() - 1)
-        self._use_sharded_views()
-
-    def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[Any, ...]:
-        infos = super()._get_shard_metadata(unsharded_start_idx, unsharded_end_idx)
-        return with_places(infos, self._get_flat_param_offsets(), self.flat_param._is_padding_mask)
+        self._flat._init_shard_metadata(padding, start, start + shard.numel() - 1)
+        flat_param._shard_param_infos = with_places(
+            flat_param._shard_param_infos, self._flat._get_flat_param_offsets(), flat_param._is_padding_mask
+        )
+        self._flat._use_sharded_views()
 
     @staticmethod
     def _get_shard_from_padded_unshard_tensor(tensor: Tensor, rank: int, world_size: int) -> Tensor:
         """A copy of ``rank``'s part of ``tensor``, whose elements must be a multiple of ``world_size``."""
         if tensor.numel() % world_size:
             raise AssertionError(f"expected a multiple of {world_size} elements, got {tensor.numel()}")
-        return Freshness._get_shard(tensor, rank, world_size)[0]
+        return FlatParam._get_shard(tensor, rank, world_size)[0]
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -66,11 +66,12 @@ class Parameters(Freshness):
             ("_full_param_padded", low),
             ("_full_grad_padded", low),
             ("_full_prec_grad_padded", full),
-            *([("_full_prec_full_param_padded", full)] if self._uses_param_mixed_precision else []),
+            *([("_full_prec_full_param_padded", full)] if low != full else []),
         ):
             tensor = torch.empty(size, device=self.device, dtype=dtype)
             self._free(tensor)
             setattr(flat_param, name, tensor)
+        self._init_cpu_grad()
 
     # The unsharded tensors
 
@@ -83,7 +84,7 @@ class Parameters(Freshness):
 
     def _alloc_padded_unsharded_flat_tensor(self, param: bool = True) -> Tensor:
         tensor = self._get_padded_unsharded_flat_tensor(param, free=False)
-        self._check_storage_freed(tensor)
+        self._flat._check_storage_freed(tensor)
         allocate(tensor, self.flat_param._padded_unsharded_size)
         return tensor
 
@@ -92,13 +93,27 @@ class Parameters(Freshness):
             self._gathered = self._confirmed = False
         self._free(self._get_padded_unsharded_flat_tensor(param, free=False))
 
+    def _get_padded_to_gather_into(self) -> Tensor:
+        """In SUMMON_FULL_PARAMS the full-precision one: the other is freed, as the user may change the parameters."""
+        flat_param = self.flat_param
+        padded: Tensor = flat_param._full_param_padded
+        if self._state is SUMMON_FULL_PARAMS and hasattr(flat_param, "_full_prec_full_param_padded"):
+            self._free(padded)
+            padded = flat_param._full_prec_full_param_padded
+        return padded
+
     # Unsharding
 
     def needs_unshard(self) -> bool:
         """Whether ``unshard()`` has anything to do: to gather, to ask if what was kept is fresh, or to switch to it."""
-        if not self._is_unsharded or self._was_given_up or self._training_state is SUMMON_FULL_PARAMS:
+        if not self._is_unsharded or self._was_given_up or self._state is SUMMON_FULL_PARAMS:
             return True
-        return not self._gathered or not (self._confirmed or self._training_state in IN_BACKWARD)
+        return not self._is_settled
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether what was gathered is good without asking."""
+        return self._gathered and (self._confirmed or self._in_backward_state)
 
     def pre_unshard(self) -> bool:
         """Write back what was put in place of parameters, and allocate. Returns whether anything was done."""
@@ -110,10 +125,18 @@ class Parameters(Freshness):
 
     def _write_back(self) -> bool:
         """Copy into the master what the user has put in place of parameters; whether there was any."""
-        return not self._skip_writeback_check and not self._is_unsharded and self._writeback_orig_params()
+        flat_param, unit = self.flat_param, self._unit
+        if self._is_unsharded or self._flat._skip_writeback_check or not self._flat.is_sharded(flat_param):
+            return False
+        self._notice_cleared_grads()
+        grad, infos = flat_param.grad, flat_param._shard_param_infos
+        plain = unit is not None and _C.is_plain(flat_param, *(() if grad is None else (grad,)))
+        if plain and not flat_param._shared_param_infos and not unit.scan(flat_param._params, flat_param, grad, infos):
+            return False
+        return self._flat._writeback_orig_params()
 
     def _allocate_to_gather(self) -> bool:
-        tensor = self._get_padded_unsharded_flat_param()
+        tensor = self._get_padded_to_gather_into()
         if is_allocated(tensor):
             return False
         allocate(tensor, self.flat_param._padded_unsharded_size)
@@ -128,8 +151,8 @@ class Parameters(Freshness):
         if not hasattr(self.flat_param, "_full_param_padded"):
             raise AssertionError(self._about("call pre_unshard() before unshard()"))
         self._allocate_to_gather()
-        padded = self._get_padded_unsharded_flat_param()
-        if self._training_state is SUMMON_FULL_PARAMS:
+        padded = self._get_padded_to_gather_into()
+        if self._state is SUMMON_FULL_PARAMS:
             self._gathered = self._is_from_masters = False
             self._gather(padded, self.flat_param._zero1_shard, self.zero1_process_group)
         else:
@@ -139,7 +162,7 @@ class Parameters(Freshness):
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
         """Fill ``padded_unsharded_flat_param``, unless it has fresh values."""
         flat_param, padded = self.flat_param, padded_unsharded_flat_param
-        if self._gathered and (self._confirmed or self._training_state in IN_BACKWARD):
+        if self._is_settled:
             return padded
         from_masters = self._must_refresh()
         if from_masters:
@@ -191,26 +214,26 @@ class Parameters(Freshness):
 
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Let ``flat_param`` be the unsharded one; the modules have views in forward and backward, else parameters."""
-        flat_param, padded, state = self.flat_param, padded_unsharded_flat_param, self._training_state
+        flat_param, padded, state = self.flat_param, padded_unsharded_flat_param, self._state
         self._is_unsharded = True
         in_forward = state is FORWARD
         again = state is BACKWARD_PRE and flat_param._tensors[0] is not None
-        if (in_forward or state is BACKWARD_PRE) and self._loops_in_c(padded):
-            views = self._unit.use_unsharded(flat_param, padded, flat_param._tensors, again, in_forward, self._unsafe)
+        if (in_forward or state is BACKWARD_PRE) and self._unit is not None and _C.is_plain(padded):
+            unsafe = self._flat._unsafe
+            views = self._unit.use_unsharded(flat_param, padded, flat_param._tensors, again, in_forward, unsafe)
             if views is not None:
                 flat_param._tensors[:] = views
                 return
         flat_param.data = padded[: flat_param._unpadded_unsharded_size.numel()]
         if state is BACKWARD_PRE and not again:
             with torch.enable_grad():
-                flat_param._tensors[:] = self._get_unflat_views()
-        self._use_unsharded_views(as_params=not in_forward and state is not BACKWARD_PRE)
+                flat_param._tensors[:] = self._flat._get_unflat_views()
+        self._flat._use_unsharded_views(as_params=not in_forward and state is not BACKWARD_PRE)
 
     _use_unpadded_unsharded_flat_param = _use_unsharded_flat_param
 
     # Resharding
 
-    @torch.no_grad()
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Switch to the master; take the zero3 shard if the masters were gathered; free the unsharded one if asked.
 
@@ -218,55 +241,51 @@ class Parameters(Freshness):
         """
         flat_param = self.flat_param
         self.wait_unshard()
-        summoned = self._training_state is SUMMON_FULL_PARAMS
         if self._is_from_masters:
-            self._is_from_masters = False
-            if self._has_zero3_copy:
-                with torch.inference_mode(False):  # it outlives a forward in that
-                    flat_param._zero3_shard = self._get_shard_from_padded_unshard_tensor(
-                        flat_param._full_param_padded, self.zero3_group_rank, self.zero3_group_size
-                    )
-            elif self._stays_unsharded:
-                flat_param._zero3_shard = flat_param._full_param_padded.detach()
-            self._param_synced = True
+            self._take_zero3_shard()
         self._confirmed, self._agreed = False, None
         self._use_sharded_flat_param()
-        if summoned:
-            self._free(self._get_padded_unsharded_flat_param())
+        if self._state is SUMMON_FULL_PARAMS:
+            self._free(self._get_padded_to_gather_into())
             if self._stays_unsharded:
                 flat_param._zero3_shard = None  # it was freed, or may have been written to
         elif free_unsharded_flat_param and not (self._stays_unsharded and self._gathered):
-            self._free_unsharded_flat_param()
+            self._check_on_compute_device(flat_param._full_param_padded)
+            self._free_after_use(flat_param._full_param_padded)
             self._gathered = False
+
+    @torch.no_grad()
+    def _take_zero3_shard(self) -> None:
+        flat_param = self.flat_param
+        self._is_from_masters = False
+        if self._has_zero3_copy:
+            with torch.inference_mode(False):  # it outlives a forward in that
+                flat_param._zero3_shard = self._get_shard_from_padded_unshard_tensor(
+                    flat_param._full_param_padded, self.zero3_group_rank, self.zero3_group_size
+                )
+        elif self._stays_unsharded:
+            flat_param._zero3_shard = flat_param._full_param_padded.detach()
+        self._param_synced = True
 
     def post_reshard(self) -> None:
         """Nothing: for symmetry with ``post_unshard()``."""
 
     def _use_sharded_flat_param(self) -> None:
-        flat_param = self.flat_param
+        flat_param, unit = self.flat_param, self._unit
+        shard, params, shared = flat_param._zero1_shard, flat_param._params, flat_param._shared_params
         self._is_unsharded = False
-        flat_param.data = flat_param._zero1_shard
-        self._use_sharded_views()
-
-    def sync_params(self) -> None:
-        """Take what is forwarded with from the masters now, where they have changed: after a load, before evaluation.
-
-        IDLE -> SYNC_PARAMS -> IDLE; all ranks call it. Raises: RuntimeError in any other state.
-        """
-        self._training_state = SYNC_PARAMS
-        try:
-            self._agreed = None
-            if self._has_zero3_copy or self._stays_unsharded:
-                self.pre_unshard()
-                if self._must_refresh():
-                    self._agreed, self._confirmed = True, False
-                    self.unshard()
-                    self.post_unshard()
-                self.reshard(True)
-                self.post_reshard()
-        finally:
-            self._agreed = None
-            self._training_state = IDLE
+        if (
+            unit is None
+            or shard.size() != flat_param._sharded_size
+            or not (_C.is_plain(flat_param, shard) and shard.is_contiguous())
+            or not unit.use_sharded(
+                flat_param, shard, params, shared, flat_param._shard_param_infos, self._flat._unsafe
+            )
+        ):
+            flat_param.data = shard
+            self._flat._use_sharded_views()
+        elif self._state is BACKWARD_POST:
+            flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go
 
     def _forget_what_was_gathered(self) -> None:
         """The masters are about to change: the next unshard gathers from them."""

@@ -1,5 +1,8 @@
 """FlatParamHandle of LayerZeRO: one unit, its parameters over two groups, driven step by step without a wrapper."""
 
+import functools
+import inspect
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +12,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.torch_private import HandleShardingStrategy
+from ..common.torch_private import FlatParameter, HandleShardingStrategy
+from ..dropin.handle import FlatParamHandle as FlatParam
+from ..dropin.views import Views
 from ..fsdp.agreement import Described, check_described
 from ._gradients import Gradients
 from .groups import check_groups, describe
@@ -61,10 +66,11 @@ class FlatParamHandle(Gradients):
             zero1_process_group,
             offload_grads,
         )
-        super().__init__(
+        FlatParam.__init__(
+            self._flat,
             params,
             zero3_module,
-            torch.device(device),
+            self.device,
             HandleShardingStrategy.FULL_SHARD,
             offload_params=False,
             mp_param_dtype=mp_param_dtype,
@@ -73,6 +79,11 @@ class FlatParamHandle(Gradients):
             process_group=zero1_process_group,
             use_orig_params=True,
         )
+        self.flat_param, self._unit = self._flat.flat_param, self._flat._unit
+        self._device_handle, self._aligned_numel = self._flat._device_handle, self._flat._aligned_numel
+        self._orig_param_dtype = params[0].dtype
+        self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
+        self._reduce_dtype = mp_reduce_dtype or self.full_prec_dtype
         _owners.update((id(param), self) for param in params)
 
     def initialize(
@@ -106,20 +117,13 @@ class FlatParamHandle(Gradients):
         except (ValueError, TypeError) as error:
             problem = error
         check_described(described, problem, zero1_process_group)
+        self.device, self._zero3_module = torch.device(device), zero3_module
         self._offload_grads = bool(offload_grads)
-        self._needs_param_sync = True
-        self._param_synced = False
-        self._grad_synced = False
-        self._ran_pre_backward_hook = False
-        self._ran_post_backward_hook = False
-        self.enter_backward = False
-        self.prev_iter_synced = True
 
     def _check_params(self, params: Sequence[Any], module: nn.Module, what: str) -> list[str]:
         """The names of ``params``. Raises: ValueError naming one that cannot be flattened with the others, and why."""
         if len(params) == 0:
             raise ValueError(f"Cannot construct a {what} with an empty parameter list")
-        self._use_orig_params = True
         for i, param in enumerate(params):
             owner = _owners.get(id(param))
             if owner is not None:
@@ -128,22 +132,21 @@ class FlatParamHandle(Gradients):
                     f"parameter `{name}` of {what} is flattened already: it belongs to {owner._names()}; a parameter "
                     "can be in one unit only"
                 )
-        places = self._find_places(params, module)
-        self._fqn_of = {param: names[0].fqn for param, names in places.items()}
-        try:
-            for param in params:
-                if param.is_complex():
-                    raise ValueError(f"{self._describe(param)} is complex: LayerZero flattens real parameters only")
-                if param.is_meta:
-                    raise ValueError(
-                        f"{self._describe(param)} has no values: give the module memory (to_empty()) and initialize it "
-                        "before"
-                    )
-            self._validate_tensors_to_flatten(list(params))
-            self._check_memory(list(params))
-            return [self._fqn_of[param] for param in params]
-        finally:
-            del self._fqn_of
+        self._flat = flat = FlatParam.__new__(FlatParam)  # it is built when all ranks have agreed
+        flat._use_orig_params = True
+        places = flat._find_places(params, module)
+        flat._fqn_of = names = {param: names[0].fqn for param, names in places.items()}
+        for param in params:
+            if param.is_complex():
+                raise ValueError(f"{flat._describe(param)} is complex: LayerZero flattens real parameters only")
+            if param.is_meta:
+                raise ValueError(
+                    f"{flat._describe(param)} has no values: give the module memory (to_empty()) and initialize it "
+                    "before"
+                )
+        flat._validate_tensors_to_flatten(list(params))
+        flat._check_memory(list(params))
+        return [names[param] for param in params]
 
     # Copies
 
@@ -163,13 +166,27 @@ class FlatParamHandle(Gradients):
     def __repr__(self) -> str:
         return f"layer_zero.FlatParamHandle(flat_param.fqns={self.flat_param._fqns})"
 
-    # Looking things up
+    # What the flat parameter does as it is
 
     def flatten_tensors(self, tensors: list[Tensor], aligned_numel: int, div: int | None = None) -> Tensor:
         """Concatenate ``tensors`` as the flat parameter is, if ``aligned_numel`` > 0; ``div``: the ranks of zero1."""
         if div not in (None, self.zero1_world_size):
             raise ValueError(self._about(f"expected div to be {self.zero1_world_size}, the ranks of zero1, got {div}"))
-        return super().flatten_tensors(tensors, aligned_numel)
+        return self._flat.flatten_tensors(tensors, aligned_numel)
+
+    def flatten_tensors_into_flat_param(
+        self, tensors: list[Tensor], aligned_numel: int, requires_grad: bool, div: int | None = None
+    ) -> FlatParameter:
+        """The same as a flat parameter, without what is recorded of one."""
+        return FlatParameter(self.flatten_tensors(tensors, aligned_numel, div), requires_grad=requires_grad)
+
+    def _deregister_orig_params(self) -> None:
+        """Take the original parameters off their modules, after what the user has put in place of them."""
+        self._reset_flat_param_grad_info_if_needed()
+        self._write_back()
+        Views._deregister_orig_params(self._flat)
+
+    # Looking things up
 
     def _named_module_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What the modules have at the moment, by name."""
@@ -188,3 +205,30 @@ class FlatParamHandle(Gradients):
         """The gradients of the original parameters."""
         for param in self.flat_param._params:
             yield param.grad
+
+
+# What the reference's handle has too, and the flat parameter does
+_OF_FLAT_PARAM = (
+    *("flat_param_to", "is_sharded", "param_module_names", "shared_param_module_names", "shard_metadata"),
+    *("unflatten_as_params", "_check_on_cpu", "_check_sharded", "_check_storage_allocated", "_check_storage_freed"),
+    *("_check_unsharded", "_get_flat_param_offsets", "_get_modules", "_get_shard", "_get_unflat_views_aligned"),
+    *("_get_unflat_views_unaligned", "_get_unpadded_shard", "_use_sharded_views", "_use_unsharded_grad_views"),
+    *("_use_unsharded_views", "_validate_tensors_to_flatten"),
+)
+
+
+def _of_flat_param(method: Any) -> Any:
+    if isinstance(method, staticmethod):
+        return method
+
+    @functools.wraps(method)
+    def call(self: FlatParamHandle, *args: Any, **kwargs: Any) -> Any:
+        return method(self._flat, *args, **kwargs)
+
+    return call
+
+
+for _name in _OF_FLAT_PARAM:
+    setattr(FlatParamHandle, _name, _of_flat_param(inspect.getattr_static(FlatParam, _name)))
+for _name in ("_fqns_in_shard", "_get_unflat_views", "_skipped_use_sharded_views"):
+    setattr(FlatParamHandle, _name, property(operator.attrgetter(f"_flat.{_name}")))

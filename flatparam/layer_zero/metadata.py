@@ -1,7 +1,9 @@
-"""What a rank's shard holds of a parameter, with the reference's two further fields."""
+"""What a rank's shard holds of parameters, in the reference's fields."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import torch
 
 
 class ShardParamInfo(NamedTuple):
@@ -18,6 +20,18 @@ class ShardParamInfo(NamedTuple):
     intra_param_end_idx: int | None
     flat_param_start_idx: int | None = None
     flat_param_end_idx: int | None = None
+
+
+class FlatParamShardMetadata(NamedTuple):
+    """What a rank's shard holds, one entry a parameter that it holds. The names are torch's; it has two fields less.
+
+    ``param_offsets`` are the first and the last element, inclusive, of the parameter that the shard has.
+    """
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[torch.Size, ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
 
 
 def with_places(

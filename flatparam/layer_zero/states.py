@@ -35,21 +35,21 @@ BACKWARD_POST = HandleTrainingState.BACKWARD_POST
 SUMMON_FULL_PARAMS = HandleTrainingState.SUMMON_FULL_PARAMS
 SYNC_PARAMS = HandleTrainingState.SYNC_PARAMS
 
-IN_BACKWARD = (BACKWARD_PRE, BACKWARD_POST)
-
-# What may come before. Activation checkpointing runs forwards, and uses a unit again, within a backward.
+# By name, what may come before. Activation checkpointing runs forwards, and uses a unit again, within a backward.
 BEFORE = {
-    IDLE: tuple(HandleTrainingState),
-    FORWARD: (IDLE, FORWARD),
-    BACKWARD_PRE: (IDLE, BACKWARD_PRE, BACKWARD_POST),
-    BACKWARD_POST: (IDLE, BACKWARD_PRE, BACKWARD_POST),
-    SUMMON_FULL_PARAMS: (IDLE,),
-    SYNC_PARAMS: (IDLE,),
+    "IDLE": tuple(HandleTrainingState.__members__),
+    "FORWARD": ("IDLE", "FORWARD"),
+    "BACKWARD_PRE": ("IDLE", "BACKWARD_PRE", "BACKWARD_POST"),
+    "BACKWARD_POST": ("IDLE", "BACKWARD_PRE", "BACKWARD_POST"),
+    "SUMMON_FULL_PARAMS": ("IDLE",),
+    "SYNC_PARAMS": ("IDLE",),
 }
 
 
 def state_of(value: Any) -> HandleTrainingState:
     """The state that a member of this enum, of torch's or of the reference's stands for. Raises: ValueError."""
+    if type(value) is HandleTrainingState:
+        return value
     name = getattr(value, "_name_", "")
     state = HandleTrainingState.__members__.get(name) if type(value).__name__ == _ENUM else None
     if state is None:

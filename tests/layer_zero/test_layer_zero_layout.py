@@ -28,6 +28,7 @@ from layer_zero_driver import (
 from layer_zero_ranks import counted, group_of, pair
 from torch import nn
 
+from flatparam import layer_zero
 from flatparam.layer_zero import FlatParamHandle, ShardParamInfo, agree
 
 pytestmark = pytest.mark.multiprocess
@@ -106,7 +107,32 @@ METHODS = """
 """
 
 
+NAMES = """
+    FlatParameter FlatParamHandle FlatParamShardMetadata ParamInfo SharedParamInfo HandleShardingStrategy
+    HandleTrainingState logger log0 _FSDP_USE_UNSAFE_SETATTR _FLAT_PARAM_PADDING_VALUE _ShardParamInfo
+    _FlatParameterMeta _unsafe_setattr_param _unsafe_setattr_tensor _safe_setattr_tensor_or_param _convert_to_params
+    _detach_if_needed _get_aligned_numel _get_dtype_size _construct_padding_tensor
+"""
+
+# Of the handle, beside its public methods
+PRIVATE = """
+    _ag_handle _all_gather_flat_param _alloc_padded_unsharded_flat_tensor _check_on_compute_device _check_on_cpu
+    _check_padded_unsharded _check_sharded _check_storage_allocated _check_storage_freed _check_unsharded
+    _deregister_orig_params _device_handle _fqns_in_shard _free_unsharded_flat_tensor _fwd_bwd_param_dtype
+    _get_flat_param_offsets _get_modules _get_padded_unsharded_flat_tensor _get_reduce_scatter_group _get_shard
+    _get_unflat_views _get_unflat_views_aligned _get_unflat_views_unaligned _get_unpadded_shard _handle_index
+    _is_storage_freed _needs_pre_backward_unshard _needs_pre_forward_unshard _offload_grads _orig_param_dtype
+    _post_forward_index _pre_forward_order_index _reduce_dtype _reset_flat_param_grad_info_if_needed _rs_handle
+    _skipped_use_sharded_views _use_sharded_flat_param _use_sharded_grad_views _use_sharded_views
+    _use_unpadded_unsharded_flat_param _use_unsharded_grad_views _use_unsharded_views _validate_tensors_to_flatten
+    device enter_backward prev_iter_synced sharded_grad
+"""
+
+
 def names_of_the_reference():
+    assert all(hasattr(layer_zero, name) for name in NAMES.split())
+    of_two = layer_zero.FlatParamShardMetadata(("a", "b"), (torch.Size([2]),) * 2, (2, 2), ((0, 1), (0, 0)))
+    assert (of_two.param_offsets[1], len(of_two)) == ((0, 0), 4)
     assert list(inspect.signature(FlatParamHandle).parameters) == ARGUMENTS
     assert list(inspect.signature(FlatParamHandle.initialize).parameters) == ["self", *ARGUMENTS]
     assert all(callable(getattr(FlatParamHandle, name)) for name in METHODS.split())
@@ -123,6 +149,13 @@ def names_of_the_reference():
     assert [name for name, _ in handle._named_module_parameters()] == ["a", "b", "c"]
     assert handle._get_orig_param_by_name("b") is handle._get_module_param_by_name("b")
     assert list(handle._shard_grad_list()) == [None] * 3
+    assert all(hasattr(handle, name) for name in PRIVATE.split())
+    assert list(handle.param_module_names()) == [("a", ""), ("b", ""), ("c", "")]
+    assert handle.is_sharded(handle.flat_param)
+    assert handle._get_modules() == {handle._zero3_module}
+    flat = handle.flatten_tensors_into_flat_param([torch.ones(3), torch.ones(2)], 4, False, 4)
+    assert isinstance(flat, layer_zero.FlatParameter)
+    assert (flat.numel(), flat.requires_grad) == (8, False)
     assert handle._zero3_module.a is handle.flat_param._params[0]
     for call in (lambda: copy.deepcopy(handle), lambda: copy.copy(handle), lambda: pickle.dumps(handle)):
         with pytest.raises(TypeError, match=r"\(a, b, c\)"):

@@ -1,0 +1,259 @@
+"""What a unit's micro-batches have added up, in full precision: on the device, or in host memory meanwhile.
+
+Between micro-batches ``.grad`` shows it, so that who clears or zeroes gradients clears it.
+"""
+
+import warnings
+import weakref
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from .. import _C
+from ..common import optimizers
+from ..common.storage import allocate, is_allocated, pinned
+from ..fsdp import order
+from ._base import Base
+from .states import IDLE
+
+_showing: "weakref.WeakSet[Sums]" = weakref.WeakSet()
+
+
+class Sum(Enum):
+    """Where the sum of the micro-batches is."""
+
+    NONE = auto()
+    ZEROS = auto()  # nothing was added yet
+    ON_DEVICE = auto()
+    ON_HOST = auto()  # what memory it may still have on the device counts no more
+
+
+class Sums(Base):
+    """The part of the handle that keeps ``_full_prec_grad_padded`` and its copy ``_cpu_grad`` on the host.
+
+    Whatever works on them waits, on its stream, for what worked on them before: drivers may use any streams. They are
+    shown, unreduced and whole, as gradients of the original parameters.
+    """
+
+    _sum = Sum.NONE
+    _last_use: Any = None  # an event on an accelerator
+    _shown: tuple[int, int] | None = None  # how many gradients, and the sum of their versions, when they were shown
+    _rs_handle: Any = None
+    _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
+
+    def _init_cpu_grad(self) -> None:
+        if self._offload_grads:
+            flat_param = self.flat_param
+            size = flat_param._padded_unsharded_size
+            flat_param._cpu_grad = pinned(torch.zeros(size, dtype=self.full_prec_dtype, device="cpu"))
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        return torch.no_grad() if self.device.type == "cpu" else self._in_order_of_streams()
+
+    @contextmanager
+    def _in_order_of_streams(self) -> Generator[None, None, None]:
+        if self._last_use is not None:
+            self._last_use.wait()
+        with torch.no_grad():
+            yield
+        self._last_use = self._device_handle.Event()
+        self._last_use.record()
+
+    def already_load_full_prec_grad(self) -> bool:
+        """Whether the sum, or zeros to begin one with, is on the device."""
+        return self._sum in (Sum.ZEROS, Sum.ON_DEVICE)
+
+    def alloc_full_prec_grad(self) -> None:
+        """Give the sum memory on the device: zeros, unless it is to be reloaded from the host."""
+        if self.already_load_full_prec_grad():
+            return
+        self._allocate_sum()
+        if self._sum is Sum.NONE:
+            with self._in_order():
+                self.flat_param._full_prec_grad_padded.zero_()
+            self._sum = Sum.ZEROS
+
+    def _allocate_sum(self) -> None:
+        self.wait_reduce_scatter()  # it may still read that memory
+        allocate(self.flat_param._full_prec_grad_padded, self.flat_param._padded_unsharded_size)
+
+    def free_full_prec_grad(self) -> None:
+        """Free the sum's memory on the device; it is given up unless it was offloaded."""
+        if self._sum is not Sum.ON_HOST:
+            was_shown = self._stop_showing()
+            self._sum = Sum.NONE
+            if was_shown:
+                self._show_reduced()
+        total = self.flat_param._full_prec_grad_padded
+        if is_allocated(total):
+            with self._in_order():
+                self._free(total)
+
+    def _add(self, grads: list[Tensor]) -> None:
+        """Add gradients of one micro-batch, of any dtype, in one pass over memory each."""
+        self.reload_full_prec_grad()
+        total = self.flat_param._full_prec_grad_padded
+        if self._sum is Sum.NONE:
+            self._allocate_sum()
+        with self._in_order():
+            for grad in grads:
+                first = self._sum is Sum.NONE
+                if _C.is_plain(total, grad):
+                    _C.convert(total, grad.detach(), not first)
+                elif first:
+                    total.copy_(grad)
+                else:
+                    total.add_(grad)
+                self._sum = Sum.ON_DEVICE
+
+    def offload_grad(self) -> None:
+        """Copy the sum into ``_cpu_grad``, where it is then; ``free_full_prec_grad()`` frees it on the device.
+
+        The copy runs on the current stream. Raises: RuntimeError if nothing was accumulated since the last reduction.
+        """
+        if not self._offload_grads:
+            warnings.warn(
+                f"offload_grad() does nothing for {self._names()}: it was made with offload_grads=False", stacklevel=2
+            )
+            return
+        if self._sum is not Sum.ON_DEVICE:
+            raise RuntimeError(
+                f"{self._names()} has no gradient on the device to offload ({self._sum.name}): call it after "
+                "accumulate_grad() of a micro-batch"
+            )
+        shown = self._stop_showing()
+        with self._in_order():
+            self.flat_param._cpu_grad.copy_(self.flat_param._full_prec_grad_padded, non_blocking=True)
+        self._sum = Sum.ON_HOST
+        if shown:
+            self._show_sum()
+
+    def reload_full_prec_grad(self) -> None:
+        """Copy the sum back to the device, on the current stream, if it was offloaded; else nothing."""
+        if self._sum is not Sum.ON_HOST:
+            return
+        self._stop_showing()
+        self._allocate_sum()
+        with self._in_order():
+            self.flat_param._full_prec_grad_padded.copy_(self.flat_param._cpu_grad, non_blocking=True)
+        self._sum = Sum.ON_DEVICE
+
+    # Showing it
+
+    def _show_sum(self) -> None:
+        """Show it if this is the time: the unit is idle, the modules have their parameters."""
+        if self._shown is not None or self._state is not IDLE or self._is_unsharded:
+            return
+        if self._sum is not Sum.ON_DEVICE and self._sum is not Sum.ON_HOST:
+            return
+        flat_param = self.flat_param
+        whole = flat_param._cpu_grad if self._sum is Sum.ON_HOST else flat_param._full_prec_grad_padded
+        total = whole[: flat_param._unpadded_unsharded_size.numel()]
+        self._flat._clear_grads()
+        _C.set_grad(flat_param, total)
+        self._flat._set_unsharded_grads(total)
+        self._shown = self._versions(flat_param._params)[1:]
+        _showing.add(self)
+        optimizers.ask_before(_check)
+
+    def _show_reduced(self) -> None:
+        """Show what was reduced before and put aside, where nothing was added up since."""
+        flat_param = self.flat_param
+        reduced = getattr(flat_param, "_saved_grad_shard", None)
+        if reduced is None or self._sum is not Sum.NONE or flat_param.grad is not None or self._is_unsharded:
+            return
+        del flat_param._saved_grad_shard
+        _C.set_grad(flat_param, reduced)
+        self._use_sharded_grad_views()
+
+    def _use_sharded_grad_views(self) -> None:
+        """Make each original parameter's gradient its 1-D piece of the reduced one; None if there is none."""
+        self._flat._check_sharded(self.flat_param)
+        grad = self.sharded_grad
+        if grad is None:
+            self._flat._clear_grads()
+        else:
+            self._flat._set_sharded_grads(grad)
+
+    @property
+    def sharded_grad(self) -> Tensor | None:
+        """The reduced gradient, wherever it is; None if there is none."""
+        flat_param = self.flat_param
+        for name in ("_saved_grad", "_saved_grad_shard"):
+            if hasattr(flat_param, name):
+                shard: Tensor | None = getattr(flat_param, name)
+                return shard if shard is None else shard.to(self.full_prec_dtype)
+        return None if self._shown is not None or self._prepared is not None else flat_param.grad
+
+    def _stop_showing(self) -> bool:
+        """Take notice of what the user did to what was shown, and take it back. Returns whether it was shown."""
+        if self._shown is None:
+            return False
+        self._notice_cleared_grads()
+        if self._shown is not None:
+            self._flat._clear_grads()
+        _C.set_grad(self.flat_param, None)
+        self._shown = None
+        _showing.discard(self)
+        return True
+
+    def _notice_cleared_grads(self) -> None:
+        """Give up what the user has cleared or zeroed since it was shown, of this sum and of earlier reductions."""
+        if self._shown is None:
+            return
+        flat_param = self.flat_param
+        now = self._versions(flat_param._params)[1:]
+        if now == self._shown:
+            return
+        if now[0] == 0:
+            self._shown, self._sum = None, Sum.NONE
+            _showing.discard(self)
+            _C.set_grad(flat_param, None)
+            vars(flat_param).pop("_saved_grad_shard", None)
+            self.free_full_prec_grad()
+            return
+        with torch.no_grad():
+            self._flat._zero_dropped_grads()
+            for i, view in enumerate(self._flat._get_unflat_views(flat_param.grad)):
+                if not view.any():
+                    self._flat._zero_grad_of_earlier_backwards(i)
+        self._shown = self._versions(flat_param._params)[1:]
+
+    # Reducing it
+
+    def wait_reduce_scatter(self) -> None:
+        """Wait for ``_rs_handle``, which the driver has set, and free what it has reduced."""
+        if self._rs_handle is not None:
+            if isinstance(self._rs_handle, dist.Work):
+                order.wait(self._rs_handle, self.zero1_process_group, self.device, is_reduce_scatter=True)
+            else:
+                self._rs_handle.wait()
+            self._rs_handle = None
+            self._add_reduced_before()
+            self.free_full_prec_grad()
+
+    @torch.no_grad()
+    def _add_reduced_before(self) -> None:
+        before, self._reduced_before = self._reduced_before, None
+        if before is not None:
+            self.flat_param._saved_grad += before
+
+
+def _check(optimizer: Optimizer, *arguments: Any) -> None:
+    """Raises: ValueError naming a parameter whose ``.grad`` is the sum of micro-batches of this rank alone."""
+    if not _showing:
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+    for handle in list(_showing):
+        for fqn, param in zip(handle.flat_param._fqns, handle.flat_param._params, strict=True):
+            if id(param) in stepped and handle._shown is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.step(): the gradient of `{fqn}` is the sum of this rank's "
+                    "micro-batches, not reduced over the ranks yet: reduce it in the last one, or clear the gradients"
+                )
