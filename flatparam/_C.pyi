@@ -262,7 +262,6 @@ def ranks_of_range(
 def boxes_of_range(
     shape: Iterable[SupportsIndex], begin: SupportsIndex, end: SupportsIndex, /
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]: ...
-def next_state(state: str, event: str, /) -> str: ...
 def pack(
     segments: _Segments,
     segment_dtype: _Dtype,

@@ -1,96 +1,114 @@
-/* core/fp_state.c -- the table of legal moves. */
+/* core/fp_state.c -- the tables of legal moves. A row is an event; its columns are the states in their order. */
 #include "core/fp_state.h"
 
 #include <stdio.h>
 
-/* [event][state] -> 1 + the next state; 0: not allowed. */
-#define TO(state) (1 + FP_STATE_##state)
-static const unsigned char moves[FP_EVENT_COUNT][FP_STATE_COUNT] = {
-    [FP_EVENT_BEGIN_FORWARD] =
-        {
-            [FP_STATE_IDLE] = TO(FORWARD),
-            [FP_STATE_BACKWARD_PRE] = TO(BACKWARD_PRE), /* recomputed inside the backward pass */
-            [FP_STATE_BACKWARD_POST] = TO(FORWARD),     /* recomputed for another use of the same unit */
-        },
-    [FP_EVENT_END_FORWARD] =
-        {
-            [FP_STATE_FORWARD] = TO(IDLE),
-            [FP_STATE_BACKWARD_PRE] = TO(BACKWARD_PRE),
-        },
-    [FP_EVENT_BEGIN_BACKWARD] =
-        {
-            [FP_STATE_IDLE] = TO(BACKWARD_PRE),
-            [FP_STATE_BACKWARD_PRE] = TO(BACKWARD_PRE), /* one call for each output tensor */
-            [FP_STATE_BACKWARD_POST] = TO(BACKWARD_PRE),
-        },
-    [FP_EVENT_END_BACKWARD] =
-        {
-            [FP_STATE_IDLE] = TO(BACKWARD_POST), /* no output needed a gradient */
-            [FP_STATE_BACKWARD_PRE] = TO(BACKWARD_POST),
-            [FP_STATE_BACKWARD_POST] = TO(BACKWARD_POST),
-        },
-    [FP_EVENT_FINISH_BACKWARD] =
-        {
-            [FP_STATE_IDLE] = TO(IDLE),
-            [FP_STATE_BACKWARD_PRE] = TO(IDLE), /* no parameter got a gradient */
-            [FP_STATE_BACKWARD_POST] = TO(IDLE),
-        },
-    [FP_EVENT_BEGIN_SUMMON] = {[FP_STATE_IDLE] = TO(SUMMON_FULL_PARAMS)},
-    [FP_EVENT_END_SUMMON] = {[FP_STATE_SUMMON_FULL_PARAMS] = TO(IDLE)},
-    [FP_EVENT_RESET] =
-        {
-            [FP_STATE_IDLE] = TO(IDLE),
-            [FP_STATE_FORWARD] = TO(IDLE),
-            [FP_STATE_BACKWARD_PRE] = TO(IDLE),
-            [FP_STATE_BACKWARD_POST] = TO(IDLE),
-            [FP_STATE_SUMMON_FULL_PARAMS] = TO(IDLE),
-        },
-};
+#define TABLE(rows, state_names, event_names)                                                                          \
+    {.states = state_names,                                                                                            \
+     .events = event_names,                                                                                            \
+     .moves = &rows[0][0],                                                                                             \
+     .n_states = sizeof rows[0],                                                                                       \
+     .n_events = sizeof rows / sizeof rows[0]}
 
-static const char *const state_names[FP_STATE_COUNT] = {
-    "IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST", "SUMMON_FULL_PARAMS",
-};
+/* ---- a unit in an iteration ---- */
 
-static const char *const event_names[FP_EVENT_COUNT] = {
-    "begin_forward",   "end_forward",  "begin_backward", "end_backward",
-    "finish_backward", "begin_summon", "end_summon",     "reset",
+enum { IDLE = 1 + FP_PASS_IDLE, FORWARD, AGAIN, AWAITING, BACKWARD, RECOMPUTING };
+static const unsigned char pass_moves[FP_PASS_EVENTS][FP_PASS_STATES] = {
+    [FP_PASS_BEGIN_FORWARD] = {FORWARD, FORWARD, AGAIN, AGAIN, RECOMPUTING, RECOMPUTING}, /* a module may call itself */
+    [FP_PASS_END_FORWARD] = {0, IDLE, AWAITING, 0, 0, BACKWARD},
+    [FP_PASS_EXPECT_BACKWARD] = {AWAITING, AGAIN, AGAIN, AWAITING, 0, 0},
+    /* From IDLE: of a graph that was kept, or of a forward that was recomputed in this backward. */
+    [FP_PASS_BEGIN_BACKWARD] = {BACKWARD, RECOMPUTING, RECOMPUTING, BACKWARD, BACKWARD, RECOMPUTING},
+    [FP_PASS_FINISH_BACKWARD] = {IDLE, FORWARD, FORWARD, IDLE, IDLE, FORWARD}, /* backward may not have come to it */
+    [FP_PASS_RESET] = {IDLE, IDLE, IDLE, IDLE, IDLE, IDLE},
 };
+static const char *const pass_states[] = {"IDLE",     "FORWARD",    "FORWARD_AGAIN", "AWAITING_BACKWARD",
+                                          "BACKWARD", "RECOMPUTING"};
+static const char *const pass_events[] = {"begin_forward",  "end_forward",     "expect_backward",
+                                          "begin_backward", "finish_backward", "reset"};
+const fp_state_table fp_pass_moves = TABLE(pass_moves, pass_states, pass_events);
+
+/* ---- the unsharded data of a unit ---- */
+
+enum { SHARDED = 1 + FP_UNIT_SHARDED, PARTLY, GATHERING, UNSHARDED, KEPT };
+static const unsigned char unit_moves[FP_UNIT_EVENTS][FP_UNIT_STATES] = {
+    [FP_UNIT_BEGIN_GATHER] = {PARTLY, PARTLY, PARTLY, PARTLY, PARTLY}, /* the values may have changed since */
+    [FP_UNIT_END_START] = {0, GATHERING, 0, 0, 0},
+    [FP_UNIT_USE] = {0, 0, GATHERING, UNSHARDED, GATHERING}, /* nobody may have waited for what is kept */
+    [FP_UNIT_ARRIVE] = {0, 0, UNSHARDED, 0, 0},
+    [FP_UNIT_FAIL] = {0, 0, PARTLY, 0, 0},
+    [FP_UNIT_FREE_SOME] = {SHARDED, PARTLY, PARTLY, PARTLY, PARTLY},
+    [FP_UNIT_FREE] = {SHARDED, SHARDED, SHARDED, SHARDED, SHARDED},
+    [FP_UNIT_KEEP] = {0, 0, KEPT, KEPT, KEPT},
+};
+static const char *const unit_states[] = {"SHARDED", "PARTLY", "GATHERING", "UNSHARDED", "KEPT"};
+static const char *const unit_events[] = {"begin_gather", "end_start", "use",  "arrive",
+                                          "fail",         "free_some", "free", "keep"};
+const fp_state_table fp_unit_moves = TABLE(unit_moves, unit_states, unit_events);
+
+/* ---- the storage of a flat parameter ---- */
+
+enum { Sharded = 1 + FP_DATA_SHARDED, Borrowed, Refreshing, Gathering, Unsharded, Abandoned };
+static const unsigned char data_moves[FP_DATA_EVENTS][FP_DATA_STATES] = {
+    [FP_DATA_PREPARE] = {Sharded, Sharded, Abandoned, Abandoned, Sharded, Abandoned},
+    [FP_DATA_BORROW] = {Borrowed, Borrowed, 0, 0, Borrowed, 0},
+    [FP_DATA_REFRESH] = {Refreshing, 0, 0, 0, 0, 0},
+    [FP_DATA_GATHER] = {Gathering, 0, 0, 0, 0, 0},
+    [FP_DATA_FILL] = {Unsharded, 0, 0, 0, 0, 0},
+    [FP_DATA_ARRIVE] = {0, 0, Sharded, Unsharded, 0, Sharded},
+    [FP_DATA_FAIL] = {0, 0, Sharded, Sharded, 0, Sharded},
+    [FP_DATA_ABANDON] = {0, 0, Abandoned, Abandoned, 0, Abandoned},
+    [FP_DATA_FORGET] = {Sharded, Borrowed, 0, 0, Sharded, 0}, /* never what a collective writes to */
+};
+static const char *const data_states[] = {"SHARDED", "BORROWED", "REFRESHING", "GATHERING", "UNSHARDED", "ABANDONED"};
+static const char *const data_events[] = {"prepare", "borrow", "refresh", "gather", "fill",
+                                          "arrive",  "fail",   "abandon", "forget"};
+const fp_state_table fp_data_moves = TABLE(data_moves, data_states, data_events);
+
+/* ---- the gradient of a flat parameter ---- */
+
+enum { NONE = 1 + FP_GRADIENT_NONE, PACKED, INNER, PARTIAL, REDUCING, ARRIVING };
+static const unsigned char gradient_moves[FP_GRADIENT_EVENTS][FP_GRADIENT_STATES] = {
+    [FP_GRADIENT_PACK] = {PACKED, 0, 0, 0, 0, 0},
+    [FP_GRADIENT_REDUCE_INNER] = {INNER, INNER, 0, 0, 0, 0}, /* from NONE: what no_sync has kept, or zeros */
+    [FP_GRADIENT_REDUCE_PARTIAL] = {PARTIAL, PARTIAL, 0, 0, 0, 0},
+    [FP_GRADIENT_REDUCE] = {REDUCING, REDUCING, REDUCING, 0, 0, 0},
+    [FP_GRADIENT_ACCUMULATE] = {0, 0, NONE, NONE, 0, 0},
+    [FP_GRADIENT_SEND] = {0, 0, 0, 0, ARRIVING, 0},
+    [FP_GRADIENT_TAKE] = {0, 0, 0, 0, NONE, NONE},
+    [FP_GRADIENT_FORGET] = {NONE, NONE, NONE, NONE, NONE, NONE},
+};
+static const char *const gradient_states[] = {"NONE",     "PACKED",  "REDUCING_INNER", "REDUCING_PARTIAL",
+                                              "REDUCING", "ARRIVING"};
+static const char *const gradient_events[] = {"pack",       "reduce_inner", "reduce_partial", "reduce",
+                                              "accumulate", "send",         "take",           "forget"};
+const fp_state_table fp_gradient_moves = TABLE(gradient_moves, gradient_states, gradient_events);
+
+/* ---- moves ---- */
 
 fp_status
-fp_state_next(fp_unit_state state, fp_unit_event event, fp_unit_state *next)
+fp_state_next(const fp_state_table *table, int state, int event, int *next)
 {
-    if ((unsigned)state >= FP_STATE_COUNT || (unsigned)event >= FP_EVENT_COUNT) {
+    if (state < 0 || state >= table->n_states || event < 0 || event >= table->n_events) {
         return FP_EINVAL;
     }
-    const unsigned char move = moves[event][state];
+    const unsigned char move = table->moves[event * table->n_states + state];
     if (move == 0) {
         return FP_ESTATE;
     }
-    *next = (fp_unit_state)(move - 1);
+    *next = move - 1;
     return FP_OK;
 }
 
-const char *
-fp_state_name(fp_unit_state state)
-{
-    return (unsigned)state < FP_STATE_COUNT ? state_names[state] : NULL;
-}
-
-const char *
-fp_event_name(fp_unit_event event)
-{
-    return (unsigned)event < FP_EVENT_COUNT ? event_names[event] : NULL;
-}
-
 void
-fp_state_message(fp_unit_state state, fp_unit_event event, char *text, size_t size)
+fp_state_message(const fp_state_table *table, int state, int event, char *text, size_t size)
 {
     int used =
-        snprintf(text, size, "%s is not possible in state %s, only in ", fp_event_name(event), fp_state_name(state));
+        snprintf(text, size, "%s is not possible in state %s, only in ", table->events[event], table->states[state]);
     const char *separator = "";
-    for (int other = 0; other < FP_STATE_COUNT && used >= 0 && (size_t)used < size; other++) {
-        if (moves[event][other] != 0) {
-            used += snprintf(text + used, size - (size_t)used, "%s%s", separator, state_names[other]);
+    for (int other = 0; other < table->n_states && used >= 0 && (size_t)used < size; other++) {
+        if (table->moves[event * table->n_states + other] != 0) {
+            used += snprintf(text + used, size - (size_t)used, "%s%s", separator, table->states[other]);
             separator = ", ";
         }
     }

@@ -1,16 +1,18 @@
-/* core/fp_state.h -- the life cycle of a unit: its states, what may happen in each, and the words for what may not.
- * Pure C11: no Python.h, no torch. Everything here is O(1), allocates nothing and is safe without the GIL.
+/* core/fp_state.h -- the states of a unit and of its flat parameters, which moves between them are legal, and the words
+ * for one that is not. Pure C11: no Python.h, no torch. Everything here is O(1), allocates nothing and is safe without the
+ * GIL.
  *
- *                    begin_forward             begin_backward             end_backward
- *              IDLE ---------------> FORWARD   IDLE -----> BACKWARD_PRE -------------> BACKWARD_POST
- *              IDLE <--------------- FORWARD                 (either one back to IDLE: finish_backward)
- *                     end_forward
- *              IDLE <--- begin_summon, end_summon ---> SUMMON_FULL_PARAMS        any state --- reset ---> IDLE
+ * A unit in an iteration (fp_pass_state):
  *
- * Activation checkpointing runs the forward pass again inside the backward pass: begin_forward and end_forward then
- * leave BACKWARD_PRE as it is, so that the parameters stay unsharded for the gradients. A unit that was used more than
- * once goes from BACKWARD_POST to BACKWARD_PRE, or through another recomputed forward pass, again. A unit whose output
- * needs no gradient skips begin_backward. The states are torch's HandleTrainingState. */
+ *              begin_forward           expect_backward                  begin_backward
+ *        IDLE <-------------> FORWARD ---------------> FORWARD_AGAIN   (any) ---------> BACKWARD
+ *         |    end_forward                              |        ^                       |     ^
+ *         |                                 end_forward v        | begin_forward         v     | end_forward
+ *         +------------ expect_backward ---------> AWAITING_BACKWARD                   RECOMPUTING
+ *
+ * FORWARD_AGAIN is a forward of a unit whose earlier forward awaits its backward. RECOMPUTING is a forward that runs after
+ * backward came to the unit, as activation checkpointing does. The unsharded data of a unit: fp_unit_state. The storage of
+ * one flat parameter: fp_data_state. Its gradient: fp_gradient_state. */
 #ifndef FP_STATE_H
 #define FP_STATE_H
 
@@ -19,39 +21,108 @@
 #include "core/fp_status.h"
 
 typedef enum {
-    FP_STATE_IDLE = 0,
-    FP_STATE_FORWARD,
-    FP_STATE_BACKWARD_PRE,
-    FP_STATE_BACKWARD_POST,
-    FP_STATE_SUMMON_FULL_PARAMS,
+    FP_PASS_IDLE = 0,
+    FP_PASS_FORWARD,
+    FP_PASS_FORWARD_AGAIN,
+    FP_PASS_AWAITING_BACKWARD,
+    FP_PASS_BACKWARD,
+    FP_PASS_RECOMPUTING,
+    FP_PASS_STATES,
+} fp_pass_state;
+
+typedef enum {
+    FP_PASS_BEGIN_FORWARD = 0,
+    FP_PASS_END_FORWARD,
+    FP_PASS_EXPECT_BACKWARD, /* an output of the forward has a hook */
+    FP_PASS_BEGIN_BACKWARD,  /* the gradient of an output is there */
+    FP_PASS_FINISH_BACKWARD, /* the whole backward is over */
+    FP_PASS_RESET,           /* after an exception */
+    FP_PASS_EVENTS,
+} fp_pass_event;
+
+typedef enum {
+    FP_UNIT_SHARDED = 0,
+    FP_UNIT_PARTLY,    /* some flat parameters are gathered, or being gathered */
+    FP_UNIT_GATHERING, /* all are */
+    FP_UNIT_UNSHARDED, /* all are gathered */
+    FP_UNIT_KEPT,      /* no_sync has left them gathered: good until the next optimizer step */
+    FP_UNIT_STATES,
 } fp_unit_state;
 
 typedef enum {
-    FP_EVENT_BEGIN_FORWARD = 0,
-    FP_EVENT_END_FORWARD,
-    FP_EVENT_BEGIN_BACKWARD,  /* the gradient of the unit's output is there */
-    FP_EVENT_END_BACKWARD,    /* the gradients of its parameters are there */
-    FP_EVENT_FINISH_BACKWARD, /* the whole backward pass is over */
-    FP_EVENT_BEGIN_SUMMON,
-    FP_EVENT_END_SUMMON,
-    FP_EVENT_RESET, /* after an exception: start again */
+    FP_UNIT_BEGIN_GATHER = 0,
+    FP_UNIT_END_START, /* the gathers of all flat parameters were started */
+    FP_UNIT_USE,       /* what is there is good for this iteration */
+    FP_UNIT_ARRIVE,    /* the gathers have ended */
+    FP_UNIT_FAIL,      /* one has failed */
+    FP_UNIT_FREE_SOME,
+    FP_UNIT_FREE,
+    FP_UNIT_KEEP,
+    FP_UNIT_EVENTS,
 } fp_unit_event;
 
-enum { FP_STATE_COUNT = 5, FP_EVENT_COUNT = 8 };
+typedef enum {
+    FP_DATA_SHARDED = 0,
+    FP_DATA_BORROWED,   /* the unsharded tensor is the shard itself */
+    FP_DATA_REFRESHING, /* the secondary shard is being gathered */
+    FP_DATA_GATHERING,
+    FP_DATA_UNSHARDED,
+    FP_DATA_ABANDONED, /* a gather that nobody waits for may still write to the memory, which is not freed */
+    FP_DATA_STATES,
+} fp_data_state;
+
+typedef enum {
+    FP_DATA_PREPARE = 0, /* a new storage, freed */
+    FP_DATA_BORROW,
+    FP_DATA_REFRESH,
+    FP_DATA_GATHER,
+    FP_DATA_FILL,   /* gathered without anything to wait for */
+    FP_DATA_ARRIVE, /* the gather under way has ended */
+    FP_DATA_FAIL,
+    FP_DATA_ABANDON,
+    FP_DATA_FORGET, /* what was gathered is of no use, or freed */
+    FP_DATA_EVENTS,
+} fp_data_event;
+
+typedef enum {
+    FP_GRADIENT_NONE = 0,
+    FP_GRADIENT_PACKED,
+    FP_GRADIENT_REDUCING_INNER,   /* over the first of two groups */
+    FP_GRADIENT_REDUCING_PARTIAL, /* over the first of two groups, and no further in this backward */
+    FP_GRADIENT_REDUCING,         /* over the last group */
+    FP_GRADIENT_ARRIVING,         /* reduced, and on its way to the shard's device */
+    FP_GRADIENT_STATES,
+} fp_gradient_state;
+
+typedef enum {
+    FP_GRADIENT_PACK = 0,
+    FP_GRADIENT_REDUCE_INNER,
+    FP_GRADIENT_REDUCE_PARTIAL,
+    FP_GRADIENT_REDUCE,
+    FP_GRADIENT_ACCUMULATE, /* what was reduced over the first group is added to what was before */
+    FP_GRADIENT_SEND,
+    FP_GRADIENT_TAKE,
+    FP_GRADIENT_FORGET,
+    FP_GRADIENT_EVENTS,
+} fp_gradient_event;
+
+/* The states and events of one of these, by number; moves: [event][state], 1 + the next state, 0 for an illegal move. */
+typedef struct {
+    const char *const *states, *const *events;
+    const unsigned char *moves;
+    int n_states, n_events;
+} fp_state_table;
+extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves;
 
 /* The state after event. FP_ESTATE if it may not happen in state, FP_EINVAL for a value that is no state or event;
  * *next is written only when FP_OK is returned. */
-fp_status fp_state_next(fp_unit_state state, fp_unit_event event, fp_unit_state *next);
-
-/* "IDLE", "begin_forward" and so on; NULL for a value that is none. Static storage. */
-const char *fp_state_name(fp_unit_state state);
-const char *fp_event_name(fp_unit_event event);
+fp_status fp_state_next(const fp_state_table *table, int state, int event, int *next);
 
 /* Enough bytes for any message of fp_state_message. */
 enum { FP_STATE_MESSAGE_BYTES = 256 };
 
 /* Say why event may not happen in state, and in which states it may: a terminated text of at most size bytes, cut if it
  * does not fit. Both values are valid, size >= 1. */
-void fp_state_message(fp_unit_state state, fp_unit_event event, char *text, size_t size);
+void fp_state_message(const fp_state_table *table, int state, int event, char *text, size_t size);
 
 #endif

@@ -4,7 +4,6 @@
 #include "core/fp_alloc.h"
 #include "core/fp_boxes.h"
 #include "core/fp_shard.h"
-#include "core/fp_state.h"
 
 /* Convert n arguments to int64_t. */
 static int
@@ -139,40 +138,6 @@ done:
     return result;
 }
 
-/* next_state(state, event) -> the state after event, by name */
-static PyObject *
-fp_py_next_state(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    char text[FP_STATE_MESSAGE_BYTES];
-    fp_unit_state next;
-    int state = 0, event = 0;
-    if (fp_check_nargs("next_state", nargs, 2) < 0) {
-        return NULL;
-    }
-    if (!PyUnicode_Check(args[0]) || !PyUnicode_Check(args[1])) {
-        PyErr_Format(PyExc_TypeError, "expected the names of a state and an event, got %.200s and %.200s",
-                     Py_TYPE(args[0])->tp_name, Py_TYPE(args[1])->tp_name);
-        return NULL;
-    }
-    while (state < FP_STATE_COUNT && PyUnicode_CompareWithASCIIString(args[0], fp_state_name(state)) != 0) {
-        state++;
-    }
-    while (event < FP_EVENT_COUNT && PyUnicode_CompareWithASCIIString(args[1], fp_event_name(event)) != 0) {
-        event++;
-    }
-    if (state == FP_STATE_COUNT || event == FP_EVENT_COUNT) {
-        PyErr_Format(PyExc_ValueError, "expected the names of a state and an event, got %R and %R", args[0], args[1]);
-        return NULL;
-    }
-    const fp_status status = fp_state_next((fp_unit_state)state, (fp_unit_event)event, &next);
-    if (status != FP_OK) {
-        fp_state_message((fp_unit_state)state, (fp_unit_event)event, text, sizeof text);
-        fp_fail(module, status, "%s", text);
-        return NULL;
-    }
-    return PyUnicode_FromString(fp_state_name(next));
-}
-
 /* alloc_fail_at(k): the k-th allocation of the core from now on fails, once; 0 switches that off */
 static PyObject *
 fp_py_alloc_fail_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -205,9 +170,6 @@ PyMethodDef fp_core_methods[] = {
     {"boxes_of_range", FP_FASTCALL(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
      "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},
-    {"next_state", FP_FASTCALL(fp_py_next_state), METH_FASTCALL,
-     "next_state(state, event, /)\n--\n\n"
-     "The state of a unit after an event; RuntimeError if it may not happen in that state."},
     {"alloc_fail_at", FP_FASTCALL(fp_py_alloc_fail_at), METH_FASTCALL,
      "alloc_fail_at(k, /)\n--\n\nFor tests: make the k-th allocation of the core from now on fail, once; 0: off."},
     {"alloc_live", FP_FASTCALL(fp_py_alloc_live), METH_FASTCALL,

@@ -10,21 +10,11 @@
 #include "runtime/fp_reduction.h"
 #include "runtime/fp_unshard.h"
 
-/* Whether this thread was started by autograd, for whichever backward: nothing tells which thread that is of. */
-static int
-is_of_autograd(void)
-{
-    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
-    Py_XDECREF(frame);
-    return frame == NULL;
-}
-
 static int
 begin_backward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (fp_iteration_is_elsewhere(root) && (root->in_backward || !is_of_autograd())) {
-        fp_iteration_refuse_thread(unit);
+    if (fp_iteration_check_backward(unit) < 0) {
         return -1;
     }
     if (root->in_backward && fp_graph_is_running(root->ref)) {
@@ -52,6 +42,13 @@ prefetch_backward(fp_unit *unit)
     return next < 0 || next >= root->n_order || root->order[next] == NULL ? 0 : fp_unshard_prefetch(root->order[next]);
 }
 
+/* Whether this backward has come to the unit. */
+static int
+has_come(const fp_unit *unit)
+{
+    return unit->pass == FP_PASS_BACKWARD || unit->pass == FP_PASS_RECOMPUTING;
+}
+
 static int
 before_backward_of(fp_unit *unit, uint64_t began)
 {
@@ -63,15 +60,17 @@ before_backward_of(fp_unit *unit, uint64_t began)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_buffer_run_after(unit->flat_params[k].flat, began);
     }
-    if (unit->task == task && unit->full && !unit->gathering) {
+    if (has_come(unit) && unit->task == task && unit->state == FP_UNIT_UNSHARDED) {
         return 0; /* a further output */
     }
     const int passed = fp_reduce_order_reach(unit);
     if (passed != 0) {
         return passed < 0 ? -1 : 0;
     }
+    if (fp_iteration_move(unit, FP_PASS_BEGIN_BACKWARD) < 0) {
+        return -1;
+    }
     unit->task = task;
-    unit->awaits_backward = 0;
     if (fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
         fp_reduce_order_bring_back(root) < 0) {
         return -1;
@@ -112,7 +111,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         return -1;
     }
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
-    const int more = unit->task >= 0 && unit->task != fp_graph_task();
+    const int more = has_come(unit) && unit->task != fp_graph_task();
     const int reduces =
         root->synchronize || flat_param->refresh_group != NULL; /* nested: in part, in each micro-batch */
     if (fp_flat_param_drop_frozen(flat_param, gradients) < 0 ||
@@ -188,7 +187,9 @@ static int
 finish_step(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    fp_iteration_rest(unit);
+    if (fp_iteration_rest(unit) < 0) {
+        return -1;
+    }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_reduction_take(unit, flat_param) < 0) {
@@ -216,11 +217,13 @@ finish_step(fp_unit *unit)
             return -1;
         }
     }
-    if (unit->full && !root->synchronize && !unit->reshard_after_forward) {
-        unit->keep = 1;
+    if (fp_unit_is_full(unit) && !root->synchronize && !unit->reshard_after_forward) {
+        if (fp_unshard_move(unit, FP_UNIT_KEEP) < 0) {
+            return -1;
+        }
         unit->kept_steps = fp_optimizer_steps;
     }
-    else if ((unit->gathering || fp_unshard_is_partly_full(unit)) && fp_unshard_release(unit) < 0) {
+    else if (unit->state != FP_UNIT_SHARDED && fp_unshard_release(unit) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* the optimizer steps next */

@@ -33,20 +33,16 @@ static PyObject *
 pre_forward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (fp_iteration_is_elsewhere(root)) {
-        fp_iteration_refuse_thread(unit);
-        return NULL;
-    }
     if (root->in_backward && !fp_graph_is_running(root->ref) &&
         fp_iteration_recover(root) < 0) { /* an exception ended it */
         return NULL;
     }
-    if (root->depth == 0 && !root->in_backward && fp_iteration_begin(root) < 0) {
+    const int begins = root->depth == 0 && !root->in_backward;
+    /* The move comes first: while an iteration begins, other threads are refused. */
+    if (fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD) < 0 || (begins && fp_iteration_begin(root) < 0)) {
         return NULL;
     }
-    root->thread = root->depth == 0 ? PyThread_get_thread_ident() : root->thread;
-    root->depth++;
-    if (unit->depth++ == 0) {
+    if (unit->depth == 1) {
         unit->began = fp_graph_now();
     }
     const int first = !root->in_backward && unit->entered_pass != root->pass;
@@ -165,7 +161,8 @@ post_forward(fp_unit *unit, PyObject *output)
 {
     fp_root *root = unit->root;
     int hooked = 0, found = 0;
-    if (fp_unshard_take_requires_grad(unit) < 0 || (unit->depth == 0 && fp_unshard_take_written_in_forward(unit) < 0)) {
+    if (fp_unshard_take_requires_grad(unit) < 0 ||
+        (!fp_unit_is_in_forward(unit) && fp_unshard_take_written_in_forward(unit) < 0)) {
         return NULL;
     }
     if (fp_graph_grad_enabled() &&
@@ -176,15 +173,14 @@ post_forward(fp_unit *unit, PyObject *output)
         return Py_NewRef(output);
     }
     if (hooked) {
-        unit->awaits_backward = 1;
-        if (fp_iteration_append_order(root, unit) < 0) {
+        if (fp_iteration_move(unit, FP_PASS_EXPECT_BACKWARD) < 0 || fp_iteration_append_order(root, unit) < 0) {
             return NULL;
         }
     }
     if (root->depth == 0 && fp_iteration_wait_until_read(root) < 0) {
         return NULL;
     }
-    if (unit->depth > 0) {
+    if (fp_unit_is_in_forward(unit)) {
         return Py_NewRef(output);
     }
     const int stays = hooked && (root->depth == 0 || !unit->reshard_after_forward);
@@ -200,6 +196,18 @@ post_forward(fp_unit *unit, PyObject *output)
     return Py_NewRef(output);
 }
 
+/* The forward has not ended after all: an exception is under way. */
+static void
+reopen(fp_unit *unit)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD) < 0) {
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
 PyObject *
 fp_forward_post(PyObject *self, PyObject *output)
 {
@@ -207,17 +215,13 @@ fp_forward_post(PyObject *self, PyObject *output)
     if (fp_iteration_check_joined(unit) < 0) {
         return NULL;
     }
-    if (unit->depth == 0) {
-        PyErr_Format(PyExc_RuntimeError, "%U: post_forward without pre_forward", unit->name);
-        return NULL;
-    }
     fp_root *locked = fp_iteration_lock_in_backward(unit->root);
-    unit->depth--;
-    unit->root->depth--;
-    PyObject *result = post_forward(unit, output);
-    if (result == NULL) { /* abort_forward counts it down */
-        unit->depth++;
-        unit->root->depth++;
+    PyObject *result = NULL;
+    if (fp_iteration_move(unit, FP_PASS_END_FORWARD) == 0) {
+        result = post_forward(unit, output);
+        if (result == NULL) { /* abort_forward ends it */
+            reopen(unit);
+        }
     }
     fp_iteration_unlock(locked);
     return result;
@@ -241,7 +245,7 @@ fp_forward_inputs_done(PyObject *self, PyObject *ignored)
 {
     fp_unit *unit = (fp_unit *)self;
     unit->pending -= unit->pending > 0;
-    if (unit->pending > 0 || unit->root == NULL || !unit->root->in_backward || unit->depth > 0 ||
+    if (unit->pending > 0 || unit->root == NULL || !unit->root->in_backward || fp_unit_is_in_forward(unit) ||
         !(unit->root->synchronize || unit->reshard_after_forward) || fp_iteration_is_elsewhere(unit->root)) {
         Py_RETURN_NONE;
     }
@@ -266,9 +270,8 @@ fp_forward_abort(PyObject *self, PyObject *ignored)
     if (root != NULL && fp_iteration_is_elsewhere(root)) {
         Py_RETURN_NONE; /* it was refused */
     }
-    if (root != NULL && unit->depth > 0) {
-        unit->depth--;
-        root->depth--;
+    if (root != NULL && fp_unit_is_in_forward(unit) && fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0) {
+        return NULL;
     }
     if (root != NULL && !root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0) {
         return NULL;

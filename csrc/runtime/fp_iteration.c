@@ -22,7 +22,13 @@ fp_iteration_check_joined(const fp_unit *unit)
     return 0;
 }
 
-/* Whether another thread than this is in the model. */
+/* Which threads may move the units of a model. One rule for each moment:
+ *     nobody is in the model    any thread: it begins a forward or a backward
+ *     a forward is under way    the thread that began it. Threads of autograd may begin a backward too, as a backward that
+ *                               is called in a forward runs in them; nothing tells which thread has called it
+ *     a backward is under way   the threads that run tasks of it: the user's, one for each device, and those that run what
+ *                               it recomputes. They take turns under root->lock
+ * Whoever else comes is refused and has changed nothing. */
 int
 fp_iteration_is_elsewhere(const fp_root *root)
 {
@@ -31,13 +37,60 @@ fp_iteration_is_elsewhere(const fp_root *root)
                : root->depth > 0 && root->thread != PyThread_get_thread_ident();
 }
 
-void
-fp_iteration_refuse_thread(const fp_unit *unit)
+static int
+refuse_thread(const fp_unit *unit)
 {
     PyErr_Format(PyExc_RuntimeError,
                  "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
                  "reductions of two would come in another order on each rank",
                  unit->name);
+    return -1;
+}
+
+/* Whether this thread was started by autograd, for whichever backward. */
+static int
+is_of_autograd(void)
+{
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+    Py_XDECREF(frame);
+    return frame == NULL;
+}
+
+int
+fp_iteration_check_backward(const fp_unit *unit)
+{
+    return fp_iteration_is_elsewhere(unit->root) && (unit->root->in_backward || !is_of_autograd()) ? refuse_thread(unit)
+                                                                                                   : 0;
+}
+
+int
+fp_iteration_move(fp_unit *unit, fp_pass_event event)
+{
+    fp_root *root = unit->root;
+    int next;
+    if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_is_elsewhere(root)) {
+        return refuse_thread(unit);
+    }
+    if (fp_state_next(&fp_pass_moves, unit->pass, event, &next) != FP_OK) {
+        fp_unit_refuse_move(unit, &fp_pass_moves, unit->pass, event);
+        return -1;
+    }
+    if (event == FP_PASS_BEGIN_FORWARD) {
+        root->thread = root->depth == 0 ? PyThread_get_thread_ident() : root->thread;
+        root->depth++;
+        unit->depth++;
+    }
+    else if (event == FP_PASS_END_FORWARD) {
+        root->depth--;
+        if (--unit->depth > 0) {
+            return 0; /* of a forward of this unit that is within another one */
+        }
+    }
+    else if (event == FP_PASS_RESET) {
+        unit->depth = 0;
+    }
+    unit->pass = next;
+    return 0;
 }
 
 void
@@ -85,14 +138,12 @@ fp_iteration_unlock(fp_root *locked)
 
 /* ---- the units in it ---- */
 
-/* The unit is in no backward, awaits none and is not in the order of forwards. */
-void
+int
 fp_iteration_rest(fp_unit *unit)
 {
-    unit->task = -1;
-    unit->awaits_backward = 0;
     unit->position = -1;
     unit->pending = 0;
+    return fp_iteration_move(unit, FP_PASS_FINISH_BACKWARD);
 }
 
 /* Shards on the host that the device has gathered from may be written to from now on. */
@@ -126,7 +177,12 @@ fp_iteration_recover(fp_root *root)
     root->n_order = 0;
     root->reducing = root->halfway = root->last_forward = root->last_refreshed = NULL;
     fp_reduce_order_forget(root);
-    int status = fp_iteration_wait_until_read(root);
+    int status = 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
+        status = fp_iteration_move(unit, FP_PASS_RESET) < 0 ? -1 : fp_iteration_rest(unit);
+    }
+    status = status < 0 ? -1 : fp_iteration_wait_until_read(root);
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         const fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -137,8 +193,6 @@ fp_iteration_recover(fp_root *root)
     }
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        unit->depth = 0;
-        fp_iteration_rest(unit);
         for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
             flat_param->deferred = 0;

@@ -11,13 +11,18 @@ int fp_iteration_recover(fp_root *root);
 int fp_iteration_refresh(fp_root *root);
 int fp_iteration_append_order(fp_root *root, fp_unit *unit); /* the unit's forward has ended */
 int fp_iteration_wait_until_read(fp_root *root); /* shards on the host that the device gathers from may be written to */
-void fp_iteration_rest(fp_unit *unit); /* the unit is in no backward, awaits none, is not in the order of forwards */
+/* The backward is over: the unit awaits none and is not in the order of forwards. */
+int fp_iteration_rest(fp_unit *unit);
 void fp_iteration_leave_root(fp_unit *unit); /* take the unit out of its root */
 
-/* Exceptions: the unit is in no root; another thread is in the model. */
-int fp_iteration_check_joined(const fp_unit *unit);
+int fp_iteration_check_joined(const fp_unit *unit); /* RuntimeError: the unit is in no root */
+
+/* The only way to another state of a unit in an iteration, for the threads that fp_iteration.c names. -1 with RuntimeError
+ * that names the unit, and nothing changed, from another thread or where the core's table has no such move. */
+int fp_iteration_move(fp_unit *unit, fp_pass_event event);
 int fp_iteration_is_elsewhere(const fp_root *root); /* whether another thread than this is in the model */
-void fp_iteration_refuse_thread(const fp_unit *unit);
+/* RuntimeError where this thread may not begin a backward, or go on in one. */
+int fp_iteration_check_backward(const fp_unit *unit);
 
 /* One thread at a time works on the units in a backward: autograd has a thread for each device. */
 void fp_iteration_enter(fp_root *root);

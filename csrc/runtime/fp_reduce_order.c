@@ -250,7 +250,8 @@ advance(fp_root *root, Py_ssize_t position)
             continue;
         }
         fp_unit *unit = root->order[cursor];
-        if (unit != NULL && unit->copied && !unit->full && unit->awaits_backward && fp_unshard_start(unit) < 0) {
+        if (unit != NULL && unit->copied && !fp_unit_is_full(unit) && fp_unit_awaits_backward(unit) &&
+            fp_unshard_start(unit) < 0) {
             return -1;
         }
         fp_unit *next = cursor > 0 ? root->order[cursor - 1] : NULL;

@@ -18,3 +18,11 @@ fp_root_units(const fp_root *root)
     }
     return units;
 }
+
+void
+fp_unit_refuse_move(const fp_unit *unit, const fp_state_table *table, int state, int event)
+{
+    char text[FP_STATE_MESSAGE_BYTES];
+    fp_state_message(table, state, event, text, sizeof text);
+    PyErr_Format(PyExc_RuntimeError, "%U: %s", unit->name, text);
+}

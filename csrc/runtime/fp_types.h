@@ -10,6 +10,7 @@
 #ifndef FP_TYPES_H
 #define FP_TYPES_H
 
+#include "core/fp_state.h"
 #include "runtime/fp_flat_param.h"
 
 struct fp_unit;
@@ -84,25 +85,45 @@ typedef struct fp_unit {
     int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
     int doubted;         /* copied: the next pass compares the masters with what it would gather from */
     int64_t stale_pass;  /* the last pass that began so */
-    Py_ssize_t depth;    /* forwards of this unit that are under way */
-    int gathering;       /* gathers were started and not waited for */
-    int full;            /* all flat parameters are */
+    fp_pass_state pass;  /* changed by fp_iteration_move() alone */
+    fp_unit_state state; /* of its unsharded data; changed by fp_unshard_move() alone */
+    Py_ssize_t depth;    /* forwards of this unit that are within each other */
     Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
-    int keep;            /* what a no_sync backward left full is good until the next optimizer step */
-    int awaits_backward; /* an output has a hook that has not run */
     uint64_t began;      /* the moment at which the forward that is under way, or the last one, did; see fp_graph_now */
     int64_t full_pass;   /* pass of the gather */
     int64_t entered_pass; /* of its last forward */
     Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
     Py_ssize_t entry;     /* which of all first forwards that was */
-    int64_t kept_steps;   /* optimizer steps when keep was set */
-    int task;             /* graph task that came to this unit; -1: none */
+    int64_t kept_steps;   /* optimizer steps when it was KEPT */
+    int task;             /* graph task that came to this unit last */
     Py_ssize_t position;  /* in the order of this pass; -1: none */
 } fp_unit;
 
 enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
 extern int64_t fp_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
+
+/* RuntimeError naming the unit: event may not happen in state. */
+void fp_unit_refuse_move(const fp_unit *unit, const fp_state_table *table, int state, int event);
+
+static inline int
+fp_unit_is_in_forward(const fp_unit *unit)
+{
+    return unit->pass == FP_PASS_FORWARD || unit->pass == FP_PASS_FORWARD_AGAIN || unit->pass == FP_PASS_RECOMPUTING;
+}
+
+static inline int
+fp_unit_awaits_backward(const fp_unit *unit)
+{
+    return unit->pass == FP_PASS_FORWARD_AGAIN || unit->pass == FP_PASS_AWAITING_BACKWARD;
+}
+
+/* All of its flat parameters are gathered, or being gathered. */
+static inline int
+fp_unit_is_full(const fp_unit *unit)
+{
+    return unit->state >= FP_UNIT_GATHERING;
+}
 
 PyObject *fp_root_units(const fp_root *root);       /* tuple of all units, for loops in which one may take itself out */
 PyObject *fp_unit_collectives(const fp_unit *unit); /* what does collectives in Python's way; NULL: nobody */

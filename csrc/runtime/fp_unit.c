@@ -34,7 +34,6 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     unit->moved = Py_NewRef(moved);
     unit->reason = Py_NewRef(reason);
     unit->reshard_after_forward = reshard_after_forward;
-    unit->task = -1;
     unit->position = -1;
     unit->flat_params = fp_calloc((size_t)PyTuple_GET_SIZE(flat_params), sizeof *unit->flat_params);
     if (unit->flat_params == NULL) {
@@ -136,7 +135,7 @@ unit_join(PyObject *self, PyObject *root_object)
     if (unit->root == root) {
         Py_RETURN_NONE;
     }
-    if (unit->depth > 0 || (unit->root != NULL && unit->root->in_backward)) {
+    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward)) {
         PyErr_Format(PyExc_RuntimeError, "%U cannot join another model in the middle of a pass", unit->name);
         return NULL;
     }
@@ -156,8 +155,7 @@ unit_join(PyObject *self, PyObject *root_object)
     fp_free(root->units);
     root->units = units;
     unit->root = (fp_root *)Py_NewRef(root);
-    unit->full_pass = unit->entered_pass = -1;
-    unit->keep = 0;
+    unit->full_pass = unit->entered_pass = unit->kept_steps = -1;
     root->copies = root->copies || unit->copied;
     Py_RETURN_NONE;
 }
@@ -296,7 +294,7 @@ unit_compute_in_full(PyObject *self, PyObject *argument)
     if (fp_as_bool(argument, &in_full) < 0) {
         return NULL;
     }
-    if (unit->depth > 0 || (unit->root != NULL && unit->root->in_backward)) {
+    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward)) {
         PyErr_Format(PyExc_RuntimeError, "%U cannot change its precision in the middle of a pass", unit->name);
         return NULL;
     }
@@ -327,8 +325,7 @@ static PyObject *
 unit_invalidate(PyObject *self, PyObject *ignored)
 {
     fp_unit *unit = (fp_unit *)self;
-    unit->keep = 0;
-    unit->full_pass = -1;
+    unit->kept_steps = unit->full_pass = -1;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
     }

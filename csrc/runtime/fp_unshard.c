@@ -6,6 +6,18 @@
 
 #include "core/fp_alloc.h"
 
+int
+fp_unshard_move(fp_unit *unit, fp_unit_event event)
+{
+    int next;
+    if (fp_state_next(&fp_unit_moves, unit->state, event, &next) != FP_OK) {
+        fp_unit_refuse_move(unit, &fp_unit_moves, unit->state, event);
+        return -1;
+    }
+    unit->state = next;
+    return 0;
+}
+
 static const char *
 freed_reason(const fp_unit *unit)
 {
@@ -81,7 +93,7 @@ fp_unshard_make_views(fp_unit *unit, Py_ssize_t index)
 static int
 renew(fp_unit *unit, Py_ssize_t index, int changed)
 {
-    const int renewed = unit->root->in_backward || (!changed && unit->awaits_backward)
+    const int renewed = unit->root->in_backward || (!changed && fp_unit_awaits_backward(unit))
                             ? 0
                             : fp_flat_buffer_renew(unit->flat_params[index].flat, freed_reason(unit));
     return renewed > 0 ? make_views(unit, index, renewed) : renewed;
@@ -213,9 +225,11 @@ start_gather(fp_unit *unit)
         return -1;
     }
     /* Only others were freed since, or could not be gathered when this was last tried. */
-    const int goes_on = root->in_backward || (unit->gathering && unit->full_pass == root->pass);
-    unit->gathering = 1;
-    unit->full = 0;
+    const int began = unit->state == FP_UNIT_PARTLY || unit->state == FP_UNIT_GATHERING;
+    const int goes_on = root->in_backward || (began && unit->full_pass == root->pass);
+    if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
+        return -1;
+    }
     unit->full_pass = root->pass;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
@@ -250,8 +264,10 @@ start_gather(fp_unit *unit)
         flat_param->full = 1;
         gathered = 1;
     }
-    unit->full = 1;
-    unit->keep = unit->stale = 0;
+    if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* a hook of the user has freed it */
+        return -1;
+    }
+    unit->stale = 0;
     root->gathers += gathered && unit->sharded;
     return 0;
 }
@@ -269,8 +285,8 @@ fp_unshard_start(fp_unit *unit)
 int
 fp_unshard_is_fresh(const fp_unit *unit)
 {
-    if (!unit->full || unit->root->in_backward) {
-        return unit->full;
+    if (!fp_unit_is_full(unit) || unit->root->in_backward) {
+        return fp_unit_is_full(unit);
     }
     if (unit->copied) {
         return !unit->stale && unit->full_pass == unit->root->pass; /* else requires_grad may have changed since */
@@ -278,7 +294,7 @@ fp_unshard_is_fresh(const fp_unit *unit)
     if (unit->full_pass == unit->root->pass) {
         return 1;
     }
-    int fresh = unit->keep && unit->kept_steps == fp_optimizer_steps;
+    int fresh = unit->state == FP_UNIT_KEPT && unit->kept_steps == fp_optimizer_steps;
     for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {
         fresh = fp_flat_param_is_as_gathered(&unit->flat_params[k]);
     }
@@ -288,27 +304,33 @@ fp_unshard_is_fresh(const fp_unit *unit)
 int
 fp_unshard_make_full(fp_unit *unit)
 {
-    if (!fp_unshard_is_fresh(unit) && fp_unshard_start(unit) < 0) {
+    if ((!fp_unshard_is_fresh(unit) && fp_unshard_start(unit) < 0) || fp_unshard_move(unit, FP_UNIT_USE) < 0) {
         return -1;
     }
     unit->full_pass = unit->root->pass;
-    unit->keep = 0;
-    for (Py_ssize_t k = 0; unit->gathering && k < unit->n_flat_params; k++) {
+    if (unit->state == FP_UNIT_UNSHARDED) {
+        return 0;
+    }
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_flat_buffer_wait(flat_param->flat) < 0) {
-            flat_param->full = fp_flat_buffer_is_whole(flat_param->flat);
-            unit->full = unit->full && flat_param->full;
+            if (!fp_flat_buffer_is_whole(flat_param->flat)) {
+                flat_param->full = 0;
+                unit->state = FP_UNIT_PARTLY; /* from GATHERING, with an exception under way */
+            }
             return -1; /* whoever comes next waits again, or gathers what has failed */
         }
     }
-    unit->gathering = 0;
-    return 0;
+    return fp_unshard_move(unit, FP_UNIT_ARRIVE);
 }
 
 int
 fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
 {
-    flat_param->full = unit->full = 0;
+    flat_param->full = 0;
+    if (fp_unshard_move(unit, fp_unshard_is_partly_full(unit) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE) < 0) {
+        return -1;
+    }
     return fp_flat_buffer_release(flat_param->flat, flat_param->views == NULL ? NULL : fp_items(flat_param->views),
                                   freed_reason(unit));
 }
@@ -316,13 +338,12 @@ fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
 int
 fp_unshard_release(fp_unit *unit)
 {
-    unit->full = unit->gathering = unit->keep = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         if (fp_unshard_release_part(unit, &unit->flat_params[k]) < 0) {
             return -1;
         }
     }
-    return 0;
+    return fp_unshard_move(unit, FP_UNIT_FREE);
 }
 
 int
@@ -360,5 +381,5 @@ fp_unshard_take_requires_grad(fp_unit *unit)
 int
 fp_unshard_prefetch(fp_unit *target)
 {
-    return target->full || !target->awaits_backward ? 0 : fp_unshard_start(target);
+    return fp_unit_is_full(target) || !fp_unit_awaits_backward(target) ? 0 : fp_unshard_start(target);
 }

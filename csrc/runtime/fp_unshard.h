@@ -7,6 +7,10 @@
 /* Make the views of a flat parameter, if there are none that fit the shard's dtype and device and who requires grad. */
 int fp_unshard_make_views(fp_unit *unit, Py_ssize_t index);
 
+/* The only way to another state of a unit's unsharded data. -1 with RuntimeError, and nothing changed, where the core's table
+ * has no such move. */
+int fp_unshard_move(fp_unit *unit, fp_unit_event event);
+
 int fp_unshard_start(fp_unit *unit);          /* start gathering */
 int fp_unshard_make_full(fp_unit *unit);      /* gather, unless what is there is of now, and wait */
 int fp_unshard_is_fresh(const fp_unit *unit); /* whether what is gathered has the values of now */

@@ -93,6 +93,7 @@ fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int un
                                      : fp::make_views(flat->full, *flat->geometry, node, out);
         if (status == 0) {
             flat->node = std::move(node);
+            flat->unit = ref->shared;
         }
         return status;
     });
@@ -161,15 +162,16 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
         const at::Tensor &shard = fp::unpack(shard_object);
         const size_t n = flat->geometry->views.size();
         *misfit = -1;
-        fp::wait_for(flat->work, flat->work_group);
+        fp::wait_for_gather(*flat);
+        const bool whole = flat->is_whole(), borrowed = flat->data == FP_DATA_BORROWED;
         bool changed = false;
         if (flat->full._version() != flat->seen_version) {
             flat->seen_version = flat->full._version();
             fp::show_version(*flat, views);
-            if (flat->whole) {
+            if (whole) {
                 changed = fp::write_to_shard(*flat, shard, 0, flat->io);
             }
-            else if (!flat->borrowed) {
+            else if (!borrowed) {
                 *misfit = static_cast<Py_ssize_t>(n);
             }
         }
@@ -195,18 +197,18 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
         }
         for (const auto &[i, values] : given) {
             const fp::View &place = flat->geometry->views[i];
-            changed = (!flat->borrowed && fp::write_to_shard(*flat, shard, place.offset, values)) || changed;
-            if (flat->borrowed || flat->whole) {
+            changed = (!borrowed && fp::write_to_shard(*flat, shard, place.offset, values)) || changed;
+            if (borrowed || whole) {
                 const at::Tensor target =
                     fp::alias(flat->io, place.numel, int64_t{1}, flat->io.storage_offset() + place.offset);
-                changed = (flat->borrowed && !fp::has_same_bytes(target, values)) || changed;
+                changed = (borrowed && !fp::has_same_bytes(target, values)) || changed;
                 target.copy_(values);
             }
         }
         if (changed) {
             shard.unsafeGetTensorImpl()->bump_version();
         }
-        if (flat->whole && !given.empty()) {
+        if (whole && !given.empty()) {
             flat->copy.reset(); /* it is made anew of what is whole */
         }
         return changed ? 1 : 0;

@@ -179,11 +179,17 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
         work.reset();
         return;
     }
+    try {
+        explained(group, [&] {
+            const WithoutGil released;
+            waited->wait();
+        });
+    }
+    catch (...) {
+        work.reset();
+        throw;
+    }
     work.reset();
-    explained(group, [&] {
-        const WithoutGil released;
-        waited->wait();
-    });
 }
 
 bool

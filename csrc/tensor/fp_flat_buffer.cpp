@@ -55,15 +55,45 @@ leave_storage(fp_flat_buffer &flat, PyObject *const *views, const char *reason)
 void
 make_full(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
 {
+    move(flat, borrowed ? FP_DATA_BORROW : FP_DATA_PREPARE);
     const int64_t total = flat.geometry->total, offset = borrowed ? source.storage_offset() : 0;
     flat.full = alias(source, total, int64_t{1}, offset);
     flat.io = alias(source, total, int64_t{1}, offset);
-    flat.borrowed = borrowed;
-    flat.whole = false;
     flat.shown_version = flat.seen_version = flat.full._version();
 }
 
+int
+next_state(const fp_flat_buffer &flat, const fp_state_table &table, int state, int event)
+{
+    int next = state;
+    if (fp_state_next(&table, state, event, &next) != FP_OK) {
+        char text[FP_STATE_MESSAGE_BYTES];
+        fp_state_message(&table, state, event, text, sizeof text);
+        TORCH_CHECK(false, flat.unit ? flat.unit->name : "a flat parameter", ": ", text);
+    }
+    return next;
+}
+
 } // namespace
+
+void
+move(fp_flat_buffer &flat, fp_data_event event)
+{
+    flat.data = static_cast<fp_data_state>(next_state(flat, fp_data_moves, flat.data, event));
+}
+
+void
+move(fp_flat_buffer &flat, fp_gradient_event event)
+{
+    flat.gradient = static_cast<fp_gradient_state>(next_state(flat, fp_gradient_moves, flat.gradient, event));
+}
+
+void
+check(const fp_flat_buffer &flat, fp_gradient_event event)
+{
+    next_state(flat, fp_gradient_moves, flat.gradient, event);
+}
+
 } // namespace fp
 
 extern "C" {
@@ -133,7 +163,7 @@ fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard_object, const char 
         const c10::Device device = flat->device_for(shard);
         const bool borrowed = flat->shards == 1 && dtype == shard.scalar_type() && device == shard.device();
         if (flat->full.defined() && flat->full.scalar_type() == dtype && flat->full.device() == device &&
-            flat->borrowed == borrowed &&
+            (flat->data == FP_DATA_BORROWED) == borrowed &&
             (!borrowed || (fp::storage_of(flat->full) == fp::storage_of(shard) &&
                            flat->full.storage_offset() == shard.storage_offset()))) {
             return 0;
@@ -154,7 +184,7 @@ fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason)
             return 0;
         }
         const fp::Plainly plainly;
-        fp::wait_for(flat->work, flat->work_group);
+        fp::wait_for_gather(*flat);
         flat->full.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
         c10::StorageImpl *storage = fp::storage_of(flat->full);
         fp::set_freed_reason(storage, fp::is_held(storage) ? nullptr : reason);
@@ -174,8 +204,7 @@ fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard_object, 
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &shard = fp::unpack(shard_object);
-        const bool is_there =
-            flat->whole && !flat->borrowed && fp::memory_of(fp::storage_of(flat->full)) < fp::bytes_of(*flat);
+        const bool is_there = flat->is_whole() && fp::memory_of(fp::storage_of(flat->full)) < fp::bytes_of(*flat);
         const at::Tensor &tensor = is_there ? flat->full : shard;
         *present = static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)));
         *needed = static_cast<int64_t>(fp::bytes_for(tensor));
@@ -208,13 +237,13 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
             return 0; /* it may still be written to */
         }
         fp::wait_for_gather(*flat);
-        if (!flat->borrowed && !flat->stays_full && flat->full.defined()) {
-            if (flat->whole && flat->param_group != nullptr && !flat->copy.defined()) {
+        if (flat->data != FP_DATA_BORROWED && !flat->stays_full && flat->full.defined()) {
+            if (flat->is_whole() && flat->param_group != nullptr && !flat->copy.defined()) {
                 const int64_t numel = flat->part_numel();
                 const fp::Plainly plainly;
                 flat->copy = fp::alias(flat->io, numel, int64_t{1}, flat->param_rank * numel).clone();
             }
-            flat->whole = false;
+            fp::move(*flat, FP_DATA_FORGET);
             if (fp::is_held(fp::storage_of(flat->full))) {
                 fp::leave_storage(*flat, views, reason);
             }
@@ -232,13 +261,13 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
 int
 fp_flat_buffer_is_whole(const fp_flat_buffer *flat) noexcept
 {
-    return flat->whole;
+    return flat->is_whole();
 }
 
 int
 fp_flat_buffer_has_values(const fp_flat_buffer *flat) noexcept
 {
-    return flat->whole || flat->copy.defined();
+    return flat->is_whole() || flat->copy.defined();
 }
 
 int
@@ -247,10 +276,10 @@ fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard_object)
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        fp::wait_for(flat->work, flat->work_group);
-        const at::Tensor &values = flat->whole ? flat->io : flat->copy;
+        fp::wait_for_gather(*flat);
+        const at::Tensor &values = flat->is_whole() ? flat->io : flat->copy;
         const int64_t first =
-            flat->rank * flat->shard_numel - (flat->whole ? 0 : flat->param_rank * flat->part_numel());
+            flat->rank * flat->shard_numel - (flat->is_whole() ? 0 : flat->param_rank * flat->part_numel());
         if (!values.defined() || first < 0 || first + flat->shard_numel > values.numel()) {
             return 0;
         }
@@ -269,8 +298,8 @@ fp_flat_buffer_forget_whole(fp_flat_buffer *flat)
     return fp::guarded(-1, [&] {
         if (!fp::is_lost(*flat)) {
             fp::wait_for_gather(*flat);
+            fp::move(*flat, FP_DATA_FORGET);
         }
-        flat->whole = false;
         return 0;
     });
 }

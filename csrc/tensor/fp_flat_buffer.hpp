@@ -6,6 +6,10 @@
 #include "tensor/fp_flat_buffer.h"
 #include "tensor/fp_graph.hpp"
 
+extern "C" {
+#include "core/fp_state.h"
+}
+
 struct fp_flat_buffer {
     std::shared_ptr<const fp::Geometry> geometry;
     int64_t shard_numel = 0;
@@ -21,32 +25,29 @@ struct fp_flat_buffer {
 
     at::Tensor full; // [total] in the compute dtype; its storage has 0 bytes while freed
     at::Tensor io;   // the same memory under another version counter: what is written here is no change to autograd
-    bool borrowed = false;               // full is the shard itself
-    bool whole = false;                  // full has, or is about to get, what was gathered
-    at::Tensor copy;                     // [total / param_shards] in the compute dtype: what param_group gathers from
-    at::Tensor next_copy;                // nested: the same while it is gathered
-    c10::intrusive_ptr<c10d::Work> work; // of a gather
-    fp_group *work_group = nullptr;      // over which
-    bool abandoned = false;              // a pass was forgotten before work had ended: its memory cannot be freed yet
-    at::Tensor kept;                     // [total] in kept_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial;                  // nested: [total / param_shards] of it, added over param_group
-    at::Tensor wire, reduced;            // of a reduction: its input and output
-    at::Tensor summed;                   // the part of wire that becomes reduced, if wire is added up in place
+    fp_data_state data = FP_DATA_SHARDED; // of full; see fp::move
+    at::Tensor copy;                      // [total / param_shards] in the compute dtype: what param_group gathers from
+    at::Tensor next_copy;                 // nested: the same while it is gathered
+    c10::intrusive_ptr<c10d::Work> work;  // of a gather
+    fp_group *work_group = nullptr;       // over which
+    at::Tensor kept;                      // [total] in kept_dtype_of(shard): gradients that are not reduced yet
+    at::Tensor partial;                   // nested: [total / param_shards] of it, added over param_group
+    at::Tensor wire, reduced;             // of a reduction: its input and output
+    at::Tensor summed;                    // the part of wire that becomes reduced, if wire is added up in place
     c10::intrusive_ptr<c10d::Work> reduction;
     at::Tensor arriving;                             // the reduced gradient on the host, once has_arrived
     std::optional<c10::Event> was_read, has_arrived; // recorded after copies from and to a shard on the host
-    enum { NOTHING, FIRST, LAST } stage = NOTHING;
-    bool stops_at_partial = false; // nested: the reduction under way goes no further
+    fp_gradient_state gradient = FP_GRADIENT_NONE;   // see fp::move
     bool offloads = false;
     at::Tensor host;         // where kept, nested: partial, is between backwards; pinned beside an accelerator
     bool host_valid = false; // it is there now
     std::optional<c10::Event> has_left; // recorded after the copy to it
     at::Tensor ahead;                   // a copy of host on the device that was started in time
     std::optional<c10::Event> has_come; // recorded after it
-    bool packed = false;                // wire is to be reduced
     uint32_t trained = 0;               // a hash of who requires grad
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
     int64_t sources = 0;                                             // how often that changed
+    std::shared_ptr<fp::UnitRef> unit;                               // whose views they are; null before there are any
     fp::NodePtr node;                                                // behind the views; null if they have none
     int64_t shown_version = 0; // the version of full that autograd knows of the views
     int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
@@ -54,7 +55,17 @@ struct fp_flat_buffer {
     // Somebody outside reads the memory of full, which may not be freed or written to then.
     bool is_lent() const
     {
-        return full.defined() && !borrowed && (!fp::storage_of(full)->resizable() || fp::is_held(fp::storage_of(full)));
+        return full.defined() && data != FP_DATA_BORROWED &&
+               (!fp::storage_of(full)->resizable() || fp::is_held(fp::storage_of(full)));
+    }
+    bool is_under_way() const
+    {
+        return data == FP_DATA_REFRESHING || data == FP_DATA_GATHERING || data == FP_DATA_ABANDONED;
+    }
+    // What was gathered is there, or about to be.
+    bool is_whole() const
+    {
+        return data == FP_DATA_GATHERING || data == FP_DATA_UNSHARDED;
     }
     int64_t part_numel() const
     {
@@ -89,13 +100,18 @@ bytes_of(const fp_flat_buffer &flat)
     return static_cast<size_t>(flat.geometry->total) * flat.full.element_size();
 }
 
+// The only way to another state; RuntimeError, with nothing changed, where the core's table has no such move.
+void move(fp_flat_buffer &flat, fp_data_event event);
+void move(fp_flat_buffer &flat, fp_gradient_event event);
+void check(const fp_flat_buffer &flat, fp_gradient_event event); // the same error, before what cannot be taken back
+
 // ---- fp_gather.cpp ----
 
-// Whether the gather under way may never end, so that its memory cannot be freed; if it has, however it did, it is
-// forgotten.
+// Whether the gather under way may never end: it is abandoned then, and its memory cannot be freed. If it has ended, however
+// it did, it is forgotten.
 bool is_lost(fp_flat_buffer &flat);
 
-// Wait for a gather. Of one that has failed nothing is there.
+// Wait for a gather. One that has failed leaves nothing; where the wait was broken off, nothing changes.
 void wait_for_gather(fp_flat_buffer &flat);
 
 // ---- fp_buffer_views.cpp ----

@@ -7,18 +7,25 @@
 namespace fp {
 namespace {
 
-// Start gathering or reducing over group; Python, where it does it, waits itself.
-void
+// Start gathering over group; 0: Python does it, which waits itself.
+bool
 gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tensor &input, PyObject *collectives)
 {
     announce(group, FP_EVENT_GATHERS);
     flat.work_group = &group;
     if (collectives != nullptr || !group.native) {
         call_python(collectives, "all_gather", output, input, group);
+        return false;
     }
-    else {
-        flat.work = all_gather(group, output, input);
-    }
+    flat.work = all_gather(group, output, input);
+    return true;
+}
+
+// The same into the unsharded tensor.
+void
+gather_all(fp_flat_buffer &flat, fp_group &group, at::Tensor &input, PyObject *collectives)
+{
+    move(flat, gather_over(flat, group, flat.io, input, collectives) ? FP_DATA_GATHER : FP_DATA_FILL);
 }
 
 // slot = shard, from the host too.
@@ -40,30 +47,39 @@ is_lost(fp_flat_buffer &flat)
 {
     const fp_group *group = flat.work_group;
     if (!flat.work || group == nullptr ||
-        (!flat.abandoned && std::none_of(group->watchers.begin(), group->watchers.end(), [&](PyObject *watcher) {
-            return watcher != nullptr && group->calls->is_broken(watcher);
-        }))) {
+        (flat.data != FP_DATA_ABANDONED &&
+         std::none_of(group->watchers.begin(), group->watchers.end(),
+                      [&](PyObject *watcher) { return watcher != nullptr && group->calls->is_broken(watcher); }))) {
         return false;
     }
+    move(flat, FP_DATA_ABANDON);
     if (flat.work->isCompleted()) {
         flat.work.reset();
-        flat.abandoned = false;
+        flat.next_copy.reset();
+        move(flat, FP_DATA_FAIL);
+        return false;
     }
-    return flat.work != nullptr;
+    return true;
 }
 
 void
 wait_for_gather(fp_flat_buffer &flat)
 {
+    if (!flat.work) {
+        return;
+    }
     try {
         wait_for(flat.work, flat.work_group);
     }
     catch (...) {
         if (!flat.work) {
-            flat.whole = false;
+            move(flat, FP_DATA_FAIL);
             flat.next_copy.reset();
         }
         throw;
+    }
+    if (flat.is_under_way()) { // else another thread has waited for it too
+        move(flat, FP_DATA_ARRIVE);
     }
 }
 
@@ -82,11 +98,11 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             fp::change_version(*flat, views);
         }
         fp::show_version(*flat, views);
-        if (flat->borrowed) {
+        if (flat->data == FP_DATA_BORROWED) {
             return 1;
         }
         fp::wait_for_gather(*flat);
-        flat->whole = flat->abandoned = false;
+        fp::move(*flat, FP_DATA_FORGET);
         if (!goes_on) {
             flat->next_copy.reset();
         }
@@ -101,7 +117,9 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
                 const int64_t first = flat->rank * flat->shard_numel - flat->param_rank * flat->part_numel();
                 at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, first);
                 fp::fill(*flat, slot, shard);
-                fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives);
+                if (fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives)) {
+                    fp::move(*flat, FP_DATA_REFRESH);
+                }
                 flat->next_copy = std::move(copy);
             }
             fp::wait_for_gather(*flat);
@@ -109,16 +127,18 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             flat->next_copy.reset();
         }
         if (flat->copy.defined()) {
-            fp::gather_over(*flat, *flat->param_group, flat->io, flat->copy, collectives);
+            fp::gather_all(*flat, *flat->param_group, flat->copy, collectives);
         }
         else {
             at::Tensor slot = fp::alias(flat->io, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
             fp::fill(*flat, slot, shard);
             if (flat->shards > 1) {
-                fp::gather_over(*flat, *flat->shard_group, flat->io, slot, collectives);
+                fp::gather_all(*flat, *flat->shard_group, slot, collectives);
+            }
+            else {
+                fp::move(*flat, FP_DATA_FILL);
             }
         }
-        flat->whole = true;
         return from_shards ? 1 : 0;
     });
 }
@@ -139,7 +159,9 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
         fp_group *group = flat->work_group;
         if (flat->work && group != nullptr && group->sliced && !flat->work->isCompleted()) {
             group->given_up = group->given_up || !fp::wait_a_while(*flat->work);
-            flat->abandoned = !flat->work->isCompleted();
+            if (!flat->work->isCompleted()) {
+                fp::move(*flat, FP_DATA_ABANDON);
+            }
         }
         return 0;
     });

@@ -33,15 +33,22 @@ pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const std::
     }
 }
 
+bool
+is_reducing_inner(const fp_flat_buffer &flat)
+{
+    return flat.gradient == FP_GRADIENT_REDUCING_INNER || flat.gradient == FP_GRADIENT_REDUCING_PARTIAL;
+}
+
 // The group of the reduction under way.
 const fp_group *
 reducing_over(const fp_flat_buffer &flat)
 {
-    if (flat.stage == fp_flat_buffer::LAST && flat.replicate_group != nullptr) {
+    const bool inner = is_reducing_inner(flat);
+    if (!inner && flat.replicate_group != nullptr) {
         return flat.replicate_group;
     }
     if (flat.refresh_group != nullptr) {
-        return flat.stage == fp_flat_buffer::LAST ? flat.refresh_group : flat.param_group;
+        return inner ? flat.param_group : flat.refresh_group;
     }
     return flat.shard_group;
 }
@@ -108,9 +115,9 @@ on_the_wire(at::Tensor source, const at::TensorOptions &options, std::optional<d
     return wire;
 }
 
-// What was reduced as the gradient of the shard, on its way to where that is.
-at::Tensor
-as_gradient(fp_flat_buffer &flat, const at::Tensor &shard)
+// What was reduced becomes the gradient of the shard, on its way to where that is.
+void
+send(fp_flat_buffer &flat, const at::Tensor &shard)
 {
     at::Tensor result = std::move(flat.reduced);
     flat.reduced.reset();
@@ -120,12 +127,14 @@ as_gradient(fp_flat_buffer &flat, const at::Tensor &shard)
     }
     result = result.to(flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type());
     if (result.device() == shard.device()) {
-        return result;
+        flat.arriving = std::move(result);
+        move(flat, FP_GRADIENT_SEND);
+        return;
     }
-    at::Tensor there = at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
-    there.copy_(result, /*non_blocking=*/true);
+    flat.arriving = at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
+    flat.arriving.copy_(result, /*non_blocking=*/true);
     flat.has_arrived = recorded_now(result.device());
-    return there;
+    move(flat, FP_GRADIENT_SEND);
 }
 
 // What is kept and the gradients, which may be null, as they are reduced.
@@ -167,7 +176,7 @@ add_to_partial(fp_flat_buffer &flat, const at::Tensor &shard)
         flat.partial = flat.reduced.to(shard.scalar_type());
     }
     flat.reduced.reset();
-    if (flat.stops_at_partial) {
+    if (flat.gradient == FP_GRADIENT_REDUCING_PARTIAL) {
         offload(flat, flat.partial);
     }
 }
@@ -181,8 +190,8 @@ reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collecti
                                        : at::zeros({flat.part_numel()}, options);
     flat.partial.reset();
     flat.reduced = at::empty({flat.shard_numel}, options);
-    flat.stage = fp_flat_buffer::LAST;
     reduce_over(flat, *flat.refresh_group, collectives);
+    move(flat, FP_GRADIENT_REDUCE);
 }
 
 } // namespace
@@ -223,8 +232,10 @@ fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObjec
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        fp::make_wire(*flat, gradients, fp::wire_options(*flat, fp::unpack(shard_object)));
-        flat->packed = true;
+        const at::Tensor &shard = fp::unpack(shard_object);
+        fp::check(*flat, FP_GRADIENT_PACK);
+        fp::make_wire(*flat, gradients, fp::wire_options(*flat, shard));
+        fp::move(*flat, FP_GRADIENT_PACK);
         return 0;
     });
 }
@@ -236,30 +247,29 @@ fp_flat_buffer_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObj
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        flat->stops_at_partial = flat->refresh_group != nullptr && how_far == FP_REDUCE_INNER;
-        if (flat->refresh_group != nullptr && how_far == FP_REDUCE_OUTER) {
+        const bool nested = flat->refresh_group != nullptr;
+        if (nested && how_far == FP_REDUCE_OUTER) {
             fp::reduce_partial(*flat, shard, collectives);
             return 0;
         }
         const at::TensorOptions options = fp::wire_options(*flat, shard);
-        if (!flat->packed) {
+        const bool inner = nested || flat->replicate_group != nullptr;
+        const fp_gradient_event event = nested && how_far == FP_REDUCE_INNER ? FP_GRADIENT_REDUCE_PARTIAL
+                                        : inner                              ? FP_GRADIENT_REDUCE_INNER
+                                                                             : FP_GRADIENT_REDUCE;
+        fp::check(*flat, event);
+        if (flat->gradient != FP_GRADIENT_PACKED) {
             fp::make_wire(*flat, gradients, options);
         }
-        flat->packed = false;
-        flat->stage = fp_flat_buffer::LAST;
         if (flat->shards > 1) {
-            const bool nested = flat->refresh_group != nullptr;
             flat->reduced = at::empty({nested ? flat->part_numel() : flat->shard_numel}, options);
-            flat->stage = nested || flat->replicate_group != nullptr ? fp_flat_buffer::FIRST : fp_flat_buffer::LAST;
             fp::reduce_over(*flat, nested ? *flat->param_group : *flat->shard_group, collectives);
+            fp::move(*flat, event);
             return 0;
         }
         flat->reduced = flat->wire;
-        if (flat->replicate_group != nullptr) {
-            flat->stage = fp_flat_buffer::FIRST;
-            return fp_flat_buffer_advance(flat, shard_object, collectives);
-        }
-        return 0;
+        fp::move(*flat, event);
+        return inner ? fp_flat_buffer_advance(flat, shard_object, collectives) : 0;
     });
 }
 
@@ -278,10 +288,10 @@ int
 fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
 {
     return fp::guarded(-1, [&] {
-        if (flat->stage == fp_flat_buffer::NOTHING) {
+        if (flat->gradient == FP_GRADIENT_NONE || flat->gradient == FP_GRADIENT_PACKED) {
             return 0;
         }
-        if (flat->arriving.defined()) {
+        if (flat->gradient == FP_GRADIENT_ARRIVING) {
             return flat->has_arrived && flat->has_arrived->query() ? 1 : 0;
         }
         fp::wait_for_reduction(*flat);
@@ -289,31 +299,32 @@ fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *c
             flat->wire.reset();
         }
         const fp::Plainly plainly;
-        if (flat->stage == fp_flat_buffer::LAST) {
+        if (flat->gradient == FP_GRADIENT_REDUCING) {
             const at::Tensor &shard = fp::unpack(shard_object);
             if (flat->full.device() == shard.device()) {
                 return 1;
             }
-            flat->arriving = fp::as_gradient(*flat, shard);
+            fp::send(*flat, shard);
             return 0;
         }
         if (flat->refresh_group != nullptr) {
             const at::Tensor &shard = fp::unpack(shard_object);
+            const bool goes_on = flat->gradient == FP_GRADIENT_REDUCING_INNER;
             fp::add_to_partial(*flat, shard);
-            flat->stage = fp_flat_buffer::NOTHING;
-            if (!flat->stops_at_partial) {
+            fp::move(*flat, FP_GRADIENT_ACCUMULATE);
+            if (goes_on) {
                 fp::reduce_partial(*flat, shard, collectives);
             }
             return 0;
         }
         fp::announce(*flat->replicate_group, FP_EVENT_REDUCES, flat->trained);
-        flat->stage = fp_flat_buffer::LAST;
         if (collectives != nullptr || !flat->replicate_group->native) {
             fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
         }
         else {
             flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduced);
         }
+        fp::move(*flat, FP_GRADIENT_REDUCE);
         return 0;
     });
 }
@@ -321,24 +332,22 @@ fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *c
 PyObject *
 fp_flat_buffer_take(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
 {
-    if (flat->stage == fp_flat_buffer::NOTHING) {
-        Py_RETURN_NONE;
-    }
-    if (flat->stage == fp_flat_buffer::FIRST && fp_flat_buffer_advance(flat, shard_object, collectives) < 0) {
+    if (fp::is_reducing_inner(*flat) && fp_flat_buffer_advance(flat, shard_object, collectives) < 0) {
         return nullptr;
     }
-    if (flat->stage == fp_flat_buffer::NOTHING) { /* it went no further than to partial */
-        Py_RETURN_NONE;
+    if (flat->gradient != FP_GRADIENT_REDUCING && flat->gradient != FP_GRADIENT_ARRIVING) {
+        Py_RETURN_NONE; /* nothing is reduced, or no further than to partial */
     }
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        fp::wait_for_reduction(*flat);
-        at::Tensor result = flat->arriving.defined() ? std::move(flat->arriving) : fp::as_gradient(*flat, shard);
-        flat->arriving.reset();
-        flat->stage = fp_flat_buffer::NOTHING;
+        if (flat->gradient == FP_GRADIENT_REDUCING) {
+            fp::wait_for_reduction(*flat);
+            fp::send(*flat, shard);
+        }
         fp::wait_until(flat->has_arrived);
-        return THPVariable_Wrap(std::move(result));
+        fp::move(*flat, FP_GRADIENT_TAKE);
+        return THPVariable_Wrap(std::exchange(flat->arriving, at::Tensor()));
     });
 }
 
@@ -373,10 +382,9 @@ fp_flat_buffer_forget(fp_flat_buffer *flat, int kept_too)
     flat->summed.reset();
     flat->wire.reset();
     flat->reduced.reset();
-    flat->packed = false;
     flat->arriving.reset();
     flat->has_arrived.reset();
-    flat->stage = fp_flat_buffer::NOTHING;
+    flat->gradient = FP_GRADIENT_NONE; /* from any state */
     if (kept_too) {
         flat->kept.reset();
         flat->partial.reset();

@@ -167,7 +167,7 @@ def test_steps_and_runs_that_are_refused():
     with pytest.raises(TypeError):
         step.put(3)
     step.join(run_of())
-    with pytest.raises(RuntimeError, match="post_forward without pre_forward"):
+    with pytest.raises(RuntimeError, match="unit: end_forward is not possible in state IDLE, only in FORWARD"):
         step.post_forward(torch.ones(1))
     with pytest.raises(TypeError):
         _C.set_grad(torch.ones(1))

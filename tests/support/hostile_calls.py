@@ -300,7 +300,6 @@ VALID = {
     "shard_of_rank": lambda: [10, 3, 1],
     "ranks_of_range": lambda: [10, 3, 2, 7],
     "boxes_of_range": lambda: [[3, 4, 5], 7, 44],
-    "next_state": lambda: ["IDLE", "begin_forward"],
 }
 
 
