@@ -20,8 +20,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import _C
 from ..common.after_import import after_import
-from ..common.torch_private import REGISTRY_KEY, _named_member_accessor
-from . import order
+from ..common.torch_private import REGISTRY_KEY
+from . import exchanged, order, recomputation
 from .clip import by_group, clip
 from .errors import StateError
 from .owners import all_units, owner_of_param, segment_of
@@ -87,7 +87,8 @@ def watch() -> None:
     after_import(f"{checkpoint}.default_planner", _check_plans)
     after_import(f"{checkpoint}.state_dict_saver", _check_copies)
     _clip_over_ranks()
-    _swap_what_is_read()
+    exchanged.watch()
+    recomputation.watch()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
 
 
@@ -204,28 +205,6 @@ def _clip_over_ranks() -> None:
             cell.cell_contents = clip_grad_norm_
             return
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
-
-
-def _swap_what_is_read() -> None:
-    """Have ``functional_call`` of a module in a unit's forward swap the view, which is read before ``_parameters``."""
-    swap = _named_member_accessor.swap_tensor
-    views: dict[tuple[int, str], tuple[Any, Any]] = {}  # while they are swapped
-
-    @functools.wraps(swap)
-    def swapping(module: nn.Module, name: str, tensor: Tensor, allow_missing: bool = False) -> Tensor:
-        listed, key = module._parameters.get(name), (id(module), name)
-        before: Tensor = swap(module, name, tensor, allow_missing)
-        if listed is None:
-            return before
-        if key in views and views[key][1] is tensor:
-            module.__dict__[name] = views.pop(key)[0]
-        elif name in module.__dict__:
-            views[key] = module.__dict__.pop(name), listed
-        return before
-
-    code = swapping.__code__.replace(co_filename=swap.__code__.co_filename)  # type: ignore[attr-defined]
-    swapping.__code__ = code  # type: ignore[attr-defined]  # Dynamo goes into torch's file, and leaves out ours
-    _named_member_accessor.swap_tensor = swapping
 
 
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:

@@ -23,7 +23,7 @@ from .in_backward import step_in_backward
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
-from .recomputation import is_never_recomputed
+from .recomputation import enter_forward, is_never_recomputed
 from .summon import Summoned, refuse_unreduced
 from .unit import Unit, units_of
 from .wrapper import Wrapper
@@ -63,6 +63,7 @@ class Stepping(Wrapper):
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
         if records and step.has_frozen:
             self._watch_inputs((args, kwargs))
+        under_way = enter_forward(records)
         try:
             step.pre_forward()
             module: Any = self._modules[FSDP_WRAPPED_MODULE]
@@ -79,10 +80,12 @@ class Stepping(Wrapper):
                 step.abort_forward()
                 unit.check_shards(error)
             raise
+        finally:
+            under_way.pop()
 
     def _refuse_untrained(self) -> None:
         """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""
-        if is_never_recomputed(Stepping.forward.__code__, self.training) and any(
+        if is_never_recomputed(self.training) and any(
             segment.is_trained for unit in units_of(self.modules()) for segment in unit.segments
         ):
             raise StateError(

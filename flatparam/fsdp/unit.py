@@ -6,7 +6,6 @@ A unit has one segment for each (dtype, requires_grad) that it holds apart: a fl
 import copy
 import dataclasses
 import functools
-import inspect
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.nn.utils import stateless
 
 from .. import _C
 from ..common.storage import lacks_memory
 from .errors import StateError
+from .exchanged import is_exchanged
 from .names import FLAT_PARAM, listed
 from .originals import Name, Options, Original, by_segment, check_tensors
 from .owners import FREED, all_units, own, owner_of_param, replace_param
@@ -137,7 +136,7 @@ class Unit:
         for name, segment in zip(self.flat_names(), self.segments, strict=True):
             if self.module._parameters.get(name, segment.flat) is not segment.flat:
                 _let_swap_back()
-                how = " by functional_call()" if _in_functional_call() else ""
+                how = " by functional_call()" if is_exchanged(self.module, name) else ""
                 raise StateError(
                     f"{self.name}: its flat parameter `{name}` was exchanged{how}, and only the one it has is used: "
                     "set the data of that one, or call the module before it is wrapped"
@@ -217,7 +216,7 @@ class Unit:
         if all(value is original for value in found):
             return None
         what = f"{self.name}: parameter `{original.fqn}`"
-        if _in_functional_call():
+        if any(is_exchanged(place.module, place.name) for place in original.names):
             _let_swap_back()
             raise StateError(
                 f"{what} is exchanged by functional_call(), for tensors that are not sharded: call it on the module "
@@ -314,14 +313,6 @@ def _attribute(place: Name) -> Any:
         return getattr(place.module, place.name, None)
     except Exception:
         return None
-
-
-def _in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call``, or its older names, is calling this."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _let_swap_back() -> None:

@@ -200,3 +200,11 @@ def test_what_would_not_be_recomputed_is_refused(uo):
             recomputed(alone, x)
         alone(x).sum().backward()
         recomputed(alone.eval(), x)
+        model = Stages()
+        model.encoder, model.run = FSDP(model.encoder, use_orig_params=uo), recomputed
+        model = FSDP(model, use_orig_params=uo)
+        with (
+            FSDP.summon_full_params(model, recurse=False),
+            pytest.raises(StateError, match="runs in a reentrant checkpoint"),
+        ):
+            model(x)
