@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..common.storage import free, has_memory, same_storage
 from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, is_torchdynamo_compiling
+from .overrides import RESHARD, UNSHARD, step_of
 from .recovery import Interruptible
 
 _FREED_FOR_GRAPH = (
@@ -60,9 +61,9 @@ class HandleBase(Interruptible):
     _shard_seen: Tensor | None = None  # `_local_shard` when it was looked at last
     _backward_made_graph = False  # a backward with create_graph=True has used the unsharded flat parameter
 
-    # By name, as defined here; filled when the class is complete
-    _own_attributes: ClassVar[dict[str, Any]] = {}
-    _own_methods: ClassVar[dict[str, Any]] = {}  # and properties
+    # Filled when the class is complete
+    _own_methods: ClassVar[dict[str, Any]] = {}  # and properties, by name, as defined here
+    _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # that a fast path passes by; see overrides.py
 
     # What follows from them
 
@@ -97,7 +98,8 @@ class HandleBase(Interruptible):
 
     def _is_replaced(self, *names: str) -> bool:
         """Whether a user replaced one of these methods, on the class or on this handle."""
-        return any(getattr(getattr(self, name), "__func__", None) is not self._own_methods[name] for name in names)
+        found = ((getattr(self, name), self._own_methods[name]) for name in names)
+        return any(getattr(method, "__func__", method) is not own for method, own in found)
 
     def _keep_moved_shard(self) -> None:
         """Let ``_local_shard`` be the memory that the user has moved the sharded flat parameter to, as ``.to()`` does.
@@ -161,10 +163,12 @@ class HandleBase(Interruptible):
         """``message`` with the parameter, or the unit, that it is about."""
         return f"{message} [{self._names() if index is None else self.flat_param._fqns[index]}]"
 
+    @step_of(UNSHARD, RESHARD)
     def _check_sharded_strategy(self) -> None:
         if not self.uses_sharded_strategy:
             raise AssertionError(self._about("Expects sharded strategy, not NO_SHARD"))
 
+    @step_of(RESHARD)
     def _check_on_compute_device(self, tensor: Tensor) -> None:
         if tensor.device != self.device:
             raise AssertionError(
@@ -176,6 +180,7 @@ class HandleBase(Interruptible):
             raise AssertionError(self._about(f"Expects tensor to be on CPU but got {tensor.device}"))
 
     @staticmethod
+    @step_of(UNSHARD)
     def _check_storage_freed(tensor: Tensor) -> None:
         if not is_torchdynamo_compiling() and has_memory(tensor):
             raise AssertionError("Expects storage to be freed but got storage with size > 0")
@@ -201,8 +206,10 @@ class HandleBase(Interruptible):
             came = "`None`" if tensor is None else f"size {tensor.size()}"
             raise AssertionError(self._about(f"Expects tensor to be {what} with size {size} but got {came}"))
 
+    @step_of(UNSHARD, RESHARD)
     def _check_unsharded(self, tensor: Tensor) -> None:
         self._check_size(tensor, "unsharded", self.flat_param._unpadded_unsharded_size)
 
+    @step_of(RESHARD)
     def _check_sharded(self, tensor: Tensor) -> None:
         self._check_size(tensor, "sharded", self.flat_param._sharded_size)

@@ -35,12 +35,17 @@ from ..common.torch_private import FlatParameter, HandleTrainingState, TrainingS
 from .flatten import make_unit
 from .views import Views
 
-# What lazy initialization and the steps after it put on a wrapper, a handle and a flat parameter
+# What lazy initialization and the steps after it put on a wrapper, a handle and a flat parameter: copies make it anew.
+# They keep all else, which tests/support/copies.py lists, and what users have put there.
 _STEP_OF_WRAPPER = (
     *("_all_fsdp_states", "_all_handles", "_needs_buffer_dtype_restore_check", "_post_backward_callback_queued"),
     *("_default_stream", "_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream"),
 )
-_STEP_OF_HANDLE = ("_has_optim_in_backward", "_ran_pre_backward_hook", "_training_state")
+_STEP_OF_HANDLE = (
+    *("_state", "_is_of_backward", "_backward_made_graph", "_has_optim_in_backward", "_ran_pre_backward_hook"),
+    *("_kept_hook", "_later_accumulators", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
+    *("_chunks", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside", "_versions_left_by_backward"),
+)
 _STEP_OF_FLAT_PARAM = (
     *("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_padded_unsharded_size", "_mp_shard"),
     *("_cpu_grad", "_saved_grad_shard", "_post_backward_hook_state", "_post_backward_hook_handle"),
@@ -100,7 +105,7 @@ def check_idle(handle: Any) -> None:
 
 def _state_of_handle(handle: Any) -> dict[str, Any]:
     flat_param = handle.flat_param
-    state = {name: value for name, value in vars(handle).items() if not _is_of_step(handle, name)}
+    state = {name: value for name, value in vars(handle).items() if name not in _STEP_OF_HANDLE}
     attributes = {name: value for name, value in vars(flat_param).items() if name not in _STEP_OF_FLAT_PARAM}
     if flat_param._params is not None:
         attributes["_params"] = _current_params(handle)
@@ -117,12 +122,6 @@ def _state_of_handle(handle: Any) -> dict[str, Any]:
         "_unsharded_flat_param_for_skipped_views": None,
         _ATTRIBUTES: attributes,
     }
-
-
-def _is_of_step(handle: Any, name: str) -> bool:
-    """Whether an attribute is one of a step: it is torch's, or has a default in a class of ours to go back to."""
-    default = handle._own_attributes.get(name, _is_of_step)
-    return name in _STEP_OF_HANDLE or (not callable(default) and name != "_own_way_to_unflatten")
 
 
 def _is_ever_sharded(handle: Any) -> bool:

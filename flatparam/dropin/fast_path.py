@@ -16,6 +16,7 @@ from ..common.torch_private import (
     HandleTrainingState,
 )
 from .gradients import Gradients
+from .overrides import RESHARD, UNSHARD
 from .views import SETATTR_IN_C
 
 enabled = os.environ.get("FLATPARAM_FUSED", "1") != "0"  # off: step by step, so that tests can hold the two together
@@ -24,25 +25,11 @@ _NO_SHARD = HandleShardingStrategy.NO_SHARD
 _FORWARD, _BACKWARD_PRE = HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE
 _BACKWARD_POST = HandleTrainingState.BACKWARD_POST
 
-# What each of them bypasses
-_VIEWS = ("_get_unflat_views_aligned", "_get_unflat_views_unaligned")
-_UNSHARD = (
-    *("needs_unshard", "_get_padded_unsharded_flat_param", "_alloc_padded_unsharded_flat_param"),
-    *("_use_unsharded_flat_param", "_use_unsharded_views", *_VIEWS),
-    *("_check_sharded_strategy", "_check_storage_freed", "_check_unsharded"),
-)
-_RESHARD = (
-    *("_use_sharded_flat_param", "_use_sharded_views", "_use_sharded_grad_views", "_use_unsharded_grad_views"),
-    *("_free_unsharded_flat_param", "_get_padded_unsharded_flat_param", *_VIEWS),
-    *("_check_sharded_strategy", "_check_sharded", "_check_unsharded", "_check_on_compute_device"),
-    *("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard"),  # a user's own must not find a reason
-)
-
 
 class Fused(Gradients):
     """The part of FlatParamHandle that a step goes through."""
 
-    def _is_usual(self, bypassed: tuple[str, ...]) -> bool:
+    def _is_usual(self, path: str) -> bool:
         """Whether the unit is sharded, stays on its device and in its precision, and is as flatparam defines it."""
         return (
             bool(enabled)
@@ -52,14 +39,14 @@ class Fused(Gradients):
             and not self._use_full_prec_in_eval
             and self._own_way_to_unflatten is None
             and (self._setattr_tensor, self._setattr_param) in SETATTR_IN_C
-            and _C.is_as_defined(self, self._own_methods, bypassed)
+            and _C.is_as_defined(self, self._own_methods, self._steps[path])
         )
 
     def _unshard_fused(self: Any) -> bool:
         state = self._training_state
         in_forward = state is _FORWARD
         skipped = self._unsharded_flat_param_for_skipped_views is not None
-        if skipped or not (in_forward or state is _BACKWARD_PRE) or not self._is_usual(_UNSHARD):
+        if skipped or not (in_forward or state is _BACKWARD_PRE) or not self._is_usual(UNSHARD):
             return False
         flat_param, orig = self.flat_param, self._use_orig_params
         padded = flat_param._full_param_padded
@@ -92,7 +79,7 @@ class Fused(Gradients):
             and torch.is_grad_enabled()
             and self._sharding_strategy in NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
         )
-        if stays or not (in_forward or state is _BACKWARD_POST) or not self._is_usual(_RESHARD):
+        if stays or not (in_forward or state is _BACKWARD_POST) or not self._is_usual(RESHARD):
             return False
         flat_param = self.flat_param
         padded = flat_param._full_param_padded

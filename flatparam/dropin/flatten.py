@@ -21,6 +21,7 @@ from ..common.torch_private import (
     _named_parameters_with_duplicates,
     logger,
 )
+from .overrides import FLATTEN, STREAM, step_of
 from .streaming import Streaming
 
 _MOST_ELEMENTS = 2**63 - 1
@@ -79,7 +80,7 @@ class Flattening(Streaming):
         numels, is_padding = self._place_with_padding([item.tensor.numel() for item in found], aligned_numel)
         tensors = [item.tensor for item in found]
         self._unit = self._make_unit(found, [(name.info, i) for _, i, name, _ in further], numels, is_padding)
-        if self._unit is None or self._is_replaced("flatten_tensors", "flatten_tensors_into_flat_param"):
+        if self._unit is None or self._is_replaced(*self._steps[FLATTEN]):
             unpadded = iter(tensors)
             pieces = [
                 _construct_padding_tensor(numel, dtype, False, device) if padding else next(unpadded)
@@ -233,6 +234,7 @@ class Flattening(Streaming):
                 )
         return first.dtype, any(tensor.requires_grad for tensor in tensors), first.device
 
+    @step_of(STREAM, FLATTEN)
     def flatten_tensors(self, tensors: list[Tensor], aligned_numel: int) -> Tensor:
         """Concatenate ``tensors`` into one 1-D tensor, padded as the flat parameter is if ``aligned_numel`` > 0.
 
@@ -254,6 +256,7 @@ class Flattening(Streaming):
             ]
         )
 
+    @step_of(STREAM, FLATTEN)
     def flatten_tensors_into_flat_param(
         self, tensors: list[Tensor], aligned_numel: int, requires_grad: bool
     ) -> FlatParameter:

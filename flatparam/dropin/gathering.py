@@ -18,6 +18,7 @@ from ..common.torch_private import (
     _no_dispatch_record_stream,
 )
 from .fast_path import Fused
+from .overrides import RESHARD, UNSHARD, step_of
 from .writeback import Writeback
 
 
@@ -56,6 +57,7 @@ class Gathering(Writeback, Fused):
             self._leave_summon()
             raise
 
+    @step_of(RESHARD)
     def _use_low_precision_shard(self) -> None:
         """Cast the shard into ``_mp_shard`` on the compute device, and let ``flat_param`` be that."""
         self._check_low_precision_shard()
@@ -87,6 +89,7 @@ class Gathering(Writeback, Fused):
             self._leave_summon()
             raise
 
+    @step_of(UNSHARD)
     def needs_unshard(self) -> bool:
         """Whether the unsharded flat parameter has no memory now."""
         if not self.uses_sharded_strategy:
@@ -94,6 +97,7 @@ class Gathering(Writeback, Fused):
         unsharded = self._get_padded_unsharded_flat_param()
         return not is_allocated(unsharded)
 
+    @step_of(UNSHARD, RESHARD)
     def _alloc_padded_unsharded_flat_param(self) -> Tensor:
         self._check_sharded_strategy()
         unsharded = self._get_padded_unsharded_flat_param()
@@ -104,6 +108,7 @@ class Gathering(Writeback, Fused):
         allocate(unsharded, self.flat_param._padded_unsharded_size)
         return unsharded
 
+    @step_of(UNSHARD, RESHARD)
     def _get_padded_unsharded_flat_param(self) -> Tensor:
         """The tensor to gather into: ``_full_param_padded``, or the full-precision one where that is forced.
 
@@ -167,6 +172,7 @@ class Gathering(Writeback, Fused):
             and same_storage(first, padded)
         )
 
+    @step_of(UNSHARD)
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Let ``flat_param`` be the unpadded part of the unsharded one, and the original parameters views of it."""
         flat_param = self.flat_param
@@ -245,6 +251,7 @@ class Gathering(Writeback, Fused):
         if self._uses_param_mixed_precision and not self.uses_sharded_strategy and not self._force_full_precision:
             self._free_low_precision_sharded_param()
 
+    @step_of(RESHARD)
     def _free_unsharded_flat_param(self) -> None:
         """Free the unsharded flat parameter's memory, if it has any."""
         self._check_sharded_strategy()
@@ -258,6 +265,7 @@ class Gathering(Writeback, Fused):
             _no_dispatch_record_stream(tensor, self._device_handle.current_stream())
             self._free(tensor)
 
+    @step_of(RESHARD)
     def _use_sharded_flat_param(self) -> None:
         """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it.
 

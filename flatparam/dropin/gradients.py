@@ -10,6 +10,7 @@ from .. import _C
 from ..common.collectives import all_gather_single, all_reduce
 from ..common.torch_private import HandleTrainingState
 from .cleared_grads import Zeroing
+from .overrides import RESHARD, step_of
 
 
 class Gradients(Zeroing):
@@ -206,6 +207,7 @@ class Gradients(Zeroing):
 
     # Views
 
+    @step_of(RESHARD)
     def _use_unsharded_grad_views(self) -> None:
         """Make each original parameter's gradient its view of the unsharded ``flat_param.grad``; None if that is None.
 
@@ -244,6 +246,7 @@ class Gradients(Zeroing):
                 raise AssertionError(f"{fqn} is missing from its module")
             _set_grad(getattr(info.module, info.param_name), view)
 
+    @step_of(RESHARD)
     def _use_sharded_grad_views(self) -> None:
         """Make each original parameter's gradient its 1-D piece of the sharded gradient.
 

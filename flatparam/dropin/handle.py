@@ -1,6 +1,5 @@
 """FlatParamHandle: the life cycle of one flat parameter: construct, shard, unshard, reshard."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
@@ -34,7 +33,8 @@ from . import copying
 from .base import environment_is_on
 from .flatten import Flattening
 from .gathering import Gathering
-from .streaming import is_runtime_s
+from .overrides import STREAM, step_of, steps_by_path
+from .streaming import is_sharded_next
 
 
 class FlatParamHandle(Flattening, Gathering):
@@ -116,7 +116,7 @@ class FlatParamHandle(Flattening, Gathering):
         self._init_param_reduce_dtypes(mp_param_dtype, mp_reduce_dtype)
         self._aligned_numel = _get_aligned_numel(unsharded_dtype=self._fwd_bwd_param_dtype) if align_addresses else 0
         self._fsdp_extension = fsdp_extension
-        self._shards_next = is_runtime_s(sys._getframe(1))
+        self._shards_next = is_sharded_next(type(self), _constructor)
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
         optimizers.watch()
@@ -178,6 +178,7 @@ class FlatParamHandle(Flattening, Gathering):
         self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
         self._reduce_dtype = mp_reduce_dtype or self._fwd_bwd_param_dtype
 
+    @step_of(STREAM)
     def _take_over_attributes(self) -> None:
         """Put views in the parameters' places, each through delattr and setattr once.
 
@@ -197,6 +198,7 @@ class FlatParamHandle(Flattening, Gathering):
     # Sharding and its metadata
 
     @torch.no_grad()
+    @step_of(STREAM)
     def shard(self) -> None:
         """Keep this rank's shard in ``flat_param`` and free the unsharded storage. NO_SHARD: metadata only.
 
@@ -264,6 +266,7 @@ class FlatParamHandle(Flattening, Gathering):
         return tuple(infos)
 
     @staticmethod
+    @step_of(STREAM)
     def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
         """``rank``'s chunk of ``tensor``, a view, and the elements it lacks to be as long as the first one."""
         chunks = in_storage_order(tensor).chunk(world_size)
@@ -271,6 +274,7 @@ class FlatParamHandle(Flattening, Gathering):
         return chunk, chunks[0].numel() - chunk.numel()
 
     @staticmethod
+    @step_of(STREAM)
     def _get_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
         """``rank``'s chunk of ``tensor``, copied and padded with zeros, and how many elements are padding."""
         chunk, numel_to_pad = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
@@ -394,11 +398,10 @@ class FlatParamHandle(Flattening, Gathering):
 
 _NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
 _NOTHING_HELD = FlatParamShardMetadata((), (), (), (), (), ())
-FlatParamHandle._own_attributes = {
-    name: getattr(FlatParamHandle, name) for name in dir(FlatParamHandle) if not name.startswith("__")
-}
+_constructor = FlatParamHandle.__init__
 FlatParamHandle._own_methods = {
     name: value
-    for name, value in FlatParamHandle._own_attributes.items()
-    if callable(value) or isinstance(value, property)
-} | {"__getattribute__": FlatParamHandle.__getattribute__}
+    for name, value in ((name, getattr(FlatParamHandle, name)) for name in dir(FlatParamHandle))
+    if (not name.startswith("__") or name == "__getattribute__") and (callable(value) or isinstance(value, property))
+}
+FlatParamHandle._steps = steps_by_path(FlatParamHandle._own_methods)

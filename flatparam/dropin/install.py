@@ -1,6 +1,7 @@
 """Putting flatparam's handle under torch's FullyShardedDataParallel, and taking it away again."""
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from ..common.compiling import leave_out_of_graphs
 from ..common.torch_private import torch_flat_param
-from . import compat, copying, flat_param, gathered_states
+from . import behaviour, compat, copying, flat_param, gathered_states, streaming
 from .handle import FlatParamHandle
 
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle
@@ -42,7 +43,8 @@ def install() -> None:
 
     Works before or after ``torch.distributed.fsdp`` was imported, and any number of times. Models that are wrapped
     already keep their handles.
-    Raises: RuntimeError when torch's handle has a name that flatparam's lacks, or was changed: nothing is installed.
+    Raises: RuntimeError when torch's handle has a name that flatparam's lacks, does something else on a tiny module, or
+    was changed: nothing is installed.
     """
     if is_installed():
         return
@@ -59,10 +61,17 @@ def install() -> None:
             f"does not know: {', '.join(missing)}. A newer flatparam may. If your own code added it, call "
             "flatparam.install() before that code"
         )
+    differences = _differences()
+    if differences:
+        raise RuntimeError(
+            f"flatparam is not installed: torch {torch.__version__}'s FlatParamHandle does not do what flatparam's "
+            f"does. A newer flatparam may. On a tiny module: {differences[0]}"
+        )
     _bind(FlatParamHandle)
     compat.add()
     copying.add()
     gathered_states.add()
+    streaming.add()
     _complete_cpu_streams()
     leave_out_of_graphs()
 
@@ -73,6 +82,7 @@ def uninstall() -> None:
     compat.remove()
     copying.remove()
     gathered_states.remove()
+    streaming.remove()
 
 
 def is_installed() -> bool:
@@ -104,6 +114,11 @@ def missing_names(theirs: ModuleType, ours: ModuleType) -> list[str]:
 def replaced_methods(handle: type) -> list[str]:
     """Return the methods of torch's ``handle`` that are not torch's own: found by the files that their code is in."""
     return [name for name, value in vars(handle).items() if not all(_is_torchs(part) for part in _layers(value))]
+
+
+@functools.cache
+def _differences() -> list[str]:
+    return behaviour.differences(FlatParamHandle, TORCH_HANDLE)
 
 
 def _defined_in(module: ModuleType) -> list[str]:

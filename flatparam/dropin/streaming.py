@@ -6,11 +6,12 @@ written, so that it takes none where memory is committed on first touch (the hos
 this rank's part from the originals. The peak is the shard over what the module takes, and only a W-th is copied.
 """
 
+import functools
+import threading
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,23 +22,46 @@ from .. import _C
 from ..common.tensors import in_storage_order
 from ..common.torch_private import _FLAT_PARAM_PADDING_VALUE, _init_utils
 from .base import HandleBase
+from .overrides import STREAM
 
-# What runs between construction and the shard, or would see the unsharded data: replaced, it has to be there
-_STEPS = (
-    "_get_unflat_views_aligned",
-    "_get_unflat_views_unaligned",
-    "_take_over_attributes",
-    "_use_unsharded_views",
-    "flatten_tensors",
-    "flatten_tensors_into_flat_param",
-    "shard",
-)
-_STATIC_STEPS = ("_get_shard", "_get_unpadded_shard")
+_construct_and_shard = _init_utils._init_param_handle_from_params
 
 
-def is_runtime_s(frame: FrameType) -> bool:
-    """Whether ``frame`` is torch's function that constructs a handle and shards it in its next statement."""
-    return frame.f_code is _init_utils._init_param_handle_from_params.__code__
+class _Here(threading.local):
+    constructs_and_shards = False  # this thread is in that function, and has not constructed a handle yet
+
+
+_here = _Here()
+
+
+@functools.wraps(_construct_and_shard)
+def _noted(*args: Any, **kwargs: Any) -> Any:
+    _here.constructs_and_shards = True
+    try:
+        return _construct_and_shard(*args, **kwargs)
+    finally:
+        _here.constructs_and_shards = False
+
+
+def add() -> None:
+    """Let handles know when torch's runtime constructs them and shards them at once."""
+    if _init_utils._init_param_handle_from_params is _construct_and_shard:  # a user's own may look in between
+        _init_utils._init_param_handle_from_params = _noted
+
+
+def remove() -> None:
+    """Undo ``add()``."""
+    if _init_utils._init_param_handle_from_params is _noted:
+        _init_utils._init_param_handle_from_params = _construct_and_shard
+
+
+def is_sharded_next(kind: type, own_constructor: Any) -> bool:
+    """Whether the handle of this ``kind`` that this thread constructs now is sharded in the next statement.
+
+    Each handle asks once. Whoever puts another constructor in the place of ``own_constructor`` may look in between.
+    """
+    answer, _here.constructs_and_shards = _here.constructs_and_shards, False
+    return answer and kind is _init_utils.FlatParamHandle and getattr(kind, "__init__") is own_constructor  # noqa: B009
 
 
 class Streaming(HandleBase):
@@ -51,8 +75,7 @@ class Streaming(HandleBase):
         return (
             self._shards_next
             and self.uses_sharded_strategy
-            and not self._is_replaced(*_STEPS)
-            and all(getattr(self, name) is self._own_methods[name] for name in _STATIC_STEPS)
+            and not self._is_replaced(*self._steps[STREAM])
             and all(kind.__setattr__ is nn.Module.__setattr__ for kind in {type(module) for module in modules})
         )
 

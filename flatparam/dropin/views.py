@@ -22,6 +22,7 @@ from ..common.torch_private import (
     _unsafe_setattr_tensor,
 )
 from .base import HandleBase, environment_is_on
+from .overrides import RESHARD, STREAM, UNSHARD, VIEWS, step_of
 
 
 class Views(HandleBase):
@@ -55,7 +56,7 @@ class Views(HandleBase):
         return (
             self._unit is not None
             and self._own_way_to_unflatten is None
-            and not self._is_replaced("_get_unflat_views_aligned", "_get_unflat_views_unaligned")
+            and not self._is_replaced(*self._steps[VIEWS])
             and (self._setattr_tensor, self._setattr_param) in SETATTR_IN_C
             and _C.is_plain(*tensors)
         )
@@ -66,6 +67,7 @@ class Views(HandleBase):
 
     # Unflattening
 
+    @step_of(VIEWS, UNSHARD, RESHARD, STREAM)
     def _get_unflat_views_unaligned(self, tensor: Tensor | None = None) -> Iterator[Tensor]:
         """Views of ``tensor`` (the flat parameter if None), one an original parameter, in its shape and strides.
 
@@ -74,6 +76,7 @@ class Views(HandleBase):
         """
         return iter(self._unflatten(self.flat_param if tensor is None else tensor))
 
+    @step_of(VIEWS, UNSHARD, RESHARD, STREAM)
     def _get_unflat_views_aligned(self, tensor: Tensor | None = None) -> list[Tensor]:
         """The same as a list; padding between the parameters is left out."""
         return self._unflatten(self.flat_param if tensor is None else tensor)
@@ -107,6 +110,7 @@ class Views(HandleBase):
 
     # Unsharded
 
+    @step_of(UNSHARD, STREAM)
     def _use_unsharded_views(self, as_params: bool) -> None:
         """Make each original parameter a view of the unsharded flat parameter.
 
@@ -214,6 +218,7 @@ class Views(HandleBase):
 
     # Sharded
 
+    @step_of(RESHARD)
     def _use_sharded_views(self) -> None:
         """Make each original parameter its 1-D piece of the shard; an empty tensor if it has none here.
 

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from flatparam.dropin import copying
+
 
 def by_pickle(thing):
     return pickle.loads(pickle.dumps(thing))
@@ -28,6 +30,24 @@ def by_torch_save(thing):
 
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": by_pickle, "torch_save": by_torch_save}
+KEPT = {  # what a copy of a handle has of its original
+    *(
+        "_aligned_numel",
+        "_aligns_addresses",
+        "_debug_level",
+        "_device_handle",
+        "_fsdp_extension",
+        "_fully_sharded_module",
+    ),
+    *("_fwd_bwd_param_dtype", "_keep_low_precision_grads", "_low_prec_param_dtype_specified"),
+    *("_low_prec_reduce_dtype_specified", "_offload_params", "_orig_param_dtype", "_reduce_dtype", "_setattr_param"),
+    *("_setattr_tensor", "_sharding_strategy", "_skip_writeback_check", "_use_fake_all_gather", "_use_fake_reduce"),
+    *("_use_full_prec_in_eval", "_use_orig_params", "device", "flat_param", "process_group", "rank", "world_size"),
+}
+RESET = {  # what it has as it is before the first forward
+    *("_handle_index", "_needs_pre_backward_unshard", "_needs_pre_forward_unshard", "_post_forward_index"),
+    *("_pre_forward_order_index", "_prefetched", "_unit", "_unsharded_flat_param_for_skipped_views"),
+}
 MOMENTS = (
     "before the first forward",
     "after backward",
@@ -112,6 +132,14 @@ def final_state(model, optimizer):
     return events
 
 
+def check_listed(model):
+    """Every attribute of a handle is listed: kept, reset or left to the copy's own steps."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if unit._handle is not None:
+            unknown = vars(unit._handle).keys() - KEPT - RESET - set(copying._STEP_OF_HANDLE)
+            assert not unknown, f"list in flatparam/dropin/copying.py or here: {unknown}"
+
+
 def never_copied(run):
     """Train with torch's handle from start to end; return the events."""
     run = dataclasses.replace(run, offload=False)  # the same numbers; torch needs a GPU to offload
@@ -154,6 +182,7 @@ def copied(run, moment, way):
                 copy_at(moment)
         train(model, optimizer, batches, range(len(first), STEPS), events, copy_at)
         events += final_state(model, optimizer)
+        check_listed(model)
 
         copied_model, copied_optimizer = copies
         check_handles(copied_model, "flatparam")
