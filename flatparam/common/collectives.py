@@ -25,6 +25,14 @@ def gathering() -> Callable[..., Any]:
     return getattr(dist, next(name for name in NAMES["all_gather"] if hasattr(dist, name)))
 
 
+def all_gather_at_once(output: Tensor, shard: Tensor, group: Any, async_op: bool) -> Any:
+    """Begin ``gathering()``; past torch's checks of its arguments, where nobody has replaced it."""
+    function = gathering()
+    if hasattr(group, "_allgather_base") and any(function is known for known in _AS_THEY_WERE):
+        return group._allgather_base(output, shard)
+    return function(output, shard, group=group, async_op=async_op)
+
+
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
     """Gather ``shard`` ``[n]`` of every rank into ``output`` ``[world size * n]``, in rank order."""
     _complete(gathering(), shard, group, output, shard, group)

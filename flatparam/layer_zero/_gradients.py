@@ -88,8 +88,7 @@ class Gradients(Parameters):
         if self._prepared is None:
             self._set_aside()
             allocate(grad, flat_param._padded_unsharded_size)
-            with torch.no_grad():
-                grad.zero_()
+            grad.zero_()
             self._prepared = grad._version
             self._in_backward = True
         if flat_param.grad is None:
@@ -131,7 +130,7 @@ class Gradients(Parameters):
             grads.append(grad)
         if self._prepared is not None and (not grads or buffer._version != self._prepared):
             grads.append(buffer)
-        if any(grad.requires_grad for grad in grads):
+        if grads and (grads[0].requires_grad or grads[-1].requires_grad):
             raise RuntimeError(f"gradients of gradients are not supported: {self._names()}")
         _C.set_grad(flat_param, None)
         if flat_param._tensors[0] is not None:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ..common.collectives import gathering
-from ..common.storage import allocate, is_allocated
+from ..common.collectives import all_gather_at_once
+from ..common.storage import allocate, is_allocated, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp import order
 from ._freshness import Freshness
@@ -71,7 +71,8 @@ class Parameters(Freshness):
             tensor = torch.empty(size, device=self.device, dtype=dtype)
             self._free(tensor)
             setattr(flat_param, name, tensor)
-        self._init_cpu_grad()
+        if self._offload_grads:
+            flat_param._cpu_grad = pinned(torch.zeros(size, dtype=full, device="cpu"))
 
     # The unsharded tensors
 
@@ -121,26 +122,24 @@ class Parameters(Freshness):
             self.init_flat_param_attributes()
         wrote = self._write_back()
         self._check_on_compute_device(self.flat_param)
-        return self._allocate_to_gather() or wrote
+        padded = self._get_padded_to_gather_into()
+        allocates = not is_allocated(padded)
+        if allocates:
+            allocate(padded, self.flat_param._padded_unsharded_size)
+        return allocates or wrote
 
     def _write_back(self) -> bool:
         """Copy into the master what the user has put in place of parameters; whether there was any."""
         flat_param, unit = self.flat_param, self._unit
         if self._is_unsharded or self._flat._skip_writeback_check or not self._flat.is_sharded(flat_param):
             return False
-        self._notice_cleared_grads()
+        if self._shown is not None:
+            self._notice_cleared_grads()
         grad, infos = flat_param.grad, flat_param._shard_param_infos
         plain = unit is not None and _C.is_plain(flat_param, *(() if grad is None else (grad,)))
         if plain and not flat_param._shared_param_infos and not unit.scan(flat_param._params, flat_param, grad, infos):
             return False
         return self._flat._writeback_orig_params()
-
-    def _allocate_to_gather(self) -> bool:
-        tensor = self._get_padded_to_gather_into()
-        if is_allocated(tensor):
-            return False
-        allocate(tensor, self.flat_param._padded_unsharded_size)
-        return True
 
     def unshard(self) -> None:
         """Gather what is not gathered yet, or is no longer fresh, and switch to it.
@@ -150,8 +149,9 @@ class Parameters(Freshness):
         """
         if not hasattr(self.flat_param, "_full_param_padded"):
             raise AssertionError(self._about("call pre_unshard() before unshard()"))
-        self._allocate_to_gather()
         padded = self._get_padded_to_gather_into()
+        if not is_allocated(padded):
+            allocate(padded, self.flat_param._padded_unsharded_size)
         if self._state is SUMMON_FULL_PARAMS:
             self._gathered = self._is_from_masters = False
             self._gather(padded, self.flat_param._zero1_shard, self.zero1_process_group)
@@ -190,7 +190,7 @@ class Parameters(Freshness):
                 padded.copy_(shard)
             return
         self._gather_source, self._ag_group = shard.detach(), group
-        self._ag_handle = order.issue(gathering(), padded, self._gather_source, group=group)
+        self._ag_handle = order.issue(all_gather_at_once, padded, self._gather_source, group=group)
 
     def wait_unshard(self) -> None:
         """Wait for the gather: the host on the CPU, the current stream on an accelerator."""
@@ -210,7 +210,6 @@ class Parameters(Freshness):
     def post_unshard(self) -> None:
         """Wait for the gather."""
         self.wait_unshard()
-        self._check_on_compute_device(self.flat_param)
 
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Let ``flat_param`` be the unsharded one; the modules have views in forward and backward, else parameters."""
@@ -244,13 +243,13 @@ class Parameters(Freshness):
         if self._is_from_masters:
             self._take_zero3_shard()
         self._confirmed, self._agreed = False, None
-        self._use_sharded_flat_param()
+        if self._is_unsharded or self._state is not BACKWARD_POST or flat_param._tensors[0] is not None:
+            self._use_sharded_flat_param()
         if self._state is SUMMON_FULL_PARAMS:
             self._free(self._get_padded_to_gather_into())
             if self._stays_unsharded:
                 flat_param._zero3_shard = None  # it was freed, or may have been written to
         elif free_unsharded_flat_param and not (self._stays_unsharded and self._gathered):
-            self._check_on_compute_device(flat_param._full_param_padded)
             self._free_after_use(flat_param._full_param_padded)
             self._gathered = False
 

@@ -6,7 +6,7 @@ Between micro-batches ``.grad`` shows it, so that who clears or zeroes gradients
 import warnings
 import weakref
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch.optim.optimizer import Optimizer
 
 from .. import _C
 from ..common import optimizers
-from ..common.storage import allocate, is_allocated, pinned
+from ..common.storage import allocate, is_allocated
 from ..fsdp import order
 from ._base import Base
 from .states import IDLE
 
 _showing: "weakref.WeakSet[Sums]" = weakref.WeakSet()
+_IN_ORDER = nullcontext()  # as everything is on the host
 
 
 class Sum(Enum):
@@ -47,21 +48,14 @@ class Sums(Base):
     _rs_handle: Any = None
     _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
 
-    def _init_cpu_grad(self) -> None:
-        if self._offload_grads:
-            flat_param = self.flat_param
-            size = flat_param._padded_unsharded_size
-            flat_param._cpu_grad = pinned(torch.zeros(size, dtype=self.full_prec_dtype, device="cpu"))
-
     def _in_order(self) -> AbstractContextManager[None]:
-        return torch.no_grad() if self.device.type == "cpu" else self._in_order_of_streams()
+        return _IN_ORDER if self.device.type == "cpu" else self._in_order_of_streams()
 
     @contextmanager
     def _in_order_of_streams(self) -> Generator[None, None, None]:
         if self._last_use is not None:
             self._last_use.wait()
-        with torch.no_grad():
-            yield
+        yield
         self._last_use = self._device_handle.Event()
         self._last_use.record()
 

@@ -16,8 +16,8 @@ from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..dropin.views import Views
 from ..fsdp.agreement import Described, check_described
+from ..fsdp.pairs import check_pair
 from ._gradients import Gradients
-from .groups import check_groups, describe
 
 _owners: "weakref.WeakValueDictionary[int, FlatParamHandle]" = weakref.WeakValueDictionary()  # by parameters' ids
 
@@ -97,9 +97,9 @@ class FlatParamHandle(Gradients):
         zero1_process_group: dist.ProcessGroup,
         offload_grads: bool = False,
     ) -> None:
-        """Check everything, with all ranks of ``zero1_process_group``, and set what a driver may write: flags."""
+        """Check everything, with all ranks of ``zero1_process_group``, and note groups and device."""
         what = f"FlatParamHandle of {type(zero3_module).__name__}"
-        check_groups(zero3_process_group, zero1_process_group, what)
+        _check_groups(zero3_process_group, zero1_process_group, what)
         self.zero3_process_group, self.zero1_process_group = zero3_process_group, zero1_process_group
         self.zero3_group_rank, self.zero3_group_size = zero3_process_group.rank(), zero3_process_group.size()
         self.zero1_group_rank, self.zero1_world_size = zero1_process_group.rank(), zero1_process_group.size()
@@ -113,7 +113,17 @@ class FlatParamHandle(Gradients):
                 f"zero3 of {self.zero3_group_size}, zero1 of {self.zero1_world_size} ranks, "
                 f"mp_param_dtype={mp_param_dtype}, mp_reduce_dtype={mp_reduce_dtype}, offload_grads={offload_grads}"
             )
-            described = describe(settings, names, params)
+            described = [
+                ("the unit", settings),
+                *(
+                    (
+                        f"parameter `{name}`",
+                        f"shape {tuple(param.shape)}, strides {param.stride()}, {param.dtype}, "
+                        f"requires_grad={param.requires_grad}",
+                    )
+                    for name, param in zip(names, params, strict=True)
+                ),
+            ]
         except (ValueError, TypeError) as error:
             problem = error
         check_described(described, problem, zero1_process_group)
@@ -205,6 +215,22 @@ class FlatParamHandle(Gradients):
         """The gradients of the original parameters."""
         for param in self.flat_param._params:
             yield param.grad
+
+
+def _check_groups(zero3: Any, zero1: Any, what: str) -> None:
+    """Refuse two groups that no unit can be spread over. All ranks of ``zero1`` call it.
+
+    Raises: TypeError for what is no process group, ValueError unless this rank is in both, the zero3 groups of all
+    ranks are of one size, disjoint, inside of ``zero1`` and cover it; naming sizes and ranks.
+    """
+    for name, group in (("zero3_process_group", zero3), ("zero1_process_group", zero1)):
+        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{what}: expected {name} to be a group that this rank is in, got {group!r}")
+        if not hasattr(group, "rank") or not hasattr(group, "size"):
+            raise TypeError(f"{what}: expected {name} to be a process group, got {type(group).__name__}")
+        if group.rank() < 0:
+            raise ValueError(f"{what}: this rank is not in {name}, of ranks {dist.get_process_group_ranks(group)}")
+    check_pair(zero3, zero1, what)
 
 
 # What the reference's handle has too, and the flat parameter does
