@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <chrono>
+#include <mutex>
 
 struct fp_sum {
     fp_group *group = nullptr;
@@ -131,7 +132,8 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
     Py_DECREF(result);
 }
 
-bool
+// Wait for a while; whether the work has ended. What it raises is raised.
+static bool
 wait_a_while(c10d::Work &work)
 {
     const WithoutGil released;
@@ -193,10 +195,38 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
 }
 
 bool
+give_up(c10d::Work &work, fp_group &group)
+{
+    if (group.sliced && !work.isCompleted()) {
+        group.given_up = group.given_up || !wait_a_while(work);
+        return work.isCompleted();
+    }
+    return true;
+}
+
+bool
+is_broken(const fp_group &group)
+{
+    return std::any_of(group.watchers.begin(), group.watchers.end(),
+                       [&](PyObject *watcher) { return watcher != nullptr && group.calls->is_broken(watcher); });
+}
+
+bool
 has_streams(const at::Tensor &tensor)
 {
     return !tensor.is_cpu();
 }
+
+namespace {
+
+// The stream for copies, and what the last unit has copied out over it: freed when the next one comes or the backward ends,
+// so that beside the gradient that is added to one comes and one goes at most.
+struct Copying {
+    std::mutex mutex;
+    std::optional<c10::Stream> stream;
+    at::Tensor leaving;
+    std::optional<c10::Event> has_left;
+};
 
 Copying &
 copying_of(const c10::Device &device)
@@ -211,6 +241,8 @@ copying_of(const c10::Device &device)
     }
     return all[index];
 }
+
+} // namespace
 
 c10::Event
 copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device)
@@ -228,15 +260,34 @@ copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device 
     return after;
 }
 
+c10::Event
+copy_out(const at::Tensor &target, at::Tensor &&source)
+{
+    const c10::Device device = source.device();
+    settle_copies(device);
+    c10::Event has_left = copy_over(target, source, device);
+    Copying &copying = copying_of(device);
+    copying.has_left.emplace(device.type());
+    copying.has_left->record(*copying.stream);
+    copying.leaving = std::move(source);
+    return has_left;
+}
+
 void
 settle_copies(const c10::Device &device)
 {
     Copying &copying = copying_of(device);
-    if (copying.has_left) {
-        copying.has_left->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-        copying.has_left.reset();
-    }
+    block_on(copying.has_left, device);
     copying.leaving.reset();
+}
+
+void
+block_on(std::optional<c10::Event> &event, const c10::Device &device)
+{
+    if (event) {
+        event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+        event.reset();
+    }
 }
 
 c10::Event

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <mutex>
 #include <optional>
 
 #include "tensor/fp_bridge.hpp"
@@ -39,32 +38,31 @@ c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tenso
 void call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,
                  const fp_group &group);
 
-// Wait for a while; whether the work has ended. What it raises is raised.
-bool wait_a_while(c10d::Work &work);
-
 // Wait for what was started over group. If its watcher ends the wait, the work stays: it goes on, its memory is written to,
 // and it can be waited for again. What has ended, or failed, is forgotten.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group);
 
+// Wait for work over group no longer than a moment, as others may never come to it; whether it has ended. Where waits are
+// not sliced, nobody waits.
+bool give_up(c10d::Work &work, fp_group &group);
+
+// Whether what is under way over group may never end.
+bool is_broken(const fp_group &group);
+
 // Whether copies to and from host memory go over a stream of their own.
 bool has_streams(const at::Tensor &tensor);
-
-// The stream for them, and what the last unit has copied out over it: freed when the next one comes or the backward ends,
-// so that beside the gradient that is added to one comes and one goes at most.
-struct Copying {
-    std::mutex mutex;
-    std::optional<c10::Stream> stream;
-    at::Tensor leaving;
-    std::optional<c10::Event> has_left;
-};
-
-Copying &copying_of(const c10::Device &device);
 
 // target = source over the stream for it, in the order of the current one. The event is recorded after it.
 c10::Event copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
 
+// The same to host memory; source's memory is kept until the next one comes or the backward ends, see settle_copies().
+c10::Event copy_out(const at::Tensor &target, at::Tensor &&source);
+
 // What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
 void settle_copies(const c10::Device &device);
+
+// The current stream of device waits for event, if there is one, and forgets it.
+void block_on(std::optional<c10::Event> &event, const c10::Device &device);
 
 c10::Event recorded_now(const c10::Device &device);
 

@@ -46,10 +46,7 @@ bool
 is_lost(fp_flat_buffer &flat)
 {
     const fp_group *group = flat.work_group;
-    if (!flat.work || group == nullptr ||
-        (flat.data != FP_DATA_ABANDONED &&
-         std::none_of(group->watchers.begin(), group->watchers.end(),
-                      [&](PyObject *watcher) { return watcher != nullptr && group->calls->is_broken(watcher); }))) {
+    if (!flat.work || group == nullptr || (flat.data != FP_DATA_ABANDONED && !is_broken(*group))) {
         return false;
     }
     move(flat, FP_DATA_ABANDON);
@@ -156,12 +153,8 @@ int
 fp_flat_buffer_give_up(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        fp_group *group = flat->work_group;
-        if (flat->work && group != nullptr && group->sliced && !flat->work->isCompleted()) {
-            group->given_up = group->given_up || !fp::wait_a_while(*flat->work);
-            if (!flat->work->isCompleted()) {
-                fp::move(*flat, FP_DATA_ABANDON);
-            }
+        if (flat->work && flat->work_group != nullptr && !fp::give_up(*flat->work, *flat->work_group)) {
+            fp::move(*flat, FP_DATA_ABANDON);
         }
         return 0;
     });

@@ -1,6 +1,5 @@
 // tensor/fp_offload.cpp -- accumulated gradients of one flat parameter in host memory between backwards.
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "tensor/fp_flat_buffer.hpp"
 
@@ -34,9 +33,7 @@ reload(fp_flat_buffer &flat, at::Tensor &accumulator)
     }
     bring_back(flat);
     if (flat.has_come) {
-        const c10::Device device = flat.full.device();
-        flat.has_come->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-        flat.has_come.reset();
+        block_on(flat.has_come, flat.full.device());
         flat.has_left.reset();
     }
     accumulator = std::move(flat.ahead);
@@ -55,14 +52,7 @@ offload(fp_flat_buffer &flat, at::Tensor &accumulator)
         flat.host = at::empty(accumulator.sizes(), options.pinned_memory(has_streams(accumulator)));
     }
     if (has_streams(accumulator)) {
-        const c10::Device device = accumulator.device();
-        settle_copies(device);
-        flat.has_left = copy_over(flat.host, accumulator, device);
-        Copying &copying = copying_of(device);
-        c10::Event after(device.type());
-        after.record(*copying.stream);
-        copying.has_left = std::move(after);
-        copying.leaving = std::move(accumulator);
+        flat.has_left = copy_out(flat.host, std::move(accumulator));
     }
     else {
         flat.host.copy_(accumulator);
@@ -89,12 +79,10 @@ int
 fp_flat_buffer_leave_there(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        if (flat->has_come) { /* the current stream uses its memory next */
-            const c10::Device device = flat->ahead.device();
-            flat->has_come->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-            flat->has_come.reset();
+        if (flat->ahead.defined()) {
+            fp::block_on(flat->has_come, flat->ahead.device()); /* its memory is used next */
+            flat->ahead.reset();
         }
-        flat->ahead.reset();
         return 0;
     });
 }
