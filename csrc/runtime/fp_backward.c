@@ -37,7 +37,7 @@ static int
 prefetch_backward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    const Py_ssize_t at = root->copies && root->cursor < unit->position ? root->cursor : unit->position;
+    const Py_ssize_t at = root->has_secondary_shards && root->cursor < unit->position ? root->cursor : unit->position;
     const Py_ssize_t next = at - 1;
     return next < 0 || next >= root->n_order || root->order[next] == NULL ? 0 : fp_unshard_prefetch(root->order[next]);
 }
@@ -72,7 +72,7 @@ before_backward_of(fp_unit *unit, uint64_t began)
     }
     unit->task = task;
     if (fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
-        fp_reduce_order_bring_back(root) < 0) {
+        fp_reduce_order_start_reload(root) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -119,7 +119,8 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         return -1;
     }
     if (!more && (root->synchronize || unit->reshard_after_forward)) {
-        if (root->synchronize && flat_param->param_group != NULL && fp_flat_buffer_forget_whole(flat_param->flat) < 0) {
+        if (root->synchronize && flat_param->param_group != NULL &&
+            fp_flat_buffer_forget_gathered(flat_param->flat) < 0) {
             return -1; /* the optimizer steps next: a copy of what it steps is of no use */
         }
         if (fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0) {
@@ -132,11 +133,11 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
     if (!reduces || more) {
         flat_param->deferred = reduces;
         flat_param->packed = !more;
-        return fp_flat_buffer_keep(flat_param->flat, gradients, flat_param->master);
+        return fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->master);
     }
     if (fp_reduce_order_has(unit, flat_param)) {
         flat_param->packed = 1;
-        return fp_reduction_take(unit, flat_param) < 0 ||
+        return fp_reduction_finish(unit, flat_param) < 0 ||
                        fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->master) < 0
                    ? -1
                    : fp_reduce_order_flush(root, root->cursor);
@@ -192,25 +193,25 @@ finish_step(fp_unit *unit)
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        if (fp_reduction_take(unit, flat_param) < 0) {
+        if (fp_reduction_finish(unit, flat_param) < 0) {
             return -1;
         }
         if (root->synchronize &&
-            fp_flat_buffer_has_kept(flat_param->flat)) { /* of micro-batches before; none came in this one */
+            fp_flat_buffer_has_accumulated(flat_param->flat)) { /* of micro-batches before; none came in this one */
             if (fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
                 return -1;
             }
-            flat_param->deferred = fp_flat_buffer_has_kept(flat_param->flat);
+            flat_param->deferred = fp_flat_buffer_has_accumulated(flat_param->flat);
         }
         if (flat_param->deferred &&
             (fp_reduction_start(unit, flat_param, NULL, root->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER) < 0 ||
-             fp_reduction_take(unit, flat_param) < 0)) {
+             fp_reduction_finish(unit, flat_param) < 0)) {
             return -1;
         }
         if (fp_flat_buffer_settle_copies(flat_param->flat) < 0) {
             return -1;
         }
-        if (!flat_param->shows_kept && fp_flat_buffer_has_kept(flat_param->flat) &&
+        if (!flat_param->shows_kept && fp_flat_buffer_has_accumulated(flat_param->flat) &&
             (fp_graph_watch(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners), unit->ref, (int)k) <
                  0 ||
              fp_flat_param_show_kept(flat_param) < 0)) {
@@ -229,7 +230,8 @@ finish_step(fp_unit *unit)
     for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* the optimizer steps next */
         const fp_flat_param *flat_param =
             &unit->flat_params[k]; /* whose masters may be written in ways that no version tells of */
-        if (flat_param->copied && !flat_param->untracked && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
+        if (flat_param->has_secondary_shard && !flat_param->untracked &&
+            fp_flat_buffer_forget_values(flat_param->flat) < 0) {
             return -1;
         }
     }

@@ -27,7 +27,7 @@ group_of(const fp_unit *unit)
     return unit->flat_params[0].shard_group;
 }
 
-/* The units that keep a copy, by the group that they are spread over, in the order in which they joined; nested: only
+/* The units with a secondary shard, by the group that they are spread over, in the order in which they joined; nested: only
  * those whose gradients are reduced in each micro-batch. *n is set also on failure. */
 static fp_exchange *
 make_exchanges(const fp_root *root, int nested, Py_ssize_t *n)
@@ -40,7 +40,7 @@ make_exchanges(const fp_root *root, int nested, Py_ssize_t *n)
     }
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         fp_unit *unit = root->units[s];
-        if (!unit->copied || (nested && unit->flat_params[0].refresh_group == NULL)) {
+        if (!unit->has_secondary_shard || (nested && unit->flat_params[0].refresh_group == NULL)) {
             continue;
         }
         Py_ssize_t g = 0;
@@ -235,7 +235,7 @@ tell(const fp_root *root, fp_exchange *exchange)
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             const fp_flat_param *flat_param = &unit->flat_params[k];
             *flag++ = flat_param->coming;
-            *flag++ = fp_flat_buffer_has_kept(flat_param->flat);
+            *flag++ = fp_flat_buffer_has_accumulated(flat_param->flat);
             for (Py_ssize_t owner = 0; owner < n_owners(flat_param); owner++) {
                 *flag++ = flat_param->cleared[owner];
             }

@@ -1,4 +1,4 @@
-/* runtime/fp_consensus.h -- what the ranks tell each other of units that keep a copy: once a forward and once a backward. */
+/* runtime/fp_consensus.h -- what the ranks tell each other of units with a secondary shard: once a forward and once a backward. */
 #ifndef FP_CONSENSUS_H
 #define FP_CONSENSUS_H
 

@@ -275,7 +275,7 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
         return 0;
     }
     set_shows_kept(flat_param, 0);
-    PyObject *kept = fp_flat_buffer_kept(flat_param->flat);
+    PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (kept == NULL) {
         return -1;
     }
@@ -296,7 +296,7 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
         refuse_written(flat_param, -2 - shown, name);
     }
     if (shown <= 0) {
-        fp_flat_buffer_forget(flat_param->flat, 1);
+        fp_flat_buffer_drop_grads(flat_param->flat, 1);
     }
     PyObject *type, *value, *traceback; /* what the check has raised: no optimizer shall step with what it refuses */
     PyErr_Fetch(&type, &value, &traceback);
@@ -332,7 +332,7 @@ int
 fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared)
 {
     Py_ssize_t left = 0;
-    PyObject *kept = fp_flat_buffer_kept(flat_param->flat);
+    PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
     int status = kept == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
         flat_param->cleared[i] = 0;
@@ -344,7 +344,7 @@ fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared)
     }
     Py_XDECREF(kept);
     if (status == 0 && left == 0) {
-        fp_flat_buffer_forget(flat_param->flat, 1);
+        fp_flat_buffer_drop_grads(flat_param->flat, 1);
     }
     return status < 0 ? -1 : left > 0;
 }
@@ -355,7 +355,7 @@ fp_flat_param_drop_kept(fp_flat_param *flat_param)
     if (fp_flat_param_read_kept(flat_param, "") < 0) {
         PyErr_Clear(); /* what was done to it does not matter any more */
     }
-    fp_flat_buffer_forget(flat_param->flat, 1);
+    fp_flat_buffer_drop_grads(flat_param->flat, 1);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
         flat_param->owed[i] = 0;
     }
@@ -363,7 +363,7 @@ fp_flat_param_drop_kept(fp_flat_param *flat_param)
 }
 
 int
-fp_flat_param_settle(fp_flat_param *flat_param, const char *name)
+fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name)
 {
     if (!flat_param->shows_kept) {
         return 0;
@@ -371,13 +371,13 @@ fp_flat_param_settle(fp_flat_param *flat_param, const char *name)
     if (fp_flat_param_read_kept(flat_param, name) < 0) {
         return -1;
     }
-    return fp_flat_buffer_has_kept(flat_param->flat) ? fp_flat_param_show_kept(flat_param) : 0;
+    return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_kept(flat_param) : 0;
 }
 
 int
 fp_flat_param_show_kept(fp_flat_param *flat_param)
 {
-    PyObject *kept = fp_flat_buffer_kept(flat_param->flat);
+    PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (kept == NULL) {
         return -1;
     }
@@ -572,7 +572,7 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     if (flat_param->flat == NULL) {
         return -1;
     }
-    flat_param->copied = shards > 1 && (stays_full || flat_param->param_group != NULL);
+    flat_param->has_secondary_shard = shards > 1 && (stays_full || flat_param->param_group != NULL);
     flat_param->kept_first = param_rank * (total / param_shards);
     flat_param->own = rank * (int64_t)shard_numel - flat_param->kept_first;
     return 0;

@@ -6,7 +6,7 @@
 #include "tensor/fp_gradients.h"
 #include "python/fp_attributes.h"
 
-/* The groups of a flat parameter, in Python _C.GROUP_SHARD and so on: which shares it, replicates it, shares the copy for
+/* The groups of a flat parameter, in Python _C.GROUP_SHARD and so on: which shares it, replicates it, shares the secondary shard for
  * forward and backward, refreshes that. FP_GROUPS more: the same group's second watcher. */
 enum { FP_GROUP_SHARD = 0, FP_GROUP_REPLICATE = 1, FP_GROUP_PARAM = 2, FP_GROUP_REFRESH = 3, FP_GROUPS = 4 };
 
@@ -32,14 +32,14 @@ typedef struct {
     char *gets;               /* of the owners: which get a piece of what was reduced */
     int untracked;            /* no owner requires grad */
     int full_precision;       /* gradients are reduced and added in the shard's dtype, which is no low one */
-    int full;                 /* gathered, or being gathered */
+    int gathered;             /* or being gathered */
     int shows;                /* what the modules have now: FP_SHOWS_... */
     int shows_kept;           /* .grad of the owners are the unsharded gradient */
     int unreduced;            /* and that is not what the optimizer is to step with */
     int wide;                 /* and that has another dtype than they */
     int deferred;             /* gradients of this pass are kept though they are to be reduced */
     int64_t versions;         /* of the owners and the master at the last gather */
-    int copied;               /* what is gathered is good until the masters change, not for one pass */
+    int has_secondary_shard;  /* what is gathered is good until the masters change, not for one pass */
     int64_t synced;           /* versions at the last gather from the shards; -1: what it gave is out of date */
     int64_t synced_steps;     /* optimizer steps then */
     int64_t kept_first, own;  /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
@@ -91,7 +91,7 @@ int fp_flat_param_show_kept(fp_flat_param *flat_param);
  * are shown again. */
 int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
 /* The same between passes; what is left is shown again. */
-int fp_flat_param_settle(fp_flat_param *flat_param, const char *name);
+int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name);
 /* Let the owners have their pieces of grad, reduced, added to what they have; their hooks see them. */
 int fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad);
 /* A gradient of a parameter that is frozen by now counts as none. */

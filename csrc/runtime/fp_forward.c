@@ -15,7 +15,7 @@ prefetch_forward(fp_unit *unit, int first)
         root->last_forward->next_forward = unit;
     }
     root->last_forward = unit;
-    if (first && unit->copied && unit->stale_pass == root->pass) {
+    if (first && unit->has_secondary_shard && unit->stale_pass == root->pass) {
         if (root->last_refreshed != NULL) {
             root->last_refreshed->next_refreshed = unit;
         }

@@ -1,6 +1,6 @@
 /* runtime/fp_iteration.c -- an iteration of a model: one forward of the outermost unit and the backward that follows; its order
  * of units, the thread it runs in, and what is forgotten when it is broken off. At its beginning each rank looks which masters
- * of units with a copy have changed, and all gather anew what one of them calls out of date (fp_consensus.c). */
+ * of units with a secondary shard have changed, and all gather anew what one of them calls out of date (fp_consensus.c). */
 #include "runtime/fp_iteration.h"
 
 #include "core/fp_alloc.h"
@@ -197,9 +197,9 @@ fp_iteration_recover(fp_root *root)
             fp_flat_param *flat_param = &unit->flat_params[k];
             flat_param->deferred = 0;
             fp_flat_buffer_forget_written(flat_param->flat);
-            fp_flat_buffer_forget(flat_param->flat, !flat_param->shows_kept);
+            fp_flat_buffer_drop_grads(flat_param->flat, !flat_param->shows_kept);
             status = in_backward ? fp_flat_param_drop_kept(flat_param) : 0;
-            if (status == 0 && flat_param->copied && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
+            if (status == 0 && flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
             }
         }
@@ -243,7 +243,10 @@ fp_iteration_begin(fp_root *root)
     }
     root->n_order = 0;
     root->last_forward = root->last_refreshed = NULL;
-    return was_replaced(root, &root->through_python) < 0 || (root->copies && fp_consensus_on_stale(root) < 0) ? -1 : 0;
+    return was_replaced(root, &root->through_python) < 0 ||
+                   (root->has_secondary_shards && fp_consensus_on_stale(root) < 0)
+               ? -1
+               : 0;
 }
 
 int
@@ -254,7 +257,7 @@ fp_iteration_refresh(fp_root *root)
     status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        if (unit->root == root && unit->copied && unit->stale) {
+        if (unit->root == root && unit->has_secondary_shard && unit->stale) {
             status = fp_unshard_make_full(unit) < 0 || fp_unshard_release(unit) < 0 ? -1 : 0;
         }
     }

@@ -7,7 +7,7 @@
 int fp_iteration_begin(fp_root *root);
 /* Forget whatever an iteration that was broken off has left. */
 int fp_iteration_recover(fp_root *root);
-/* Gather anew, and free, what is out of date of the units that keep a copy. Nothing may be under way. */
+/* Gather anew, and free, what is out of date of the units with a secondary shard. Nothing may be under way. */
 int fp_iteration_refresh(fp_root *root);
 int fp_iteration_append_order(fp_root *root, fp_unit *unit); /* the unit's forward has ended */
 int fp_iteration_wait_until_read(fp_root *root); /* shards on the host that the device gathers from may be written to */

@@ -105,7 +105,7 @@ read_kept(fp_root *root, fp_unit *unit, int tells, int *shown)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        *shown = *shown || (flat_param->refresh_group != NULL && fp_flat_buffer_has_kept(flat_param->flat));
+        *shown = *shown || (flat_param->refresh_group != NULL && fp_flat_buffer_has_accumulated(flat_param->flat));
         if (fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
             if (!tells) {
                 return -1;
@@ -122,7 +122,7 @@ fp_reduce_order_begin(fp_root *root)
 {
     int nested = 0, shown = 0;
     fp_reduce_order_forget(root);
-    if (!root->copies) {
+    if (!root->has_secondary_shards) {
         return 0;
     }
     root->reduce_order_at = 0;
@@ -132,7 +132,7 @@ fp_reduce_order_begin(fp_root *root)
     int status = units == NULL ? -1 : 0;
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        if (unit->root == root && unit->copied) {
+        if (unit->root == root && unit->has_secondary_shard) {
             const int in_steps = unit->flat_params[0].refresh_group != NULL;
             nested = nested || in_steps;
             status = read_kept(root, unit, root->synchronize || in_steps, &shown);
@@ -157,7 +157,7 @@ how_far(fp_root *root, const fp_flat_param *flat_param, int took)
     if (!root->synchronize && !nested) {
         return 0;
     }
-    if (has || (!nested && fp_flat_buffer_has_kept(flat_param->flat))) {
+    if (has || (!nested && fp_flat_buffer_has_accumulated(flat_param->flat))) {
         return nested && !root->synchronize ? FP_REDUCE_INNER : FP_REDUCE_ALL;
     }
     if (fp_consensus_read(root) < 0) {
@@ -180,14 +180,14 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
     if (far < 0 || (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
         return -1;
     }
-    if (took && !flat_param->untracked && flat_param->full && (root->synchronize || unit->reshard_after_forward)) {
+    if (took && !flat_param->untracked && flat_param->gathered && (root->synchronize || unit->reshard_after_forward)) {
         if ((root->synchronize && flat_param->param_group != NULL &&
-             fp_flat_buffer_forget_whole(flat_param->flat) < 0) ||
+             fp_flat_buffer_forget_gathered(flat_param->flat) < 0) ||
             fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0) {
             return -1;
         }
     }
-    return fp_flat_buffer_leave_there(flat_param->flat);
+    return fp_flat_buffer_drop_reload(flat_param->flat);
 }
 
 int
@@ -197,13 +197,13 @@ fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
         fp_unit *unit = root->reduce_order[root->reduce_order_at];
         const int took = took_part(unit);
         const int comes = cursor >= 0 && is_coming(unit);
-        if (unit->copied && took && (unit->entered <= cursor || comes)) {
+        if (unit->has_secondary_shard && took && (unit->entered <= cursor || comes)) {
             return 0;
         }
         root->reduce_order_at++;
         int status = 0;
         Py_INCREF(unit);
-        for (Py_ssize_t k = 0; status == 0 && unit->copied && k < unit->n_flat_params; k++) {
+        for (Py_ssize_t k = 0; status == 0 && unit->has_secondary_shard && k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
             if (!flat_param->passed && (took || !comes)) { /* else it is reduced when its gradient comes */
                 status = pass_part(unit, flat_param, took);
@@ -218,18 +218,18 @@ fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
 }
 
 int
-fp_reduce_order_bring_back(fp_root *root)
+fp_reduce_order_start_reload(fp_root *root)
 {
     int ahead = 0;
     for (Py_ssize_t i = root->reduce_order_at; ahead < AHEAD && i < root->n_units; i++) {
         fp_unit *unit = root->reduce_order[i];
-        if (!unit->copied || !is_coming(unit)) {
+        if (!unit->has_secondary_shard || !is_coming(unit)) {
             continue;
         }
         ahead++;
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             if (unit->flat_params[k].coming && !unit->flat_params[k].packed &&
-                fp_flat_buffer_bring_back(unit->flat_params[k].flat) < 0) {
+                fp_flat_buffer_start_reload(unit->flat_params[k].flat) < 0) {
                 return -1;
             }
         }
@@ -250,7 +250,7 @@ advance(fp_root *root, Py_ssize_t position)
             continue;
         }
         fp_unit *unit = root->order[cursor];
-        if (unit != NULL && unit->copied && !fp_unit_is_full(unit) && fp_unit_awaits_backward(unit) &&
+        if (unit != NULL && unit->has_secondary_shard && !fp_unit_is_full(unit) && fp_unit_awaits_backward(unit) &&
             fp_unshard_start(unit) < 0) {
             return -1;
         }
@@ -266,13 +266,13 @@ int
 fp_reduce_order_reach(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (!root->copies || unit->position < 0) {
+    if (!root->has_secondary_shards || unit->position < 0) {
         return 0;
     }
     if (unit->position < root->cursor) {
         return advance(root, unit->position);
     }
-    int passed = unit->copied;
+    int passed = unit->has_secondary_shard;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         passed = passed && unit->flat_params[k].passed && !unit->flat_params[k].untracked;
     }
@@ -282,13 +282,13 @@ fp_reduce_order_reach(fp_unit *unit)
 int
 fp_reduce_order_has(const fp_unit *unit, const fp_flat_param *flat_param)
 {
-    return unit->copied && !flat_param->passed && took_part(unit);
+    return unit->has_secondary_shard && !flat_param->passed && took_part(unit);
 }
 
 int
 fp_reduce_order_end(fp_root *root)
 {
-    if (!root->copies) {
+    if (!root->has_secondary_shards) {
         return 0;
     }
     return advance(root, -1) < 0 || fp_reduce_order_flush(root, -1) < 0 ? -1 : fp_consensus_end(root);

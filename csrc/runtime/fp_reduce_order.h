@@ -1,4 +1,4 @@
-/* runtime/fp_reduce_order.h -- in which order a backward reduces the units that keep a copy, whoever has gradients of them.
+/* runtime/fp_reduce_order.h -- in which order a backward reduces the units with a secondary shard, whoever has gradients of them.
  *
  * Ranks may not all come to the same units: one does not use a parameter, or the output of a unit. So reductions do not
  * follow gradients but an order that all ranks make alike, the units by the beginning of their forwards, last first. A unit's
@@ -20,7 +20,7 @@ int fp_reduce_order_reach(fp_unit *unit);
 int fp_reduce_order_has(const fp_unit *unit, const fp_flat_param *flat_param);
 int fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor);
 /* Start the copies from host memory of what the next gradients are added to. */
-int fp_reduce_order_bring_back(fp_root *root);
+int fp_reduce_order_start_reload(fp_root *root);
 
 int fp_reduce_order_join(fp_root *root, fp_unit *unit); /* the root has room for it in units already */
 void fp_reduce_order_leave(fp_root *root, const fp_unit *unit);

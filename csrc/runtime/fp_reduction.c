@@ -2,9 +2,9 @@
 #include "runtime/fp_reduction.h"
 
 int
-fp_reduction_take(fp_unit *unit, fp_flat_param *flat_param)
+fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
 {
-    PyObject *grad = fp_flat_buffer_take(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
+    PyObject *grad = fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
     int status = grad == NULL ? -1 : 0;
     if (status == 0 && grad != Py_None) {
         status = fp_flat_param_add_reduced(flat_param, grad);
@@ -26,8 +26,8 @@ advance(fp_unit *unit)
     Py_XINCREF(unit);
     for (Py_ssize_t k = 0; unit != NULL && status == 0 && k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        const int done = fp_flat_buffer_advance(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
-        status = done > 0 ? fp_reduction_take(unit, flat_param) : done;
+        const int done = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
+        status = done > 0 ? fp_reduction_finish(unit, flat_param) : done;
     }
     Py_XDECREF(unit);
     return status;
@@ -50,11 +50,11 @@ fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients 
     fp_root *root = unit->root;
     flat_param->deferred = 0;
     fp_flat_buffer_note_trained(flat_param->flat, fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners));
-    if (fp_reduction_take(unit, flat_param) < 0 || /* of another graph in this pass */
+    if (fp_reduction_finish(unit, flat_param) < 0 || /* of another graph in this pass */
         (how_far == FP_REDUCE_OUTER &&
          (advance_previous(unit) < 0 || advance(unit) < 0)) || /* they go over the same group */
-        fp_flat_buffer_reduce(flat_param->flat, gradients, flat_param->master, fp_unit_collectives(unit), how_far) <
-            0 ||
+        fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->master, fp_unit_collectives(unit),
+                                    how_far) < 0 ||
         advance_previous(unit) < 0) {
         return -1;
     }

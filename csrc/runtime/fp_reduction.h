@@ -4,9 +4,9 @@
 
 #include "runtime/fp_types.h"
 
-/* Start reducing what was packed or kept of a flat parameter, and gradients (NULL: none); see fp_flat_buffer_reduce. */
+/* Start reducing what was packed or kept of a flat parameter, and gradients (NULL: none); see fp_flat_buffer_start_reduce. */
 int fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far);
 /* Wait for what is being reduced of a flat parameter, if anything is: it becomes the gradient. */
-int fp_reduction_take(fp_unit *unit, fp_flat_param *flat_param);
+int fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param);
 
 #endif

@@ -143,7 +143,8 @@ static PyMethodDef root_methods[] = {
      "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
      "then."},
     {"refresh", root_refresh, METH_NOARGS,
-     "refresh($self, /)\n--\n\nGather from the shards what is out of date of the units that keep a copy. A collective "
+     "refresh($self, /)\n--\n\nGather from the shards what is out of date of the units with a secondary shard. A "
+     "collective "
      "call."},
     {NULL, NULL, 0, NULL},
 };
@@ -159,7 +160,7 @@ static PyMemberDef root_members[] = {
     {"always_python", T_INT, offsetof(fp_root, always_python), 0, "1: every collective goes through collectives."},
     {"gathers", T_LONGLONG, offsetof(fp_root, gathers), READONLY, "Gathers of sharded units so far."},
     {"refreshes", T_LONGLONG, offsetof(fp_root, refreshes), READONLY,
-     "Gathers from the shards so far, of units that keep a copy."},
+     "Gathers from the shards so far, of units with a secondary shard."},
     {"reductions", T_LONGLONG, offsetof(fp_root, reductions), READONLY, "Reductions of gradients so far."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -51,8 +51,8 @@ typedef struct {
     PyThread_type_lock lock;       /* who has it works on units in a backward, which has a thread for each device */
     unsigned long holder;          /* that thread */
     int held;                      /* how often it has it; 0: nobody */
-    int copies;                    /* some unit keeps a copy */
-    struct fp_unit **reduce_order; /* all units, borrowed, in the order in which those that keep a copy are reduced */
+    int has_secondary_shards;      /* of some unit */
+    struct fp_unit **reduce_order; /* all units, borrowed; those with a secondary shard are reduced in it */
     Py_ssize_t reduce_order_at;    /* in it: whose turn is next in this backward */
     Py_ssize_t cursor;             /* in order: to which unit this backward has come */
     Py_ssize_t entries;            /* first forwards of units so far */
@@ -80,17 +80,17 @@ typedef struct fp_unit {
     struct fp_unit *next_refreshed; /* borrowed: the same of those that were out of date */
     fp_params_ref *ref;
     int reshard_after_forward;
-    int sharded;         /* some flat parameter is spread over ranks */
-    int copied;          /* so is what flat parameters gather from until the masters change, or it stays full */
-    int stale;           /* copied: in this pass the first gather is from the shards, on all ranks */
-    int doubted;         /* copied: the next pass compares the masters with what it would gather from */
-    int64_t stale_pass;  /* the last pass that began so */
-    fp_pass_state pass;  /* changed by fp_iteration_move() alone */
-    fp_unit_state state; /* of its unsharded data; changed by fp_unshard_move() alone */
-    Py_ssize_t depth;    /* forwards of this unit that are within each other */
-    Py_ssize_t pending;  /* forwards whose inputs' gradients are waited for, to free what is frozen */
+    int sharded;             /* some flat parameter is spread over ranks */
+    int has_secondary_shard; /* forward and backward gather from one, until the masters change */
+    int stale;               /* in this pass the first gather is from the shards, on all ranks */
+    int doubted;             /* the next pass compares the masters with what it would gather from */
+    int64_t stale_pass;      /* the last pass that began so */
+    fp_pass_state pass;      /* changed by fp_iteration_move() alone */
+    fp_unit_state state;     /* of its unsharded data; changed by fp_unshard_move() alone */
+    Py_ssize_t depth;        /* forwards of this unit that are within each other */
+    Py_ssize_t pending;      /* forwards whose inputs' gradients are waited for, to free what is frozen */
     uint64_t began;      /* the moment at which the forward that is under way, or the last one, did; see fp_graph_now */
-    int64_t full_pass;   /* pass of the gather */
+    int64_t gather_pass; /* pass of the gather */
     int64_t entered_pass; /* of its last forward */
     Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
     Py_ssize_t entry;     /* which of all first forwards that was */

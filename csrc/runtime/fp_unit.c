@@ -51,7 +51,7 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             goto fail;
         }
         unit->sharded = unit->sharded || unit->flat_params[k].shard_group != NULL;
-        unit->copied = unit->copied || unit->flat_params[k].copied;
+        unit->has_secondary_shard = unit->has_secondary_shard || unit->flat_params[k].has_secondary_shard;
     }
     PyObject_GC_Track(unit);
     return (PyObject *)unit;
@@ -155,8 +155,8 @@ unit_join(PyObject *self, PyObject *root_object)
     fp_free(root->units);
     root->units = units;
     unit->root = (fp_root *)Py_NewRef(root);
-    unit->full_pass = unit->entered_pass = unit->kept_steps = -1;
-    root->copies = root->copies || unit->copied;
+    unit->gather_pass = unit->entered_pass = unit->kept_steps = -1;
+    root->has_secondary_shards = root->has_secondary_shards || unit->has_secondary_shard;
     Py_RETURN_NONE;
 }
 
@@ -301,7 +301,7 @@ unit_compute_in_full(PyObject *self, PyObject *argument)
     if (fp_unshard_release(unit) < 0 || fp_unshard_show_params(unit) < 0) {
         return NULL;
     }
-    unit->full_pass = -1;
+    unit->gather_pass = -1;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         if (fp_flat_buffer_wait(unit->flat_params[k].flat) < 0) {
             return NULL;
@@ -325,7 +325,7 @@ static PyObject *
 unit_invalidate(PyObject *self, PyObject *ignored)
 {
     fp_unit *unit = (fp_unit *)self;
-    unit->kept_steps = unit->full_pass = -1;
+    unit->kept_steps = unit->gather_pass = -1;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
     }
@@ -378,7 +378,7 @@ unit_settle(PyObject *self, PyObject *ignored)
     fp_unit *unit = (fp_unit *)self;
     const char *name = PyUnicode_AsUTF8(unit->name);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (name == NULL || fp_flat_param_settle(&unit->flat_params[k], name) < 0) {
+        if (name == NULL || fp_flat_param_sync_shown_grads(&unit->flat_params[k], name) < 0) {
             return NULL;
         }
     }
@@ -410,7 +410,7 @@ unit_read_kept(PyObject *self, PyObject *ignored)
     fp_unit *unit = (fp_unit *)self;
     PyObject *list = PyList_New(unit->n_flat_params);
     for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
-        PyObject *kept = fp_flat_buffer_kept(unit->flat_params[k].flat);
+        PyObject *kept = fp_flat_buffer_accumulated_grad(unit->flat_params[k].flat);
         if (kept == NULL) {
             Py_CLEAR(list);
         }
@@ -428,7 +428,7 @@ unit_kept_bytes(PyObject *self, PyObject *ignored)
     int64_t device = 0, host = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         int64_t on_device, on_host;
-        fp_flat_buffer_kept_bytes(unit->flat_params[k].flat, &on_device, &on_host);
+        fp_flat_buffer_accumulated_bytes(unit->flat_params[k].flat, &on_device, &on_host);
         device += on_device;
         host += on_host;
     }
@@ -441,7 +441,7 @@ unit_copies(PyObject *self, PyObject *ignored)
     const fp_unit *unit = (fp_unit *)self;
     PyObject *list = PyList_New(unit->n_flat_params);
     for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
-        PyObject *copy = fp_flat_buffer_copy(unit->flat_params[k].flat);
+        PyObject *copy = fp_flat_buffer_secondary_shard(unit->flat_params[k].flat);
         if (copy == NULL) {
             Py_CLEAR(list);
         }
@@ -484,7 +484,8 @@ static PyMethodDef unit_methods[] = {
     {"join", unit_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
     {"follow", FP_FASTCALL(unit_follow), METH_FASTCALL,
      "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
-     "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the copy, 3 the one that "
+     "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the secondary shard, 3 the one "
+     "that "
      "refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell it "
      "also while one is waited for."},
     {"pre_forward", unit_pre_forward, METH_NOARGS,
@@ -530,7 +531,8 @@ static PyMethodDef unit_methods[] = {
     {"kept_bytes", unit_kept_bytes, METH_NOARGS,
      "kept_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host memory."},
     {"copies", unit_copies, METH_NOARGS,
-     "copies($self, /)\n--\n\nThis rank's part of the copy that forward and backward gather from, for each part, or "
+     "copies($self, /)\n--\n\nThis rank's part of the secondary shard that forward and backward gather from, for each "
+     "part, or "
      "None."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,7 +1,7 @@
 /* runtime/fp_unshard.c -- the unsharded data of a unit: made views of, gathered, checked for what users did to them, freed.
  *
- * What was gathered in an iteration is good for that one only: the optimizer may have stepped since. Where there is a copy (a
- * flat parameter that is `copied`), it is good until the masters change. */
+ * What was gathered in an iteration is good for that one only: the optimizer may have stepped since. Where there is a
+ * secondary shard, it is good until the masters change. */
 #include "runtime/fp_unshard.h"
 
 #include "core/fp_alloc.h"
@@ -221,28 +221,28 @@ start_gather(fp_unit *unit)
     if (check_memory(unit) < 0) {
         return -1;
     }
-    if (!root->in_backward && !unit->copied && fp_unshard_look_over(unit) < 0) {
+    if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_look_over(unit) < 0) {
         return -1;
     }
     /* Only others were freed since, or could not be gathered when this was last tried. */
     const int began = unit->state == FP_UNIT_PARTLY || unit->state == FP_UNIT_GATHERING;
-    const int goes_on = root->in_backward || (began && unit->full_pass == root->pass);
+    const int goes_on = root->in_backward || (began && unit->gather_pass == root->pass);
     if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
         return -1;
     }
-    unit->full_pass = root->pass;
+    unit->gather_pass = root->pass;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_unshard_make_views(unit, k) < 0) {
             return -1;
         }
-        if (goes_on && flat_param->full) {
+        if (goes_on && flat_param->gathered) {
             continue;
         }
-        flat_param->full = 0;
-        const int refresh = !flat_param->copied || (unit->stale && !root->in_backward);
-        if (!refresh && fp_flat_buffer_is_whole(flat_param->flat)) {
-            flat_param->full = 1;
+        flat_param->gathered = 0;
+        const int refresh = !flat_param->has_secondary_shard || (unit->stale && !root->in_backward);
+        if (!refresh && fp_flat_buffer_is_gathered(flat_param->flat)) {
+            flat_param->gathered = 1;
             continue; /* it stays full and is up to date */
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
@@ -258,10 +258,10 @@ start_gather(fp_unit *unit)
         if (from_shards) {
             flat_param->synced = versions;
             flat_param->synced_steps = fp_optimizer_steps;
-            root->refreshes += k == 0 && unit->copied;
+            root->refreshes += k == 0 && unit->has_secondary_shard;
         }
         flat_param->versions = versions;
-        flat_param->full = 1;
+        flat_param->gathered = 1;
         gathered = 1;
     }
     if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* a hook of the user has freed it */
@@ -288,10 +288,10 @@ fp_unshard_is_fresh(const fp_unit *unit)
     if (!fp_unit_is_full(unit) || unit->root->in_backward) {
         return fp_unit_is_full(unit);
     }
-    if (unit->copied) {
-        return !unit->stale && unit->full_pass == unit->root->pass; /* else requires_grad may have changed since */
+    if (unit->has_secondary_shard) {
+        return !unit->stale && unit->gather_pass == unit->root->pass; /* else requires_grad may have changed since */
     }
-    if (unit->full_pass == unit->root->pass) {
+    if (unit->gather_pass == unit->root->pass) {
         return 1;
     }
     int fresh = unit->state == FP_UNIT_KEPT && unit->kept_steps == fp_optimizer_steps;
@@ -307,15 +307,15 @@ fp_unshard_make_full(fp_unit *unit)
     if ((!fp_unshard_is_fresh(unit) && fp_unshard_start(unit) < 0) || fp_unshard_move(unit, FP_UNIT_USE) < 0) {
         return -1;
     }
-    unit->full_pass = unit->root->pass;
+    unit->gather_pass = unit->root->pass;
     if (unit->state == FP_UNIT_UNSHARDED) {
         return 0;
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_flat_buffer_wait(flat_param->flat) < 0) {
-            if (!fp_flat_buffer_is_whole(flat_param->flat)) {
-                flat_param->full = 0;
+            if (!fp_flat_buffer_is_gathered(flat_param->flat)) {
+                flat_param->gathered = 0;
                 unit->state = FP_UNIT_PARTLY; /* from GATHERING, with an exception under way */
             }
             return -1; /* whoever comes next waits again, or gathers what has failed */
@@ -327,7 +327,7 @@ fp_unshard_make_full(fp_unit *unit)
 int
 fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
 {
-    flat_param->full = 0;
+    flat_param->gathered = 0;
     if (fp_unshard_move(unit, fp_unshard_is_partly_full(unit) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE) < 0) {
         return -1;
     }
@@ -351,7 +351,7 @@ fp_unshard_is_partly_full(const fp_unit *unit)
 {
     int full = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        full = full || unit->flat_params[k].full;
+        full = full || unit->flat_params[k].gathered;
     }
     return full;
 }

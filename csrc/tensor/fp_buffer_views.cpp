@@ -43,7 +43,7 @@ write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offs
 void
 show_version(fp_flat_buffer &flat, PyObject *const *views)
 {
-    const int64_t version = flat.full._version();
+    const int64_t version = flat.unsharded._version();
     if (version == flat.shown_version) {
         return;
     }
@@ -58,8 +58,8 @@ show_version(fp_flat_buffer &flat, PyObject *const *views)
 void
 change_version(fp_flat_buffer &flat, PyObject *const *views)
 {
-    const bool seen = flat.seen_version == flat.full._version();
-    flat.full.unsafeGetTensorImpl()->bump_version();
+    const bool seen = flat.seen_version == flat.unsharded._version();
+    flat.unsharded.unsafeGetTensorImpl()->bump_version();
     flat.seen_version += seen;
     show_version(flat, views);
 }
@@ -67,7 +67,7 @@ change_version(fp_flat_buffer &flat, PyObject *const *views)
 bool
 is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i)
 {
-    return is_at(THPVariable_Unpack(view), flat.full, flat.geometry->views[i]);
+    return is_at(THPVariable_Unpack(view), flat.unsharded, flat.geometry->views[i]);
 }
 
 bool
@@ -89,8 +89,8 @@ fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int un
         if (!untracked) {
             node = fp::make_node<fp::ViewsBackward>(flat->geometry, ref->shared, index);
         }
-        const int status = untracked ? fp::make_leaves(flat->full, *flat->geometry, false, out)
-                                     : fp::make_views(flat->full, *flat->geometry, node, out);
+        const int status = untracked ? fp::make_leaves(flat->unsharded, *flat->geometry, false, out)
+                                     : fp::make_views(flat->unsharded, *flat->geometry, node, out);
         if (status == 0) {
             flat->node = std::move(node);
             flat->unit = ref->shared;
@@ -132,7 +132,7 @@ fp_flat_buffer_refuse_graphs(fp_flat_buffer *flat, PyObject *const *views)
 int
 fp_flat_buffer_is_written(const fp_flat_buffer *flat, PyObject *const *views) noexcept
 {
-    return flat->full._version() != flat->seen_version || fp_flat_buffer_moved_view(flat, views) >= 0;
+    return flat->unsharded._version() != flat->seen_version || fp_flat_buffer_moved_view(flat, views) >= 0;
 }
 
 Py_ssize_t
@@ -149,8 +149,8 @@ fp_flat_buffer_moved_view(const fp_flat_buffer *flat, PyObject *const *views) no
 void
 fp_flat_buffer_forget_written(fp_flat_buffer *flat) noexcept
 {
-    if (flat->full.defined()) {
-        flat->seen_version = flat->full._version();
+    if (flat->unsharded.defined()) {
+        flat->seen_version = flat->unsharded._version();
     }
 }
 
@@ -163,13 +163,13 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
         const size_t n = flat->geometry->views.size();
         *misfit = -1;
         fp::wait_for_gather(*flat);
-        const bool whole = flat->is_whole(), borrowed = flat->data == FP_DATA_BORROWED;
+        const bool whole = flat->is_gathered(), borrowed = flat->data == FP_DATA_BORROWED;
         bool changed = false;
-        if (flat->full._version() != flat->seen_version) {
-            flat->seen_version = flat->full._version();
+        if (flat->unsharded._version() != flat->seen_version) {
+            flat->seen_version = flat->unsharded._version();
             fp::show_version(*flat, views);
             if (whole) {
-                changed = fp::write_to_shard(*flat, shard, 0, flat->io);
+                changed = fp::write_to_shard(*flat, shard, 0, flat->unsharded_data);
             }
             else if (!borrowed) {
                 *misfit = static_cast<Py_ssize_t>(n);
@@ -183,9 +183,9 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             const fp::View &place = flat->geometry->views[i];
             const at::Tensor view = THPVariable_Unpack(views[i]);
             if (fp::is_plain_tensor(view) && view.sizes() == c10::IntArrayRef(place.shape) &&
-                view.scalar_type() == flat->full.scalar_type() && view.device() == flat->full.device()) {
+                view.scalar_type() == flat->unsharded.scalar_type() && view.device() == flat->unsharded.device()) {
                 fp::check_memory(view);
-                const at::Tensor values = at::empty({place.numel}, flat->io.options());
+                const at::Tensor values = at::empty({place.numel}, flat->unsharded_data.options());
                 fp::alias(values, place.shape, place.stride, 0)
                     .copy_(fp::alias(view, view.sizes(), view.strides(), view.storage_offset()));
                 given.emplace_back(i, values);
@@ -193,14 +193,14 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             else {
                 *misfit = static_cast<Py_ssize_t>(i);
             }
-            view.set_data(fp::alias(flat->full, place));
+            view.set_data(fp::alias(flat->unsharded, place));
         }
         for (const auto &[i, values] : given) {
             const fp::View &place = flat->geometry->views[i];
             changed = (!borrowed && fp::write_to_shard(*flat, shard, place.offset, values)) || changed;
             if (borrowed || whole) {
-                const at::Tensor target =
-                    fp::alias(flat->io, place.numel, int64_t{1}, flat->io.storage_offset() + place.offset);
+                const at::Tensor target = fp::alias(flat->unsharded_data, place.numel, int64_t{1},
+                                                    flat->unsharded_data.storage_offset() + place.offset);
                 changed = (borrowed && !fp::has_same_bytes(target, values)) || changed;
                 target.copy_(values);
             }
@@ -209,7 +209,7 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             shard.unsafeGetTensorImpl()->bump_version();
         }
         if (whole && !given.empty()) {
-            flat->copy.reset(); /* it is made anew of what is whole */
+            flat->secondary_shard.reset(); /* it is made anew of what is whole */
         }
         return changed ? 1 : 0;
     });

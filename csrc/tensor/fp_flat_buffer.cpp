@@ -31,7 +31,7 @@ device_from(PyObject *object)
 }
 
 at::Tensor
-freed_full(const fp_flat_buffer &flat, const at::TensorOptions &options, const char *reason)
+freed_unsharded(const fp_flat_buffer &flat, const at::TensorOptions &options, const char *reason)
 {
     return freed_source(options, static_cast<size_t>(flat.geometry->total) * options.dtype().itemsize(), reason, true);
 }
@@ -41,25 +41,25 @@ void
 leave_storage(fp_flat_buffer &flat, PyObject *const *views, const char *reason)
 {
     const Plainly plainly;
-    const at::Tensor source = freed_full(flat, flat.io.options(), reason);
+    const at::Tensor source = freed_unsharded(flat, flat.unsharded_data.options(), reason);
     for (size_t i = 0; views != nullptr && i < flat.geometry->views.size(); i++) {
         if (is_view_at(flat, views[i], i)) {
             move_to_storage(THPVariable_Unpack(views[i]), source);
         }
     }
-    move_to_storage(flat.full, source);
-    move_to_storage(flat.io, source);
+    move_to_storage(flat.unsharded, source);
+    move_to_storage(flat.unsharded_data, source);
 }
 
 // Let source's storage, which is freed unless it is the borrowed shard, be that of the unsharded tensor.
 void
-make_full(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
+set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
 {
     move(flat, borrowed ? FP_DATA_BORROW : FP_DATA_PREPARE);
     const int64_t total = flat.geometry->total, offset = borrowed ? source.storage_offset() : 0;
-    flat.full = alias(source, total, int64_t{1}, offset);
-    flat.io = alias(source, total, int64_t{1}, offset);
-    flat.shown_version = flat.seen_version = flat.full._version();
+    flat.unsharded = alias(source, total, int64_t{1}, offset);
+    flat.unsharded_data = alias(source, total, int64_t{1}, offset);
+    flat.shown_version = flat.seen_version = flat.unsharded._version();
 }
 
 int
@@ -162,16 +162,16 @@ fp_flat_buffer_prepare(fp_flat_buffer *flat, PyObject *shard_object, const char 
         const at::ScalarType dtype = flat->dtype_of(shard);
         const c10::Device device = flat->device_for(shard);
         const bool borrowed = flat->shards == 1 && dtype == shard.scalar_type() && device == shard.device();
-        if (flat->full.defined() && flat->full.scalar_type() == dtype && flat->full.device() == device &&
+        if (flat->unsharded.defined() && flat->unsharded.scalar_type() == dtype && flat->unsharded.device() == device &&
             (flat->data == FP_DATA_BORROWED) == borrowed &&
-            (!borrowed || (fp::storage_of(flat->full) == fp::storage_of(shard) &&
-                           flat->full.storage_offset() == shard.storage_offset()))) {
+            (!borrowed || (fp::storage_of(flat->unsharded) == fp::storage_of(shard) &&
+                           flat->unsharded.storage_offset() == shard.storage_offset()))) {
             return 0;
         }
         const fp::Plainly plainly;
         const at::TensorOptions options = shard.options().dtype(dtype).device(device).requires_grad(false);
-        fp::make_full(*flat, borrowed ? shard : fp::freed_full(*flat, options, reason), borrowed);
-        flat->copy.reset();
+        fp::set_storage(*flat, borrowed ? shard : fp::freed_unsharded(*flat, options, reason), borrowed);
+        flat->secondary_shard.reset();
         return 1;
     });
 }
@@ -185,10 +185,10 @@ fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason)
         }
         const fp::Plainly plainly;
         fp::wait_for_gather(*flat);
-        flat->full.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
-        c10::StorageImpl *storage = fp::storage_of(flat->full);
+        flat->unsharded.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
+        c10::StorageImpl *storage = fp::storage_of(flat->unsharded);
         fp::set_freed_reason(storage, fp::is_held(storage) ? nullptr : reason);
-        fp::make_full(*flat, fp::freed_full(*flat, flat->io.options(), reason), false);
+        fp::set_storage(*flat, fp::freed_unsharded(*flat, flat->unsharded_data.options(), reason), false);
         return 1;
     });
 }
@@ -204,8 +204,9 @@ fp_flat_buffer_lacks_memory(const fp_flat_buffer *flat, PyObject *shard_object, 
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &shard = fp::unpack(shard_object);
-        const bool is_there = flat->is_whole() && fp::memory_of(fp::storage_of(flat->full)) < fp::bytes_of(*flat);
-        const at::Tensor &tensor = is_there ? flat->full : shard;
+        const bool is_there =
+            flat->is_gathered() && fp::memory_of(fp::storage_of(flat->unsharded)) < fp::bytes_of(*flat);
+        const at::Tensor &tensor = is_there ? flat->unsharded : shard;
         *present = static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)));
         *needed = static_cast<int64_t>(fp::bytes_for(tensor));
         return *present < *needed ? 1 : 0;
@@ -226,7 +227,7 @@ fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard_object)
 int
 fp_flat_buffer_is_allocated(const fp_flat_buffer *flat) noexcept
 {
-    return flat->full.defined() && fp::memory_of(fp::storage_of(flat->full)) != 0;
+    return flat->unsharded.defined() && fp::memory_of(fp::storage_of(flat->unsharded)) != 0;
 }
 
 int
@@ -237,21 +238,22 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
             return 0; /* it may still be written to */
         }
         fp::wait_for_gather(*flat);
-        if (flat->data != FP_DATA_BORROWED && !flat->stays_full && flat->full.defined()) {
-            if (flat->is_whole() && flat->param_group != nullptr && !flat->copy.defined()) {
+        if (flat->data != FP_DATA_BORROWED && !flat->stays_full && flat->unsharded.defined()) {
+            if (flat->is_gathered() && flat->param_group != nullptr && !flat->secondary_shard.defined()) {
                 const int64_t numel = flat->part_numel();
                 const fp::Plainly plainly;
-                flat->copy = fp::alias(flat->io, numel, int64_t{1}, flat->param_rank * numel).clone();
+                flat->secondary_shard =
+                    fp::alias(flat->unsharded_data, numel, int64_t{1}, flat->param_rank * numel).clone();
             }
             fp::move(*flat, FP_DATA_FORGET);
-            if (fp::is_held(fp::storage_of(flat->full))) {
+            if (fp::is_held(fp::storage_of(flat->unsharded))) {
                 fp::leave_storage(*flat, views, reason);
             }
             else if (flat->is_lent()) {
-                fp::set_freed_reason(fp::storage_of(flat->full), reason); /* it goes when nobody has it any more */
+                fp::set_freed_reason(fp::storage_of(flat->unsharded), reason); /* it goes when nobody has it any more */
             }
             else {
-                fp::resize_storage(fp::storage_of(flat->full), 0, reason, true);
+                fp::resize_storage(fp::storage_of(flat->unsharded), 0, reason, true);
             }
         }
         return 0;
@@ -259,15 +261,15 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
 }
 
 int
-fp_flat_buffer_is_whole(const fp_flat_buffer *flat) noexcept
+fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) noexcept
 {
-    return flat->is_whole();
+    return flat->is_gathered();
 }
 
 int
 fp_flat_buffer_has_values(const fp_flat_buffer *flat) noexcept
 {
-    return flat->is_whole() || flat->copy.defined();
+    return flat->is_gathered() || flat->secondary_shard.defined();
 }
 
 int
@@ -277,9 +279,9 @@ fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard_object)
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         fp::wait_for_gather(*flat);
-        const at::Tensor &values = flat->is_whole() ? flat->io : flat->copy;
+        const at::Tensor &values = flat->is_gathered() ? flat->unsharded_data : flat->secondary_shard;
         const int64_t first =
-            flat->rank * flat->shard_numel - (flat->is_whole() ? 0 : flat->param_rank * flat->part_numel());
+            flat->rank * flat->shard_numel - (flat->is_gathered() ? 0 : flat->param_rank * flat->part_numel());
         if (!values.defined() || first < 0 || first + flat->shard_numel > values.numel()) {
             return 0;
         }
@@ -293,7 +295,7 @@ fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard_object)
 }
 
 int
-fp_flat_buffer_forget_whole(fp_flat_buffer *flat)
+fp_flat_buffer_forget_gathered(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
         if (!fp::is_lost(*flat)) {
@@ -307,24 +309,24 @@ fp_flat_buffer_forget_whole(fp_flat_buffer *flat)
 int
 fp_flat_buffer_forget_values(fp_flat_buffer *flat)
 {
-    flat->copy.reset();
-    flat->next_copy.reset();
-    return fp_flat_buffer_forget_whole(flat);
+    flat->secondary_shard.reset();
+    flat->next_secondary_shard.reset();
+    return fp_flat_buffer_forget_gathered(flat);
 }
 
 PyObject *
-fp_flat_buffer_copy(fp_flat_buffer *flat)
+fp_flat_buffer_secondary_shard(fp_flat_buffer *flat)
 {
-    if (!flat->copy.defined()) {
+    if (!flat->secondary_shard.defined()) {
         Py_RETURN_NONE;
     }
-    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->copy); });
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->secondary_shard); });
 }
 
 PyObject *
 fp_flat_buffer_unsharded(fp_flat_buffer *flat)
 {
-    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->io); });
+    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(flat->unsharded_data); });
 }
 
 } // extern "C"

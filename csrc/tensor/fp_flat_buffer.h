@@ -5,7 +5,7 @@
  *     prepare -> views        (once; again when dtype or device of the shard have changed)
  *     gather -> wait          before forward and backward: the shard of every rank into one buffer. Where forward and
  *                             backward share it over other ranks than the optimizer does (param_group), the first gather
- *                             after a change of the shards leaves a copy, from which the others gather
+ *                             after a change of the shards leaves a secondary shard, from which the others gather
  *     free                    when nobody needs it: its storage has 0 bytes, the views stay
  *     keep -> reduce -> take  the gradients of the views, packed, reduced over the ranks, as the gradient of the shard */
 #ifndef FP_FLAT_BUFFER_H
@@ -24,9 +24,9 @@ typedef struct {
     int rank, shards;             /* which shard is ours, and how many there are */
     fp_group *shard_group;        /* NULL if shards == 1; borrowed, outlives the flat, as the other groups */
     fp_group *replicate_group;    /* gradients of the shard are added over it too; NULL: none */
-    int param_rank, param_shards; /* the same of the copy for forward and backward */
-    fp_group *param_group;        /* the ranks that share the copy; NULL: there is none */
-    fp_group *refresh_group;      /* nested: the ranks whose shards make up our part of the copy, in their order */
+    int param_rank, param_shards; /* the same of the secondary shard for forward and backward */
+    fp_group *param_group;        /* the ranks that share the secondary shard; NULL: there is none */
+    fp_group *refresh_group;      /* nested: the ranks whose shards make up our secondary shard, in their order */
     double predivide, postdivide;
     PyObject *compute_dtype, *reduce_dtype; /* torch.dtype, or NULL: the shard's; reduce: compute_dtype */
     int full_precision;                     /* reduce_dtype NULL: the shard's */
@@ -61,12 +61,12 @@ int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
 
 /* Write the shard to its place and start gathering. collectives: NULL, or the Python object that does it. changed: the
  * shard's values are not those of the gather before, so a graph that still needs those shall be refused by autograd.
- * refresh: from the shards, also where there is a copy. goes_on: as was begun by a call that was broken off. Returns
- * 1: from the shards; 0: from the copy; -1. */
+ * refresh: from the shards, also where there is a secondary shard. goes_on: as was begun by a call that was broken off.
+ * Returns 1: from the shards; 0: from the secondary shard; -1. */
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on);
 /* Until the gather has ended. -1: the wait was broken off, and can be made again; or the gather has failed: then
- * fp_flat_buffer_is_whole() is 0, and what is there shall not be used. */
+ * fp_flat_buffer_is_gathered() is 0, and what is there shall not be used. */
 int fp_flat_buffer_wait(fp_flat_buffer *flat);
 /* Its pass is forgotten: a gather that other ranks do not come to is waited for no longer than a moment. What it writes to
  * stays until it has ended, and the next gather waits for that. */
@@ -89,48 +89,49 @@ int fp_flat_buffer_wait_read(fp_flat_buffer *flat);
 /* How often the shard was seen to have another storage than before. */
 int64_t fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard);
 int fp_flat_buffer_is_allocated(const fp_flat_buffer *flat) FP_NOEXCEPT;
-int fp_flat_buffer_is_whole(const fp_flat_buffer *flat) FP_NOEXCEPT;   /* what was gathered is still there */
-int fp_flat_buffer_has_values(const fp_flat_buffer *flat) FP_NOEXCEPT; /* the same, or a copy is */
-/* 1 if what was gathered, or the copy, has the values of shard for our part; 0: it has others, or is not there; -1. */
+int fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) FP_NOEXCEPT; /* what was gathered is still there */
+int fp_flat_buffer_has_values(const fp_flat_buffer *flat) FP_NOEXCEPT;  /* the same, or a secondary shard is */
+/* 1 if what was gathered, or the secondary shard, has the values of shard for our part; 0: it has others, or is not
+ * there; -1. */
 int fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard);
 /* Free the memory, unless somebody outside has it; reading it raises reason, see fp_torch_resize_storage. Our part of what
- * was gathered becomes the copy. */
+ * was gathered becomes the secondary shard. */
 int fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char *reason);
-int fp_flat_buffer_forget_whole(fp_flat_buffer *flat);  /* what was gathered shall not become the copy */
-int fp_flat_buffer_forget_values(fp_flat_buffer *flat); /* the same, and there is no copy any more */
-PyObject *fp_flat_buffer_copy(fp_flat_buffer *flat);    /* the copy, new reference; Py_None */
+int fp_flat_buffer_forget_gathered(fp_flat_buffer *flat); /* what was gathered shall not become the secondary shard */
+int fp_flat_buffer_forget_values(fp_flat_buffer *flat);   /* the same, and there is no secondary shard any more */
+PyObject *fp_flat_buffer_secondary_shard(fp_flat_buffer *flat); /* new reference; Py_None */
 PyObject *
 fp_flat_buffer_unsharded(fp_flat_buffer *flat); /* the tensor, new reference; None before fp_flat_buffer_prepare() */
 void fp_flat_buffer_average_elsewhere(fp_flat_buffer *flat); /* from now on gradients are summed, not averaged */
 
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype; in fp32 if that is a low
  * one. */
-int fp_flat_buffer_keep(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
-/* Put gradients, and what is kept, together as they are reduced; fp_flat_buffer_reduce sends that. */
+int fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
+/* Put gradients, and what is kept, together as they are reduced; fp_flat_buffer_start_reduce sends that. */
 int fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
 /* Start reducing what was packed, or what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros.
  * How far, nested only: over param_group, added to what earlier calls have left; from there to the shard; or both. */
 enum { FP_REDUCE_INNER = 1, FP_REDUCE_OUTER = 2, FP_REDUCE_ALL = 3 };
-int fp_flat_buffer_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard, PyObject *collectives,
-                          int how_far);
+int fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard,
+                                PyObject *collectives, int how_far);
 /* Tell of the next reductions' events who requires grad now of these. */
 void fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ssize_t n) FP_NOEXCEPT;
 /* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
  * nothing was being reduced; -1. */
-int fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);
+int fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);
 /* Wait for all; the reduced gradient of the shard, where the shard is, new reference; Py_None if there is none. */
-PyObject *fp_flat_buffer_take(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);
-int fp_flat_buffer_has_kept(const fp_flat_buffer *flat) FP_NOEXCEPT;
+PyObject *fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);
+int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */
-PyObject *fp_flat_buffer_kept(fp_flat_buffer *flat);
-void fp_flat_buffer_forget(fp_flat_buffer *flat, int kept_too); /* drop reductions under way; and what is kept */
+PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);
+void fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too); /* drop reductions under way; and what is kept */
 /* Start the copy of what lies in host memory back to the device; and drop such a copy that nobody has added to. */
-int fp_flat_buffer_bring_back(fp_flat_buffer *flat);
-int fp_flat_buffer_leave_there(fp_flat_buffer *flat);
+int fp_flat_buffer_start_reload(fp_flat_buffer *flat);
+int fp_flat_buffer_drop_reload(fp_flat_buffer *flat);
 /* No gradient is on its way to host memory any more that what comes next on the device could overtake. */
 int fp_flat_buffer_settle_copies(fp_flat_buffer *flat);
 /* Bytes of what is kept: on the device that the shard is on, and of the buffer for it in host memory. */
-void fp_flat_buffer_kept_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;
+void fp_flat_buffer_accumulated_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;
 
 #ifdef __cplusplus
 }

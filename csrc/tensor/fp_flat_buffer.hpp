@@ -23,47 +23,48 @@ struct fp_flat_buffer {
     bool in_full = false;              // everything is in the shard's dtype for the time being
     std::optional<c10::Device> device; // to compute on, where it is not the shard's
 
-    at::Tensor full; // [total] in the compute dtype; its storage has 0 bytes while freed
-    at::Tensor io;   // the same memory under another version counter: what is written here is no change to autograd
-    fp_data_state data = FP_DATA_SHARDED; // of full; see fp::move
-    at::Tensor copy;                      // [total / param_shards] in the compute dtype: what param_group gathers from
-    at::Tensor next_copy;                 // nested: the same while it is gathered
+    at::Tensor unsharded; // [total] in the compute dtype; its storage has 0 bytes while freed
+    at::Tensor
+        unsharded_data; // the same memory under another version counter: autograd sees no change of what is written
+    fp_data_state data = FP_DATA_SHARDED; // of unsharded; see fp::move
+    at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: what param_group gathers from
+    at::Tensor next_secondary_shard;      // nested: the same while it is gathered
     c10::intrusive_ptr<c10d::Work> work;  // of a gather
     fp_group *work_group = nullptr;       // over which
-    at::Tensor kept;                      // [total] in kept_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial;                   // nested: [total / param_shards] of it, added over param_group
-    at::Tensor wire, reduced;             // of a reduction: its input and output
-    at::Tensor summed;                    // the part of wire that becomes reduced, if wire is added up in place
+    at::Tensor accumulated_grad;          // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
+    at::Tensor partial_reduce_output;     // nested: [total / param_shards] of it, added over param_group
+    at::Tensor reduce_input, reduce_output;
+    at::Tensor reduce_slice; // of reduce_input, where that is added up in place: what becomes reduce_output
     c10::intrusive_ptr<c10d::Work> reduction;
-    at::Tensor arriving;                             // the reduced gradient on the host, once has_arrived
+    at::Tensor arriving_grad;                        // the reduced gradient on the host, once has_arrived
     std::optional<c10::Event> was_read, has_arrived; // recorded after copies from and to a shard on the host
     fp_gradient_state gradient = FP_GRADIENT_NONE;   // see fp::move
     bool offloads = false;
-    at::Tensor host;         // where kept, nested: partial, is between backwards; pinned beside an accelerator
-    bool host_valid = false; // it is there now
+    at::Tensor host;                    // where what was accumulated is between backwards; pinned beside an accelerator
+    bool host_valid = false;            // it is there now
     std::optional<c10::Event> has_left; // recorded after the copy to it
-    at::Tensor ahead;                   // a copy of host on the device that was started in time
+    at::Tensor reload_buffer;           // a copy of host on the device that was started in time
     std::optional<c10::Event> has_come; // recorded after it
     uint32_t trained = 0;               // a hash of who requires grad
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
     int64_t sources = 0;                                             // how often that changed
     std::shared_ptr<fp::UnitRef> unit;                               // whose views they are; null before there are any
     fp::NodePtr node;                                                // behind the views; null if they have none
-    int64_t shown_version = 0; // the version of full that autograd knows of the views
+    int64_t shown_version = 0; // the version of unsharded that autograd knows of the views
     int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
 
-    // Somebody outside reads the memory of full, which may not be freed or written to then.
+    // Somebody outside reads the memory of unsharded, which may not be freed or written to then.
     bool is_lent() const
     {
-        return full.defined() && data != FP_DATA_BORROWED &&
-               (!fp::storage_of(full)->resizable() || fp::is_held(fp::storage_of(full)));
+        return unsharded.defined() && data != FP_DATA_BORROWED &&
+               (!fp::storage_of(unsharded)->resizable() || fp::is_held(fp::storage_of(unsharded)));
     }
     bool is_under_way() const
     {
         return data == FP_DATA_REFRESHING || data == FP_DATA_GATHERING || data == FP_DATA_ABANDONED;
     }
     // What was gathered is there, or about to be.
-    bool is_whole() const
+    bool is_gathered() const
     {
         return data == FP_DATA_GATHERING || data == FP_DATA_UNSHARDED;
     }
@@ -80,12 +81,12 @@ struct fp_flat_buffer {
     {
         return in_full ? shard.scalar_type() : compute_dtype.value_or(shard.scalar_type());
     }
-    at::ScalarType wire_dtype_of(const at::Tensor &shard) const
+    at::ScalarType reduce_dtype_of(const at::Tensor &shard) const
     {
         const at::ScalarType otherwise = full_precision ? shard.scalar_type() : dtype_of(shard);
         return in_full ? shard.scalar_type() : reduce_dtype.value_or(otherwise);
     }
-    at::ScalarType kept_dtype_of(const at::Tensor &shard) const
+    at::ScalarType accumulated_dtype_of(const at::Tensor &shard) const
     {
         return fp::is_low(shard.scalar_type()) ? at::kFloat : shard.scalar_type();
     }
@@ -97,7 +98,7 @@ namespace fp {
 inline size_t
 bytes_of(const fp_flat_buffer &flat)
 {
-    return static_cast<size_t>(flat.geometry->total) * flat.full.element_size();
+    return static_cast<size_t>(flat.geometry->total) * flat.unsharded.element_size();
 }
 
 // The only way to another state; RuntimeError, with nothing changed, where the core's table has no such move.
@@ -120,8 +121,8 @@ bool is_view_at(const fp_flat_buffer &flat, PyObject *view, size_t i);
 
 bool has_same_bytes(const at::Tensor &a, const at::Tensor &b);
 
-// Let autograd take the views for what they were made as, though full has been changed in place since; else it would look
-// for another history of them.
+// Let autograd take the views for what they were made as, though unsharded has been changed in place since; else it would
+// look for another history of them.
 void show_version(fp_flat_buffer &flat, PyObject *const *views);
 void change_version(fp_flat_buffer &flat, PyObject *const *views);
 

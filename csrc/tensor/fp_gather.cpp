@@ -25,7 +25,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tenso
 void
 gather_all(fp_flat_buffer &flat, fp_group &group, at::Tensor &input, PyObject *collectives)
 {
-    move(flat, gather_over(flat, group, flat.io, input, collectives) ? FP_DATA_GATHER : FP_DATA_FILL);
+    move(flat, gather_over(flat, group, flat.unsharded_data, input, collectives) ? FP_DATA_GATHER : FP_DATA_FILL);
 }
 
 // slot = shard, from the host too.
@@ -52,7 +52,7 @@ is_lost(fp_flat_buffer &flat)
     move(flat, FP_DATA_ABANDON);
     if (flat.work->isCompleted()) {
         flat.work.reset();
-        flat.next_copy.reset();
+        flat.next_secondary_shard.reset();
         move(flat, FP_DATA_FAIL);
         return false;
     }
@@ -71,7 +71,7 @@ wait_for_gather(fp_flat_buffer &flat)
     catch (...) {
         if (!flat.work) {
             move(flat, FP_DATA_FAIL);
-            flat.next_copy.reset();
+            flat.next_secondary_shard.reset();
         }
         throw;
     }
@@ -101,33 +101,34 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         fp::wait_for_gather(*flat);
         fp::move(*flat, FP_DATA_FORGET);
         if (!goes_on) {
-            flat->next_copy.reset();
+            flat->next_secondary_shard.reset();
         }
-        const bool from_shards = refresh || !flat->copy.defined();
+        const bool from_shards = refresh || !flat->secondary_shard.defined();
         if (from_shards) {
-            flat->copy.reset();
+            flat->secondary_shard.reset();
         }
-        fp::resize_storage(fp::storage_of(flat->full), fp::bytes_of(*flat), nullptr, false);
+        fp::resize_storage(fp::storage_of(flat->unsharded), fp::bytes_of(*flat), nullptr, false);
         if (from_shards && flat->refresh_group != nullptr) {
-            if (!flat->next_copy.defined()) {
-                at::Tensor copy = at::empty({flat->part_numel()}, flat->io.options());
+            if (!flat->next_secondary_shard.defined()) {
+                at::Tensor copy = at::empty({flat->part_numel()}, flat->unsharded_data.options());
                 const int64_t first = flat->rank * flat->shard_numel - flat->param_rank * flat->part_numel();
                 at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, first);
                 fp::fill(*flat, slot, shard);
                 if (fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives)) {
                     fp::move(*flat, FP_DATA_REFRESH);
                 }
-                flat->next_copy = std::move(copy);
+                flat->next_secondary_shard = std::move(copy);
             }
             fp::wait_for_gather(*flat);
-            flat->copy = std::move(flat->next_copy);
-            flat->next_copy.reset();
+            flat->secondary_shard = std::move(flat->next_secondary_shard);
+            flat->next_secondary_shard.reset();
         }
-        if (flat->copy.defined()) {
-            fp::gather_all(*flat, *flat->param_group, flat->copy, collectives);
+        if (flat->secondary_shard.defined()) {
+            fp::gather_all(*flat, *flat->param_group, flat->secondary_shard, collectives);
         }
         else {
-            at::Tensor slot = fp::alias(flat->io, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
+            at::Tensor slot =
+                fp::alias(flat->unsharded_data, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
             fp::fill(*flat, slot, shard);
             if (flat->shards > 1) {
                 fp::gather_all(*flat, *flat->shard_group, slot, collectives);

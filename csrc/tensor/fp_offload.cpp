@@ -8,18 +8,18 @@ namespace {
 
 // Start the copy of what lies in host memory to the device.
 void
-bring_back(fp_flat_buffer &flat)
+start_reload(fp_flat_buffer &flat)
 {
-    if (!flat.host_valid || flat.ahead.defined()) {
+    if (!flat.host_valid || flat.reload_buffer.defined()) {
         return;
     }
-    const c10::Device device = flat.full.device();
-    flat.ahead = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
-    if (has_streams(flat.ahead)) {
-        flat.has_come = copy_over(flat.ahead, flat.host, device);
+    const c10::Device device = flat.unsharded.device();
+    flat.reload_buffer = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
+    if (has_streams(flat.reload_buffer)) {
+        flat.has_come = copy_over(flat.reload_buffer, flat.host, device);
     }
     else {
-        flat.ahead.copy_(flat.host);
+        flat.reload_buffer.copy_(flat.host);
     }
 }
 
@@ -31,13 +31,13 @@ reload(fp_flat_buffer &flat, at::Tensor &accumulator)
     if (!flat.host_valid) {
         return;
     }
-    bring_back(flat);
+    start_reload(flat);
     if (flat.has_come) {
-        block_on(flat.has_come, flat.full.device());
+        block_on(flat.has_come, flat.unsharded.device());
         flat.has_left.reset();
     }
-    accumulator = std::move(flat.ahead);
-    flat.ahead.reset();
+    accumulator = std::move(flat.reload_buffer);
+    flat.reload_buffer.reset();
     flat.host_valid = false;
 }
 
@@ -66,22 +66,22 @@ offload(fp_flat_buffer &flat, at::Tensor &accumulator)
 extern "C" {
 
 int
-fp_flat_buffer_bring_back(fp_flat_buffer *flat)
+fp_flat_buffer_start_reload(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        fp::bring_back(*flat);
+        fp::start_reload(*flat);
         return 0;
     });
 }
 
 int
-fp_flat_buffer_leave_there(fp_flat_buffer *flat)
+fp_flat_buffer_drop_reload(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        if (flat->ahead.defined()) {
-            fp::block_on(flat->has_come, flat->ahead.device()); /* its memory is used next */
-            flat->ahead.reset();
+        if (flat->reload_buffer.defined()) {
+            fp::block_on(flat->has_come, flat->reload_buffer.device()); /* its memory is used next */
+            flat->reload_buffer.reset();
         }
         return 0;
     });
@@ -91,18 +91,18 @@ int
 fp_flat_buffer_settle_copies(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        if (flat->offloads && flat->full.defined() && fp::has_streams(flat->full)) {
-            fp::settle_copies(flat->full.device());
+        if (flat->offloads && flat->unsharded.defined() && fp::has_streams(flat->unsharded)) {
+            fp::settle_copies(flat->unsharded.device());
         }
         return 0;
     });
 }
 
 void
-fp_flat_buffer_kept_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) noexcept
+fp_flat_buffer_accumulated_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) noexcept
 {
     *device = *host = 0;
-    for (const at::Tensor &tensor : {flat->kept, flat->partial, flat->ahead}) {
+    for (const at::Tensor &tensor : {flat->accumulated_grad, flat->partial_reduce_output, flat->reload_buffer}) {
         *device += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
     *host = flat->host.defined() ? static_cast<int64_t>(flat->host.nbytes()) : 0;

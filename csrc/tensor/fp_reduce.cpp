@@ -13,7 +13,7 @@ void
 pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const std::vector<at::Tensor> &gradients,
                const How &how)
 {
-    const at::ScalarType dtype = flat.full.scalar_type();
+    const at::ScalarType dtype = flat.unsharded.scalar_type();
     const bool plain =
         target.is_cpu() && std::all_of(gradients.begin(), gradients.end(), [&](const at::Tensor &grad) {
             return !grad.defined() || (is_plain_tensor(grad) && grad.is_cpu() && grad.scalar_type() == dtype);
@@ -29,7 +29,7 @@ pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const std::
         }
     }
     if (target.is_cpu() || !pack_batched(target, *flat.geometry, gradients, how)) {
-        convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.full.options(), 0.0), how);
+        convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.unsharded.options(), 0.0), how);
     }
 }
 
@@ -58,11 +58,12 @@ c10::intrusive_ptr<c10d::Work>
 start_reduction(fp_flat_buffer &flat, const fp_group &group)
 {
     if (!group.sliced) {
-        return reduce_scatter(group, flat.reduced, flat.wire);
+        return reduce_scatter(group, flat.reduce_output, flat.reduce_input);
     }
-    const int64_t numel = flat.reduced.numel();
-    flat.summed = alias(flat.wire, numel, int64_t{1}, flat.wire.storage_offset() + group.native->getRank() * numel);
-    return all_reduce(group, flat.wire);
+    const int64_t numel = flat.reduce_output.numel();
+    flat.reduce_slice = alias(flat.reduce_input, numel, int64_t{1},
+                              flat.reduce_input.storage_offset() + group.native->getRank() * numel);
+    return all_reduce(group, flat.reduce_input);
 }
 
 void
@@ -76,9 +77,9 @@ wait_for_reduction(fp_flat_buffer &flat)
         flat.reduction = reduction; // what has failed fails again
         throw;
     }
-    if (flat.summed.defined()) {
-        flat.reduced.copy_(flat.summed);
-        flat.summed.reset();
+    if (flat.reduce_slice.defined()) {
+        flat.reduce_output.copy_(flat.reduce_slice);
+        flat.reduce_slice.reset();
     }
 }
 
@@ -87,7 +88,7 @@ reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
 {
     announce(group, FP_EVENT_REDUCES, flat.trained);
     if (collectives != nullptr || !group.native) {
-        call_python(collectives, "reduce_scatter", flat.reduced, flat.wire, group);
+        call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
     }
     else {
         flat.reduction = start_reduction(flat, group);
@@ -95,14 +96,14 @@ reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
 }
 
 at::TensorOptions
-wire_options(const fp_flat_buffer &flat, const at::Tensor &shard)
+reduce_options(const fp_flat_buffer &flat, const at::Tensor &shard)
 {
-    return shard.options().device(flat.full.device()).requires_grad(false).dtype(flat.wire_dtype_of(shard));
+    return shard.options().device(flat.unsharded.device()).requires_grad(false).dtype(flat.reduce_dtype_of(shard));
 }
 
 // target (+)= source * scale where nothing else is to be done to source, else source itself, changed.
 at::Tensor
-on_the_wire(at::Tensor source, const at::TensorOptions &options, std::optional<double> scale)
+as_reduce_input(at::Tensor source, const at::TensorOptions &options, std::optional<double> scale)
 {
     if (source.dtype() == options.dtype() && source.device() == options.device()) {
         if (scale) {
@@ -119,77 +120,79 @@ on_the_wire(at::Tensor source, const at::TensorOptions &options, std::optional<d
 void
 send(fp_flat_buffer &flat, const at::Tensor &shard)
 {
-    at::Tensor result = std::move(flat.reduced);
-    flat.reduced.reset();
-    flat.wire.reset();
+    at::Tensor result = std::move(flat.reduce_output);
+    flat.reduce_output.reset();
+    flat.reduce_input.reset();
     if (flat.postdivide != 1.0) {
         result.div_(flat.postdivide);
     }
     result = result.to(flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type());
     if (result.device() == shard.device()) {
-        flat.arriving = std::move(result);
+        flat.arriving_grad = std::move(result);
         move(flat, FP_GRADIENT_SEND);
         return;
     }
-    flat.arriving = at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
-    flat.arriving.copy_(result, /*non_blocking=*/true);
+    flat.arriving_grad =
+        at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
+    flat.arriving_grad.copy_(result, /*non_blocking=*/true);
     flat.has_arrived = recorded_now(result.device());
     move(flat, FP_GRADIENT_SEND);
 }
 
 // What is kept and the gradients, which may be null, as they are reduced.
 void
-make_wire(fp_flat_buffer &flat, const fp_gradients *gradients, const at::TensorOptions &options)
+make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at::TensorOptions &options)
 {
     const std::optional<double> scale =
         flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
     const WithoutGil released;
     if (flat.refresh_group == nullptr) {
-        reload(flat, flat.kept);
+        reload(flat, flat.accumulated_grad);
     }
-    if (flat.kept.defined()) {
+    if (flat.accumulated_grad.defined()) {
         if (gradients != nullptr) {
-            pack_gradients(flat, flat.kept, gradients->list, {.scale = std::nullopt, .accumulate = true});
+            pack_gradients(flat, flat.accumulated_grad, gradients->list, {.scale = std::nullopt, .accumulate = true});
         }
-        flat.wire = on_the_wire(std::move(flat.kept), options, scale);
-        flat.kept.reset();
+        flat.reduce_input = as_reduce_input(std::move(flat.accumulated_grad), options, scale);
+        flat.accumulated_grad.reset();
     }
     else if (gradients != nullptr) {
-        flat.wire = at::empty({flat.geometry->total}, options);
-        pack_gradients(flat, flat.wire, gradients->list, {.scale = scale, .accumulate = false});
+        flat.reduce_input = at::empty({flat.geometry->total}, options);
+        pack_gradients(flat, flat.reduce_input, gradients->list, {.scale = scale, .accumulate = false});
     }
     else {
-        flat.wire = at::zeros({flat.geometry->total}, options);
+        flat.reduce_input = at::zeros({flat.geometry->total}, options);
     }
 }
 
-// What the ranks that share the copy have added up joins what they have added up before, in the shard's dtype.
+// What the ranks that share the secondary shard have added up joins what they have added up before, in the shard's dtype.
 void
-add_to_partial(fp_flat_buffer &flat, const at::Tensor &shard)
+accumulate_partial(fp_flat_buffer &flat, const at::Tensor &shard)
 {
     const WithoutGil released;
-    reload(flat, flat.partial);
-    if (flat.partial.defined()) {
-        convert(flat.partial, flat.reduced, {.scale = std::nullopt, .accumulate = true});
+    reload(flat, flat.partial_reduce_output);
+    if (flat.partial_reduce_output.defined()) {
+        convert(flat.partial_reduce_output, flat.reduce_output, {.scale = std::nullopt, .accumulate = true});
     }
     else {
-        flat.partial = flat.reduced.to(shard.scalar_type());
+        flat.partial_reduce_output = flat.reduce_output.to(shard.scalar_type());
     }
-    flat.reduced.reset();
+    flat.reduce_output.reset();
     if (flat.gradient == FP_GRADIENT_REDUCING_PARTIAL) {
-        offload(flat, flat.partial);
+        offload(flat, flat.partial_reduce_output);
     }
 }
 
 void
 reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
-    reload(flat, flat.partial);
-    const at::TensorOptions options = wire_options(flat, shard);
-    flat.wire = flat.partial.defined() ? on_the_wire(std::move(flat.partial), options, std::nullopt)
-                                       : at::zeros({flat.part_numel()}, options);
-    flat.partial.reset();
-    flat.reduced = at::empty({flat.shard_numel}, options);
+    reload(flat, flat.partial_reduce_output);
+    const at::TensorOptions options = reduce_options(flat, shard);
+    flat.reduce_input = flat.partial_reduce_output.defined()
+                            ? as_reduce_input(std::move(flat.partial_reduce_output), options, std::nullopt)
+                            : at::zeros({flat.part_numel()}, options);
+    flat.partial_reduce_output.reset();
+    flat.reduce_output = at::empty({flat.shard_numel}, options);
     reduce_over(flat, *flat.refresh_group, collectives);
     move(flat, FP_GRADIENT_REDUCE);
 }
@@ -206,22 +209,22 @@ fp_flat_buffer_average_elsewhere(fp_flat_buffer *flat)
 }
 
 int
-fp_flat_buffer_keep(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard_object)
+fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard_object)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         const fp::WithoutGil released;
         if (flat->refresh_group == nullptr) {
-            fp::reload(*flat, flat->kept);
+            fp::reload(*flat, flat->accumulated_grad);
         }
-        const bool first = !flat->kept.defined();
-        const at::TensorOptions options = fp::wire_options(*flat, shard).dtype(flat->kept_dtype_of(shard));
-        at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->kept;
+        const bool first = !flat->accumulated_grad.defined();
+        const at::TensorOptions options = fp::reduce_options(*flat, shard).dtype(flat->accumulated_dtype_of(shard));
+        at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->accumulated_grad;
         fp::pack_gradients(*flat, target, gradients->list, {.scale = std::nullopt, .accumulate = !first});
-        flat->kept = std::move(target);
+        flat->accumulated_grad = std::move(target);
         if (flat->refresh_group == nullptr) {
-            fp::offload(*flat, flat->kept);
+            fp::offload(*flat, flat->accumulated_grad);
         }
         return 0;
     });
@@ -234,15 +237,15 @@ fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObjec
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         fp::check(*flat, FP_GRADIENT_PACK);
-        fp::make_wire(*flat, gradients, fp::wire_options(*flat, shard));
+        fp::make_reduce_input(*flat, gradients, fp::reduce_options(*flat, shard));
         fp::move(*flat, FP_GRADIENT_PACK);
         return 0;
     });
 }
 
 int
-fp_flat_buffer_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard_object,
-                      PyObject *collectives, int how_far)
+fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard_object,
+                            PyObject *collectives, int how_far)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -252,24 +255,24 @@ fp_flat_buffer_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObj
             fp::reduce_partial(*flat, shard, collectives);
             return 0;
         }
-        const at::TensorOptions options = fp::wire_options(*flat, shard);
+        const at::TensorOptions options = fp::reduce_options(*flat, shard);
         const bool inner = nested || flat->replicate_group != nullptr;
         const fp_gradient_event event = nested && how_far == FP_REDUCE_INNER ? FP_GRADIENT_REDUCE_PARTIAL
                                         : inner                              ? FP_GRADIENT_REDUCE_INNER
                                                                              : FP_GRADIENT_REDUCE;
         fp::check(*flat, event);
         if (flat->gradient != FP_GRADIENT_PACKED) {
-            fp::make_wire(*flat, gradients, options);
+            fp::make_reduce_input(*flat, gradients, options);
         }
         if (flat->shards > 1) {
-            flat->reduced = at::empty({nested ? flat->part_numel() : flat->shard_numel}, options);
+            flat->reduce_output = at::empty({nested ? flat->part_numel() : flat->shard_numel}, options);
             fp::reduce_over(*flat, nested ? *flat->param_group : *flat->shard_group, collectives);
             fp::move(*flat, event);
             return 0;
         }
-        flat->reduced = flat->wire;
+        flat->reduce_output = flat->reduce_input;
         fp::move(*flat, event);
-        return inner ? fp_flat_buffer_advance(flat, shard_object, collectives) : 0;
+        return inner ? fp_flat_buffer_advance_reduce(flat, shard_object, collectives) : 0;
     });
 }
 
@@ -285,7 +288,7 @@ fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ss
 }
 
 int
-fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
+fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
 {
     return fp::guarded(-1, [&] {
         if (flat->gradient == FP_GRADIENT_NONE || flat->gradient == FP_GRADIENT_PACKED) {
@@ -296,12 +299,12 @@ fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *c
         }
         fp::wait_for_reduction(*flat);
         if (flat->shards > 1) {
-            flat->wire.reset();
+            flat->reduce_input.reset();
         }
         const fp::Plainly plainly;
         if (flat->gradient == FP_GRADIENT_REDUCING) {
             const at::Tensor &shard = fp::unpack(shard_object);
-            if (flat->full.device() == shard.device()) {
+            if (flat->unsharded.device() == shard.device()) {
                 return 1;
             }
             fp::send(*flat, shard);
@@ -310,7 +313,7 @@ fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *c
         if (flat->refresh_group != nullptr) {
             const at::Tensor &shard = fp::unpack(shard_object);
             const bool goes_on = flat->gradient == FP_GRADIENT_REDUCING_INNER;
-            fp::add_to_partial(*flat, shard);
+            fp::accumulate_partial(*flat, shard);
             fp::move(*flat, FP_GRADIENT_ACCUMULATE);
             if (goes_on) {
                 fp::reduce_partial(*flat, shard, collectives);
@@ -319,10 +322,11 @@ fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *c
         }
         fp::announce(*flat->replicate_group, FP_EVENT_REDUCES, flat->trained);
         if (collectives != nullptr || !flat->replicate_group->native) {
-            fp::call_python(collectives, "all_reduce", flat->reduced, flat->reduced, *flat->replicate_group);
+            fp::call_python(collectives, "all_reduce", flat->reduce_output, flat->reduce_output,
+                            *flat->replicate_group);
         }
         else {
-            flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduced);
+            flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduce_output);
         }
         fp::move(*flat, FP_GRADIENT_REDUCE);
         return 0;
@@ -330,9 +334,9 @@ fp_flat_buffer_advance(fp_flat_buffer *flat, PyObject *shard_object, PyObject *c
 }
 
 PyObject *
-fp_flat_buffer_take(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
+fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
 {
-    if (fp::is_reducing_inner(*flat) && fp_flat_buffer_advance(flat, shard_object, collectives) < 0) {
+    if (fp::is_reducing_inner(*flat) && fp_flat_buffer_advance_reduce(flat, shard_object, collectives) < 0) {
         return nullptr;
     }
     if (flat->gradient != FP_GRADIENT_REDUCING && flat->gradient != FP_GRADIENT_ARRIVING) {
@@ -347,22 +351,22 @@ fp_flat_buffer_take(fp_flat_buffer *flat, PyObject *shard_object, PyObject *coll
         }
         fp::wait_until(flat->has_arrived);
         fp::move(*flat, FP_GRADIENT_TAKE);
-        return THPVariable_Wrap(std::exchange(flat->arriving, at::Tensor()));
+        return THPVariable_Wrap(std::exchange(flat->arriving_grad, at::Tensor()));
     });
 }
 
 int
-fp_flat_buffer_has_kept(const fp_flat_buffer *flat) noexcept
+fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) noexcept
 {
-    return flat->kept.defined() || flat->partial.defined() || flat->host_valid;
+    return flat->accumulated_grad.defined() || flat->partial_reduce_output.defined() || flat->host_valid;
 }
 
 PyObject *
-fp_flat_buffer_kept(fp_flat_buffer *flat)
+fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
 {
     const at::Tensor &kept = flat->host_valid                 ? flat->host
-                             : flat->refresh_group != nullptr ? flat->partial
-                                                              : flat->kept;
+                             : flat->refresh_group != nullptr ? flat->partial_reduce_output
+                                                              : flat->accumulated_grad;
     if (!kept.defined()) {
         Py_RETURN_NONE;
     }
@@ -376,21 +380,21 @@ fp_flat_buffer_kept(fp_flat_buffer *flat)
 }
 
 void
-fp_flat_buffer_forget(fp_flat_buffer *flat, int kept_too)
+fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too)
 {
     flat->reduction.reset();
-    flat->summed.reset();
-    flat->wire.reset();
-    flat->reduced.reset();
-    flat->arriving.reset();
+    flat->reduce_slice.reset();
+    flat->reduce_input.reset();
+    flat->reduce_output.reset();
+    flat->arriving_grad.reset();
     flat->has_arrived.reset();
     flat->gradient = FP_GRADIENT_NONE; /* from any state */
     if (kept_too) {
-        flat->kept.reset();
-        flat->partial.reset();
+        flat->accumulated_grad.reset();
+        flat->partial_reduce_output.reset();
         flat->host_valid = false;
     }
-    if (fp_flat_buffer_leave_there(flat) < 0) {
+    if (fp_flat_buffer_drop_reload(flat) < 0) {
         PyErr_Clear(); /* the device has failed: whoever uses it next says so */
     }
 }
