@@ -1,6 +1,7 @@
 """What all tests share: failed assertions in the helper modules show their values, as in the tests themselves."""
 
 import signal
+from collections import defaultdict
 
 import pytest
 
@@ -8,3 +9,18 @@ pytest.register_assert_rewrite("gloo", "one_handle", "random_modules", "recordin
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a ``sweep(n)``, n that are spread over it stay as they are; the others become ``thorough``."""
+    sweeps = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep") is not None:
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    for cases in sweeps.values():
+        [kept] = cases[0].get_closest_marker("sweep").args
+        stay = {i * len(cases) // kept for i in range(kept)}
+        for i, case in enumerate(cases):
+            if i not in stay:
+                case.add_marker("thorough")

@@ -118,6 +118,7 @@ def test_a_killed_parent_takes_its_children_along(endless):
     leaves_nothing_broken(out)
 
 
+@pytest.mark.thorough
 def test_processes_that_wait_do_not_spin_and_one_that_hangs_is_named(tmp_path, monkeypatch):
     def cpu_ticks(pid):
         return sum(map(int, stat_fields(pid)[11:13]))  # user and system time

@@ -83,6 +83,7 @@ def test_every_core_file_has_its_test():
         assert helpers.get(name, "pack" if name.startswith("cast_") else name) in tested, source.name
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_the_compiler_s_analyzer_has_nothing_to_say(source):
     analyzer = ["-fanalyzer"] if compiles(["-fanalyzer"]) else ["--analyze"]  # GCC's, else Clang's

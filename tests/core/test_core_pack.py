@@ -63,6 +63,7 @@ def computed_by_torch(source, destination, scale, accumulate):
     return destination.clone().add_(result) if accumulate else result
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.1, -1e-3])
 @pytest.mark.parametrize(("source_dtype", "flat_dtype"), PAIRS)
@@ -78,6 +79,7 @@ def test_every_value_is_packed_as_torch_computes(level, source_dtype, flat_dtype
     assert_same_bits(flat, computed_by_torch(source, before, scale, accumulate))
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize(("segment_dtype", "flat_dtype"), PAIRS)

@@ -55,6 +55,7 @@ def random_numels(source):
     return [2 * source.randrange(300) + 1 for _ in range(count)]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_lists_are_laid_out_as_torch_does(seed):
     source = random.Random(seed)

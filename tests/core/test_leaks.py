@@ -301,6 +301,7 @@ def train_and_delete(strategy, orig):
     return grown, all(gone)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])

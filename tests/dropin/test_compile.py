@@ -90,6 +90,7 @@ def train_compiled(how):
     }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
 def test_flatparams_runtime_compiles_without_install(how):
     for expected, got in run_ranks(train_compiled, 2, how):

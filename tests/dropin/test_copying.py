@@ -29,6 +29,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=map(str, RUNS))
 def test_trains_on_as_the_original(number):
     run = RUNS[number]

@@ -102,6 +102,7 @@ def plain_values(thing, names):
 # What is in a copy
 
 
+@pytest.mark.sweep(4)
 @every_way
 @every_mode
 def test_is_as_if_it_was_wrapped_anew(way, strategy, orig):
@@ -128,6 +129,7 @@ def test_is_as_if_it_was_wrapped_anew(way, strategy, orig):
     assert twin.state_dict().keys() == fresh.state_dict().keys()
 
 
+@pytest.mark.sweep(4)
 @every_way
 @every_mode
 def test_shares_nothing_with_the_original(way, strategy, orig):
@@ -339,6 +341,7 @@ def test_an_inner_unit_alone_becomes_a_root(way):
     assert not model.module[1].check_is_root()
 
 
+@pytest.mark.sweep(4)
 @every_way
 @every_mode
 def test_a_handle_alone(way, strategy, orig):

@@ -1,39 +1,24 @@
 """What users do with a wrapped model beyond training it is, bit for bit, what it is under torch's handle."""
 
 import copy
-import functools
 import warnings
 
 import pytest
 import torch
 from dropin_behaviours import BEHAVIOURS, SETTINGS, Setting, run_all
-from gloo import RankFailure, fake_world, handle_of, run_both
+from gloo import fake_world, handle_of, run_both
 from recording import first_difference
 from torch import nn
 
 pytestmark = pytest.mark.multiprocess
 
 
-@functools.cache
-def outcome():
-    """What all behaviours in one launch of two ranks gave, or why there is nothing."""
-    try:
-        return run_both(run_all, 2, BEHAVIOURS, timeout=150.0)
-    except RankFailure as failure:
-        return failure
-
-
-def results():
-    if isinstance(outcome(), RankFailure):
-        raise outcome()
-    return outcome()
-
-
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
 def test_behaves_as_with_torchs_handle(behaviour, strategy, orig):
     name = f"{behaviour.__name__}-{strategy.lower()}-{'orig' if orig else 'flat'}"
-    for rank, (expected, got) in enumerate(results()):
+    for rank, (expected, got) in enumerate(run_both(run_all, 2, [behaviour], [(strategy, orig)])):
         for whose, events in (("torch", expected[name]), ("ours", got[name])):
             raised = [values[0] for label, values in events if label == "raised"]
             assert not raised, f"rank {rank}, {whose}: {raised[0]}"

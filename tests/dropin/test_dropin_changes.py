@@ -170,6 +170,7 @@ def assert_equal_training(scenarios, world, name, when):
             assert difference is None, f"{scenario}, rank {rank}: {difference}"
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("name", "when"),
     [
@@ -199,6 +200,7 @@ def test_a_change_under_mixed_precision(name):
     assert_equal_training(scenarios, 2, name, "before forward")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["fill", "set_data", "summon_and_write", "freeze_some"])
 def test_a_change_on_three_ranks(name):
     scenarios = [S(precision="bf16", strategy="SHARD_GRAD_OP", world=3), S(model="tied", world=3)]

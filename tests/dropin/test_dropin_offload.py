@@ -8,17 +8,15 @@ and loaded, e an evaluation, f a summon that edits.
 
 import contextlib
 import functools
-import itertools
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from dropin_behaviours import Setting, attempt, batch, one_pass, run_all
 from dropin_models import Frozen, FrozenBlocks, Mlp, Tied
 from dropin_optim_states import repaired
 from dropin_state_dicts import changed, flags, full_values, input_of
-from gloo import RankFailure, run_both
+from gloo import run_both
 from recording import Recorder, describe, first_difference
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -34,16 +32,12 @@ PLANS = ("zsuzsuzsu", "zssuzsu", "znsuznnsu", "zscuzncscu", "zsduzsdsu", "ezsufe
 SETTINGS = [(strategy, orig) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for orig in (True, False)]
 
 
-def offloaded_or_not(kind):
-    """Train each plan, with our handle offloaded and with torch's not; return the values that a user sees."""
-    results = {}
-    for (strategy, orig), (number, plan) in itertools.product(SETTINGS, enumerate(PLANS)):
-        setting = Setting(kind, strategy, orig)
-        recorder = Recorder()
-        model = (Mlp, Tied, Frozen if orig else FrozenBlocks)[number % 3]
-        follow(recorder, setting, model, plan, adam=number % 2 == 0, to_none=number % 4 < 2)
-        results[f"{plan}-{strategy}-{orig}"] = recorder.events
-    return results
+def offloaded_or_not(kind, plan, strategy, orig):
+    """Train a plan, with our handle offloaded and with torch's not; return the values that a user sees."""
+    number, recorder = PLANS.index(plan), Recorder()
+    model = (Mlp, Tied, Frozen if orig else FrozenBlocks)[number % 3]
+    follow(recorder, Setting(kind, strategy, orig), model, plan, adam=number % 2 == 0, to_none=number % 4 < 2)
+    return recorder.events
 
 
 def follow(recorder, setting, kind, plan, adam, to_none):
@@ -140,32 +134,20 @@ def save_and_load(recorder, label, model):
     recorder.add(label, str(model.load_state_dict({name: value.clone() for name, value in state.items()})))
 
 
-def both(kind):
-    results = offloaded_or_not(kind)
-    dist.barrier()
-    return results | run_all(kind, [the_first_step], SETTINGS)
+def first_step(kind, strategy, orig):
+    [events] = run_all(kind, [the_first_step], [(strategy, orig)]).values()
+    return events
 
 
-@functools.cache
-def outcome():
-    try:
-        return run_both(both, 2, timeout=150.0)
-    except RankFailure as failure:
-        return failure
-
-
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
 @pytest.mark.parametrize("plan", [*PLANS, "the_first_step"])
 def test_offloads(plan, strategy, orig):
-    if isinstance(outcome(), RankFailure):
-        raise outcome()
-    name = f"{plan}-{strategy}-{orig}"
-    if plan == "the_first_step":
-        name = f"{plan}-{strategy.lower()}-{'orig' if orig else 'flat'}"
-    for rank, (expected, got) in enumerate(outcome()):
-        for whose, events in (("torch", expected[name]), ("ours", got[name])):
+    call = (first_step,) if plan == "the_first_step" else (offloaded_or_not, plan)
+    for rank, (expected, got) in enumerate(run_both(call[0], 2, *call[1:], strategy, orig)):
+        for whose, events in (("torch", expected), ("ours", got)):
             raised = [values[0] for label, values in events if label == "raised"]
             assert not raised, f"rank {rank}, {whose}: {raised[0]}"
-        difference = first_difference(expected[name], got[name])
+        difference = first_difference(expected, got)
         assert difference is None, f"rank {rank}: {difference}"
-        assert len(expected[name]) > 50
+        assert len(expected) > 50

@@ -1,13 +1,11 @@
 """Model states, optimizer states and summoned parameters are, bit for bit, what they are with torch's handle."""
 
-import functools
-
 import dropin_optim_states
 import dropin_state_dicts
 import dropin_summon
 import pytest
 from dropin_behaviours import run_all
-from gloo import RankFailure, run_both
+from gloo import run_both
 from recording import first_difference
 
 pytestmark = pytest.mark.multiprocess
@@ -39,32 +37,14 @@ CASES = [
 ]
 
 
-def run_each(kind, world):
-    results = {}
-    for behaviour in BEHAVIOURS:
-        results |= run_all(kind, [behaviour], settings_of(behaviour, world))
-    return results
-
-
-@functools.cache
-def outcome(world):
-    """What all behaviours in one launch gave, or why there is nothing."""
-    try:
-        return run_both(run_each, world, world, timeout=400.0)
-    except RankFailure as failure:
-        return failure
-
-
-@pytest.mark.timeout(500)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("behaviour", "world", "strategy", "orig"),
     [pytest.param(*case, marks=pytest.mark.thorough) if case[1] == 4 else case for case in CASES],
     ids=lambda value: getattr(value, "__name__", str(value)).lower(),
 )
 def test_is_as_with_torchs_handle(behaviour, world, strategy, orig):
-    results = outcome(world)
-    if isinstance(results, RankFailure):
-        raise results
+    results = run_both(run_all, world, [behaviour], [(strategy, orig)])
     name = f"{behaviour.__name__}-{strategy.lower()}-{'orig' if orig else 'flat'}"
     for rank, (expected, got) in enumerate(results):
         for whose, events in (("torch", expected[name]), ("ours", got[name])):

@@ -158,6 +158,7 @@ def compare(scenario):
     return differences, compared
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_trains_as_the_unsharded_module(scenario):
     for rank, (differences, compared) in enumerate(run_ranks(compare, scenario.world, scenario)):

@@ -56,6 +56,7 @@ def calls_in(run):
     return count, result
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", MIXED, ids=["-".join(map(str, mode)) for mode in MIXED])
 def test_training_is_the_same_with_and_without(mode, monkeypatch):
     expected = train("torch", mode, {}, "class")

@@ -57,11 +57,13 @@ def assert_all_right(setting, where, first, stride, at_least):
         assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("setting", BASIC + OTHERS, ids=str)
 def test_an_exception_anywhere_in_the_handle(setting):
     assert_all_right(setting, "handle", (BASIC + OTHERS).index(setting), 127, at_least=4)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("setting", BASIC[::3] + OTHERS[::2], ids=str)
 def test_an_exception_anywhere_in_torchs_runtime(setting):
     assert_all_right(setting, "runtime", (BASIC + OTHERS).index(setting), 113, at_least=5)
@@ -89,6 +91,7 @@ def _step_after_a_forward_that_has_no_backward(setting, evaluates):
     return equal(*results)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("evaluates", [True, False], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("setting", SHARDED, ids=str)
 def test_weights_are_gathered_anew_after_a_step(setting, evaluates):
@@ -143,6 +146,7 @@ def _full_weights_after_a_step(setting, evaluates):
     return equal(*results)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("evaluates", [True, False], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("setting", SHARDED, ids=str)
 def test_full_weights_are_gathered_anew_after_a_step(setting, evaluates):
@@ -321,6 +325,7 @@ def _failing_summon(setting, name, at_call, grads):
     return equal(*results)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("setting", "name", "at_call"),
     [(setting, "all_gather", 1 + 2 * (i % 2)) for i, setting in enumerate(SHARDED)]
@@ -345,6 +350,7 @@ def _failing_collective_in_a_step(setting, name, at_call):
     return equal(*results)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("setting", "name", "at_call"),
     [(setting, *call) for setting in SHARDED for call in (("all_gather", 2), ("reduce_scatter_single", 2))]
@@ -395,6 +401,7 @@ def _full_weights_after_an_interruption(setting, phase):
         return equal(before, weights(model))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("setting", BASIC, ids=str)
 def test_weights_can_be_saved_after_a_forward(setting, phase):

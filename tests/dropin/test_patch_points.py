@@ -56,6 +56,7 @@ def test_each_replaced_member_is_called_as_often_and_in_the_same_order(mode):
     assert first_difference([(name, ()) for name in expected], [(name, ()) for name in got]) is None
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_each_member_replaced_alone_is_called_as_often(mode):
     """Alone: our fused paths are taken by all the others."""
@@ -267,6 +268,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(
     ("name", "change", "where", "mode"),
     [
@@ -292,6 +294,7 @@ def test_what_a_replacement_does_counts(name, change, where, mode):
     assert first_difference(expected, unchanged(mode)) is not None  # the change can be seen
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("mode", [FULL, FULL_BF16, GRAD_OP], ids=["fp32", "bf16", "grad_op"])
 @pytest.mark.parametrize("where", ANY)
 @pytest.mark.parametrize(

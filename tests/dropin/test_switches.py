@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from dropin_behaviours import Setting
-from gloo import RankFailure, fake_world, handle_of, run_both
+from gloo import fake_world, handle_of, run_both
 from recording import first_difference
 from switch_behaviours import SETTINGS, SWITCHES, evaluations, observe, train_on_rank_0
 from torch import nn
@@ -24,45 +24,37 @@ SAME = {  # where a switch has nothing to do
 
 
 @functools.cache
-def outcome(switch, value):
-    """Both handles' events and warnings of one launch of two ranks, or why there is nothing."""
-    try:
-        return run_both(observe, 2, switch, environment={switch: value})
-    except RankFailure as failure:
-        return failure
-
-
-def results(switch, value="1"):
-    if isinstance(outcome(switch, value), RankFailure):
-        raise outcome(switch, value)
-    return outcome(switch, value)
+def results(switch, value, setting):
+    """Both handles' events and warnings of one launch of two ranks."""
+    return run_both(observe, 2, switch, setting, environment={switch: value})
 
 
 def name_of(switch, strategy, orig):
     return f"{SWITCHES[switch].__name__}-{strategy.lower()}-{'orig' if orig else 'flat'}"
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_does_what_it_does_with_torchs_handle(switch, strategy, orig):
     name = name_of(switch, strategy, orig)
-    for rank, ((expected, _), (got, _)) in enumerate(results(switch)):
+    for rank, ((expected, _), (got, _)) in enumerate(results(switch, "1", (strategy, orig))):
         for whose, events in (("torch", expected[name]), ("ours", got[name])):
             raised = [values[0] for label, values in events if label == "raised"]
             assert not raised, f"rank {rank}, {whose}: {raised[0]}"
         difference = first_difference(expected[name], got[name])
         assert difference is None, f"rank {rank}: {difference}"
-        off = results(switch, "0")[rank][1][0][name]
+        off = results(switch, "0", (strategy, orig))[rank][1][0][name]
         assert (off == got[name]) == ((switch, strategy, orig) in SAME)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_is_warned_of_once(switch):
-    for torchs, ours in results(switch):
+    for torchs, ours in results(switch, "1", SETTINGS[0]):
         for _, logged in (torchs, ours):
             assert [level for level, _ in logged] == ["WARNING"] * (switch in WARNED_OF)
             assert all(f"{switch}=1" in message for _, message in logged)
-    for torchs, ours in results(switch, "0"):
+    for torchs, ours in results(switch, "0", SETTINGS[0]):
         assert torchs[1] == ours[1] == []
 
 
@@ -83,6 +75,7 @@ def test_evaluations_in_full_precision_have_the_weights_of_the_last_step(strateg
         assert torchs == [(True, True)] + [(strategy == "NO_SHARD",) * 2] * 2
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("value", ["", "0", "true", "2", "11", "1"])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_only_1_switches_on(switch, value, monkeypatch):

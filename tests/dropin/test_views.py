@@ -88,6 +88,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sweep(8)
 @every_mode
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients(name, mode):

@@ -408,6 +408,7 @@ def beside_layer_zero():
     written_in_between(LAYER_ZERO)
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_freezing_and_writing_between_micro_batches_of_layer_zero():
     run_ranks(beside_layer_zero, 4)

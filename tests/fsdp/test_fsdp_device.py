@@ -117,6 +117,7 @@ def every_setting(library):
             assert left == 0, f"{what}: {left} bytes of a deleted model are left"
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_training_equals_that_on_the_cpu(library):
     run_ranks(every_setting, 4, library, timeout=300.0)

@@ -189,6 +189,7 @@ def gradients():
     sums()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_one_rank_adds_up_in_no_sync_is_exact_and_can_be_stepped_with(dtype, use_orig_params):

@@ -183,6 +183,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ranks", CASES)
 def test_ranks_that_differ_are_told_so_alike(ranks):
     results = run_ranks(differences, ranks, *CASES[ranks])

@@ -545,6 +545,7 @@ def loaded(state, cases):
             torch.testing.assert_close(model(data(0)), module(data(0)), rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_models_and_programs_of_all_kinds():
     run_ranks(in_turn, 4, [exceptions, uneven, interleaved, empty_units, precisions])
 

@@ -512,5 +512,6 @@ def test_what_a_step_moves_and_keeps():
     run_ranks(on_four_ranks, 4, [layout, collectives, buffers, padding, many_micro_batches])
 
 
+@pytest.mark.thorough
 def test_accumulators_and_freshness():
     run_ranks(on_four_ranks, 4, [accumulation, freshness, explicit_sync, offloading, offloaded_memory])

@@ -352,6 +352,7 @@ def in_turn(checks):
         dist.barrier()
 
 
+@pytest.mark.thorough
 def test_who_has_no_gradient_adds_zeros():
     run_ranks(in_turn, 4, [without_gradients])
 

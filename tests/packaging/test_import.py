@@ -75,6 +75,7 @@ def python(code):
     return done.stdout
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_imported_when(name):
     lines = CASES[name].split("\n        ")

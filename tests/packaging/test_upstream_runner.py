@@ -80,6 +80,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.thorough
 def test_what_is_lost_and_what_is_won(run):
     before = dict.fromkeys(OUTCOMES, "pass") | {"test_after_it": "fail", "test_that_was_there": "pass"}
     done, out = run(before)
@@ -113,6 +114,7 @@ def test_torchs_own_handle(run):
     assert not out["flatparam"]
 
 
+@pytest.mark.thorough
 def test_a_handle_that_was_not_installed_stops_the_run(tmp_path):
     """Were install() to do nothing, all would pass, on torch's handle."""
     (tmp_path / "flatparam.py").write_text("def install():\n    pass\n")

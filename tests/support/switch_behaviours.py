@@ -162,13 +162,13 @@ class Warned(logging.Handler):
         self.records.append(record)
 
 
-def observe(kind, switch):
-    """Return the events of the switch's behaviour, and level and message of what the handle logged."""
+def observe(kind, switch, setting):
+    """Return the events of the switch's behaviour in a setting, and level and message of what the handle logged."""
     logged = Warned()
     logger = logging.getLogger("torch.distributed.fsdp._flat_param")
     logger.addHandler(logged)
     try:
-        events = run_all(kind, [SWITCHES[switch]], SETTINGS)
+        events = run_all(kind, [SWITCHES[switch]], [setting])
     finally:
         logger.removeHandler(logged)
     return events, [(record.levelname, record.getMessage()) for record in logged.records]
