@@ -4,7 +4,6 @@
 #include "module/fp_layout_py.h"
 
 #include <stddef.h>
-#include <structmember.h>
 
 #include "core/fp_alloc.h"
 #include "core/fp_layout.h"
@@ -192,7 +191,7 @@ static PyMethodDef layout_methods[] = {
 };
 
 #define INT64_MEMBER(name, doc)                                                                                        \
-    {#name, T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, name), READONLY, doc}
+    {#name, Py_T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, name), Py_READONLY, doc}
 static PyMemberDef layout_members[] = {
     INT64_MEMBER(world_size, "ranks that share the flat parameter"),
     INT64_MEMBER(alignment, "elements to whose multiples parameters are aligned; 0: none"),
@@ -200,7 +199,7 @@ static PyMemberDef layout_members[] = {
     INT64_MEMBER(numel_params, "elements of the parameters alone"),
     INT64_MEMBER(shard_numel, "elements of every rank's padded shard"),
     INT64_MEMBER(padded_numel, "shard_numel * world_size"),
-    {"itemsize", T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, item_bytes), READONLY,
+    {"itemsize", Py_T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, item_bytes), Py_READONLY,
      "bytes of one element"},
     {NULL, 0, 0, 0, NULL},
 };

@@ -4,12 +4,10 @@
 #ifndef FP_ARGS_H
 #define FP_ARGS_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <stdint.h>
 
 #include "core/fp_status.h"
+#include "python/fp_compat.h"
 
 /* What hangs on the module object beside its types. A member is set in fp_exec, visited in fp_traverse and cleared in
  * fp_clear (module/fp_module.c). */

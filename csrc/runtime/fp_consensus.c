@@ -149,19 +149,19 @@ is_stale(fp_unit *unit)
 static int
 agree_with(fp_exchange *exchange)
 {
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyObject *error = NULL;
     if (make_flags(exchange, exchange->n) < 0) {
         return -1;
     }
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
         fp_unit *unit = exchange->units[i];
-        const int looked = type == NULL ? fp_unshard_look_over(unit) : 0;
+        const int looked = error == NULL ? fp_unshard_look_over(unit) : 0;
         const int stale = looked < 0 ? 1 : is_stale(unit);
-        if (type != NULL) {
+        if (error != NULL) {
             PyErr_Clear(); /* one is enough */
         }
         else if (looked < 0 || stale < 0) {
-            PyErr_Fetch(&type, &value, &traceback);
+            error = PyErr_GetRaisedException();
             exchange->flags[exchange->n + exchange->rank] = (int32_t)(i + 1);
         }
         exchange->flags[i] = stale != 0;
@@ -172,8 +172,8 @@ agree_with(fp_exchange *exchange)
         unit->stale = exchange->flags[i] != 0;
         unit->stale_pass = unit->stale ? unit->root->pass : unit->stale_pass;
     }
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
+    if (error != NULL) {
+        PyErr_SetRaisedException(error);
         return -1;
     }
     return status < 0 ? -1 : check_others(exchange);
@@ -199,16 +199,14 @@ fp_consensus_on_stale(fp_root *root)
 void
 fp_consensus_note_error(fp_root *root, const fp_unit *unit)
 {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (root->error == NULL) {
-        PyErr_NormalizeException(&type, &value, &traceback);
-        root->error = Py_XNewRef(value);
+        root->error = error;
         root->error_unit = unit;
     }
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
+    else {
+        Py_XDECREF(error);
+    }
 }
 
 static Py_ssize_t

@@ -298,11 +298,10 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
     if (shown <= 0) {
         fp_flat_buffer_drop_grads(flat_param->flat, 1);
     }
-    PyObject *type, *value, *traceback; /* what the check has raised: no optimizer shall step with what it refuses */
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException(); /* of the check: no optimizer shall step with what it refuses */
     const int status = clear_grads(flat_param) < 0 || show_saved(flat_param) < 0 ? -1 : 0;
     if (shown < 0) {
-        PyErr_Restore(type, value, traceback);
+        PyErr_SetRaisedException(error);
     }
     return shown < 0 ? -1 : status;
 }

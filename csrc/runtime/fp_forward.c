@@ -200,12 +200,11 @@ post_forward(fp_unit *unit, PyObject *output)
 static void
 reopen(fp_unit *unit)
 {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *error = PyErr_GetRaisedException();
     if (fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD) < 0) {
         PyErr_Clear();
     }
-    PyErr_Restore(type, value, traceback);
+    PyErr_SetRaisedException(error);
 }
 
 PyObject *

@@ -2,7 +2,6 @@
 #include "runtime/fp_root.h"
 
 #include <stddef.h>
-#include <structmember.h>
 
 #include "core/fp_alloc.h"
 #include "runtime/fp_backward.h"
@@ -155,13 +154,13 @@ static PyGetSetDef root_getset[] = {
 };
 
 static PyMemberDef root_members[] = {
-    {"blocks", T_INT, offsetof(fp_root, blocks), 0, "How many blocks of no_sync are open."},
-    {"synchronize", T_INT, offsetof(fp_root, synchronize), 0, "0: gradients are kept and not reduced."},
-    {"always_python", T_INT, offsetof(fp_root, always_python), 0, "1: every collective goes through collectives."},
-    {"gathers", T_LONGLONG, offsetof(fp_root, gathers), READONLY, "Gathers of sharded units so far."},
-    {"refreshes", T_LONGLONG, offsetof(fp_root, refreshes), READONLY,
+    {"blocks", Py_T_INT, offsetof(fp_root, blocks), 0, "How many blocks of no_sync are open."},
+    {"synchronize", Py_T_INT, offsetof(fp_root, synchronize), 0, "0: gradients are kept and not reduced."},
+    {"always_python", Py_T_INT, offsetof(fp_root, always_python), 0, "1: every collective goes through collectives."},
+    {"gathers", Py_T_LONGLONG, offsetof(fp_root, gathers), Py_READONLY, "Gathers of sharded units so far."},
+    {"refreshes", Py_T_LONGLONG, offsetof(fp_root, refreshes), Py_READONLY,
      "Gathers from the shards so far, of units with a secondary shard."},
-    {"reductions", T_LONGLONG, offsetof(fp_root, reductions), READONLY, "Reductions of gradients so far."},
+    {"reductions", Py_T_LONGLONG, offsetof(fp_root, reductions), Py_READONLY, "Reductions of gradients so far."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -4,7 +4,6 @@
 
 #include <stddef.h>
 #include <string.h>
-#include <structmember.h>
 
 #include "core/fp_trace.h"
 
@@ -198,8 +197,8 @@ static PyGetSetDef trace_getset[] = {
 };
 
 static PyMemberDef trace_members[] = {
-    {"broken", T_INT, offsetof(trace_object, broken), 0, "1: the ranks do not agree; each event asks then."},
-    {"always", T_INT, offsetof(trace_object, always), 0, "1: each event asks, expected or not."},
+    {"broken", Py_T_INT, offsetof(trace_object, broken), 0, "1: the ranks do not agree; each event asks then."},
+    {"always", Py_T_INT, offsetof(trace_object, always), 0, "1: each event asks, expected or not."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -2,7 +2,6 @@
 #include "runtime/fp_unit.h"
 
 #include <stddef.h>
-#include <structmember.h>
 
 #include "core/fp_alloc.h"
 #include "runtime/fp_model_trace.h"
@@ -573,8 +572,8 @@ static PyGetSetDef unit_getset[] = {
 };
 
 static PyMemberDef unit_members[] = {
-    {"run", T_OBJECT, offsetof(fp_unit, root), READONLY, "The Root it has joined, or None."},
-    {"reduced", T_OBJECT, offsetof(fp_unit, reduced), 0,
+    {"run", _Py_T_OBJECT, offsetof(fp_unit, root), Py_READONLY, "The Root it has joined, or None."},
+    {"reduced", _Py_T_OBJECT, offsetof(fp_unit, reduced), 0,
      "None, or reduced(index): called when the gradient of a part was reduced and is in .grad."},
     {NULL, 0, 0, 0, NULL},
 };
