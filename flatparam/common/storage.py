@@ -7,12 +7,15 @@ from .. import _C
 from .torch_private import _alloc_storage, _free_storage, _same_storage, _same_storage_size, _storage_size_allocated
 
 
-def allocate(tensor: Tensor, size: torch.Size) -> None:
-    """Give ``tensor``'s freed storage room for ``size`` elements; nothing if it has that already."""
-    if _C.is_plain(tensor) and _C.storage_numel(tensor) == 0:
-        _C.resize_storage(tensor, size.numel())
-    else:
+def allocate(tensor: Tensor, size: torch.Size) -> bool:
+    """Give ``tensor``'s freed storage room for ``size`` elements. False: it is plain, and has that already."""
+    numel = size.numel()
+    held = _C.storage_numel(tensor) if _C.is_plain(tensor) else -1
+    if held == 0:
+        _C.resize_storage(tensor, numel)
+    elif held != numel:
         _alloc_storage(tensor, size)
+    return held != numel
 
 
 def free(tensor: Tensor, reason: str | None = None, keeps_size: bool = False) -> None:

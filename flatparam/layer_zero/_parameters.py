@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import all_gather_at_once
-from ..common.storage import allocate, is_allocated, pinned
+from ..common.storage import allocate, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp import order
 from ._freshness import Freshness
@@ -122,11 +122,7 @@ class Parameters(Freshness):
             self.init_flat_param_attributes()
         wrote = self._write_back()
         self._check_on_compute_device(self.flat_param)
-        padded = self._get_padded_to_gather_into()
-        allocates = not is_allocated(padded)
-        if allocates:
-            allocate(padded, self.flat_param._padded_unsharded_size)
-        return allocates or wrote
+        return allocate(self._get_padded_to_gather_into(), self.flat_param._padded_unsharded_size) or wrote
 
     def _write_back(self) -> bool:
         """Copy into the master what the user has put in place of parameters; whether there was any."""
@@ -150,8 +146,7 @@ class Parameters(Freshness):
         if not hasattr(self.flat_param, "_full_param_padded"):
             raise AssertionError(self._about("call pre_unshard() before unshard()"))
         padded = self._get_padded_to_gather_into()
-        if not is_allocated(padded):
-            allocate(padded, self.flat_param._padded_unsharded_size)
+        allocate(padded, self.flat_param._padded_unsharded_size)
         if self._state is SUMMON_FULL_PARAMS:
             self._gathered = self._is_from_masters = False
             self._gather(padded, self.flat_param._zero1_shard, self.zero1_process_group)
