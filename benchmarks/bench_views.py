@@ -21,6 +21,9 @@ PROMISED = {  # at most this share of torch's safe path, from 400 parameters on
     "writeback check": 15,
     "grad views, sharded": 5,
     "grad views, unsharded": 5,
+    "construction": 2,
+    "flatten": 2,
+    "shard_metadata()": 3,
 }
 OF_THE_SHARD = {
     "sharded views, after forward",

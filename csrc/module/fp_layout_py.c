@@ -6,7 +6,7 @@
 #include <stddef.h>
 
 #include "core/fp_alloc.h"
-#include "core/fp_layout.h"
+#include "tensor/fp_flatten.h"
 
 typedef struct {
     PyObject_HEAD
@@ -152,6 +152,48 @@ layout_parts(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return parts;
 }
 
+/* flatten(tensors, fill, begin, end) -> a new 1-D tensor */
+static PyObject *
+layout_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    const fp_layout *layout = layout_of(self);
+    int64_t begin, end;
+    double fill;
+    if (fp_check_nargs("flatten", nargs, 4) < 0 || fp_as_double(args[1], &fill) < 0 ||
+        as_range(self, "flatten", args + 2, 2, &begin, &end) < 0) {
+        return NULL;
+    }
+    if (end > layout->padded_numel) {
+        fp_fail(module_of(self), FP_EINVAL, "expected a range in %lld elements, got end %lld",
+                (long long)layout->padded_numel, (long long)end);
+        return NULL;
+    }
+    PyObject *tensors = fp_as_tuple(args[0], (Py_ssize_t)layout->num_params, "tensors");
+    PyObject *flat = tensors == NULL ? NULL : fp_torch_flatten(fp_items(tensors), layout, fill, begin, end);
+    Py_XDECREF(tensors);
+    return flat;
+}
+
+/* Torch's offsets: (first, last) element of each item, both INCLUSIVE. */
+static PyObject *
+layout_get_item_ranges(PyObject *self, void *closure)
+{
+    const fp_layout *layout = layout_of(self);
+    int64_t range[2] = {0, -1};
+    PyObject *ranges = PyList_New((Py_ssize_t)layout->num_items);
+    for (size_t i = 0; ranges != NULL && i < layout->num_items; i++) {
+        range[0] = range[1] + 1;
+        range[1] += layout->item_numels[i];
+        PyObject *item = fp_int64_tuple(range, 2);
+        if (item == NULL) {
+            Py_CLEAR(ranges);
+            break;
+        }
+        PyList_SET_ITEM(ranges, (Py_ssize_t)i, item); /* steals item */
+    }
+    return ranges;
+}
+
 /* The arrays, each as a new tuple; closure is one of these. */
 enum { GET_STARTS, GET_NUMELS, GET_ITEM_NUMELS, GET_IS_PADDING };
 
@@ -187,6 +229,9 @@ static PyMethodDef layout_methods[] = {
     {"parts", FP_FASTCALL(layout_parts), METH_FASTCALL,
      "parts($self, begin, end, /)\n--\n\n"
      "What [begin, end) holds of those: a list of (offset in the range, numel, start, inclusive end)."},
+    {"flatten", FP_FASTCALL(layout_flatten), METH_FASTCALL,
+     "flatten($self, tensors, fill, begin, end, /)\n--\n\nA new 1-D tensor of elements [begin, end) of the flat "
+     "parameter: the tensors at their places, fill between them, zeros past the end."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -210,6 +255,7 @@ static PyGetSetDef layout_getset[] = {
     {"numels_with_padding", layout_get_array, NULL, "elements of each parameter and padding, in order",
      (void *)(intptr_t)GET_ITEM_NUMELS},
     {"is_padding_mask", layout_get_array, NULL, "which of those are paddings", (void *)(intptr_t)GET_IS_PADDING},
+    {"item_ranges", layout_get_item_ranges, NULL, "first and last element (inclusive) of each, as a list", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

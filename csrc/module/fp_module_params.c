@@ -245,20 +245,6 @@ module_params_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     return list;
 }
 
-static PyObject *
-module_params_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    fp_module_params *table = (fp_module_params *)self;
-    double fill;
-    if (fp_check_nargs("flatten", nargs, 2) < 0 || fp_as_double(args[1], &fill) < 0) {
-        return NULL;
-    }
-    PyObject *tensors = fp_as_tuple(args[0], table->n, "tensors");
-    PyObject *flat = tensors == NULL ? NULL : fp_torch_flatten(fp_items(tensors), table->geometry, fill);
-    Py_XDECREF(tensors);
-    return flat;
-}
-
 /* Register values[i] for the parameters and shared_values[k] (NULL: the parameter's value) for their further names. */
 static int
 register_all(fp_module_params *table, PyObject *const *values, PyObject *const *shared_values, fp_place place)
@@ -623,9 +609,6 @@ static PyMethodDef module_params_methods[] = {
     {"parameters", FP_FASTCALL(module_params_parameters), METH_FASTCALL,
      "parameters($self, flat, requires_grad, /)\n--\n\nNew nn.Parameters over the unsharded flat's memory, which "
      "autograd does not track back to it."},
-    {"flatten", FP_FASTCALL(module_params_flatten), METH_FASTCALL,
-     "flatten($self, tensors, fill, /)\n--\n\nA new 1-D tensor with the tensors at their places and fill between "
-     "them."},
     {"register_tensors", FP_FASTCALL(module_params_register_tensors), METH_FASTCALL,
      "register_tensors($self, tensors, listed, unsafe, /)\n--\n\nMake them the modules' plain attributes; listed: in "
      "_parameters too."},

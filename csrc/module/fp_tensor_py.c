@@ -1,4 +1,6 @@
 /* module/fp_tensor_py.c -- wrappers of csrc/tensor: tensors and their storages, signs of life. */
+#include "core/fp_alloc.h"
+#include "tensor/fp_flatten.h"
 #include "tensor/fp_lent.h"
 #include "tensor/fp_pulse.h"
 #include "tensor/fp_shards.h"
@@ -119,6 +121,31 @@ versions(PyObject *module, PyObject *tensors)
 }
 
 static PyObject *
+survey(PyObject *module, PyObject *tensors)
+{
+    PyObject *out = NULL, *items = PySequence_Tuple(tensors);
+    Py_ssize_t trained = 0;
+    if (items == NULL) {
+        return NULL;
+    }
+    const Py_ssize_t n = PyTuple_GET_SIZE(items);
+    int64_t *numels = fp_calloc((size_t)n, sizeof *numels);
+    const int fit = numels == NULL ? -1 : fp_torch_survey(fp_items(items), n, numels, &trained);
+    if (numels == NULL) {
+        PyErr_NoMemory();
+    }
+    else if (fit == 0) {
+        out = Py_NewRef(Py_None);
+    }
+    else if (fit > 0) {
+        out = Py_BuildValue("(Nn)", fp_int64_tuple(numels, n), trained);
+    }
+    fp_free(numels);
+    Py_DECREF(items);
+    return out;
+}
+
+static PyObject *
 convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int accumulate;
@@ -207,6 +234,10 @@ PyMethodDef fp_tensor_methods[] = {
     {"versions", versions, METH_O,
      "versions($module, tensors, /)\n--\n\n(sum of the tensors' versions, how many have a gradient, sum of the "
      "gradients' versions); None unless is_plain(*tensors)."},
+    {"survey", survey, METH_O,
+     "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
+     "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "
+     "of its own. Else None."},
     {"convert", (PyCFunction)(void (*)(void))convert, METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},

@@ -105,9 +105,6 @@ int fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versi
  * one pass over memory on the CPU. ValueError, with nothing done, for other tensors. */
 int fp_torch_convert(PyObject *target, PyObject *source, int accumulate);
 
-/* A new 1-D tensor of geometry's total elements: the tensors' values at their places, fill between them. */
-PyObject *fp_torch_flatten(PyObject *const *tensors, const fp_geometry *geometry, double fill);
-
 /* Resize the storage of tensor in place: 0 frees it. Views made before stay valid as soon as it has its size again.
  * Contents are not kept. A storage that cannot be resized is left as it was: an error; but if it was freed here before, its
  * memory is lent since, and freeing it leaves it to others: tensor then lies in another storage, which is freed.

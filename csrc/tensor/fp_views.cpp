@@ -270,31 +270,3 @@ fp_torch_make_leaves(PyObject *flat_object, const fp_geometry *geometry, int req
         return fp::make_leaves(flat, *geometry->shared, requires_grad != 0, out);
     });
 }
-
-extern "C" PyObject *
-fp_torch_flatten(PyObject *const *tensors, const fp_geometry *geometry, double fill)
-{
-    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
-        const fp::Geometry &shape = *geometry->shared;
-        at::NoGradGuard no_grad;
-        std::vector<at::Tensor> pieces = fp::unpack_all(tensors, static_cast<Py_ssize_t>(shape.views.size()));
-        for (size_t i = 0; i < pieces.size(); i++) {
-            TORCH_CHECK_VALUE(pieces[i].sizes() == c10::IntArrayRef(shape.views[i].shape) &&
-                                  pieces[i].scalar_type() == pieces[0].scalar_type() &&
-                                  pieces[i].device() == pieces[0].device(),
-                              "expected tensor ", i, " to have shape ", c10::IntArrayRef(shape.views[i].shape),
-                              " and dtype ", pieces[0].scalar_type(), " on ", pieces[0].device(), ", got ",
-                              pieces[i].sizes(), ", ", pieces[i].scalar_type(), " on ", pieces[i].device());
-        }
-        const at::TensorOptions options = pieces[0].options();
-        at::Tensor flat;
-        if (!options.device().is_cpu()) {
-            flat = fp::flatten_by_ops(shape, pieces, options, fill);
-        }
-        else {
-            const fp::WithoutGil released;
-            flat = fp::flatten_in_place(shape, pieces, options, fill);
-        }
-        return THPVariable_Wrap(std::move(flat));
-    });
-}

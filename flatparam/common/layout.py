@@ -4,10 +4,12 @@ All sizes are in elements unless a name ends in ``bytes``; ranges are half-open 
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from .. import _C
+
+_Part = TypeVar("_Part")
 
 
 class Shard(NamedTuple):
@@ -46,9 +48,6 @@ class Box(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-ABSENT = ParamShard(False, None, None, None, None)
 
 
 class FlatLayout:
@@ -171,10 +170,7 @@ class FlatLayout:
 
     def param_shards(self, rank: int) -> tuple[ParamShard, ...]:
         """Return what ``rank`` holds of each parameter: torch's ``_shard_param_infos``."""
-        begin, end = self._layout.shard_range(rank)
-        first, last = self._layout.params_in(begin, end)
-        held = tuple(ParamShard(True, *part) for part in self._layout.parts(begin, end))
-        return (ABSENT,) * first + held + (ABSENT,) * (self._num_params - last)
+        return parts_of(self._layout, *self._layout.shard_range(rank), ParamShard)
 
     def params_in(self, begin: int, end: int) -> range:
         """Return the indices of the parameters with elements in ``[begin, end)`` of the flat parameter."""
@@ -188,6 +184,14 @@ class FlatLayout:
         """Return which ranks hold elements of a parameter, in order."""
         begin = self.offsets[index]
         return self.ranks_of(begin, begin + self.numels[index])
+
+
+def parts_of(layout: _C.Layout, begin: int, end: int, kind: Callable[..., _Part]) -> tuple[_Part, ...]:
+    """What ``[begin, end)`` of the flat parameter holds of each parameter; ``kind`` has the fields of ParamShard."""
+    absent = kind(False, None, None, None, None)
+    first, last = layout.params_in(begin, end)
+    held = tuple(kind(True, *part) for part in layout.parts(begin, end))
+    return (absent,) * first + held + (absent,) * (len(layout.numels) - last)
 
 
 def _again(numels: Any, world_size: int, itemsize: int, alignment: int, blocks: Any) -> FlatLayout:

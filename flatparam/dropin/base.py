@@ -1,7 +1,7 @@
 """What every part of FlatParamHandle builds on: its attributes, what follows from them, and its checks and messages."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from .. import _C
 from ..common.storage import free, has_memory, same_storage
 from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, is_torchdynamo_compiling
 from .overrides import RESHARD, UNSHARD, step_of
@@ -37,6 +38,7 @@ class HandleBase(Interruptible):
     process_group: dist.ProcessGroup
     rank: int
     world_size: int
+    _aligned_numel: int
     _debug_level: dist.DebugLevel
     _device_handle: Any  # a _FSDPDeviceHandle
     _fake_process_group: Any  # where environment variables ask for one
@@ -66,6 +68,20 @@ class HandleBase(Interruptible):
     _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # that a fast path passes by; see overrides.py
 
     # What follows from them
+
+    def _layout_of(self, numels: Sequence[int], aligned_numel: int) -> _C.Layout:
+        """Where parameters of these sizes lie, padded if ``aligned_numel`` > 0. They have at least one element."""
+        try:
+            return _C.Layout(numels, self.world_size, 1, aligned_numel)
+        except _C.ShardError:
+            raise _C.ShardError(
+                f"the flat parameter would have {sum(numels)} elements, more than 64 bits count; wrap it in more units"
+            ) from None
+
+    @property
+    def _layout(self) -> _C.Layout:
+        """Where the original parameters lie."""
+        return self._layout_of(self.flat_param._numels, self._aligned_numel)
 
     @property
     def uses_sharded_strategy(self) -> bool:

@@ -32,7 +32,7 @@ from ..common.pickling import (
 )
 from ..common.storage import free, same_storage
 from ..common.torch_private import FlatParameter, HandleTrainingState, TrainingState, _ExecOrderData, _FreeEventQueue
-from .flatten import make_unit
+from .flatten import unit_of
 from .views import Views
 
 # What lazy initialization and the steps after it put on a wrapper, a handle and a flat parameter: copies make it anew.
@@ -84,7 +84,7 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     flat_param._modules = {info.module for info in (*infos, *shared)}
     flat_param._tensors = None if flat_param._params is None else [None] * len(infos)
     flat_param._is_grad_none_mask = None if flat_param._params is None else [False] * len(infos)
-    handle._unit = _unit_of(flat_param) if state["_unit"] else None
+    handle._unit = unit_of(flat_param, handle._layout) if state["_unit"] else None
     _show_parameters(handle)
 
 
@@ -203,19 +203,6 @@ def _copy_tensors(handle: Any, memo: dict[int, Any]) -> None:
             memo[id(param)] = new_parameter(param.dtype, param.requires_grad)
     for tensor in _stand_ins(handle):
         memo.setdefault(id(tensor), torch.empty(0))
-
-
-def _unit_of(flat_param: Any) -> Any:
-    parameters = zip(
-        flat_param._param_infos, flat_param._shapes, flat_param._strides, flat_param._contiguities, strict=True
-    )
-    index = {(id(info.module), info.param_name): i for i, info in enumerate(flat_param._param_infos)}
-    return make_unit(
-        [(info, shape, None if contiguous else stride) for info, shape, stride, contiguous in parameters],
-        [(info, index[id(info.prim_module), info.prim_param_name]) for info in flat_param._shared_param_infos],
-        flat_param._numels_with_padding,
-        flat_param._is_padding_mask,
-    )
 
 
 @torch.inference_mode(False)

@@ -1,8 +1,8 @@
 """Constructing a flat parameter: which tensors go in, in which order and place, and what is recorded of each."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -24,34 +24,20 @@ from ..common.torch_private import (
 from .overrides import FLATTEN, STREAM, step_of
 from .streaming import Streaming
 
-_MOST_ELEMENTS = 2**63 - 1
 
-
-class _Place(NamedTuple):
-    """One name of a parameter in the module tree."""
-
-    info: ParamInfo
-    order: int  # of all the names that the walk of the tree came to
-
-    @property
-    def fqn(self) -> str:
-        return f"{self.info.module_name}.{self.info.param_name}" if self.info.module_name else self.info.param_name
-
-
-class _Found(NamedTuple):
-    """One original parameter with what is recorded of it."""
-
-    tensor: Tensor  # after the extension's transform (a DTensor's local shard)
-    info: ParamInfo
-    stride: tuple[int, ...]
-    contiguous: bool
-    extension: Any
+def _own_parameters(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+    """The names of ``module``'s own parameters, one that has several under each."""
+    kind = type(module)
+    usual = (kind.named_parameters, kind._named_members) == (nn.Module.named_parameters, nn.Module._named_members)
+    if usual and module.__dict__.keys().isdisjoint(("named_parameters", "_named_members")):
+        return module._parameters.items()
+    return _named_parameters_with_duplicates(module, recurse=False)
 
 
 class Flattening(Streaming):
     """The part of FlatParamHandle that builds ``flat_param`` and its metadata. Run once, at construction."""
 
-    _fqn_of: Mapping[Tensor, str] = MappingProxyType({})  # while there is no metadata to name parameters from
+    _fqn_of: Mapping[int, str] = MappingProxyType({})  # while there is no metadata to name parameters from
 
     def _init_flat_param_and_metadata(
         self, params: list[Tensor | nn.Parameter], module: nn.Module, aligned_numel: int, use_orig_params: bool
@@ -67,130 +53,122 @@ class Flattening(Streaming):
             raise ValueError("Expects non-empty `params`")
         if aligned_numel < 0:
             raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
-        places = self._find_places(params, module)
-        self._fqn_of = {param: names[0].fqn for param, names in places.items()}
-        dtype, requires_grad, device = self._validate_tensors_to_flatten(params)
-        found = [self._transformed(param, names[0].info) for param, names in places.items()]
-        further = sorted(
-            (name.order, i, name, param) for i, (param, names) in enumerate(places.items()) for name in names[1:]
-        )
-        shared_infos = [SharedParamInfo(*name.info, *found[i].info) for _, i, name, _ in further]
-
-        self._check_memory([item.tensor for item in found])
-        numels, is_padding = self._place_with_padding([item.tensor.numel() for item in found], aligned_numel)
-        tensors = [item.tensor for item in found]
-        self._unit = self._make_unit(found, [(name.info, i) for _, i, name, _ in further], numels, is_padding)
-        if self._unit is None or self._is_replaced(*self._steps[FLATTEN]):
-            unpadded = iter(tensors)
-            pieces = [
-                _construct_padding_tensor(numel, dtype, False, device) if padding else next(unpadded)
-                for numel, padding in zip(numels, is_padding, strict=True)
-            ]
+        found, infos, fqns, further = self._find(params, module)
+        usual = self._survey(found)
+        tensors: list[Any] = found
+        extensions: list[Any] = [None] * len(found)
+        if usual is not None:
+            numels, requires_grad = usual
+            strides = [tensor.stride() for tensor in found]
+            contiguities = [True] * len(found)
+        else:
+            _, requires_grad, _ = self._validate_tensors_to_flatten(params)
+            transformed = [_ext_pre_flatten_transform(param, self._fsdp_extension) for param in found]
+            tensors, extensions = [tensor for tensor, _ in transformed], [extension for _, extension in transformed]
+            check_memory(fqns, tensors)
+            strides = [tensor.stride() if is_dense(tensor) else row_major(tensor.shape) for tensor in tensors]
+            contiguities = [is_truly_contiguous(tensor) or not is_dense(tensor) for tensor in tensors]
+            numels = [tensor.numel() for tensor in tensors]
+        layout = self._lay_out(numels, aligned_numel)
+        # The loops in C do not know extensions, wrappers and meta tensors
+        plain = all(extension is None for extension in extensions) and _C.is_plain(*tensors)
+        in_c = layout if plain else None
+        if in_c is None or self._is_replaced(*self._steps[FLATTEN]):
+            pieces = list(_with_paddings(tensors, layout))
             self.flat_param = self.flatten_tensors_into_flat_param(pieces, aligned_numel=0, requires_grad=requires_grad)
         else:
-            if self._may_stream(item.info.module for item in found):
-                flat = self._unwritten(sum(numels), tensors[0])
+            if self._may_stream(info.module for info in infos):
+                flat = self._unwritten(in_c.numel, tensors[0])
                 self._unflattened = tensors
             else:
-                flat = self._unit.flatten(tensors, float(_FLAT_PARAM_PADDING_VALUE))
+                flat = in_c.flatten(tensors, _FLAT_PARAM_PADDING_VALUE, 0, in_c.numel)
             self.flat_param = FlatParameter(flat, requires_grad=requires_grad)
+        is_padding = [False] * len(found) if layout is None else list(layout.is_padding_mask)
         originals = iter(_convert_to_params(tensors))
         kept: list[Any] = [None if padding else next(originals) for padding in is_padding]
         FlatParameter._init_metadata(
             self.flat_param,
-            [item.info for item in found],
-            numels,
-            [item.tensor.shape for item in found],
-            [item.stride for item in found],
-            [item.contiguous for item in found],
-            list(self._fqn_of.values()),
-            shared_infos,
-            [item.extension for item in found],
+            infos,
+            list(numels if layout is None else layout.numels_with_padding),
+            [tensor.shape for tensor in tensors],
+            strides,
+            contiguities,
+            fqns,
+            [SharedParamInfo(*info, *infos[i]) for info, i in further],
+            extensions,
             kept if use_orig_params else None,
-            _convert_to_params([param for _, _, _, param in further]) if use_orig_params else None,
+            _convert_to_params([found[i] for _, i in further]) if use_orig_params else None,
             is_padding,
         )
+        self._unit = None if in_c is None else unit_of(self.flat_param, in_c)
         del self._fqn_of  # the metadata has the names now
 
-    def _find_places(self, params: Sequence[Tensor], module: nn.Module) -> dict[Tensor, list[_Place]]:
-        """Every name in ``module``'s tree of each of ``params``, in the order of the walk."""
-        wanted = set(params)
-        places: dict[Tensor, list[_Place]] = {}
-        order = 0
-        param: Tensor
+    def _find(
+        self, params: Sequence[Tensor], module: nn.Module
+    ) -> tuple[list[Tensor], list[ParamInfo], list[str], list[tuple[ParamInfo, int]]]:
+        """``params`` in the order of the walk of ``module``'s tree, the place and the name of each, and further places.
+
+        Raises: ValueError for one that is not in the tree.
+        """
+        found: list[Tensor] = []
+        infos: list[ParamInfo] = []
+        fqns: list[str] = []
+        further: list[tuple[ParamInfo, int]] = []
+        index_of: dict[int, int | None] = dict.fromkeys(map(id, params))  # in found
         for module_name, submodule in module.named_modules(remove_duplicate=False):
-            for name, param in _named_parameters_with_duplicates(submodule, recurse=False):
-                if param in wanted:
-                    places.setdefault(param, []).append(_Place(ParamInfo(name, submodule, module_name), order))
-                    order += 1
+            prefix = f"{module_name}." if module_name else ""
+            for name, param in _own_parameters(submodule):
+                if param is None or id(param) not in index_of:
+                    continue
+                info, index = ParamInfo(name, submodule, module_name), index_of[id(param)]
+                if index is not None:
+                    further.append((info, index))
+                    continue
+                index_of[id(param)] = len(found)
+                found.append(param)
+                infos.append(info)
+                fqns.append(prefix + name)
         for i, param in enumerate(params):
-            if param not in places:
+            if index_of[id(param)] is None:
                 raise ValueError(
                     f"`params` were not found in `module`'s tree: params[{i}] (shape {tuple(param.shape)}, "
                     f"{param.dtype}) is not a parameter of this {type(module).__name__}; "
                     "pass only parameters that module.parameters() gives"
                 )
-        return places
+        self._fqn_of = dict(zip(map(id, found), fqns, strict=True))
+        return found, infos, fqns, further
 
-    def _transformed(self, param: Tensor, info: ParamInfo) -> _Found:
-        tensor, extension = _ext_pre_flatten_transform(param, self._fsdp_extension)
-        if is_truly_contiguous(tensor):
-            return _Found(tensor, info, tensor.stride(), True, extension)
-        if is_dense(tensor):
-            return _Found(tensor, info, tensor.stride(), is_truly_contiguous(tensor), extension)
-        return _Found(tensor, info, row_major(tensor.shape), True, extension)
-
-    def _check_memory(self, tensors: list[Tensor]) -> None:
-        check_memory(list(self._fqn_of.values()), tensors)
-
-    def _place_with_padding(self, numels: list[int], aligned_numel: int) -> tuple[list[int], list[bool]]:
-        """The sizes with padding between them, and which of them are padding.
-
-        Padding comes before a parameter, so that it starts at a multiple of ``aligned_numel`` elements, and after the
-        last, so that the total is a multiple of the world size; none of either if ``aligned_numel`` is 0.
-        """
-        placed: list[int] = []
-        is_padding: list[bool] = []
-        total = 0
-
-        def add(numel: int, padding: bool) -> None:
-            nonlocal total
-            if numel > 0 or not padding:
-                placed.append(numel)
-                is_padding.append(padding)
-                total += numel
-
-        for numel in numels:
-            add(-total % aligned_numel if aligned_numel else 0, True)
-            add(numel, False)
-        if total > _MOST_ELEMENTS - self.world_size:
-            raise _C.ShardError(
-                f"the flat parameter would have {total} elements, more than 64 bits count; wrap it in more units"
-            )
-        if self.rank == 0 and total != sum(numels):
-            logger.debug(
-                "FSDP FlatParameter address alignment created %s numel of padding (%s vs. %s)",
-                total - sum(numels),
-                total,
-                sum(numels),
-            )
-        world_padding = -total % self.world_size if aligned_numel else 0
-        if self.rank == 0 and world_padding > 0:
-            logger.info("FSDP FlatParameter world size divisibility created %s numel of padding", world_padding)
-        add(world_padding, True)
-        return placed, is_padding
-
-    def _make_unit(
-        self, found: list[_Found], further: list[tuple[ParamInfo, int]], numels: list[int], is_padding: list[bool]
-    ) -> _C.ModuleParams | None:
-        """The loops in C; None where each tensor needs torch's own operations (extensions, wrappers, meta)."""
-        if any(item.extension is not None for item in found) or not _C.is_plain(*(item.tensor for item in found)):
+    def _survey(self, tensors: Sequence[Tensor]) -> tuple[Sequence[int], bool] | None:
+        """``(sizes, whether any requires grad)`` of tensors that can be flattened; None: look at each."""
+        if self._fsdp_extension is not None or self._is_replaced("_validate_tensors_to_flatten"):
             return None
-        geometry = [(item.info, item.tensor.shape, None if item.contiguous else item.stride) for item in found]
-        return make_unit(geometry, further, numels, is_padding)
+        numels, trained = _C.survey(tensors) or ((), 0)
+        mixed = 0 < trained < len(tensors) and not self._use_orig_params
+        if not numels or mixed or any("_is_flat_param" in vars(tensor) for tensor in tensors):
+            return None
+        return numels, trained > 0
+
+    def _lay_out(self, numels: Sequence[int], aligned_numel: int) -> _C.Layout | None:
+        """``_layout_of`` with torch's log messages; None for parameters that have no elements."""
+        if not any(numels):
+            return None
+        layout = self._layout_of(numels, aligned_numel)
+        if self.rank == 0 and layout.numel != layout.numel_params:
+            world_padding = layout.numels_with_padding[-1] if layout.is_padding_mask[-1] else 0
+            aligned = layout.numel - world_padding
+            if aligned != layout.numel_params:
+                logger.debug(
+                    "FSDP FlatParameter address alignment created %s numel of padding (%s vs. %s)",
+                    aligned - layout.numel_params,
+                    aligned,
+                    layout.numel_params,
+                )
+            if world_padding > 0:
+                logger.info("FSDP FlatParameter world size divisibility created %s numel of padding", world_padding)
+        return layout
 
     def _describe(self, tensor: Tensor) -> str:
-        name = self._fqn_of.get(tensor)
+        name = self._fqn_of.get(id(tensor))
         what = f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
         return f"parameter `{name}` ({what})" if name else f"a tensor ({what})"
 
@@ -202,17 +180,7 @@ class Flattening(Streaming):
         if not tensors:
             raise AssertionError("Requires a non-empty `tensors` list, got none")
         first = tensors[0]
-        dtype, device, layout, uniform = first.dtype, first.device, torch.strided, not self._use_orig_params
         for tensor in tensors:
-            if (
-                tensor is not first
-                and tensor.dtype == dtype
-                and tensor.device == device
-                and tensor.layout == layout
-                and not (uniform and tensor.requires_grad != first.requires_grad)
-                and not isinstance(tensor, FlatParameter)
-            ):
-                continue  # as the first one, which is looked at more closely
             refusal = why_not_flat(tensor, self._describe(tensor))
             if refusal is not None:
                 raise ValueError(refusal)
@@ -246,15 +214,13 @@ class Flattening(Streaming):
             raise ValueError("Expects non-empty `tensors`")
         if aligned_numel < 0:
             raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
-        dtype, _, device = self._validate_tensors_to_flatten(tensors)
-        numels, is_padding = self._place_with_padding([tensor.numel() for tensor in tensors], aligned_numel)
-        unpadded = iter(tensors)
-        return torch.cat(
-            [
-                _construct_padding_tensor(numel, dtype, False, device) if padding else in_storage_order(next(unpadded))
-                for numel, padding in zip(numels, is_padding, strict=True)
-            ]
-        )
+        usual = self._survey(tensors)
+        if usual is None:
+            self._validate_tensors_to_flatten(tensors)
+        layout = self._lay_out(usual[0] if usual else [tensor.numel() for tensor in tensors], aligned_numel)
+        if layout is not None and (usual or _C.is_plain(*tensors)):
+            return layout.flatten(tensors, _FLAT_PARAM_PADDING_VALUE, 0, layout.numel)
+        return torch.cat([in_storage_order(piece) for piece in _with_paddings(tensors, layout)])
 
     @step_of(STREAM, FLATTEN)
     def flatten_tensors_into_flat_param(
@@ -263,25 +229,24 @@ class Flattening(Streaming):
         return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad=requires_grad)
 
 
-def make_unit(
-    geometry: Iterable[tuple[ParamInfo, Sequence[int], Sequence[int] | None]],
-    further: Iterable[tuple[ParamInfo | SharedParamInfo, int]],
-    numels: Sequence[int],
-    is_padding: Sequence[bool],
-) -> _C.ModuleParams:
-    """The loops in C.
+def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None) -> Iterator[Tensor]:
+    if layout is None:
+        yield from tensors
+        return
+    unpadded, first = iter(tensors), tensors[0]
+    for numel, padding in zip(layout.numels_with_padding, layout.is_padding_mask, strict=True):
+        yield _construct_padding_tensor(numel, first.dtype, False, first.device) if padding else next(unpadded)
 
-    Args:
-        geometry: place, shape and strides (None if contiguous) of each original parameter.
-        further: further places of shared ones, with the index of the parameter.
-        numels, is_padding: of all segments of the flat parameter, padding included.
-    """
-    parameters = []
-    originals = iter(geometry)
-    offset = 0
-    for numel, padding in zip(numels, is_padding, strict=True):
-        if not padding:
-            info, shape, stride = next(originals)
-            parameters.append((info.module, info.param_name, shape, stride, offset))
-        offset += numel
-    return _C.ModuleParams(parameters, [(info.module, info.param_name, i) for info, i in further], offset)
+
+def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:
+    """The loops in C over the original parameters of ``flat_param``, which lie as ``layout`` says."""
+    infos = flat_param._param_infos
+    places = zip(infos, flat_param._shapes, flat_param._strides, flat_param._contiguities, layout.starts, strict=True)
+    parameters = [
+        (module, name, shape, None if contiguous else stride, start)
+        for (name, module, _), shape, stride, contiguous, start in places
+    ]
+    shared = flat_param._shared_param_infos
+    index = {(id(info.module), info.param_name): i for i, info in enumerate(infos)} if shared else {}
+    further = [(info.module, info.param_name, index[id(info.prim_module), info.prim_param_name]) for info in shared]
+    return _C.ModuleParams(parameters, further, layout.numel)

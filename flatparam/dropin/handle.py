@@ -1,7 +1,7 @@
 """FlatParamHandle: the life cycle of one flat parameter: construct, shard, unshard, reshard."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import _C
 from ..common import dlpack, optimizers
 from ..common.collectives import fake_group
+from ..common.layout import parts_of
 from ..common.storage import free, pinned
 from ..common.tensors import in_storage_order
 from ..common.torch_private import (
@@ -180,14 +181,14 @@ class FlatParamHandle(Flattening, Gathering):
 
     @step_of(STREAM)
     def _take_over_attributes(self) -> None:
-        """Put views in the parameters' places, each through delattr and setattr once.
+        """Put views in the parameters' places, out of ``_parameters``.
 
-        That settles the order of ``_parameters``: what is switched later in C writes the dictionaries in place.
+        That settles the order in which they come back: what is switched later in C writes the dictionaries in place.
         """
         if self._loops_in_c(self.flat_param) and not self._is_replaced("_use_unsharded_views"):
             self._check_unsharded(self.flat_param)
             with torch.enable_grad():
-                self._use_unsharded_views_by_ops(as_params=False)
+                self._unit.register_tensors(list(self._get_unflat_views()), False, self._unsafe)
             return
         unit, self._unit = self._unit, None
         try:
@@ -252,18 +253,7 @@ class FlatParamHandle(Flattening, Gathering):
         offsets, mask = self._get_flat_param_offsets(), self.flat_param._is_padding_mask
         if len(offsets) != len(mask):
             raise AssertionError(self._about(f"Expects {len(mask)} offsets but got {len(offsets)}"))
-        infos = []
-        for (start, end), is_padding in zip(offsets, mask, strict=True):
-            if is_padding:
-                continue
-            if unsharded_start_idx > end or unsharded_end_idx < start:
-                infos.append(_NOT_IN_SHARD)
-                continue
-            first, last = max(start, unsharded_start_idx), min(end, unsharded_end_idx)
-            infos.append(
-                _ShardParamInfo(True, first - unsharded_start_idx, last - first + 1, first - start, last - start)
-            )
-        return tuple(infos)
+        return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
 
     @staticmethod
     @step_of(STREAM)
@@ -291,27 +281,21 @@ class FlatParamHandle(Flattening, Gathering):
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
         """First and last element (inclusive) in the unsharded flat parameter of each original one, and of padding."""
-        numels = self.flat_param._numels_with_padding
-        ends = list(accumulate(numels))
-        return [(end - numel, end - 1) for numel, end in zip(numels, ends, strict=True)]
+        numels = self.flat_param._numels
+        return self._layout.item_ranges if any(numels) else [(0, -1)] * len(numels)
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What this rank's shard holds of each original parameter; those that it does not hold are left out."""
         flat_param = self.flat_param
-        held = [
-            (fqn, shape, stride, contiguous, numel, (piece.intra_param_start_idx, piece.intra_param_end_idx))
-            for fqn, shape, stride, contiguous, numel, piece in zip(
-                flat_param._fqns,
-                flat_param._shapes,
-                flat_param._strides,
-                flat_param._contiguities,
-                flat_param._numels,
-                flat_param._shard_param_infos,
-                strict=True,
-            )
-            if piece.in_shard
-        ]
-        return FlatParamShardMetadata(*(tuple(field) for field in zip(*held, strict=True))) if held else _NOTHING_HELD
+        fields: Any = _C.held(
+            flat_param._shard_param_infos,
+            flat_param._fqns,
+            flat_param._shapes,
+            flat_param._strides,
+            flat_param._contiguities,
+            flat_param._numels,
+        )
+        return FlatParamShardMetadata(*fields)
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -396,8 +380,6 @@ class FlatParamHandle(Flattening, Gathering):
         return [fqn for fqn, piece in pieces if piece.in_shard]
 
 
-_NOT_IN_SHARD = _ShardParamInfo(False, None, None, None, None)
-_NOTHING_HELD = FlatParamShardMetadata((), (), (), (), (), ())
 _constructor = FlatParamHandle.__init__
 FlatParamHandle._own_methods = {
     name: value

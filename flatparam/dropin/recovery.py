@@ -9,7 +9,7 @@ the user writes the parameters there.
 
 import weakref
 from collections.abc import Callable
-from itertools import accumulate, compress
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -125,11 +125,14 @@ class Interruptible:
             return True
         trainable = tuple(map(attrgetter("requires_grad"), flat_param._params))
         if trainable != self._ranks_with_trainable[0]:
-            per_rank, numels = flat_param._sharded_size.numel(), flat_param._numels_with_padding
-            segments = zip(numels, accumulate(numels), flat_param._is_padding_mask, strict=True)
-            unpadded = ((numel, end) for numel, end, is_padding in segments if not is_padding)
-            spans = [(end - numel, end - 1) for numel, end in compress(unpadded, trainable) if numel > 0]
-            ranks = {rank for first, last in spans for rank in range(first // per_rank, last // per_rank + 1)}
+            per_rank, layout = flat_param._sharded_size.numel(), self._layout
+            spans = compress(zip(layout.starts, layout.numels, strict=True), trainable)
+            ranks = {
+                rank
+                for start, numel in spans
+                for rank in range(start // per_rank, (start + numel - 1) // per_rank + 1)
+                if numel > 0
+            }
             self._ranks_with_trainable = (trainable, len(ranks))
         return bool(self._ranks_with_trainable[1] == self.world_size)
 

@@ -8,10 +8,8 @@ this rank's part from the originals. The peak is the shard over what the module 
 
 import functools
 import threading
-from bisect import bisect_right
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.tensors import in_storage_order
 from ..common.torch_private import _FLAT_PARAM_PADDING_VALUE, _init_utils
 from .base import HandleBase
 from .overrides import STREAM
@@ -88,26 +85,9 @@ class Streaming(HandleBase):
 
         ``originals`` are the tensors of which ``flat_param`` would consist, paddings left out.
         """
-        flat_param = self.flat_param
-        numels, is_padding = flat_param._numels_with_padding, flat_param._is_padding_mask
-        begin, numel, padding = _C.shard_of_rank(flat_param.numel(), self.world_size, self.rank)
-        shard = torch.empty(numel + padding, dtype=flat_param.dtype, device=flat_param.device)
-        shard[numel:].zero_()
-        ends = list(accumulate(numels))
-        first = bisect_right(ends, begin)
-        next_original = first - sum(is_padding[:first])
-        for end, length, pads in zip(ends[first:], numels[first:], is_padding[first:], strict=True):
-            start = end - length
-            if start >= begin + numel:
-                break
-            low, high = max(start, begin), min(end, begin + numel)
-            target = shard[low - begin : high - begin]
-            if pads:
-                target.fill_(_FLAT_PARAM_PADDING_VALUE)
-                continue
-            target.copy_(in_storage_order(originals[next_original])[low - start : high - start])
-            next_original += 1
-        return shard, padding
+        layout = self._layout
+        begin, numel, padding = _C.shard_of_rank(layout.numel, self.world_size, self.rank)
+        return layout.flatten(originals, _FLAT_PARAM_PADDING_VALUE, begin, begin + numel + padding), padding
 
 
 @contextmanager

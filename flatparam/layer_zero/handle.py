@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..dropin.views import Views
@@ -144,8 +145,7 @@ class FlatParamHandle(Gradients):
                 )
         self._flat = flat = FlatParam.__new__(FlatParam)  # it is built when all ranks have agreed
         flat._use_orig_params = True
-        places = flat._find_places(params, module)
-        flat._fqn_of = names = {param: names[0].fqn for param, names in places.items()}
+        flat._find(params, module)
         for param in params:
             if param.is_complex():
                 raise ValueError(f"{flat._describe(param)} is complex: LayerZero flattens real parameters only")
@@ -155,8 +155,9 @@ class FlatParamHandle(Gradients):
                     "before"
                 )
         flat._validate_tensors_to_flatten(list(params))
-        flat._check_memory(list(params))
-        return [names[param] for param in params]
+        names = [flat._fqn_of[id(param)] for param in params]
+        check_memory(names, list(params))
+        return names
 
     # Copies
 

@@ -235,14 +235,20 @@ def test_wrong_arguments_to_the_extension():
     linear = nn.Linear(3, 2)
     good = [(linear, "weight", [2, 3], None, 0), (linear, "bias", [2], None, 6)]
     unit = _C.ModuleParams(good, [], 8)
+    layout = _C.Layout([10, 2], 2, 1, 1)
     calls = [
         lambda: _C.ModuleParams([(linear, "weight", [2, 3], None, 0), (linear, "bias", [2], None)], [], 8),
         lambda: _C.ModuleParams(good, [(linear, "weight", 7)], 8),
         lambda: _C.ModuleParams(good, [], -1),
         lambda: unit.views([flat]),
         lambda: unit.views(flat[:5]),
-        lambda: unit.flatten([flat, "x"], 1.0),
-        lambda: unit.flatten([flat[:6].view(2, 3)], 1.0),
+        lambda: layout.flatten([flat, "x"], 1.0, 0, 12),
+        lambda: layout.flatten([flat[:6].view(2, 3)], 1.0, 0, 12),
+        lambda: layout.flatten([flat, flat[:2]], "x", 0, 12),
+        lambda: layout.flatten([flat, flat[:2]], 1.0, 3, 2),
+        lambda: _C.survey(3),
+        lambda: _C.held([(True, 0, 4, 0, 3), 3], [1, 2]),
+        lambda: _C.held([(True, 0, 4, 0, 3)] * 2, [1]),
         lambda: unit.point([nn.Parameter(flat), None], flat),
         lambda: unit.set_grads(flat.double()),
         lambda: unit.register_tensors([flat], True, False),

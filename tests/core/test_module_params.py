@@ -30,6 +30,7 @@ class Watched(Net):
 
 
 SHARD = ((True, 0, 4, 2, 5), (False, None, None, None, None))
+LAYOUT = _C.Layout([6, 2], 2, 1, 8)
 
 
 def make(net):
@@ -39,7 +40,7 @@ def make(net):
         [(net, "tied", 0)],
         10,
     )
-    flat = nn.Parameter(unit.flatten([net.weight, net.bias], 42.0))
+    flat = nn.Parameter(LAYOUT.flatten([net.weight, net.bias], 42.0, 0, 10))
     return unit, flat
 
 
@@ -49,7 +50,7 @@ def calls(net, unit, flat):
     views, other = unit.views(flat), nn.Parameter(torch.zeros(4))
     return {
         "views": lambda: unit.views(flat),
-        "flatten": lambda: unit.flatten(params, 42.0),
+        "flatten": lambda: LAYOUT.flatten(params, 42.0, 0, 10),
         "register_tensors": lambda: unit.register_tensors(views, True, False),
         "register_parameters": lambda: unit.register_parameters(params, shared, False),
         "point": lambda: unit.point(params, flat, shared),
@@ -363,7 +364,7 @@ def test_lists_of_the_wrong_length_or_kind_are_refused():
     params, before = [net.weight, net.bias], state(net)
     for bad in ([], params[:1], [*params, params[0]], None, 3):
         for call in (
-            lambda bad=bad: unit.flatten(bad, 0.0),
+            lambda bad=bad: LAYOUT.flatten(bad, 0.0, 0, 10),
             lambda bad=bad: unit.register_tensors(bad, True, False),
             lambda bad=bad: unit.register_parameters(bad, [net.tied], False),
             lambda bad=bad: unit.point(bad, flat),

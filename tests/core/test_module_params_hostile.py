@@ -155,7 +155,7 @@ def test_freed_memory_is_refused():
         lambda: unit.point(params, freed),
         lambda: unit.point_pieces(params, [net.tied], freed, SHARD),
         lambda: unit.set_grads(freed),
-        lambda: unit.flatten([freed_piece, net.bias], 0.0),
+        lambda: _C.Layout([6, 2], 2, 1, 8).flatten([freed_piece, net.bias], 0.0, 0, 10),
     ):
         with pytest.raises(ValueError, match="freed"):
             call()

@@ -251,7 +251,6 @@ def a_flat():
 VALID = {
     "ModuleParams": unit_arguments,
     "ModuleParams.views": lambda: [a_flat().requires_grad_()],
-    "ModuleParams.flatten": lambda: [params(), 42.0],
     "ModuleParams.register_tensors": lambda: [[torch.ones(2, 3), torch.ones(2)], True, False],
     "ModuleParams.register_parameters": lambda: [params(), [nn.Parameter(torch.ones(2))], False],
     "ModuleParams.point": lambda: [params(), a_flat(), [nn.Parameter(torch.ones(2))]],
@@ -297,6 +296,9 @@ VALID = {
     "Layout.params_in": lambda: [2, 9],
     "Layout.parts": lambda: [2, 9],
     "Layout.shard_range": lambda: [1],
+    "Layout.flatten": lambda: [[torch.ones(5), torch.ones(1), torch.ones(7)], 42.0, 3, 9],
+    "held": lambda: [infos(), ["weight", "bias"], ((2, 3), (2,))],
+    "survey": lambda: [params()],
     "shard_of_rank": lambda: [10, 3, 1],
     "ranks_of_range": lambda: [10, 3, 2, 7],
     "boxes_of_range": lambda: [[3, 4, 5], 7, 44],
