@@ -60,7 +60,7 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
 
     Raises: ValueError naming both, or the one. One Parameter under several names is no such case.
     """
-    if not _C.is_plain(*tensors):
+    if _C.survey(tensors) is not None or not _C.is_plain(*tensors):
         return
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size(), i)

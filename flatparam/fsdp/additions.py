@@ -75,12 +75,7 @@ def _check(
         return
     if any(param is segment.flat for segment in unit.segments):
         return  # a copied one is no FlatParameter to isinstance()
-    if own_name is not None and any(
-        place.module is module and place.name == own_name
-        for segment in unit.segments
-        for original in segment.originals
-        for place in original.names
-    ):
+    if own_name is not None and (module, own_name) in unit.places:
         return  # in the place of one of the unit's
     where, owner = f"a {type(module).__name__} in {unit.name}", owner_of_param(param)
     if owner is not None:

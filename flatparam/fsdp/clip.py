@@ -1,5 +1,6 @@
 """Clipping gradients that are spread over ranks by their norm over all of them."""
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from torch import Tensor
 from .. import _C
 from . import order
 from .owners import segment_of
+from .segment import Segment
 from .unit import Unit
 
 
@@ -25,24 +27,24 @@ def clip_grad_norm(
     The norm is computed in fp32, or fp64 where a parameter is, and has the widest real dtype of the gradients.
     Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
-    params = [*(param for unit in units for _, param in unit.parameters()), *others]
-    sharded, whole = by_group(params)
-    return clip(sharded, whole, max_norm, norm_type, device)
+    params: dict[Any, Segment | None] = {param: segment for unit in units for segment, param in unit.parameters()}
+    params |= {param: segment_of(param) for param in others if param not in params}
+    return clip(*by_group(params), max_norm, norm_type, device)
 
 
-def by_group(params: Iterable[Any]) -> tuple[dict[Any, list[Any]], list[Any]]:
-    """The sharded ones of ``params`` by the group that shares them, and the others; each once."""
+def by_group(params: dict[Any, Segment | None]) -> tuple[dict[Any, list[Any]], list[Any]]:
+    """The sharded ones of ``params``, each with its segment, by the group that shares them, and the others."""
     sharded: dict[Any, list[Any]] = {}
     whole: list[Any] = []
-    for param in {id(param): param for param in params}.values():
-        segment = segment_of(param)
-        if segment is not None and segment.is_sharded:
-            sharded.setdefault(segment.placement.optim, []).append(param)
-        else:
-            whole.append(param)
+    members: dict[Segment | None, list[Any]] = {None: whole}
+    for param, segment in params.items():
+        if segment is not None and segment not in members:
+            members[segment] = sharded.setdefault(segment.placement.optim, []) if segment.is_sharded else whole
+        members[segment].append(param)
     return sharded, whole
 
 
+@torch.no_grad()
 def clip(
     sharded: dict[Any, list[Any]],
     whole: list[Any],
@@ -61,13 +63,14 @@ def clip(
     precision = torch.float64 if is_wide else torch.float32
 
     def local_norm(some: Iterable[nn.Parameter]) -> Tensor:
-        norms = [
-            torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.promote_types(grad.dtype, precision))
-            for grad in (param.grad for param in some)
-            if grad is not None and grad.numel() > 0
-        ]
-        if not norms:
+        grads = [grad for param in some if (grad := param.grad) is not None and grad.numel() > 0]
+        if not grads:
             return torch.zeros((), dtype=precision, device=device)
+        norms: list[Any] = [None] * len(grads)
+        for (_, dtype), indices in _by_kind(grads).items():
+            found = torch._foreach_norm([grads[i] for i in indices], norm_type, torch.promote_types(dtype, precision))
+            for i, norm in zip(indices, found, strict=True):
+                norms[i] = norm
         apart = any(norm.device != norms[0].device for norm in norms)
         norms = [norm.to(device if apart else norm.device, precision) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device)
@@ -92,19 +95,21 @@ def clip(
             f"the total norm of order {norm_type} of the gradients is {total.item()}: nothing was clipped"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-    for grad in gradients:
-        kind = grad.device, grad.dtype.to_real()
-        if kind not in factors:
-            factors[kind] = factor.to(*kind)
-        grad.detach().mul_(factors[kind])
+    kinds = _by_kind(gradients)
+    for (place, dtype), indices in kinds.items():
+        torch._foreach_mul_([gradients[i] for i in indices], factor.to(place, dtype.to_real()))
     if not gradients:
         name = "fp64" if is_wide else "fp32"
         warnings.warn(
             f"clip_grad_norm_() found no gradients on rank {dist.get_rank()}: the norm is {name}", stacklevel=3
         )
         return total
-    dtype = gradients[0].dtype
-    for grad in gradients[1:]:
-        dtype = torch.promote_types(dtype, grad.dtype)
-    return total.to(dtype.to_real())
+    return total.to(functools.reduce(torch.promote_types, (dtype for _, dtype in kinds)).to_real())
+
+
+def _by_kind(grads: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """The indices of ``grads`` of each device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, grad in enumerate(grads):
+        kinds.setdefault((grad.device, grad.dtype), []).append(i)
+    return kinds

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import FlatParameter, MixedPrecision
 
 from .. import _C
 from ..common.layout import FlatLayout
@@ -77,13 +77,15 @@ def find_originals(
             if original is None:
                 template = template_of(param)
                 whole = param if template is None else template
-                dense = whole.layout == torch.strided and is_dense(whole)
+                strided = whole.layout == torch.strided
+                contiguous = strided and is_truly_contiguous(whole)
+                dense = contiguous or (strided and is_dense(whole))
                 found[param] = Original(
                     param,
                     [place],
                     whole.shape,
                     tuple(whole.stride()) if dense else row_major(whole.shape),
-                    is_truly_contiguous(whole) if dense else True,
+                    contiguous or not dense,
                     template=template,
                 )
             elif (submodule, name) not in [(other.module, other.name) for other in original.names]:
@@ -105,6 +107,14 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
     first = originals[0]
     for original in originals:
         param = original.param
+        if (
+            original is not first
+            and (param.device, param.dtype) == (first.param.device, first.param.dtype)
+            and param.requires_grad == first.param.requires_grad
+            and _C.is_plain(param)
+            and not isinstance(param, FlatParameter)
+        ):
+            continue  # as the first one, which is looked at more closely
         what = f"parameter `{original.fqn}` (shape {tuple(original.shape)}, {param.dtype} on {param.device})"
         if param.device != first.param.device:
             raise DeviceError(

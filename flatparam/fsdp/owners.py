@@ -34,7 +34,8 @@ def own(unit: Unit) -> None:
         _of_params[segment.flat] = owner, name, k
         for original in segment.originals:
             _of_params[original.param] = owner, original.fqn, k
-            _owners.update((place.module, owner) for place in original.names)
+    for module in {module for module, _ in unit.places}:
+        _owners[module] = owner
 
 
 def replace_param(unit: Unit, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:

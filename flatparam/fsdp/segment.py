@@ -94,6 +94,7 @@ class Segment:
         if options.use_orig_params:
             self.point_at_pieces()
 
+    @torch.no_grad()
     def _flatten(self) -> Tensor:
         """This rank's shard, filled one parameter at a time; each is freed as soon as it was copied."""
         first = self.originals[0].param
@@ -102,15 +103,14 @@ class Segment:
         begin = self.placement.rank * self.layout.shard_numel
         shard[: max(0, min(self.layout.shard_numel, self.layout.numel - begin))] = PADDING_VALUE
         for original, piece in zip(self.originals, self.pieces, strict=True):
-            with torch.no_grad():
-                if piece.in_shard and piece.numel_in_shard:
-                    start: Any = piece.intra_param_start_idx
-                    target = shard.narrow(0, piece.offset_in_shard or 0, piece.numel_in_shard)
-                    if original.template is not None:
-                        blank(target)
-                        continue
-                    target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
-                original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
+            if piece.in_shard and piece.numel_in_shard:
+                start: Any = piece.intra_param_start_idx
+                target = shard.narrow(0, piece.offset_in_shard or 0, piece.numel_in_shard)
+                if original.template is not None:
+                    blank(target)
+                    continue
+                target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
+            original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
         return shard
 
     @property
@@ -159,11 +159,12 @@ class Segment:
         A piece is 1-D; it has the parameter's own shape where that is not sharded, and whole rows of it,
         ``(rows, *shape[1:])``, where ``atomic`` keeps them together.
         """
+        is_sharded = self.is_sharded
         for original, (start, numel), in_rows in zip(self.originals, self.piece_ranges(), self.in_rows, strict=True):
             shape, stride = tuple(original.shape), original.stride
-            if self.is_sharded and not in_rows:
+            if is_sharded and not in_rows:
                 shape, stride = (max(numel, 0),), (1,)
-            elif self.is_sharded and numel < original.shape.numel():
+            elif is_sharded and numel < original.shape.numel():
                 rows = max(numel, 0) // max(1, row_numel(shape))
                 shape, stride = (rows, *shape[1:]), stride if shape else (1,)
             yield Here(original, start, numel, shape, stride)
@@ -174,9 +175,9 @@ class Segment:
 
     def point_at_pieces(self) -> None:
         """Let the original parameters' data be their pieces of the shard."""
-        shard = self.flat.detach()
+        shard, is_sharded = self.flat.detach(), self.is_sharded
         for here in self.here():
-            if self.is_sharded:
+            if is_sharded:
                 _C.set_shard(here.original.param, here.of(shard))
             else:
                 here.original.param.data = here.of(shard)

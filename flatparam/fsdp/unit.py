@@ -32,6 +32,9 @@ _IN_BACKWARD = (
 )
 
 
+_MADE_AGAIN = ("step", "places")  # by a copy
+
+
 class Unit:
     """The parameters that one wrapper manages. Source of the layout: torch 2.13 ``FlatParamHandle``.
 
@@ -80,7 +83,7 @@ class Unit:
         memo[id(self)] = copied
         memo.update((id(segment.layout), segment.layout) for segment in self.segments)  # layouts never change
         for key, value in vars(self).items():
-            if key != "step":
+            if key not in _MADE_AGAIN:
                 setattr(copied, key, copy.deepcopy(value, memo))
         copied.come_alive()
         enroll_copy(copied, self)
@@ -90,7 +93,7 @@ class Unit:
         """What is pickled: all but the step. The blocks were chosen, so what chose them need not be picklable."""
         atomic = None if callable(self.options.atomic) else self.options.atomic
         return {
-            **{key: value for key, value in vars(self).items() if key != "step"},
+            **{key: value for key, value in vars(self).items() if key not in _MADE_AGAIN},
             "options": dataclasses.replace(self.options, atomic=atomic),
         }
 
@@ -110,6 +113,12 @@ class Unit:
                 for place in original.names:
                     delattr(place.module, place.name)
         self.register_flat()
+
+    @functools.cached_property
+    def places(self) -> set[tuple[nn.Module, str]]:
+        """Where modules have original parameters, and by which names."""
+        names = (name for segment in self.segments for original in segment.originals for name in original.names)
+        return {(name.module, name.name) for name in names}
 
     def flat_names(self) -> list[str]:
         return [FLAT_PARAM if i == 0 else f"{FLAT_PARAM}_{i}" for i in range(len(self.segments))]
