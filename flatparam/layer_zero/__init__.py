@@ -3,6 +3,8 @@
 A LayerZero model that is wrapped: ``flatparam.FullyShardedDataParallel`` with ``ShardingStrategy.LAYER_ZERO``.
 """
 
+# ruff: noqa: F401  # the names of the reference's module, private ones too
+
 import torch.distributed as dist
 
 from ..common.torch_private import (
@@ -30,29 +32,8 @@ from .metadata import ShardParamInfo as _ShardParamInfo
 from .states import HandleTrainingState
 
 __all__ = [
-    "_FLAT_PARAM_PADDING_VALUE",
-    "_FSDP_USE_UNSAFE_SETATTR",
-    "FlatParamHandle",
-    "FlatParamShardMetadata",
-    "FlatParameter",
-    "HandleShardingStrategy",
-    "HandleTrainingState",
-    "ParamInfo",
-    "ShardParamInfo",
-    "SharedParamInfo",
-    "_FlatParameterMeta",
-    "_ShardParamInfo",
-    "_construct_padding_tensor",
-    "_convert_to_params",
-    "_detach_if_needed",
-    "_get_aligned_numel",
-    "_get_dtype_size",
-    "_safe_setattr_tensor_or_param",
-    "_unsafe_setattr_param",
-    "_unsafe_setattr_tensor",
-    "agree",
-    "log0",
-    "logger",
+    *("FlatParamHandle", "FlatParamShardMetadata", "FlatParameter", "HandleShardingStrategy", "HandleTrainingState"),
+    *("ParamInfo", "ShardParamInfo", "SharedParamInfo", "_ShardParamInfo", "agree"),
 ]
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..dropin.views import Views
 from ..fsdp.agreement import Described, check_described
 from ..fsdp.pairs import check_pair
 from ._gradients import Gradients
@@ -195,7 +194,7 @@ class FlatParamHandle(Gradients):
         """Take the original parameters off their modules, after what the user has put in place of them."""
         self._reset_flat_param_grad_info_if_needed()
         self._write_back()
-        Views._deregister_orig_params(self._flat)
+        super(FlatParam, self._flat)._deregister_orig_params()
 
     # Looking things up
 
