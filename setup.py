@@ -48,9 +48,9 @@ TORCH_VERSION = "{}"
 '''
 
 
-def sources() -> list[str]:
-    """Return the files to compile, the slowest (C++) first."""
-    folders = ("tensor/*.cpp", "runtime/*.c", "python/*.c", "module/*.c", "core/*.c")
+def sources(testing: bool = False) -> list[str]:
+    """Return the files to compile, the slowest (C++) first; ``testing``: with what tests need and nobody else."""
+    folders = ["tensor/*.cpp", "runtime/*.c", "python/*.c", "module/*.c", "core/*.c", *(["testing/*.c"] * testing)]
     return [str(path) for pattern in folders for path in sorted(Path("csrc").glob(pattern))]
 
 
@@ -189,7 +189,7 @@ class BuildExtension(build_ext):
 
     def compiled_together(self) -> list[list[str]]:
         """Return the sources in groups, one for each command: a C file each, the C++ files in two."""
-        files = sources()
+        files = sources(testing=self.strict or self.sanitize)
         cxx = [source for source in files if source.endswith(".cpp")]
         return [group for group in (cxx[::2], cxx[1::2]) if group] + [[f] for f in files if f not in cxx]
 

@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks import main
+from benchmarks.c_testing import _C_testing
 from benchmarks.measuring import clock, in_turn
 from benchmarks.models import SHAPE, Stack, Unit
 from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
-from flatparam import _C, FullyShardedDataParallel, ShardingStrategy
+from flatparam import FullyShardedDataParallel, ShardingStrategy
 
 WORLD, INNER, MICRO_BATCHES = 8, 4, 8
 UNITS, PARAMETERS = 48, 10
@@ -149,7 +150,9 @@ def _accumulate(quick: bool) -> list[Row]:
         return sample
 
     calls = {
-        "flatparam": of(lambda: _C.pack(segments, "bfloat16", memoryview(ours), "float32", 0, NUMEL, None, True), 10),
+        "flatparam": of(
+            lambda: _C_testing.pack(segments, "bfloat16", memoryview(ours), "float32", 0, NUMEL, None, True), 10
+        ),
         "torch": of(lambda: kept.add_(low.to(torch.float32)), 10),
         "copy": of(lambda: whole.copy_(other), 8),
     }

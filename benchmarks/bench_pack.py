@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks import main
+from benchmarks.c_testing import _C_testing
 from benchmarks.rows import Row, Table
-from flatparam import _C
 
 SEGMENTS, NUMEL = 400, 16 * 1024  # 64 KiB of fp32 each
 CLAIMS = {"copy fp32": 0.8, "add bf16 to fp32": 0.5, "add scaled bf16 to fp32": 0.5}  # on the best level
@@ -24,9 +24,9 @@ def measure(quick: bool) -> Table:
     """GB/s of each kind of packing on each level of instructions, and its ratio to memcpy's."""
     torch.set_num_threads(1)
     table = Table("p", "packing 25 MiB in 400 segments", "GB/s of bytes read and written; ratios to memcpy's, medians")
-    levels, before = _C.simd_levels(), _C.simd_level()
+    levels, before = _C_testing.simd_levels(), _C_testing.simd_level()
     for level in levels:
-        _C.simd_level(level)
+        _C_testing.simd_level(level)
         for name, pairs in _measure(15 if quick else 60).items():
             ratios = sorted(ours / theirs for theirs, ours in pairs)
             row = Row(
@@ -43,7 +43,7 @@ def measure(quick: bool) -> Table:
             if level == levels[-1] and name in CLAIMS:
                 row.target, row.met = f">= {CLAIMS[name]}", row.ratios["flatparam"][0] >= CLAIMS[name]
             table.rows.append(row)
-    _C.simd_level(before)
+    _C_testing.simd_level(before)
     return table
 
 
@@ -60,15 +60,18 @@ def _measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
     def there_and_back() -> None:
-        _C.unpack(bf16_segments, "bfloat16", into, "float32", 0, total)
-        _C.pack(bf16_segments, "bfloat16", into, "float32", 0, total)
+        _C_testing.unpack(bf16_segments, "bfloat16", into, "float32", 0, total)
+        _C_testing.pack(bf16_segments, "bfloat16", into, "float32", 0, total)
 
     calls: dict[str, tuple[int, Callable[[], Any]]] = {  # (bytes read and written for each element, call)
-        "copy fp32": (8, lambda: _C.pack(fp32_segments, "float32", into, "float32", 0, total)),
-        "add bf16 to fp32": (10, lambda: _C.pack(bf16_segments, "bfloat16", into, "float32", 0, total, None, True)),
+        "copy fp32": (8, lambda: _C_testing.pack(fp32_segments, "float32", into, "float32", 0, total)),
+        "add bf16 to fp32": (
+            10,
+            lambda: _C_testing.pack(bf16_segments, "bfloat16", into, "float32", 0, total, None, True),
+        ),
         "add scaled bf16 to fp32": (
             10,
-            lambda: _C.pack(bf16_segments, "bfloat16", into, "float32", 0, total, 0.5, True),
+            lambda: _C_testing.pack(bf16_segments, "bfloat16", into, "float32", 0, total, 0.5, True),
         ),
         "cast fp32 to bf16 and back": (12, there_and_back),
     }

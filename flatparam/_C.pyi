@@ -1,15 +1,12 @@
 """The types of the C extension. What its functions do is told by their docstrings and by the headers in csrc."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeVar, final
+from typing import Any, SupportsIndex, TypeVar, final
 
 import torch
 import torch.nn as nn
 
-_Buffer = bytes | bytearray | memoryview  # or anything else with the buffer protocol
-_Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 _T = TypeVar("_T")
-_Segments = Iterable[tuple[_Buffer | None, SupportsIndex, SupportsIndex]]
 
 class ShardError(ValueError): ...
 
@@ -268,42 +265,3 @@ def ranks_of_range(
 def boxes_of_range(
     shape: Iterable[SupportsIndex], begin: SupportsIndex, end: SupportsIndex, /
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]: ...
-def pack(
-    segments: _Segments,
-    segment_dtype: _Dtype,
-    flat: _Buffer,
-    flat_dtype: _Dtype,
-    begin: SupportsIndex,
-    end: SupportsIndex,
-    scale: SupportsFloat | None = None,
-    accumulate: bool = False,
-    fill: SupportsFloat = 0.0,
-    /,
-) -> None: ...
-def unpack(
-    segments: _Segments,
-    segment_dtype: _Dtype,
-    flat: _Buffer,
-    flat_dtype: _Dtype,
-    begin: SupportsIndex,
-    end: SupportsIndex,
-    scale: SupportsFloat | None = None,
-    accumulate: bool = False,
-    /,
-) -> None: ...
-def pack_raw(
-    segments: _Segments,
-    item_bytes: SupportsIndex,
-    flat: _Buffer,
-    begin: SupportsIndex,
-    end: SupportsIndex,
-    fill: _Buffer | None = None,
-    /,
-) -> None: ...
-def unpack_raw(
-    segments: _Segments, item_bytes: SupportsIndex, flat: _Buffer, begin: SupportsIndex, end: SupportsIndex, /
-) -> None: ...
-def simd_levels() -> list[str]: ...
-def simd_level(name: str | None = None, /) -> str: ...
-def alloc_fail_at(k: SupportsIndex, /) -> None: ...
-def alloc_live() -> int: ...

@@ -39,7 +39,7 @@ def build() -> None:
     """Build the package in FOLDER, with counters in the extension; compile what changed."""
     flags = {"CFLAGS": f"-O1 {GCOV}", "CXXFLAGS": f"-O0 {GCOV}", "LDFLAGS": "--coverage"}
     shutil.rmtree(FOLDER / "flatparam", ignore_errors=True)
-    for command in (["build_py"], ["build_ext", "--build-temp", str(OBJECTS)]):
+    for command in (["build_py"], ["build_ext", "--strict", "--build-temp", str(OBJECTS)]):
         setup = [sys.executable, "setup.py", "--quiet", *command, "--build-lib", str(FOLDER)]
         subprocess.run(setup, check=True, env=os.environ | flags)
 

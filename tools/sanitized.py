@@ -71,7 +71,7 @@ def main(folder: Path, arguments: list[str]) -> int:
         "UBSAN_OPTIONS": "print_stacktrace=1",  # UBSan writes to standard error, which pytest must not keep to itself
         "FLATPARAM_TEST_CFLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=undefined",
     }
-    pytest = ["--capture=sys", "-o", f"pythonpath={folder} tests/support", "-m", "not multiprocess", *arguments]
+    pytest = ["--capture=sys", "-o", f"pythonpath={folder} tests/support .", "-m", "not multiprocess", *arguments]
     runs = [(folder / f"status{part}", folder / f"output{part}") for part in range(PARTS)]
     processes = []
     for part, (status, output) in enumerate(runs):

@@ -1,4 +1,4 @@
-/* module/fp_core_py.c -- wrappers of core/fp_shard, fp_boxes, fp_state and of fp_alloc's switches for tests. */
+/* module/fp_core_py.c -- wrappers of core/fp_shard and fp_boxes. */
 #include "module/fp_tables.h"
 
 #include "core/fp_alloc.h"
@@ -191,28 +191,6 @@ done:
     return result;
 }
 
-/* alloc_fail_at(k): the k-th allocation of the core from now on fails, once; 0 switches that off */
-static PyObject *
-fp_py_alloc_fail_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    int64_t k;
-    if (fp_check_nargs("alloc_fail_at", nargs, 1) < 0 || fp_as_int64(args[0], &k) < 0) {
-        return NULL;
-    }
-    fp_alloc_fail_at(k);
-    Py_RETURN_NONE;
-}
-
-/* alloc_live() -> blocks of the core that are in use */
-static PyObject *
-fp_py_alloc_live(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (fp_check_nargs("alloc_live", nargs, 0) < 0) {
-        return NULL;
-    }
-    return PyLong_FromLongLong(fp_alloc_live());
-}
-
 PyMethodDef fp_core_methods[] = {
     {"shard_of_rank", FP_FASTCALL(fp_py_shard_of_rank), METH_FASTCALL,
      "shard_of_rank(numel, world_size, rank, /)\n--\n\n"
@@ -226,9 +204,5 @@ PyMethodDef fp_core_methods[] = {
     {"boxes_of_range", FP_FASTCALL(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
      "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},
-    {"alloc_fail_at", FP_FASTCALL(fp_py_alloc_fail_at), METH_FASTCALL,
-     "alloc_fail_at(k, /)\n--\n\nFor tests: make the k-th allocation of the core from now on fail, once; 0: off."},
-    {"alloc_live", FP_FASTCALL(fp_py_alloc_live), METH_FASTCALL,
-     "alloc_live()\n--\n\nFor tests: how many blocks of the core are in use."},
     {NULL, NULL, 0, NULL},
 };

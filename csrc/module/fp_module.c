@@ -12,7 +12,10 @@
 
 /* Add the table of a new file here, and declare it in fp_tables.h. */
 static PyMethodDef *const fp_method_tables[] = {
-    fp_core_methods, fp_pack_methods, fp_tensor_methods, fp_unit_methods_of_module, fp_overrides_methods,
+    fp_core_methods,
+    fp_tensor_methods,
+    fp_unit_methods_of_module,
+    fp_overrides_methods,
 };
 
 /* The heap types; each function returns a new reference, or NULL with an exception. */

@@ -5,7 +5,6 @@
 #include "python/fp_args.h"
 
 extern PyMethodDef fp_core_methods[];
-extern PyMethodDef fp_pack_methods[];
 extern PyMethodDef fp_tensor_methods[];
 
 #endif

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.c_testing import _C_testing
 from flatparam import _C, ShardError
 
 SOURCE = Path(__file__).parents[1] / "c" / "nomem.c"
@@ -44,13 +45,13 @@ CALLS = {
     "shard_of_rank": (_C.shard_of_rank, 10**12, 7, 3),
     "ranks_of_range": (_C.ranks_of_range, 10**12, 7, 10**10, 10**12),
     "boxes_of_range": (_C.boxes_of_range, (2000, 3000, 700), 1001, 3 * 10**9),
-    "pack": (_C.pack, SEGMENTS, "float32", FLAT, "float32", 0, 16),
-    "pack scaled": (_C.pack, tuple(SEGMENTS), "float32", FLAT, "float32", 0, 16, 0.5, False, 42.0),
-    "unpack": (_C.unpack, INTO, "float32", FLAT, "float32", 0, 16, 0.5),
-    "pack_raw": (_C.pack_raw, [(PIECES[0], 0, 5), (PIECES[1], 8, 5)], 3, FLAT, 0, 16, b"abc"),
-    "unpack_raw": (_C.unpack_raw, [(RESULTS[0], 0, 5), (RESULTS[1], 8, 5)], 3, FLAT, 0, 16),
-    "simd_levels": (_C.simd_levels,),
-    "simd_level": (_C.simd_level, _C.simd_level()),
+    "pack": (_C_testing.pack, SEGMENTS, "float32", FLAT, "float32", 0, 16),
+    "pack scaled": (_C_testing.pack, tuple(SEGMENTS), "float32", FLAT, "float32", 0, 16, 0.5, False, 42.0),
+    "unpack": (_C_testing.unpack, INTO, "float32", FLAT, "float32", 0, 16, 0.5),
+    "pack_raw": (_C_testing.pack_raw, [(PIECES[0], 0, 5), (PIECES[1], 8, 5)], 3, FLAT, 0, 16, b"abc"),
+    "unpack_raw": (_C_testing.unpack_raw, [(RESULTS[0], 0, 5), (RESULTS[1], 8, 5)], 3, FLAT, 0, 16),
+    "simd_levels": (_C_testing.simd_levels,),
+    "simd_level": (_C_testing.simd_level, _C_testing.simd_level()),
     # and what is refused
     "Layout of a negative size": (_C.Layout, [1000, -(10**12)], 4, 4, 4),
     "Layout of too few blocks": (_C.Layout, NUMELS, 4, 4, 4, [1]),
@@ -64,16 +65,16 @@ CALLS = {
     "ranks_of_range over too many": (_C.ranks_of_range, 10**12, 10**12, 0, 10**12),
     "boxes_of_range of no range": (_C.boxes_of_range, (1000, 3), 0, 3001),
     "boxes_of_range of too many dimensions": (_C.boxes_of_range, (1,) * 65, 0, 1),
-    "pack of too much": (_C.pack, [(PIECES[0], 0, 4), (PIECES[1], 4, 5)], "float32", FLAT, "float32", 0, 16),
-    "pack out of order": (_C.pack, [(PIECES[0], 4, 4), (PIECES[1], 0, 4)], "float32", FLAT, "float32", 0, 16),
-    "pack into too little": (_C.pack, SEGMENTS, "float32", FLAT, "float32", 0, 17),
-    "pack into what overlaps": (_C.pack, [(FLAT, 1, 4)], "float32", FLAT, "float32", 0, 16),
-    "pack into what is read-only": (_C.pack, SEGMENTS, "float32", PIECES[1], "float32", 0, 4),
-    "pack of no segment": (_C.pack, [(PIECES[0], 0, 4), 5], "float32", FLAT, "float32", 0, 16),
-    "pack of no number": (_C.pack, [(PIECES[0], 0, 4), (PIECES[0], 4, "4")], "float32", FLAT, "float32", 0, 16),
-    "pack_raw of another fill": (_C.pack_raw, [(PIECES[0], 0, 5)], 3, FLAT, 0, 16, b"abcd"),
-    "unpack_raw out of order": (_C.unpack_raw, [(RESULTS[0], 0, 5), (RESULTS[1], 3, 5)], 3, FLAT, 0, 16),
-    "simd_level of no level": (_C.simd_level, "sse9"),
+    "pack of too much": (_C_testing.pack, [(PIECES[0], 0, 4), (PIECES[1], 4, 5)], "float32", FLAT, "float32", 0, 16),
+    "pack out of order": (_C_testing.pack, [(PIECES[0], 4, 4), (PIECES[1], 0, 4)], "float32", FLAT, "float32", 0, 16),
+    "pack into too little": (_C_testing.pack, SEGMENTS, "float32", FLAT, "float32", 0, 17),
+    "pack into what overlaps": (_C_testing.pack, [(FLAT, 1, 4)], "float32", FLAT, "float32", 0, 16),
+    "pack into what is read-only": (_C_testing.pack, SEGMENTS, "float32", PIECES[1], "float32", 0, 4),
+    "pack of no segment": (_C_testing.pack, [(PIECES[0], 0, 4), 5], "float32", FLAT, "float32", 0, 16),
+    "pack of no number": (_C_testing.pack, [(PIECES[0], 0, 4), (PIECES[0], 4, "4")], "float32", FLAT, "float32", 0, 16),
+    "pack_raw of another fill": (_C_testing.pack_raw, [(PIECES[0], 0, 5)], 3, FLAT, 0, 16, b"abcd"),
+    "unpack_raw out of order": (_C_testing.unpack_raw, [(RESULTS[0], 0, 5), (RESULTS[1], 3, 5)], 3, FLAT, 0, 16),
+    "simd_level of no level": (_C_testing.simd_level, "sse9"),
 }
 
 
@@ -100,9 +101,9 @@ def nomem(tmp_path_factory):
 
 def call_with_core_failure(function, arguments, k):
     """Call while the k-th allocation of the core fails; return the result or error, and whether it came to that."""
-    _C.alloc_fail_at(k)
+    _C_testing.alloc_fail_at(k)
     result = outcome(function, *arguments)
-    _C.alloc_fail_at(0)
+    _C_testing.alloc_fail_at(0)
     return result, isinstance(result, MemoryError)
 
 
@@ -138,7 +139,7 @@ def check_every_failure(call, call_with_failure):
     set_buffers()
     before = buffers()
     expected = as_value(outcome(function, *arguments))
-    expected_buffers, live = buffers(), _C.alloc_live()
+    expected_buffers, live = buffers(), _C_testing.alloc_live()
     for k in range(1, MOST_ALLOCATIONS):
         set_buffers()
         found, has_failed = call_with_failure(function, tuple(arguments), k)
@@ -149,7 +150,7 @@ def check_every_failure(call, call_with_failure):
             assert as_value(found) == expected, k
             assert buffers() == expected_buffers
         del found
-        assert _C.alloc_live() == live
+        assert _C_testing.alloc_live() == live
         if not has_failed:
             return k - 1
     raise AssertionError(f"more than {MOST_ALLOCATIONS} allocations")
@@ -179,7 +180,7 @@ def test_nothing_leaks(name):
     arguments = [NUMELS, *PIECES, *RESULTS, FLAT, None, True, False, ShardError]
 
     def used():
-        return [sys.getrefcount(argument) for argument in arguments], _C.alloc_live(), sys.getallocatedblocks()
+        return [sys.getrefcount(argument) for argument in arguments], _C_testing.alloc_live(), sys.getallocatedblocks()
 
     for _ in range(20):
         outcome(*CALLS[name])

@@ -10,20 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatparam import _C, ShardError
+from benchmarks.c_testing import _C_testing
+from flatparam import ShardError
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAIRS = list(itertools.product(DTYPES, DTYPES))
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-@pytest.fixture(params=_C.simd_levels())
+@pytest.fixture(params=_C_testing.simd_levels())
 def level(request):
     """Run the test on each SIMD level that works here."""
-    before = _C.simd_level()
-    assert _C.simd_level(request.param) == request.param
+    before = _C_testing.simd_level()
+    assert _C_testing.simd_level(request.param) == request.param
     yield request.param
-    _C.simd_level(before)
+    _C_testing.simd_level(before)
 
 
 def memory(tensor):
@@ -75,7 +76,7 @@ def test_every_value_is_packed_as_torch_computes(level, source_dtype, flat_dtype
     cut = n // 3  # odd lengths and offsets: heads and tails of the vector loops
     segments = [(memory(source[:cut]), 0, cut), (memory(source[cut:]), cut, n - cut)]
     for begin, end in [(0, 7), (7, cut + 1), (cut + 1, n)]:
-        _C.pack(segments, source_dtype, memory(flat), flat_dtype, begin, end, scale, accumulate)
+        _C_testing.pack(segments, source_dtype, memory(flat), flat_dtype, begin, end, scale, accumulate)
     assert_same_bits(flat, computed_by_torch(source, before, scale, accumulate))
 
 
@@ -91,7 +92,7 @@ def test_every_value_is_unpacked_as_torch_computes(level, segment_dtype, flat_dt
     cut = n // 3
     segments = [(memory(result[:cut]), 0, cut), (None, cut, 5), (memory(result[cut + 8 :]), cut + 8, n - cut - 8)]
     for begin, end in [(0, 7), (7, cut + 1), (cut + 1, n)]:
-        _C.unpack(segments, segment_dtype, memory(flat), flat_dtype, begin, end, scale, accumulate)
+        _C_testing.unpack(segments, segment_dtype, memory(flat), flat_dtype, begin, end, scale, accumulate)
     expected = computed_by_torch(flat, before, scale, accumulate)
     expected[cut : cut + 8] = before[cut : cut + 8]  # a segment without memory, and a gap
     assert_same_bits(result, expected)
@@ -118,7 +119,7 @@ def lists_of_segments(draw):
     st.sampled_from([None, 0.5, 1.7]),
     st.booleans(),
     st.sampled_from([0.0, 42.0, 0.1]),
-    st.sampled_from(_C.simd_levels()),
+    st.sampled_from(_C_testing.simd_levels()),
 )
 def test_ranges_gaps_and_fill(case, dtypes, scale, accumulate, fill, level):
     segments, flat_numel, begin, end = case
@@ -140,10 +141,10 @@ def test_ranges_gaps_and_fill(case, dtypes, scale, accumulate, fill, level):
             ]
         elif not accumulate:
             expected[low:high] = 0
-    before_level = _C.simd_level()
-    _C.simd_level(level)
-    _C.pack(given_segments, dtypes[0], memory(flat), dtypes[1], begin, end, scale, accumulate, fill)
-    _C.simd_level(before_level)
+    before_level = _C_testing.simd_level()
+    _C_testing.simd_level(level)
+    _C_testing.pack(given_segments, dtypes[0], memory(flat), dtypes[1], begin, end, scale, accumulate, fill)
+    _C_testing.simd_level(before_level)
     assert_same_bits(flat, expected)
 
 
@@ -164,9 +165,9 @@ def test_raw_bytes(case, item_bytes, has_fill):
         if low < high:
             part = source[(low - start) * item_bytes : (high - start) * item_bytes]
             expected[low * item_bytes : high * item_bytes] = part if has_memory else bytes(len(part))
-    _C.pack_raw(given_segments, item_bytes, flat, begin, end, fill)
+    _C_testing.pack_raw(given_segments, item_bytes, flat, begin, end, fill)
     assert flat == expected
-    _C.unpack_raw(results, item_bytes, flat, begin, end)
+    _C_testing.unpack_raw(results, item_bytes, flat, begin, end)
     for (source, start, numel), (result, _, _) in zip(given_segments, results, strict=True):
         if source is not None:
             low, high = (min(max(at - start, 0), numel) * item_bytes for at in (begin, end))
@@ -178,7 +179,7 @@ def test_addresses_need_no_alignment(level):
     data = bytearray(1 + 4000)
     data[1:] = memory(source)
     flat = bytearray(3 + 2000)
-    _C.pack([(memoryview(data)[1:], 0, 1000)], "float32", memoryview(flat)[3:], "bfloat16", 0, 1000, 0.5)
+    _C_testing.pack([(memoryview(data)[1:], 0, 1000)], "float32", memoryview(flat)[3:], "bfloat16", 0, 1000, 0.5)
     result = torch.frombuffer(bytearray(flat[3:]), dtype=torch.bfloat16)
     assert_same_bits(result, source.bfloat16().mul_(0.5))
 
@@ -186,17 +187,17 @@ def test_addresses_need_no_alignment(level):
 def test_a_segment_may_be_its_own_place_in_the_flat_buffer():
     flat = torch.arange(10, dtype=torch.float32)
     expected = flat * 0.5
-    _C.pack([(memory(flat[2:6]), 2, 4)], "float32", memory(flat), "float32", 2, 6, 0.5)
+    _C_testing.pack([(memory(flat[2:6]), 2, 4)], "float32", memory(flat), "float32", 2, 6, 0.5)
     assert flat.tolist() == [0, 1, *expected[2:6].tolist(), 6, 7, 8, 9]
     with pytest.raises(ShardError, match="segment 0 overlaps"):
-        _C.pack([(memory(flat[2:6]), 3, 4)], "float32", memory(flat), "float32", 0, 10)
+        _C_testing.pack([(memory(flat[2:6]), 3, 4)], "float32", memory(flat), "float32", 0, 10)
     with pytest.raises(ShardError, match="segment 0 overlaps"):
-        _C.pack([(memory(flat[2:6]), 2, 4)], "bfloat16", memory(flat), "float32", 0, 10)
+        _C_testing.pack([(memory(flat[2:6]), 2, 4)], "bfloat16", memory(flat), "float32", 0, 10)
 
 
 def test_big_ranges_let_other_threads_run_and_hold_the_memory():
     source, flat = bytearray(b"\1" * (1 << 22)), bytearray(1 << 22)
-    _C.pack_raw([(source, 0, 1 << 22)], 1, flat, 0, 1 << 22)
+    _C_testing.pack_raw([(source, 0, 1 << 22)], 1, flat, 0, 1 << 22)
     assert flat == source
     source.append(1)  # not exported any more: bytearrays refuse to grow while they are
     flat.append(1)
@@ -222,15 +223,15 @@ def test_big_ranges_let_other_threads_run_and_hold_the_memory():
 def test_what_does_not_fit_is_refused_and_nothing_written(segments, begin, end):
     flat = bytearray(b"\xee" * 32)
     with pytest.raises(ShardError):
-        _C.pack(segments, "float32", flat, "float32", begin, end, None, False, 1.0)
+        _C_testing.pack(segments, "float32", flat, "float32", begin, end, None, False, 1.0)
     with pytest.raises(ShardError):
-        _C.pack_raw(segments, 4, flat, begin, end)
+        _C_testing.pack_raw(segments, 4, flat, begin, end)
     assert flat == b"\xee" * 32
     writable = [(bytearray(memory) if memory else None, start, numel) for memory, start, numel in segments]
     with pytest.raises(ShardError):
-        _C.unpack(writable, "float32", flat, "float32", begin, end)
+        _C_testing.unpack(writable, "float32", flat, "float32", begin, end)
     with pytest.raises(ShardError):
-        _C.unpack_raw(writable, 4, flat, begin, end)
+        _C_testing.unpack_raw(writable, 4, flat, begin, end)
     assert not any(any(memory) for memory, _, _ in writable if memory)
 
 
@@ -251,39 +252,42 @@ def test_wrong_types_are_refused():
     for position, candidates in wrong.items():
         for candidate in candidates:
             with pytest.raises(TypeError):
-                _C.pack(*good[:position], candidate, *good[position + 1 :])
+                _C_testing.pack(*good[:position], candidate, *good[position + 1 :])
             if position < 8:
                 with pytest.raises(TypeError):
-                    _C.unpack(*good[:position], candidate, *good[position + 1 : 8])
+                    _C_testing.unpack(*good[:position], candidate, *good[position + 1 : 8])
     for name in ("float8", "FLOAT32", "", "float32\0"):
         with pytest.raises(ValueError, match="expected float64"):
-            _C.pack(good[0], name, *good[2:])
+            _C_testing.pack(good[0], name, *good[2:])
     with pytest.raises(OverflowError):
-        _C.pack([(bytes(16), 2**63, 4)], *good[1:])
+        _C_testing.pack([(bytes(16), 2**63, 4)], *good[1:])
     with pytest.raises(TypeError, match="from 6 to 9 arguments"):
-        _C.pack(*good[:5])
+        _C_testing.pack(*good[:5])
     with pytest.raises(TypeError, match="writable"):
-        _C.unpack(*good[:6])
-    for call in (lambda: _C.pack_raw([], None, flat, 0, 8), lambda: _C.pack_raw([], 4, flat, 0, 8, 5)):
+        _C_testing.unpack(*good[:6])
+    for call in (lambda: _C_testing.pack_raw([], None, flat, 0, 8), lambda: _C_testing.pack_raw([], 4, flat, 0, 8, 5)):
         with pytest.raises(TypeError):
             call()
-    for call in (lambda: _C.pack_raw([], 0, flat, 0, 8), lambda: _C.pack_raw([], 4, flat, 0, 8, b"abc")):
+    for call in (
+        lambda: _C_testing.pack_raw([], 0, flat, 0, 8),
+        lambda: _C_testing.pack_raw([], 4, flat, 0, 8, b"abc"),
+    ):
         with pytest.raises(ShardError, match="expected"):
             call()
 
 
 def test_levels():
-    levels = _C.simd_levels()
+    levels = _C_testing.simd_levels()
     assert levels[0] == "baseline"
-    assert _C.simd_level() in levels
-    assert _C.simd_level(None) == _C.simd_level()
+    assert _C_testing.simd_level() in levels
+    assert _C_testing.simd_level(None) == _C_testing.simd_level()
     for name in ("sse9", "", "baseline\0"):
         with pytest.raises(ValueError, match="simd_levels"):
-            _C.simd_level(name)
+            _C_testing.simd_level(name)
     with pytest.raises(TypeError):
-        _C.simd_level(1)
+        _C_testing.simd_level(1)
     with pytest.raises(TypeError):
-        _C.simd_levels(1)
+        _C_testing.simd_levels(1)
 
 
 def test_the_best_level_of_this_processor_is_used_unless_one_is_chosen():
@@ -295,4 +299,4 @@ def test_the_best_level_of_this_processor_is_used_unless_one_is_chosen():
         expected = "avx2"
     else:
         expected = "neon" if "asimd" in flags else "baseline"
-    assert _C.simd_levels()[-1] == expected
+    assert _C_testing.simd_levels()[-1] == expected

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+from benchmarks.c_testing import _C_testing
 from flatparam import _C
 
 
@@ -351,11 +352,11 @@ BAD_UNITS = [
 def test_a_bad_unit_is_refused_and_keeps_nothing(error, arguments):
     net = Net()
     gc.collect()
-    references, blocks = sys.getrefcount(net), _C.alloc_live()
+    references, blocks = sys.getrefcount(net), _C_testing.alloc_live()
     for _ in range(10):
         with pytest.raises(error):
             _C.ModuleParams(*arguments(net))
-    assert (sys.getrefcount(net), _C.alloc_live()) == (references, blocks)
+    assert (sys.getrefcount(net), _C_testing.alloc_live()) == (references, blocks)
 
 
 def test_lists_of_the_wrong_length_or_kind_are_refused():
@@ -409,30 +410,30 @@ def test_core_allocation_failures_leave_everything_as_it_was():
     failures = 0
     for name, call in calls(net, unit, flat).items():  # one after another: the last ones undo the first ones
         for k in range(1, 100):
-            before, blocks = state(net), _C.alloc_live()
-            _C.alloc_fail_at(k)
+            before, blocks = state(net), _C_testing.alloc_live()
+            _C_testing.alloc_fail_at(k)
             try:
                 call()
                 break
             except MemoryError:
                 failures += 1
                 assert state(net) == before, name
-                assert _C.alloc_live() == blocks, name
+                assert _C_testing.alloc_live() == blocks, name
             finally:
-                _C.alloc_fail_at(0)
+                _C_testing.alloc_fail_at(0)
         else:
             pytest.fail(f"{name} never succeeded")
     for k in range(1, 100):
-        blocks = _C.alloc_live()
-        _C.alloc_fail_at(k)
+        blocks = _C_testing.alloc_live()
+        _C_testing.alloc_fail_at(k)
         try:
             make(net)
             break
         except MemoryError:
             failures += 1
-            assert _C.alloc_live() == blocks
+            assert _C_testing.alloc_live() == blocks
         finally:
-            _C.alloc_fail_at(0)
+            _C_testing.alloc_fail_at(0)
     assert failures >= 10
 
 
@@ -500,7 +501,7 @@ def test_good_and_bad_calls_leak_no_reference():
         gc.collect()
         tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
         objects = (net, unit, flat, net.weight, net.bias, None)
-        return tensors, [sys.getrefcount(o) for o in objects[:-1]], _C.alloc_live()
+        return tensors, [sys.getrefcount(o) for o in objects[:-1]], _C_testing.alloc_live()
 
     for _ in range(5):
         round_trip()
@@ -514,10 +515,10 @@ def test_a_unit_in_a_cycle_is_collected():
     net = Net()
     unit, _ = make(net)
     net.unit = unit
-    blocks = _C.alloc_live()
+    blocks = _C_testing.alloc_live()
     del net, unit
     gc.collect()
-    assert _C.alloc_live() < blocks
+    assert _C_testing.alloc_live() < blocks
 
 
 def test_storage_is_resized_in_place_and_views_live_again():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gloo import fake_world
 from torch import nn
 
+from benchmarks.c_testing import _C_testing
 from flatparam import _C, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.fsdp import collectives
@@ -322,7 +323,11 @@ def test_steps_leak_nothing(uo, strategy):
         def count(model=model):
             gc.collect()
             tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-            return tensors, _C.alloc_live(), [sys.getrefcount(unit._unit.step) for unit in FSDP.fsdp_modules(model)]
+            return (
+                tensors,
+                _C_testing.alloc_live(),
+                [sys.getrefcount(unit._unit.step) for unit in FSDP.fsdp_modules(model)],
+            )
 
         for _ in range(3):
             exercise(model, x)
@@ -337,8 +342,8 @@ def test_steps_leak_nothing(uo, strategy):
             exercise(model, x)
             del model
             gc.collect()
-            empty = _C.alloc_live() if empty is None else empty
-            assert _C.alloc_live() == empty
+            empty = _C_testing.alloc_live() if empty is None else empty
+            assert _C_testing.alloc_live() == empty
 
 
 @pytest.mark.parametrize("strategy", ["ZERO_1", *LAYER_ZERO])
@@ -357,7 +362,7 @@ def test_a_model_whose_backward_was_broken_off_can_be_collected(strategy):
             del model
             gc.collect()
             left = sum(type(thing) in (_C.Root, _C.Unit) for thing in gc.get_objects())
-            found.append((left, _C.alloc_live()))
+            found.append((left, _C_testing.alloc_live()))
         assert found[1] == found[2]
 
 
@@ -372,7 +377,7 @@ def test_each_allocation_of_the_core_may_fail(uo, strategy):
                 assert failures < 200
                 model, x = (None, None) if what == "make" else model_and_data(uo, strategy)
                 step = None if model is None else model._unit.step
-                _C.alloc_fail_at(failures)
+                _C_testing.alloc_fail_at(failures)
                 try:
                     if what == "make":
                         model, x = model_and_data(uo, strategy)
@@ -384,7 +389,7 @@ def test_each_allocation_of_the_core_may_fail(uo, strategy):
                 except MemoryError:
                     pass
                 finally:
-                    _C.alloc_fail_at(0)
+                    _C_testing.alloc_fail_at(0)
                 if model is not None and what == "first step":
                     model.zero_grad()
                     model(x).sum().backward()
@@ -461,7 +466,7 @@ def test_orders_that_are_refused():
 
 
 def test_orders_leak_nothing_and_each_allocation_may_fail():
-    before = _C.alloc_live()
+    before = _C_testing.alloc_live()
 
     class Asker:
         def __init__(self):
@@ -471,12 +476,12 @@ def test_orders_leak_nothing_and_each_allocation_may_fail():
             pass
 
     for failure in (1, 2):
-        _C.alloc_fail_at(failure)
+        _C_testing.alloc_fail_at(failure)
         with pytest.raises(MemoryError):
             _C.CollectiveTrace(print, print, print)
-        _C.alloc_fail_at(0)
+        _C_testing.alloc_fail_at(0)
     asker = Asker()
-    _C.alloc_fail_at(1)
+    _C_testing.alloc_fail_at(1)
 
     def note_many(order=asker.order):
         for event in range(1000):
@@ -496,7 +501,7 @@ def test_orders_leak_nothing_and_each_allocation_may_fail():
     step.follow(1, follower, 0, False)
     del asker, follower, run, step
     gc.collect()
-    assert _C.alloc_live() == before
+    assert _C_testing.alloc_live() == before
 
 
 def test_profilers_see_each_unit(capfd):

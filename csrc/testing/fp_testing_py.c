@@ -1,12 +1,12 @@
-/* module/fp_pack_py.c -- wrappers of core/fp_pack and core/fp_simd. They take memory only as objects with the buffer
- * protocol, checked against the sizes asked for, so that no argument can make them touch memory that is not theirs. */
-#include "module/fp_tables.h"
-
+/* testing/fp_testing_py.c -- flatparam._C_testing: what only tests and benchmarks ask of the core. Builds for development
+ * have it, in the same library as flatparam._C, whose allocations and SIMD level it shares; an installation has not.
+ * Its functions take memory only as objects with the buffer protocol, checked against the sizes asked for. */
 #include <string.h>
 
 #include "core/fp_alloc.h"
 #include "core/fp_pack.h"
 #include "core/fp_simd.h"
+#include "python/fp_args.h"
 
 /* From this many bytes on the interpreter lock is released: the buffers stay exported, so nobody can free them. */
 enum { RELEASE_GIL_BYTES = 1 << 20 };
@@ -338,7 +338,29 @@ fp_py_simd_level(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return PyUnicode_FromString(fp_simd_name(fp_simd_get_level()));
 }
 
-PyMethodDef fp_pack_methods[] = {
+/* alloc_fail_at(k): the k-th allocation of the core from now on fails, once; 0 switches that off */
+static PyObject *
+fp_py_alloc_fail_at(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int64_t k;
+    if (fp_check_nargs("alloc_fail_at", nargs, 1) < 0 || fp_as_int64(args[0], &k) < 0) {
+        return NULL;
+    }
+    fp_alloc_fail_at(k);
+    Py_RETURN_NONE;
+}
+
+/* alloc_live() -> blocks of the core that are in use */
+static PyObject *
+fp_py_alloc_live(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("alloc_live", nargs, 0) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLongLong(fp_alloc_live());
+}
+
+static PyMethodDef testing_methods[] = {
     {"pack", FP_FASTCALL(fp_py_pack), METH_FASTCALL,
      "pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, fill=0.0, /)\n--\n\n"
      "Compute elements [begin, end) of flat from segments (buffer or None, start, numel), sorted by start."},
@@ -355,5 +377,50 @@ PyMethodDef fp_pack_methods[] = {
      "simd_levels()\n--\n\nNames of the SIMD levels that work on this processor, the best one last."},
     {"simd_level", FP_FASTCALL(fp_py_simd_level), METH_FASTCALL,
      "simd_level(name=None, /)\n--\n\nThe SIMD level in use; with a name, switch to it first."},
+    {"alloc_fail_at", FP_FASTCALL(fp_py_alloc_fail_at), METH_FASTCALL,
+     "alloc_fail_at(k, /)\n--\n\nMake the k-th allocation of the core from now on fail, once; 0: off."},
+    {"alloc_live", FP_FASTCALL(fp_py_alloc_live), METH_FASTCALL,
+     "alloc_live()\n--\n\nHow many blocks of the core are in use."},
     {NULL, NULL, 0, NULL},
 };
+
+static int
+testing_exec(PyObject *module)
+{
+    PyObject *shipped = PyImport_ImportModule("flatparam._C");
+    if (shipped == NULL) {
+        return -1;
+    }
+    fp_get_state(module)->ShardError = PyObject_GetAttrString(shipped, "ShardError");
+    Py_DECREF(shipped);
+    return fp_get_state(module)->ShardError == NULL ? -1 : 0;
+}
+
+static int
+testing_clear(PyObject *module)
+{
+    Py_CLEAR(fp_get_state(module)->ShardError);
+    return 0;
+}
+
+static PyModuleDef_Slot testing_slots[] = {
+    {Py_mod_exec, (void *)testing_exec},
+    {0, NULL},
+};
+
+static PyModuleDef testing_module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "flatparam._C_testing",
+    .m_size = sizeof(fp_module_state),
+    .m_methods = testing_methods,
+    .m_slots = testing_slots,
+    .m_clear = testing_clear,
+};
+
+PyMODINIT_FUNC PyInit__C_testing(void);
+
+PyMODINIT_FUNC
+PyInit__C_testing(void)
+{
+    return PyModuleDef_Init(&testing_module);
+}
