@@ -257,3 +257,23 @@ def test_it_tells_what_it_is():
     assert (layout.world_size, layout.shard_bytes) == (2, 20)
     with pytest.raises(AttributeError):
         layout._layout.numel = 3
+
+
+@pytest.mark.parametrize("alignment", [0, 4])
+def test_a_range_that_is_flattened_is_that_of_the_whole(alignment):
+    tensors = [torch.arange(7.0), torch.arange(12.0).view(4, 3).t(), torch.empty(0), torch.arange(12.0)[::2]]
+    layout = FlatLayout([tensor.numel() for tensor in tensors], 3, alignment=alignment)
+    whole = layout._layout.flatten(tensors, 42.0, 0, layout.padded_numel)
+    for tensor, offset, numel in zip(tensors, layout.offsets, layout.numels, strict=True):
+        dense = tensor.t() if tensor.dim() == 2 else tensor  # in the order of memory
+        assert torch.equal(whole[offset : offset + numel], dense.reshape(-1))
+    paddings = layout.numel - sum(layout.numels)
+    assert (whole[: layout.numel] == 42).sum() == paddings
+    assert not whole[layout.numel :].any()
+    for begin in range(layout.padded_numel + 1):
+        for end in range(begin, layout.padded_numel + 1):
+            assert torch.equal(layout._layout.flatten(tensors, 42.0, begin, end), whole[begin:end])
+    with pytest.raises(ShardError, match="range"):
+        layout._layout.flatten(tensors, 42.0, 0, layout.padded_numel + 1)
+    with pytest.raises(ValueError, match="tensor 1"):
+        layout._layout.flatten([tensors[0], *tensors[:3]], 42.0, 0, 1)
