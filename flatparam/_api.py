@@ -23,34 +23,4 @@ from .common.torch_private import (
 )
 from .dropin.handle import FlatParamHandle
 from .dropin.install import install, is_installed, uninstall
-from .fsdp import (
-    FLAT_PARAM,
-    FSDP_PREFIX,
-    FSDP_WRAPPED_MODULE,
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    HandleTrainingState,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MemoryPlan,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    Placement,
-    ShardedGradScaler,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    TrainingState,
-    TrainingState_,
-    clean_tensor_name,
-    defer_init,
-    load_safetensors,
-    p_assert,
-)
+from .fsdp import *  # noqa: F403

@@ -1,26 +1,7 @@
 """The runtime of its own: torch's FullyShardedDataParallel API on the C core, without torch's runtime."""
 
-from .api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    HandleTrainingState,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedGradScaler,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    TrainingState,
-    TrainingState_,
-)
+from . import api
+from .api import *  # noqa: F403
 from .deferral import defer_init
 from .errors import OrderError
 from .fully_sharded import FullyShardedDataParallel
@@ -34,33 +15,15 @@ __all__ = [
     "FLAT_PARAM",
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "HandleTrainingState",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
     "MemoryPlan",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
     "OrderError",
     "Piece",
     "Placement",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "TrainingState",
-    "TrainingState_",
     "UnitPlan",
     "clean_tensor_name",
     "defer_init",
     "load_safetensors",
     "p_assert",
 ]
+__all__ += api.__all__
