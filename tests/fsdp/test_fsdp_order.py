@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy
-from flatparam.fsdp.order import OrderError, Sequence, _limit, sequence_of
+from flatparam.fsdp.errors import OrderError
+from flatparam.fsdp.order import sequence_of
+from flatparam.fsdp.sequence import Sequence, _limit
 
 pytestmark = pytest.mark.multiprocess
 

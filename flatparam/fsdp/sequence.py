@@ -1,0 +1,355 @@
+"""Whether all ranks of a group come to the same collectives in one order: found out before they talk past each other.
+
+The C core (``_C.CollectiveTrace``) predicts the next collective from those before. A rank that comes to the predicted
+one asks nobody. Where it comes to another, or nothing is known yet, it asks the others here, through the group's store:
+
+- nothing is known yet, so every rank asks: who comes first says what it does; the others compare, nobody waits;
+- another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked.
+
+A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import time
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..common.waits import (
+    PATIENCE,
+    can_be_cut,
+    unwrapped,
+    wait_in_slices,
+)
+from . import peers
+from .errors import OrderError, without_store
+from .names import listed
+from .register import Register, register_of
+
+if TYPE_CHECKING:
+    pass
+
+_KINDS = {
+    _C.EVENT_GATHERS: "gathers",
+    _C.EVENT_REDUCES: "reduces the gradients of",
+    _C.EVENT_GATHERS_OUTSIDE: "gathers, to show or to save it,",
+    _C.EVENT_REDUCES_KEPT: "reduces the gradients, and those kept in no_sync, of",
+    _C.EVENT_AGREES: "compares changes of",
+    _C.EVENT_CLIPS: "clips the gradients of",
+    _C.EVENT_SHOWS_GRADIENTS: "compares, to show them, which gradients there are of",
+    _C.EVENT_SCALES: "looks for infinite gradients of",
+}
+_EVENTS = 2**32 * _C.EVENT_KINDS  # of all units; above them a reduction has a hash of who requires grad
+_SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
+_LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
+_DELETED = 64  # keys at a time
+TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
+_DIFFERENT = ". Every rank must run the same units in the same order, as often"
+_TRAINED = ". Set requires_grad alike on every rank"
+AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
+
+
+class _Post(NamedTuple):
+    """What one rank says of its next collective."""
+
+    rank: int
+    step: int
+    event: int
+    what: str
+    trained: str = ""  # of a reduction: whether each parameter requires grad, 1 or 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.what}"
+
+
+class Sequence:
+    """The collectives of this process over one group.
+
+    Args: ``group``: not kept; ``backend``: its backend for units on ``device``, a type; ``store``: of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store, device: str = "cpu"):
+        self.register: Register = register_of(group)
+        self.order = _C.CollectiveTrace(self._agree, self._look, self._failed)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._me = dist.get_rank(group)
+        self._group, self._device = weakref.ref(group), device
+        self._whole_store = store
+        self.sliced = can_be_cut(backend)
+        self._board = peers.board()
+        self._unreachable: float | None = None  # since when the store is gone
+        self._questions = 0
+        self._asked: list[list[str]] = []  # the keys of those that this rank deletes, oldest first
+        self._answered = ""  # the last call of one who is late
+        self._calls = 0
+        self._told = 0
+        self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
+        self._next_look = 0.0
+        self._reason = ""
+        self._readers = 0  # of it
+        self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
+
+    @functools.cached_property
+    def _store(self) -> dist.Store:
+        """Ours alone: a store may outlive the groups made with it. Made at the first event, which all ranks come to."""
+        store = peers.own_connection(self._whole_store)
+        life = self.register.life
+        if life is None:  # nothing was built over this group, only loaded
+            life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
+        return dist.PrefixStore(f"flatparam {self._device} {life}", store)
+
+    def wait(self, work: dist.Work) -> None:
+        """For a collective. Raises: OrderError, when another rank does not come to it."""
+        try:
+            wait_in_slices(work, self.sliced, self._look)
+        except OrderError:
+            raise
+        except RuntimeError as error:
+            self._failed(str(error))
+            raise
+
+    def _post(self, event: int, new_pass: int, step: int) -> _Post:
+        number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
+        segment = self.register.segment(number) if event >= _EVENTS else None
+        return _Post(
+            self._ranks[self._me],
+            step,
+            event * 2 + new_pass,
+            f"{_KINDS[kind]} {self.register.name(number)}, in step {step}",
+            "" if segment is None else "".join(str(int(segment.trains(each))) for each in segment.originals),
+        )
+
+    def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
+        """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
+        try:
+            self._ask_all(index, event, new_pass, alone)
+        except peers.STORE_ERRORS as error:
+            self._end_without_store(error)
+
+    def _ask_all(self, index: int, event: int, new_pass: int, alone: int) -> None:
+        if self.order.broken:
+            raise OrderError(self._reason)
+        mine = self._post(event, new_pass, self.order.passes)
+        first = self._first(index, mine)
+        if (first.step, first.event) != (mine.step, mine.event):
+            self._differ(first, mine)
+        waits = alone or self.order.always
+        self._ask(index, waits)
+        if waits:
+            self._wait_for_all(index, mine)
+            self._forget(index)
+        if alone == 1:
+            self._tell(mine)
+
+    def _first(self, index: int, mine: _Post) -> _Post:
+        """What the first rank to ask has said."""
+        return _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
+
+    def _ask(self, index: int, waits: int) -> None:
+        """Count a question: each rank deletes its share of those that nobody will look at any more."""
+        self._questions += 1
+        if self._questions % len(self._ranks) == self._me:
+            self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
+
+    def _wait_for_all(self, index: int, mine: _Post) -> None:
+        self._point_at(index)
+        if self._store.add(f"{index}/asked", 1) == len(self._ranks):
+            self._store.compare_set("pending", str(index), "")
+            self._store.set(f"{index}/go", "1")
+            return
+        begin = looked = now = time.monotonic()
+        while not self._store.check([f"{index}/go"]):
+            time.sleep(min(_SELDOM, 0.0005 + (now - begin) / 10, max(0.05, begin + self._seconds() - now)))
+            self._raise_if_broken()
+            now = time.monotonic()
+            if now - looked > 0.5:
+                looked = now
+                self._raise_if_lost(now - begin)
+                self._point_at(index)
+                self._answer()
+            if now - begin > self._seconds():
+                self._late(mine)
+        self._store.compare_set("pending", str(index), "")  # it may have been pointed at after the answer
+
+    def _point_at(self, index: int) -> None:
+        """Let ranks that wait for a collective find what is asked: the first question that has no answer yet."""
+        now = self._store.compare_set("pending", "", str(index)).decode()
+        if int(now) < index:
+            self._compare(now)
+        elif int(now) > index:
+            self._store.compare_set("pending", now, str(index))
+
+    def _compare(self, index: str) -> None:
+        """Whether this rank did what is asked about, if it has come to it. Raises: OrderError, on every rank."""
+        passed = self.order.at(int(index))
+        if passed is not None and self._store.check([index]):
+            first = _Post(*json.loads(self._store.get(index)))
+            since = (self.order.at(later) for later in range(int(index) + 1, self.order.count))
+            mine = self._post(*passed, self.order.passes - sum(new_pass for _, new_pass in filter(None, since)))
+            if first.event != mine.event:
+                self._differ(first, mine)
+
+    def _forget(self, index: int) -> None:
+        """Every rank has asked about ``index``, so nobody will look at what was asked before it."""
+        for _ in range(_DELETED):
+            if not self._asked or int(self._asked[0][0]) >= index:
+                break
+            for key in self._asked.pop(0):
+                self._store.delete_key(key)
+
+    def _look(self) -> None:
+        """A collective that was expected has been waited for for another while. Raises: OrderError, on every rank."""
+        now = time.monotonic()
+        if self._stuck[0] != self.order.count:
+            self._stuck = (self.order.count, now - PATIENCE.total_seconds())
+        elif now < self._next_look:
+            return
+        waited = now - self._stuck[1]
+        self._next_look = now + min(_SELDOM, waited / 2, max(0.0, self._seconds() - waited))
+        try:
+            self._look_into_store(waited)
+            self._unreachable = None
+        except peers.STORE_ERRORS as error:  # the collective that is waited for may end all the same
+            self._unreachable = now if self._unreachable is None else self._unreachable
+            if now - self._unreachable > _SELDOM:
+                self._end_without_store(error)
+
+    def _look_into_store(self, waited: float) -> None:
+        self._raise_if_broken()
+        self._raise_if_lost(waited)
+        if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
+            self._compare(pending)
+        last = self.order.at(self.order.count - 1)
+        if last is not None:
+            self._answer()
+            if waited > self._seconds():
+                self._late(self._post(*last, self.order.passes))
+
+    def _failed(self, message: str) -> None:
+        """A collective has. Raises: OrderError, if that comes of what another rank has found, or of its end."""
+        if not TRANSPORT.search(message):
+            return
+        try:
+            self._raise_if_broken()
+            found = self._board.why_failed(self._ranks, self._raise_if_broken) if self._board is not None else None
+        except peers.STORE_ERRORS as error:
+            self._end_without_store(error)
+        if found is None:
+            self._break(f"rank {self._ranks[self._me]}: {message.splitlines()[0]}; no rank has said why", "", absent=1)
+        self._break(found, "")
+
+    def _raise_if_lost(self, waited: float) -> None:
+        if self._board is not None and (found := self._board.lost(self._ranks, waited)) is not None:
+            self._break(found, "")
+
+    def _end_without_store(self, error: Exception) -> NoReturn:
+        self._reason = self._reason or without_store(error) + AND_SO
+        self.order.broken = 1
+        raise OrderError(self._reason) from error
+
+    def _raise_if_broken(self) -> None:
+        if self._store.check(["broken"]):
+            self._break(json.loads(self._store.get("broken"))[0])
+
+    def _differ(self, first: _Post, mine: _Post) -> NoReturn:
+        one, other = sorted((first, mine))
+        if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
+            self._break(self._trained_by_one(one, other), _TRAINED)
+        self._break(f"the ranks run units in different orders: {one}; {other}")
+
+    def _trained_by_one(self, one: _Post, other: _Post) -> str:
+        number = one.event // 2 % _EVENTS // _C.EVENT_KINDS
+        segment = self.register.segment(number)
+        names = ["a parameter"] if segment is None else [f"`{original.fqn}`" for original in segment.originals]
+        found = []
+        for post, less in ((one, other), (other, one)):
+            flags = zip(names, post.trained, less.trained, strict=False)
+            alone = [name for name, *trained in flags if trained == ["1", "0"]]
+            if alone:
+                verb = "requires" if len(alone) == 1 else "require"
+                found.append(f"{', '.join(listed(alone))} {verb} grad on rank {post.rank} and not on rank {less.rank}")
+        what = "; ".join(found) or f"requires_grad was not the same on ranks {one.rank} and {other.rank}"
+        return f"the ranks train different parameters of {self.register.name(number)}, in step {one.step}: {what}"
+
+    def _late(self, mine: _Post) -> NoReturn:
+        """Name the ranks that wait for nothing here: they answer no call."""
+        before, begin, limit = self._answers(), time.monotonic(), self._seconds()
+        self._calls += 1
+        self._store.set("call", f"{self._me} {self._calls}")
+        while time.monotonic() - begin < min(2 * _SELDOM, 0.7 * (_limit(self._backend()) - limit)):
+            self._answer()  # others may be late too
+            time.sleep(0.1)
+        pairs = zip(self._ranks, before, self._answers(), strict=True)
+        absent = [rank for rank, then, now in pairs if then == now and rank != mine.rank]
+        who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}" if absent else "all of them wait"
+        reason = f"{mine} and has waited {limit:.0f} s for the others: {who} came to no collective of this model"
+        self._break(reason, absent=len(absent))
+
+    def _answer(self) -> None:
+        """Say that this rank waits, if one who is late has asked since."""
+        if self._store.check(["call"]) and (call := self._store.get("call").decode()) != self._answered:
+            self._answered = call
+            self._store.set(f"answer of {self._me}", call)
+
+    def _answers(self) -> list[bytes]:
+        keys = [f"answer of {i}" for i in range(len(self._ranks))]
+        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+
+    def _backend(self) -> Any:
+        group = self._group()
+        return None if group is None else group._get_backend(torch.device(self._device))
+
+    def _seconds(self) -> float:
+        """After which to give up: a moment before the group does, whose time-out may have been changed."""
+        limit = _limit(self._backend())
+        return max(limit - _LAST_MOMENT, limit / 2)
+
+    def _break(self, reason: str, what_to_do: str = _DIFFERENT, absent: int = 0) -> NoReturn:
+        """Who is first to find a reason gives it to all, and goes when they have read it: the store may go with it.
+
+        ``absent``: how many will not read it, besides those that have ended.
+        """
+        self._close(reason if reason.endswith(AND_SO) else reason + what_to_do + AND_SO, absent)
+        for peer in self._peers:
+            peer._close(self._reason, 0)
+        peers.wait_until(lambda: all(one._is_read() for one in (self, *self._peers)))
+        raise OrderError(self._reason)
+
+    def _close(self, reason: str, absent: int) -> None:
+        if self.order.broken:
+            return
+        self.order.broken = 1
+        absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
+        self._reason, self._readers = reason, len(self._ranks) - absent
+        with contextlib.suppress(*peers.STORE_ERRORS):
+            said = self._store.compare_set("broken", "", json.dumps([reason, self._readers]))
+            self._reason, self._readers = json.loads(said)
+            self._store.add("readers", 1)
+
+    def _is_read(self) -> bool:
+        return self._store.check(["readers"]) and int(self._store.get("readers")) >= self._readers
+
+    def _tell(self, mine: _Post) -> None:
+        """All ranks do another thing than was to be expected: that is legal, and may be what a user looks for."""
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told != mine.step:
+            self._told = mine.step
+            warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)
+
+
+def _limit(backend: Any) -> float:
+    """Seconds after which a collective fails."""
+    backend = unwrapped(backend)
+    try:
+        options = getattr(backend, "options", None)
+    except RuntimeError:  # what backends say that have none
+        options = None
+    return float(getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds())
