@@ -172,7 +172,7 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
     )
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     work = issue(dist.all_gather, everyone, mine, group=group)
-    if isinstance(said, str):
+    if isinstance(said, str) and dist.get_backend(group) != "fake":  # whose work never says that it has ended
         _wait_with_an_error(work, said)
     wait(work, group, mine.device)
     return everyone

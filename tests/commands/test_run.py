@@ -104,7 +104,7 @@ def program(tmp_path):
     return tmp_path
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "command",
     ["facts.py", "links/link.py", "folder", "archive.zip", "-m package.facts", "-m package"],

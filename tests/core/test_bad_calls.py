@@ -14,7 +14,7 @@ from flatparam import _C
 
 pytestmark = pytest.mark.multiprocess
 
-CALLS = int(os.environ.get("FLATPARAM_HOSTILE_CALLS", "2500"))  # of each callable: 100,000 of all together
+CALLS = int(os.environ.get("FLATPARAM_HOSTILE_CALLS", "800"))  # of each callable: 80,000 of all together
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 
 
