@@ -98,7 +98,8 @@ def test_a_killed_process_ends_all(endless, which, name):
     leaves_nothing_broken(out)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_parent_ends_all(endless, signum):
     process, children, out = endless
     process.send_signal(signum)

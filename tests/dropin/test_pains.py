@@ -285,7 +285,8 @@ def live_bytes():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("orig", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize("unfinished", [True, False])
 def test_deleted_models_free_their_memory(orig, unfinished):
     """50 models wrapped, trained and deleted: torch keeps each shard, in a cycle through autograd's nodes."""

@@ -145,10 +145,6 @@ def test_the_project_compiles_only_what_changed(project):
     assert 1 < len(expected) < len(sources)
     assert build(project, "--strict") == expected
     assert build(project, "--strict") == set()
-    later(project / "csrc/tensor/fp_pulse.cpp")
-    together = build(project, "--strict")  # with half of the C++ files, as one
-    assert "csrc/tensor/fp_pulse.cpp" in together
-    assert together < {source for source in sources if source.endswith(".cpp")}
 
 
 def test_a_header_of_one_language_compiles_its_readers_in_all(small):
@@ -158,6 +154,20 @@ def test_a_header_of_one_language_compiles_its_readers_in_all(small):
     assert build(small) == {"csrc/core/two.c", BRIDGE}
     later(small / "csrc/core/one.c")
     assert build(small) == {CORE}
+
+
+def test_cpp_files_are_compiled_as_two_that_include_them(small):
+    names = [f"csrc/tensor/more{i}.cpp" for i in range(3)]
+    for i, name in enumerate(names):
+        (small / name).write_text(f'#include "core/two.h"\nint fp_more{i}();\nint fp_more{i}() {{ return {i}; }}\n')
+    assert build(small) == {CORE, "csrc/core/two.c", PYTHON, BRIDGE, *names}
+    later(small / names[0])
+    assert build(small) == {names[0], names[2]}
+    later(small / BRIDGE)
+    assert build(small) == {names[1], BRIDGE}
+    (small / names[0]).unlink()
+    assert build(small) == {names[2]}
+    assert build(small) == set()
 
 
 def test_the_module_has_what_was_compiled_last(small):
