@@ -253,7 +253,16 @@ class FlatParamHandle(Flattening, Gathering):
         offsets, mask = self._get_flat_param_offsets(), self.flat_param._is_padding_mask
         if len(offsets) != len(mask):
             raise AssertionError(self._about(f"Expects {len(mask)} offsets but got {len(offsets)}"))
-        return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
+        if not self._is_replaced("_get_flat_param_offsets"):
+            return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
+        infos = []
+        for start, end in (place for place, is_padding in zip(offsets, mask, strict=True) if not is_padding):
+            held: list[int | None] = [None] * 4
+            if start <= unsharded_end_idx and unsharded_start_idx <= end:
+                first, last = max(start, unsharded_start_idx), min(end, unsharded_end_idx)
+                held = [first - unsharded_start_idx, last - first + 1, first - start, last - start]
+            infos.append(_ShardParamInfo(held[0] is not None, *held))
+        return tuple(infos)
 
     @staticmethod
     @step_of(STREAM)

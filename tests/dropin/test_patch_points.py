@@ -10,10 +10,15 @@ from collections import Counter
 
 import pytest
 import torch
+from gloo import fake_world, handle_of
 from one_handle import TORCHS
 from patching import MODE_IDS, MODES, train
 from recording import first_difference
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import HandleTrainingState
+
+from flatparam import FlatParamHandle
 
 # what torch's class defines, and how often it is called
 MEMBERS = [
@@ -317,3 +322,18 @@ def test_weights_that_a_replacement_never_frees_are_gathered_after_a_step(name, 
     assert results(train("flatparam", mode, {name: counted}, where)) == fresh
     assert calls
     assert results(train("torch", mode, {name: counted}, where)) != fresh
+
+
+def test_offsets_of_a_users_own_place_the_shard_infos(monkeypatch):
+    def infos(kind, handle):
+        original = handle._get_flat_param_offsets
+
+        def shifted(self):
+            return [(start + 2, end + 2) for start, end in original(self)]
+
+        with monkeypatch.context() as patch, fake_world(2, 1), handle_of(kind):
+            patch.setattr(handle, "_get_flat_param_offsets", shifted)
+            model = FullyShardedDataParallel(nn.Linear(5, 3), use_orig_params=True, device_id=torch.device("cpu"))
+            return model._handle.flat_param._shard_param_infos
+
+    assert infos("flatparam", FlatParamHandle) == infos("torch", TORCHS)
