@@ -15,7 +15,7 @@ int
 fp_iteration_check_joined(const fp_unit *unit)
 {
     if (unit->root == NULL) {
-        PyErr_Format(PyExc_RuntimeError, "%U is not part of a run yet: call the wrapped module, not its parts",
+        PyErr_Format(PyExc_RuntimeError, "%U has joined no model yet: call the wrapped module, not its parts",
                      unit->name);
         return -1;
     }

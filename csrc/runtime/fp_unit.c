@@ -480,7 +480,7 @@ unit_set_reason(PyObject *self, PyObject *reason, void *ignored)
 }
 
 static PyMethodDef unit_methods[] = {
-    {"join", unit_join, METH_O, "join($self, run, /)\n--\n\nBecome a unit of the tree that run is of."},
+    {"join", unit_join, METH_O, "join($self, root, /)\n--\n\nBecome one of the units that share root."},
     {"follow", FP_FASTCALL(unit_follow), METH_FASTCALL,
      "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
      "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the secondary shard, 3 the one "
@@ -572,7 +572,7 @@ static PyGetSetDef unit_getset[] = {
 };
 
 static PyMemberDef unit_members[] = {
-    {"run", _Py_T_OBJECT, offsetof(fp_unit, root), Py_READONLY, "The Root it has joined, or None."},
+    {"root", _Py_T_OBJECT, offsetof(fp_unit, root), Py_READONLY, "The Root it has joined, or None."},
     {"reduced", _Py_T_OBJECT, offsetof(fp_unit, reduced), 0,
      "None, or reduced(index): called when the gradient of a part was reduced and is in .grad."},
     {NULL, 0, 0, 0, NULL},

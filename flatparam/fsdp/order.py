@@ -152,7 +152,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     return [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
 
 
-def follow(run: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
+def follow(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
     """Have the collectives of a tree's units checked: each with its device."""
     found: dict[int, tuple[Sequence, _C.ModelTrace]] = {}
     for unit, device in units:
@@ -163,7 +163,7 @@ def follow(run: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
             if sequence is not None and number is not None:
                 _, follower = found.setdefault(id(sequence), (sequence, _C.ModelTrace(sequence.order)))
                 unit.step.follow(which, follower, number, sequence.sliced)
-    run.tell(tuple(follower for _, follower in found.values()))
+    root.tell(tuple(follower for _, follower in found.values()))
     for sequence, _ in found.values():
         sequence._peers.update(other for other, _ in found.values() if other is not sequence)
 

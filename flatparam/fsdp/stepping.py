@@ -47,7 +47,7 @@ class Stepping(Wrapper):
         if not self._use_orig_params:
             unit.check_registered()
         step = unit.step
-        if step.run is None:
+        if step.root is None:
             self._lazy_init()
         if self._full_in_eval:
             self._choose_precision()
@@ -116,7 +116,12 @@ class Stepping(Wrapper):
         finally:
             self._put_buffers(self._in_full)
         outer = self._outer() if self._outer is not None else None
-        if outer is not None and not outer._in_full and unit.step.run is not None and unit.step.run.state == "FORWARD":
+        if (
+            outer is not None
+            and not outer._in_full
+            and unit.step.root is not None
+            and unit.step.root.state == "FORWARD"
+        ):
             dtype = self.mixed_precision.param_dtype
             output = output if dtype is None else cast_floats(dtype, output)  # the unit around it expects that
         units = [unit, *(wrapper._unit for wrapper in below)]
@@ -136,7 +141,7 @@ class Stepping(Wrapper):
             and wrapper.mixed_precision.param_dtype is not None
             and not (wrapper._full_in_eval and not wrapper.module.training)
         ]
-        if below and self._unit.step.run is None:
+        if below and self._unit.step.root is None:
             self._lazy_init()
         before = [wrapper._full_in_eval for wrapper in below]
         try:
@@ -161,9 +166,9 @@ class Stepping(Wrapper):
             )
 
     def _lazy_init(self) -> None:
-        """Join all units of the tree in one run; the first forward does it."""
+        """Join all units of the tree to one `_C.Root`; the first forward does it."""
         root = self._outermost()
-        run = _C.Root(
+        shared = _C.Root(
             PREFETCH[root._backward_prefetch],
             root._forward_prefetch,
             collectives if root._comm_hook is None else root._comm_hook,
@@ -179,7 +184,7 @@ class Stepping(Wrapper):
                 )
             if wrapper.limit_all_gathers != root.limit_all_gathers:
                 raise ValueError("all units of a tree must have one limit_all_gathers")
-        run.always_python = int(root._comm_hook is not None)
+        shared.always_python = int(root._comm_hook is not None)
         paths = {id(inner): path for path, inner in root.named_modules()}
         for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
@@ -187,14 +192,14 @@ class Stepping(Wrapper):
             if wrapper._unit.apart is not None:
                 raise ValueError(wrapper._unit.apart)
             step_in_backward(wrapper._unit)
-            wrapper._unit.step.join(run)
+            wrapper._unit.step.join(shared)
             if root._comm_hook is not None:
                 wrapper._unit.step.average_elsewhere()
             wrapper._is_root = wrapper is root
             wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
             has_any = any(True for _ in wrapper.parameters())
             wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
-        follow(run, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
+        follow(shared, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
         root._cast_buffers(wrappers)
 
     @torch.inference_mode(False)
@@ -248,16 +253,16 @@ class Stepping(Wrapper):
     def no_sync(self) -> Generator[None, None, None]:
         """Within the block gradients are kept unsharded and not reduced. For the root, between steps."""
         self._check_root("no_sync")
-        if self._unit.step.run is None:
+        if self._unit.step.root is None:
             self._lazy_init()
-        run: Any = self._unit.step.run
-        run.blocks += 1
-        run.synchronize = 0
+        root: Any = self._unit.step.root
+        root.blocks += 1
+        root.synchronize = 0
         try:
             yield
         finally:
-            run.blocks -= 1
-            run.synchronize = int(run.blocks == 0)
+            root.blocks -= 1
+            root.synchronize = int(root.blocks == 0)
 
     def sync_params(self) -> None:
         """Gather the parameters anew wherever they have changed, into what forward and backward gather from.
@@ -266,10 +271,10 @@ class Stepping(Wrapper):
         A collective call, for the root, between steps. Raises: StateError naming the state and those allowed.
         """
         self._check_root("sync_params")
-        if self._unit.step.run is None:
+        if self._unit.step.root is None:
             self._lazy_init()
-        run: Any = self._unit.step.run
-        run.refresh()
+        root: Any = self._unit.step.root
+        root.refresh()
 
     def refresh(self) -> None:
         """Take the parameters' values as they are now, whatever has written them, for the next forward and backward.
@@ -300,7 +305,7 @@ class Stepping(Wrapper):
         if not callable(hook):
             raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
         self._check_root("register_comm_hook")
-        if self._comm_hook is not None or self._unit.step.run is not None:
+        if self._comm_hook is not None or self._unit.step.root is not None:
             raise StateError("register_comm_hook: once, before the first forward")
         for wrapper in self.fsdp_modules(self):
             if wrapper._placement.shards > 1 and (wrapper._placement.replicas > 1 or wrapper._placement.outer):

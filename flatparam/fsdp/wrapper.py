@@ -75,9 +75,9 @@ class Wrapper(Marks, nn.Module):
 
     def _forget_interrupted(self) -> None:
         """After an exception in a backward the modules shall have their parameters again."""
-        run = self._unit.step.run
-        if run is not None and run.state == "INTERRUPTED":
-            run.recover()
+        root = self._unit.step.root
+        if root is not None and root.state == "INTERRUPTED":
+            root.recover()
 
     # What there is
 
@@ -117,7 +117,7 @@ class Wrapper(Marks, nn.Module):
         unit = self._unit
         if unit.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS
-        if unit.step.run is not None and unit.step.run.state in ("FORWARD", "BACKWARD"):
+        if unit.step.root is not None and unit.step.root.state in ("FORWARD", "BACKWARD"):
             return TrainingState.FORWARD_BACKWARD
         return TrainingState.IDLE
 

@@ -250,7 +250,7 @@ def test_an_inner_block_does_not_end_an_outer_one(uo):
     with fake_world(2):
         model = wrapped("FULL_SHARD", uo)
         backward(model, 0)
-        run = model._unit.step.run
+        run = model._unit.step.root
         reductions = run.reductions
         first, second = model.no_sync(), model.no_sync()
         with model.no_sync():

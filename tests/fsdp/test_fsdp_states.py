@@ -57,7 +57,7 @@ def test_a_unit_that_a_hook_frees_while_it_is_gathered_is_not_computed_with(monk
         model = FSDP(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.FULL_SHARD)
         unit = model._unit
         model(torch.ones(1, 3))
-        unit.step.run.always_python = 1
+        unit.step.root.always_python = 1
         gather = collectives.all_gather
 
         def free(output, own, group):
@@ -70,7 +70,7 @@ def test_a_unit_that_a_hook_frees_while_it_is_gathered_is_not_computed_with(monk
         assert not unit.step.is_full
         monkeypatch.undo()
         model(torch.ones(1, 3)).sum().backward()
-        assert unit.step.run.state == "IDLE"
+        assert unit.step.root.state == "IDLE"
 
 
 def test_another_thread_does_not_end_a_forward():
@@ -96,7 +96,7 @@ def test_no_other_thread_comes_in_while_an_iteration_begins(monkeypatch):
     with fake_world(2):
         model = FSDP(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.ZERO_1)
         model(torch.ones(1, 3))
-        model._unit.step.run.always_python = 1
+        model._unit.step.root.always_python = 1
         raised = []
         agree = collectives.agree
 

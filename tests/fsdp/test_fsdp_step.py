@@ -315,7 +315,7 @@ def recomputation():
             model.zero_grad()
             module.zero_grad()
             loss_of(model, data(step)).backward()
-            gathers, before = model._unit.step.run.gathers, gathers
+            gathers, before = model._unit.step.root.gathers, gathers
             Averaged(module, 2).backward(lambda rank, step=step: [data(step, rank)])
             if how == "parts":  # torch adds the gradients of the parts in another order than of the whole
                 for (_, grad), param in zip(full_grads(model).items(), module.parameters(), strict=True):

@@ -451,11 +451,11 @@ def averages():
             wanted.load_state_dict({name: value * factor for name, value in module.state_dict().items()})
             with torch.no_grad():
                 assert torch.equal(model(data(2)), wanted(data(2)))
-        refreshes = model._unit.step.run.refreshes
+        refreshes = model._unit.step.root.refreshes
         model.eval()
         with torch.no_grad():
             model(data(2))
-        assert model._unit.step.run.refreshes == refreshes  # nothing was exchanged
+        assert model._unit.step.root.refreshes == refreshes  # nothing was exchanged
         model.train()
         step_both(model, module, 3)
         with model.no_sync():  # between micro-batches, where what stays full is not gathered again

@@ -188,7 +188,7 @@ def test_a_step_by_hand():
     step, run = step_of(part), run_of()
     step.make_views()
     step.join(run)
-    assert step.run is run
+    assert step.root is run
     assert "weight" not in module._parameters
     for _ in range(2):
         step.pre_forward()
@@ -220,7 +220,7 @@ def test_a_step_by_hand():
     assert flat.grad.tolist() == [1.0] * 6 + [0.0] * 2
     del graph, output
     gc.collect()
-    assert not [step for step in gc.get_objects() if type(step) is _C.Unit and step.run is run]
+    assert not [step for step in gc.get_objects() if type(step) is _C.Unit and step.root is run]
 
 
 LAYER_ZERO = ["LAYER_ZERO", "LAYER_ZERO_NESTED"]
