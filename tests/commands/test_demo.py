@@ -296,6 +296,7 @@ def test_a_bad_option_is_refused_in_one_line(arguments, says, capsys):
     assert says in captured.err
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("arguments", "says"), [([], "got nothing"), (["dmeo"], "got 'dmeo'")])
 def test_an_unknown_command_is_refused_in_one_line(arguments, says):
     done = subprocess.run([*DEMO[:3], *arguments], cwd=ROOT, capture_output=True, text=True)

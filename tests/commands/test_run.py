@@ -116,6 +116,7 @@ def test_the_script_is_main(program, command):
     assert installed.read_text() == "False True "
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("command", ["facts.py", "folder"])
 def test_a_safe_path_stays_safe(program, command):
     """With PYTHONSAFEPATH Python adds no script's folder to sys.path, only a folder that is run."""
@@ -231,6 +232,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_a_package_is_not_run_again_in_children(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")

@@ -14,7 +14,7 @@ from flatparam import _C
 
 pytestmark = pytest.mark.multiprocess
 
-CALLS = int(os.environ.get("FLATPARAM_HOSTILE_CALLS", "800"))  # of each callable: 80,000 of all together
+CALLS = int(os.environ.get("FLATPARAM_HOSTILE_CALLS", "400"))  # of each callable: 40,000 of all together
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 
 

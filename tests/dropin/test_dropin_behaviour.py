@@ -13,7 +13,7 @@ from torch import nn
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
 def test_behaves_as_with_torchs_handle(behaviour, strategy, orig):

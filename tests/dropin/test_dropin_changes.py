@@ -170,7 +170,7 @@ def assert_equal_training(scenarios, world, name, when):
             assert difference is None, f"{scenario}, rank {rank}: {difference}"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "when"),
     [
@@ -194,6 +194,7 @@ def test_a_change_between_steps(name, when):
     assert_equal_training([S(strategy=strategy, orig=orig) for strategy, orig in strategies], 2, name, when)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["fill", "set_data", "summon_and_write", "freeze_some"])
 def test_a_change_under_mixed_precision(name):
     scenarios = [S(precision="bf16", model="tied"), S(precision="bf16", model="images", strategy="NO_SHARD")]

@@ -57,7 +57,7 @@ def train_if_torch_can(kind, scenario):
         return [("raised", type(error).__name__)]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
 def test_a_random_way_to_train(seed):
     scenario = scenario_of(seed)

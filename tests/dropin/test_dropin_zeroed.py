@@ -89,6 +89,7 @@ def difference(setting, plan, to_none, offload):
         return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+@pytest.mark.thorough
 def test_zeroed_gradients_do_not_come_back():
     for found in run_ranks(differences, 2):
         assert len(found) == len(STRATEGIES) * 4 * (len(PLANS) + sum("p" not in plan for plan in PLANS))

@@ -202,7 +202,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CASES)
 def test_in_an_interpreter_of_its_own(name):
     package = str(pathlib.Path(flatparam.__file__).parent.parent)

@@ -148,7 +148,7 @@ def python(*arguments, cwd):
     return output
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
 def test_in_one_process(name, tmp_path):
     head = "import sys, torch, one_handle\nfrom gloo import fake_world\nwith fake_world():"

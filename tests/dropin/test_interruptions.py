@@ -69,6 +69,7 @@ def test_an_exception_anywhere_in_torchs_runtime(setting):
     assert_all_right(setting, "runtime", (BASIC + OTHERS).index(setting), 113, at_least=5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("setting", BASIC[::3] + OTHERS[5:7], ids=str)
 def test_an_exception_anywhere_in_the_model_and_its_hooks(setting):
     assert_all_right(setting, "user", 0, 3, at_least=5)
@@ -238,6 +239,7 @@ def _abandoned_forwards(setting, how_many):
     return equal(*results)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("setting", "how_many"), [(setting, 1) for setting in BASIC if setting.bf16] + [(BASIC[1], 100)], ids=str
 )
@@ -259,6 +261,7 @@ def _two_forwards_in_one_backward(setting):
     return equal(*results)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("setting", [setting for setting in BASIC if setting.bf16], ids=str)
 def test_two_forwards_in_one_backward_after_one_without(setting):
     assert run_ranks(_two_forwards_in_one_backward, 2, setting) == [True, True]

@@ -80,6 +80,7 @@ def test_there_are_enough_cases_of_each_kind():
     assert sum(total < world_size for total, world_size in totals) > 100
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_unshard_and_reshard_by_hand(seed):
     """Drive the handle without the wrapper; the gathered values are those that the module had before."""

@@ -286,6 +286,7 @@ def unmeddled(mode):
         return drive(TORCHS, mode)
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(
     ("write", "moment"), [pytest.param(w, m, id=f"{w.__name__}-{m.replace(' ', '_')}") for w, m in WRITES]
 )

@@ -285,7 +285,7 @@ def live_bytes():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.sweep(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize("unfinished", [True, False])
 def test_deleted_models_free_their_memory(orig, unfinished):

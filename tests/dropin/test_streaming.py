@@ -223,6 +223,7 @@ def test_nothing_is_written_where_deterministic_algorithms_fill_new_memory(monke
     assert made == [True, False]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["flatparam orig", "flatparam flat"])
 def test_the_peak_of_wrapping_is_the_shard(name):

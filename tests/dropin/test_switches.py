@@ -66,6 +66,7 @@ def test_nobody_is_waited_for_without_collectives(strategy, orig):
     assert others == (None, None)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
 def test_evaluations_in_full_precision_have_the_weights_of_the_last_step(strategy, orig):
     """With torch those of sharded units that stay gathered after forward, as the root does, are of the first one."""

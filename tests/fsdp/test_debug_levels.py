@@ -27,7 +27,7 @@ def results(level, behaviour, strategy, orig):
     return [(torchs[name], ours[name]) for torchs, ours in outcome(level)]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("level", "behaviour", "strategy", "orig"), CASES, ids=lambda value: getattr(value, "__name__", str(value)).lower()
 )

@@ -173,5 +173,6 @@ def averages():
         update_bn([data(step) for step in range(2)], mean)
 
 
+@pytest.mark.thorough
 def test_averaged_models():
     run_ranks(averages, 2)

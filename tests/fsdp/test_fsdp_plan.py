@@ -64,7 +64,7 @@ with fake_world(4):
 """
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "settings",

@@ -75,5 +75,6 @@ def test_it_trains_as_the_unsharded_module_on_two_ranks():
     run_ranks(training, 2, cases([("LAYER_ZERO", 1), ("LAYER_ZERO", 2)], (1, 2, 4)))
 
 
+@pytest.mark.thorough
 def test_it_trains_as_the_unsharded_module_on_four_ranks():
     run_ranks(training, 4, cases([(MODES[0], 1), (MODES[0], 2), (MODES[1], 2), (MODES[0], 4)], (1, 2, 4)))

@@ -170,6 +170,7 @@ def test_cpp_files_are_compiled_as_two_that_include_them(small):
     assert build(small) == set()
 
 
+@pytest.mark.thorough
 def test_the_module_has_what_was_compiled_last(small):
     def four():
         code = "import torch, flatparam._C as c; print(c.FOUR)"
