@@ -89,7 +89,7 @@ const fp_state_table fp_gradient_moves = TABLE(gradient_moves, gradient_states, 
 fp_status
 fp_state_next(const fp_state_table *table, int state, int event, int *next)
 {
-    if (state < 0 || state >= table->n_states || event < 0 || event >= table->n_events) {
+    if ((unsigned)state >= (unsigned)table->n_states || (unsigned)event >= (unsigned)table->n_events) {
         return FP_EINVAL;
     }
     const unsigned char move = table->moves[event * table->n_states + state];

@@ -266,13 +266,11 @@ fp_forward_abort(PyObject *self, PyObject *ignored)
 {
     fp_unit *unit = (fp_unit *)self;
     fp_root *root = unit->root;
-    if (root != NULL && fp_iteration_is_elsewhere(root)) {
-        Py_RETURN_NONE; /* it was refused */
+    if (root == NULL || fp_iteration_is_elsewhere(root) || !fp_unit_is_in_forward(unit)) {
+        Py_RETURN_NONE; /* it was refused, and has begun nothing */
     }
-    if (root != NULL && fp_unit_is_in_forward(unit) && fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0) {
-        return NULL;
-    }
-    if (root != NULL && !root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0) {
+    if (fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0 ||
+        (!root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0)) {
         return NULL;
     }
     Py_RETURN_NONE;

@@ -150,15 +150,24 @@ wait_a_while(c10d::Work &work)
     }
 }
 
+// While it was waited for, somebody else may have ended work and begun other work in its place.
+static void
+forget(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::Work> &waited)
+{
+    if (work == waited) {
+        work.reset();
+    }
+}
+
 // The same for work that is forgotten if it has failed.
 static bool
-wait_a_while(c10d::Work &work, c10::intrusive_ptr<c10d::Work> &owner)
+wait_a_while(const c10::intrusive_ptr<c10d::Work> &waited, c10::intrusive_ptr<c10d::Work> &owner)
 {
     try {
-        return wait_a_while(work);
+        return wait_a_while(*waited);
     }
     catch (...) {
-        owner.reset();
+        forget(owner, waited);
         throw;
     }
 }
@@ -171,14 +180,14 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
     }
     const c10::intrusive_ptr<c10d::Work> waited = work;
     if (group != nullptr && group->sliced) {
-        while (!explained(group, [&] { return wait_a_while(*waited, work); })) {
+        while (!explained(group, [&] { return wait_a_while(waited, work); })) {
             for (PyObject *watcher : group->watchers) {
                 if (watcher != nullptr && group->calls->waiting(watcher) < 0) {
                     throw python_error();
                 }
             }
         }
-        work.reset();
+        forget(work, waited);
         return;
     }
     try {
@@ -188,10 +197,10 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
         });
     }
     catch (...) {
-        work.reset();
+        forget(work, waited);
         throw;
     }
-    work.reset();
+    forget(work, waited);
 }
 
 bool

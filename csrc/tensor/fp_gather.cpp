@@ -69,13 +69,13 @@ wait_for_gather(fp_flat_buffer &flat)
         wait_for(flat.work, flat.work_group);
     }
     catch (...) {
-        if (!flat.work) {
+        if (!flat.work && flat.is_under_way()) {
             move(flat, FP_DATA_FAIL);
             flat.next_secondary_shard.reset();
         }
         throw;
     }
-    if (flat.is_under_way()) { // else another thread has waited for it too
+    if (!flat.work && flat.is_under_way()) { // else another thread has waited for it too
         move(flat, FP_DATA_ARRIVE);
     }
 }

@@ -108,3 +108,16 @@ def test_no_other_thread_comes_in_while_an_iteration_begins(monkeypatch):
         monkeypatch.setattr(collectives, "agree", meanwhile)
         model(torch.ones(1, 3)).sum().backward()
         assert ELSEWHERE in str(raised[0])
+
+
+def test_a_forward_that_was_refused_has_nothing_to_abort():
+    with fake_world(2):
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        loss = loss_of(model, data(0, 0))
+        units = [unit._unit.step for unit in FSDP.fsdp_modules(model)]
+        full = [unit.is_full for unit in units]
+        assert any(full)
+        for unit in units:
+            unit.abort_forward()  # as that of another thread, which comes to it when this forward has ended
+        assert [unit.is_full for unit in units] == full
+        loss.backward()

@@ -160,7 +160,7 @@ def test_steps_and_runs_that_are_refused():
             run_of(**change)
     step = step_of(part)
     for call in (step.pre_forward, lambda: step.post_forward(3)):
-        with pytest.raises(RuntimeError, match="unit is not part of a run"):
+        with pytest.raises(RuntimeError, match="unit has joined no model"):
             call()
     step.abort_forward()
     with pytest.raises(TypeError, match="Root"):
