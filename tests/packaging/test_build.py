@@ -156,7 +156,7 @@ def test_a_header_of_one_language_compiles_its_readers_in_all(small):
     assert build(small) == {CORE}
 
 
-def test_cpp_files_are_compiled_as_two_that_include_them(small):
+def test_cpp_files_are_compiled_as_two_that_include_the_others(small):
     names = [f"csrc/tensor/more{i}.cpp" for i in range(3)]
     for i, name in enumerate(names):
         (small / name).write_text(f'#include "core/two.h"\nint fp_more{i}();\nint fp_more{i}() {{ return {i}; }}\n')
