@@ -7,7 +7,8 @@ torch's BuildExtension compiles C as C++ and gives one set of flags to all sourc
 own. Its options beside the usual ones:
     --strict     warnings are errors (what `make build` uses; an installation never does)
     --sanitize   AddressSanitizer and UndefinedBehaviorSanitizer (what `make asan` uses)
-Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS. Objects are kept under build_temp, a folder for each set of options.
+Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; FLATPARAM_URL, the project's address, for a release's metadata.
+Objects are kept under build_temp, a folder for each set of options.
 """
 
 import json
@@ -270,9 +271,25 @@ if PROBLEM is not None:
 
 BUILDS = set(sys.argv[1:]) & NEEDS_TORCH
 
+
+def addresses() -> dict[str, str]:
+    """Where the project lives, as its publisher says in FLATPARAM_URL: the sources name no host."""
+    url = os.environ.get("FLATPARAM_URL", "").rstrip("/")
+    if not url:
+        return {}
+    at = f"{url}/blob/v{runpy.run_path('flatparam/_version.py')['__version__']}"
+    return {
+        "Source": url,
+        "Issues": f"{url}/issues",
+        "Changelog": f"{at}/CHANGELOG.md",
+        "Documentation": f"{at}/docs/runtime.md",
+    }
+
+
 setup(
     install_requires=[CHECKS["torch_requirement"](torch_version() if BUILDS else None)],
     license="BSD-3-Clause",  # here and not in pyproject.toml, where setuptools before 77 does not take an expression
+    project_urls=addresses(),
     ext_modules=[Extension("flatparam._C", sources=sources())],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -1,5 +1,6 @@
 """One version: of the package, of its metadata and of the citation."""
 
+import os
 import re
 import subprocess
 import sys
@@ -26,3 +27,17 @@ def test_the_metadata_have_the_same_version_and_every_python():
     minors = {int(name.rpartition(".")[2]) for name in classifiers if re.fullmatch(r".* :: Python :: 3\.\d+", name)}
     assert minors == set(range(10, 15))
     assert "Typing :: Typed" in classifiers
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("url", ["", "https://example.org/flatparam/"])
+def test_the_metadata_have_the_addresses_that_the_publisher_gives(url, tmp_path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "FLATPARAM_URL": url}, capture_output=True)
+    [metadata] = tmp_path.glob("*/PKG-INFO")
+    said = dict(re.findall(r"^Project-URL: (\w+), (\S+)$", metadata.read_text(), re.MULTILINE))
+    assert set(said) == ({"Source", "Issues", "Changelog", "Documentation"} if url else set())
+    for address in said.values():
+        assert re.fullmatch(r"https://example\.org/flatparam(/issues|/blob/v[\d.]+/(\S+\.md))?", address)
+        if address.endswith(".md"):
+            assert (ROOT / address.partition("/blob/")[2].partition("/")[2]).is_file()
