@@ -22,7 +22,8 @@ _AS_THEY_WERE: list[Any] = [
 
 def gathering() -> Callable[..., Any]:
     """The all-gather into one tensor, by the newest name that this torch has."""
-    return getattr(dist, next(name for name in NAMES["all_gather"] if hasattr(dist, name)))
+    function: Callable[..., Any] = getattr(dist, next(name for name in NAMES["all_gather"] if hasattr(dist, name)))
+    return function
 
 
 def all_gather_at_once(output: Tensor, shard: Tensor, group: Any, async_op: bool) -> Any:

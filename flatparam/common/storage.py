@@ -34,7 +34,7 @@ def is_allocated(tensor: Tensor) -> bool:
     """Whether ``tensor``'s storage has exactly the room that it needs."""
     if _C.is_plain(tensor):
         return _C.storage_numel(tensor) == tensor.numel()
-    return _same_storage_size(tensor, tensor.numel())
+    return bool(_same_storage_size(tensor, tensor.numel()))
 
 
 def lacks_memory(tensor: Tensor) -> bool:
@@ -59,4 +59,4 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     """Whether both use the same memory; two freed storages count as the same, as for torch's ``_same_storage``."""
     if _C.is_plain(a, b):
         return _C.same_storage(a, b)
-    return _same_storage(a, b)
+    return bool(_same_storage(a, b))

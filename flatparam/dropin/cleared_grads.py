@@ -80,7 +80,8 @@ class Zeroing(Views):
         if flat_param.grad is None or not self.uses_sharded_strategy or self._skipped_use_sharded_views:
             return False
         size = flat_param._unpadded_unsharded_size
-        return flat_param.grad.shape == size and size != flat_param._sharded_size  # equal: one rank, its shard is all
+        is_whole: bool = flat_param.grad.shape == size
+        return is_whole and size != flat_param._sharded_size  # equal: one rank, its shard is all
 
     def _zero_dropped_grads(self) -> None:
         """Zero in the unsharded gradient what the user set to None, here or not in this rank's shard.

@@ -159,7 +159,7 @@ def _current_shard(handle: Any, copied: bool) -> Tensor:
     """The shard with what the user changed since the last step. A copy if asked for, or if anything was changed."""
     flat_param = handle.flat_param
     unsharded = handle.uses_sharded_strategy and not handle.is_sharded(flat_param)
-    shard = flat_param._local_shard if unsharded and hasattr(flat_param, "_local_shard") else flat_param.data
+    shard: Tensor = flat_param._local_shard if unsharded and hasattr(flat_param, "_local_shard") else flat_param.data
     changed = list(_changed_params(handle))
     if not copied and not changed:
         return shard.detach()

@@ -116,8 +116,9 @@ class Gathering(Writeback, Fused):
         """
         self._check_sharded_strategy()
         flat_param = self.flat_param
+        unsharded: Tensor = flat_param._full_param_padded
         if not (self._force_full_precision and self._uses_param_mixed_precision):
-            return flat_param._full_param_padded
+            return unsharded
         unsharded = flat_param._full_prec_full_param_padded
         if unsharded.dtype == self._fwd_bwd_param_dtype:
             raise AssertionError(self._about(f"Expects full precision but got {self._fwd_bwd_param_dtype}"))

@@ -189,21 +189,20 @@ class Gradients(Zeroing):
         """
         flat_param = self.flat_param
         idle = self._training_state in (HandleTrainingState.FORWARD, HandleTrainingState.IDLE)
+        shown: Tensor | None = flat_param.grad
         if hasattr(flat_param, "_cpu_grad"):
-            shown = flat_param.grad
-            if idle and (shown is None or shown.size() == flat_param._sharded_size):
-                return shown
-            return flat_param._cpu_grad
-        if hasattr(flat_param, "_saved_grad_shard"):
-            return flat_param._saved_grad_shard
-        if flat_param.grad is not None and self.uses_sharded_strategy and not idle:
+            if not idle or (shown is not None and shown.size() != flat_param._sharded_size):
+                shown = flat_param._cpu_grad
+        elif hasattr(flat_param, "_saved_grad_shard"):
+            shown = flat_param._saved_grad_shard
+        elif shown is not None and self.uses_sharded_strategy and not idle:
             raise AssertionError(
                 self._about(
                     "sharded strategies should use `_cpu_grad` or `_saved_grad_shard` unless in IDLE or FORWARD, "
                     f"not in {self._training_state}"
                 )
             )
-        return flat_param.grad
+        return shown
 
     # Views
 

@@ -139,7 +139,8 @@ class FlatParamHandle(Flattening, Gathering):
         raise TypeError(f"{self._names()} has one handle only: use copy.deepcopy(), which copies its modules too")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParamHandle":
-        return copying.deepcopy_handle(self, memo)
+        copied: FlatParamHandle = copying.deepcopy_handle(self, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return copying.reduce_handle(self)

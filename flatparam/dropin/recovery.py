@@ -92,7 +92,7 @@ class Interruptible:
         tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
         if not any(tensor is not None and is_allocated(tensor) for tensor in tensors):
             return False
-        return self._steps_seen != optimizers.taken or self._was_written()
+        return bool(self._steps_seen != optimizers.taken or self._was_written())
 
     def _note_left_gathered(self: Any) -> None:
         self._left_gathered = (self._sum_of_versions(), self._modes())
@@ -109,8 +109,8 @@ class Interruptible:
         versions, modes = self._left_gathered
         now = self._sum_of_versions()
         if now is None or versions is None or not self._every_rank_has_trainable():
-            return modes != self._modes()
-        return versions != now
+            return bool(modes != self._modes())
+        return bool(versions != now)
 
     def _sum_of_versions(self: Any) -> int | None:
         found = _C.versions(self.flat_param._params if self._use_orig_params else (self.flat_param,))

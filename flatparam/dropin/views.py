@@ -83,7 +83,8 @@ class Views(HandleBase):
 
     def _unflatten(self, tensor: Tensor) -> list[Tensor]:
         if self._unit is not None and torch.is_grad_enabled() and _C.is_plain(tensor):
-            return self._unit.views(tensor)
+            views: list[Tensor] = self._unit.views(tensor)
+            return views
         flat_param = self.flat_param
         pieces = (
             piece

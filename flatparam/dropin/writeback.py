@@ -48,8 +48,10 @@ class Writeback(Zeroing):
 
     def _flat_grad_for_writeback(self) -> Tensor | None:
         if self.uses_sharded_strategy or not self._offload_params:
-            return self.flat_param.grad
-        return self.flat_param._cpu_grad
+            grad: Tensor | None = self.flat_param.grad
+        else:
+            grad = self.flat_param._cpu_grad
+        return grad
 
     def _changed(self, owner: Tensor) -> list[int]:
         """Indices of the original parameters in the shard that need a closer look; all of them without C loops.
@@ -61,7 +63,9 @@ class Writeback(Zeroing):
         grad = None if skipped else self._flat_grad_for_writeback()  # no gradients are shown while skipping
         if self._unit is None or not _C.is_plain(owner, *(() if grad is None else (grad,))):
             return [i for i, piece in enumerate(infos) if piece.in_shard]
-        return self._unit.scan(flat_param._tensors if skipped else flat_param._params, owner, grad, infos)
+        params = flat_param._tensors if skipped else flat_param._params
+        changed: list[int] = self._unit.scan(params, owner, grad, infos)
+        return changed
 
     def _writeback_one(self, i: int, owner: Tensor) -> bool:
         flat_param = self.flat_param

@@ -73,7 +73,8 @@ def clip(
                 norms[i] = norm
         apart = any(norm.device != norms[0].device for norm in norms)
         norms = [norm.to(device if apart else norm.device, precision) for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return total.to(device)
 
     is_max = norm_type == math.inf
     total: Tensor | None = None

@@ -48,7 +48,8 @@ def _function(kind: str) -> Callable[..., Any]:
     """The function that was replaced, else the first that this torch has."""
     known = [entry for entry in WATCHED if entry[1] in NAMES[kind]]
     name = next((name for space, name, function in known if space.get(name) is not function), known[0][1])
-    return getattr(dist, name)
+    function: Callable[..., Any] = getattr(dist, name)
+    return function
 
 
 def all_gather(

@@ -40,7 +40,7 @@ class Copies(Wrapper):
             wrapper._unit.step.put(False)
             for views in wrapper._unit.step.views():
                 memo.update((id(view), torch.empty(0)) for view in views or ())  # the copy makes its own
-        copied: Any = object.__new__(type(self))
+        copied = object.__new__(type(self))
         memo[id(self)] = copied
         try:
             for key, value in vars(self).items():
@@ -59,7 +59,7 @@ class Copies(Wrapper):
 
     def __copy__(self) -> Self:
         """It shares everything, as a shallow copy of a module does."""
-        copied: Any = object.__new__(type(self))
+        copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 

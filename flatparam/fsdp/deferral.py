@@ -45,4 +45,5 @@ def _placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 def template_of(param: nn.Parameter) -> nn.Parameter | None:
     """The parameter on the meta device that a placeholder stands for; None for any other parameter."""
-    return _templates.get(param)
+    template: nn.Parameter | None = _templates.get(param)
+    return template

@@ -109,7 +109,8 @@ class Wrapper(Marks, nn.Module):
         """The user's module."""
         module: Any = self._modules[FSDP_WRAPPED_MODULE]
         inner = getattr(module, "_checkpoint_wrapped_module", None)
-        return module if inner is None else inner
+        found: nn.Module = module if inner is None else inner
+        return found
 
     @property
     def training_state(self) -> TrainingState:
