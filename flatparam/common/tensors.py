@@ -51,8 +51,8 @@ def why_not_flat(tensor: Tensor, what: str) -> str | None:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of ``shape``."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    """Strides of a contiguous tensor of ``shape``, as ``Tensor.stride()`` gives them: an extent of 0 counts as 1."""
+    return tuple(math.prod(max(extent, 1) for extent in shape[d + 1 :]) for d in range(len(shape)))
 
 
 def check_memory(names: list[str], tensors: list[Tensor]) -> None:

@@ -1,9 +1,9 @@
 """What every part of FlatParamHandle builds on: its attributes, what follows from them, and its checks and messages."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,37 @@ from torch import Tensor
 from .. import _C
 from ..common.storage import free, has_memory, same_storage
 from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, is_torchdynamo_compiling
-from .overrides import RESHARD, UNSHARD, step_of
 from .recovery import Interruptible
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+# Fast paths: each does the work of several methods without calling them. Those name it by step_of(), and the handle
+# takes it only while none of them was replaced, on the class or on the handle.
+FLATTEN = "flatten"  # parameters into a flat one, in C
+RESHARD = "reshard"  # in one call
+STREAM = "stream"  # the shard filled straight from the originals, with no flat parameter before it
+UNSHARD = "unshard"  # in one call
+VIEWS = "views"  # made and shown by C's loops
+
+
+def step_of(*paths: str) -> Callable[[Method], Method]:
+    """Mark a method that these fast paths pass by."""
+
+    def mark(method: Method) -> Method:
+        method.__dict__["passed_by"] = paths
+        return method
+
+    return mark
+
+
+def steps_by_path(methods: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the marked ``methods``, by the fast path that passes them by."""
+    steps: dict[str, tuple[str, ...]] = {}
+    for name, method in methods.items():
+        for path in getattr(method, "passed_by", ()):
+            steps[path] = (*steps.get(path, ()), name)
+    return steps
+
 
 _FREED_FOR_GRAPH = (
     ". If this is a backward through the graph of one with create_graph=True (gradients of gradients): that needs the "
@@ -65,7 +94,7 @@ class HandleBase(Interruptible):
 
     # Filled when the class is complete
     _own_methods: ClassVar[dict[str, Any]] = {}  # and properties, by name, as defined here
-    _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # that a fast path passes by; see overrides.py
+    _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # that a fast path passes by; see step_of()
 
     # What follows from them
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from .. import _C
 from ..common.collectives import all_gather_single, all_reduce
 from ..common.torch_private import HandleTrainingState
-from .cleared_grads import Zeroing
-from .overrides import RESHARD, step_of
+from .base import RESHARD, step_of
+from .writeback import Writeback
 
 
-class Gradients(Zeroing):
+class Gradients(Writeback):
     """The part of FlatParamHandle that keeps ``flat_param.grad`` and what belongs to it."""
 
     # Unsharding, outside of a step

@@ -31,11 +31,9 @@ from ..common.torch_private import (
     temporarily_clear_interpreter_stack,
 )
 from . import copying
-from .base import environment_is_on
-from .flatten import Flattening
+from .base import STREAM, environment_is_on, step_of, steps_by_path
+from .flatten import Flattening, is_sharded_next
 from .gathering import Gathering
-from .overrides import STREAM, step_of, steps_by_path
-from .streaming import is_sharded_next
 
 
 class FlatParamHandle(Flattening, Gathering):

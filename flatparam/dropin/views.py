@@ -21,8 +21,7 @@ from ..common.torch_private import (
     _unsafe_setattr_param,
     _unsafe_setattr_tensor,
 )
-from .base import HandleBase, environment_is_on
-from .overrides import RESHARD, STREAM, UNSHARD, VIEWS, step_of
+from .base import RESHARD, STREAM, UNSHARD, VIEWS, HandleBase, environment_is_on, step_of
 
 
 class Views(HandleBase):

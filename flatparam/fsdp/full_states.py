@@ -7,18 +7,19 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullStateDictConfig, StateDictSettings, StateDictType
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 
-from . import state_dict as state_dicts
 from .errors import StateError, WritebackError
 from .loading import Values, agree_on_loading, check_kinds, values_of
 from .names import FSDP_PREFIX, without_units
-from .restoring import Before
+from .originals import Original
+from .segment import Segment
 from .summon import Summoned, refuse_unreduced, summon
-from .unit import units_of
+from .unit import Unit, units_of
 from .wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class FullStates(Wrapper):
         on_host = to_cpu and self._unit.options.device is not None  # where the parameters are
         with summon(units, writeback=False, offload_to_cpu=on_host):
             result = super().state_dict(**kwargs)
-            state_dicts.own_entries(
+            _own_entries(
                 self._unit,
                 result,
                 prefix + FSDP_PREFIX,
@@ -120,8 +121,8 @@ class FullStates(Wrapper):
                 to_cpu=to_cpu,
                 drop=rank0_only and self._placement.rank != 0,
             )
-        state_dicts.strip_prefix(result, prefix)
-        state_dicts.restore_buffers(result, self._buffer_dtypes, prefix)
+        _strip_prefix(result, prefix)
+        _restore_buffers(result, self._buffer_dtypes, prefix)
         return result
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -214,7 +215,7 @@ class FullStates(Wrapper):
 
 def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     assert isinstance(module, FullStates)
-    state_dicts.insert_prefix(state_dict, prefix)
+    _insert_prefix(state_dict, prefix)
     if module._unit.summoned is None:
         on_host = module._unit.options.device is not None  # as the shards are
         loading = Summoned(module._unit, writeback=True, offload_to_cpu=on_host, loads=True)
@@ -227,3 +228,97 @@ def _after_load(module: nn.Module, incompatible: Any) -> None:
     module._end_loading()
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [without_units(key) for key in keys]
+
+
+class Before:
+    """The values that ``module`` has now: this rank's shards, and what ``units``, those in it, do not manage."""
+
+    def __init__(self, module: nn.Module, units: list[Unit]):
+        self._units = [(unit, unit.apart) for unit in units]
+        self._shards: list[tuple[Segment, Tensor]] = []
+        self._templates: list[tuple[Original, nn.Parameter | None]] = []
+        self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        managed: set[tuple[int, str]] = set()
+        for unit in units:
+            unit.look_over()
+            managed.update((id(unit.module), name) for name in unit.flat_names())
+            for segment in unit.segments:
+                self._shards.append((segment, segment.flat.detach().clone()))
+                for original in segment.originals:
+                    self._templates.append((original, original.template))
+                    managed.update((id(place.module), place.name) for place in original.names)
+        for inner in module.modules():
+            for mapping in (inner._parameters, inner._buffers):
+                for name, tensor in mapping.items():
+                    if tensor is not None and (id(inner), name) not in managed:
+                        self._others.append((mapping, name, tensor, tensor.detach().clone()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let the module have them again."""
+        for segment, shard in self._shards:
+            segment.flat.detach().copy_(shard)
+        for unit, apart in self._units:
+            unit.filled()
+            unit.apart = apart
+        for original, template in self._templates:
+            original.template = template
+        for mapping, name, tensor, value in self._others:
+            tensor.detach().copy_(value)
+            mapping[name] = tensor
+
+
+def _strip_prefix(destination: dict[str, Any], prefix: str) -> None:
+    """Rename the entries below a unit at ``prefix`` in place, the module metadata too; the order stays."""
+    inner = prefix + FSDP_PREFIX
+    for mapping in (destination, getattr(destination, "_metadata", None)):
+        if mapping is None:
+            continue
+        for key in list(mapping):
+            if key.startswith(inner) or key + "." == inner:
+                mapping[prefix + key[len(inner) :] if key.startswith(inner) else prefix[:-1]] = mapping.pop(key)
+
+
+def _own_entries(
+    unit: Unit, destination: dict[str, Any], prefix: str, *, keep_vars: bool, to_cpu: bool, drop: bool
+) -> None:
+    """Make the entries of ``unit``'s parameters tensors of their own, or drop them (on ranks that were not to get any).
+
+    ``prefix``: of the wrapped module in ``destination``.
+    """
+    for segment in unit.segments:
+        for original in segment.originals:
+            for place in original.names:
+                key = prefix + _path(unit.module, place.module, place.name)
+                value = destination.get(key)
+                if value is None:
+                    continue
+                if drop:
+                    del destination[key]
+                    continue
+                copy = value.detach().cpu() if to_cpu else value.detach().clone()
+                copy = copy.clone() if copy.data_ptr() == value.data_ptr() else copy
+                destination[key] = nn.Parameter(copy, requires_grad=value.requires_grad) if keep_vars else copy
+
+
+def _path(root: nn.Module, owner: nn.Module, name: str) -> str:
+    """The name of ``owner``'s parameter below ``root``, with wrappers' names as they are."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        if module is owner:
+            return f"{path}.{name}" if path else name
+    raise AssertionError(f"{name} is not below {type(root).__name__}")
+
+
+def _restore_buffers(destination: dict[str, Any], dtypes: dict[str, torch.dtype], prefix: str) -> None:
+    """Buffers that are kept in a lower precision go into the state dict in their own."""
+    for name, dtype in dtypes.items():
+        value = destination.get(prefix + name)
+        if isinstance(value, Tensor) and value.dtype != dtype:
+            destination[prefix + name] = value.to(dtype)
+
+
+def _insert_prefix(state_dict: dict[str, Any], prefix: str) -> None:
+    """Rename the entries of a state dict of the unwrapped model in place, for the unit at ``prefix``."""
+    for key in list(state_dict):
+        if key.startswith(prefix) and not key.startswith(prefix + FSDP_PREFIX):
+            state_dict[prefix + FSDP_PREFIX + key[len(prefix) :]] = state_dict.pop(key)

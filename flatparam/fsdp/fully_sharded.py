@@ -21,11 +21,9 @@ from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from ..common.compiling import leave_out_of_graphs
 from ..common.torch_private import _override_module_mixed_precision
 from . import peers
-from .additions import close, watch_registrations
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
 from .arguments import check_types
-from .blocks import Atomic, check_layout_arguments
 from .construct import check_not_shared, default_groups, first_name, ignored, placement_of, warn_of_padding, watch_torch
 from .copies import Copies
 from .errors import StateError, WritebackError
@@ -33,7 +31,8 @@ from .foreign import refuse_wrapped, watch
 from .full_states import FullStates, _after_load, _before_load
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
-from .originals import Options, choose_blocks, find_originals
+from .originals import Atomic, Options, check_layout_arguments, choose_blocks, find_originals
+from .owners import close, watch_registrations
 from .pairs import check_pair, outer_group
 from .placement import Placement
 from .register import enroll

@@ -15,14 +15,13 @@ from torch import Tensor
 from ..common.tensors import is_dense, row_major
 from ..common.torch_private import _IncompatibleKeys
 from .agreement import digest_of
-from .blocks import has_rows, row_numel
 from .deferral import blank
 from .names import clean_tensor_name
 from .order import gather_objects
+from .originals import has_rows, in_order, row_numel
 from .safetensors_files import Entry, Files
 from .segment import Segment
 from .unit import Unit, units_of
-from .values import in_order
 
 Values = dict[str, tuple[Unit | None, str]]  # by name: what has it, and a digest of what is loaded into it
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ..common.waits import is_sliced, name_of, unwrapped, wait_in_slices, wait_in_thread
+from ..common.collectives import is_sliced, name_of, unwrapped, wait_in_slices, wait_in_thread
 from . import peers
 from .errors import OrderError, without_store
 from .placement import Placement

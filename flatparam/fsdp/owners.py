@@ -1,12 +1,23 @@
-"""Which unit has a parameter, or a module's own parameters; what is said of a shard that is taken for a parameter."""
+"""Which unit has a parameter, or a module's own parameters; what is said of a shard that is taken for a parameter.
+
+Parameters that join a tree after its units were made are refused, for nobody would shard or reduce them. They are found
+where torch registers them, so a step looks for nothing.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FlatParameter
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
@@ -85,3 +96,71 @@ def _why_sharded(tensor: Tensor) -> str | None:
 
 
 _C.explain_shards(_why_sharded)
+
+
+_inside: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.Parameter]]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def watch_registrations() -> None:
+    """From the first model that is wrapped on."""
+    register_module_parameter_registration_hook(_on_parameter)
+    _C.note_registration_hook()
+    register_module_module_registration_hook(_on_module)
+
+
+def close(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Nothing that trains may be added to ``modules`` any more, which are of ``unit``; ``ignored``: what it may be."""
+    owner = weakref.ref(unit)
+    _inside.update((module, (owner, ignored)) for module in modules)
+
+
+def closed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of ``modules`` that nothing may be added to because they are of ``unit``."""
+    return [module for module in modules if _unit_of(module)[0] is unit]
+
+
+def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    unit, ignored = _unit_of(module)
+    if unit is not None and param is not None:
+        _check(unit, ignored, module, name, param, name)
+
+
+def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
+    unit, ignored = _unit_of(module)
+    if unit is None or added is None:
+        return
+    empty = True
+    for path, param in added.named_parameters():
+        empty = False
+        if owner_of_param(param) is None:
+            _check(unit, ignored, module, f"{name}.{path}", param, None)
+    if empty:  # parameters may come later
+        close(unit, added.modules(), ignored)
+
+
+def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:
+    owner, ignored = _inside.get(module, (None, set()))
+    return None if owner is None else owner(), ignored
+
+
+def _check(
+    unit: Unit, ignored: set[nn.Parameter], module: nn.Module, name: str, param: Any, own_name: str | None
+) -> None:
+    """Raises: ValueError naming what was added and where. ``own_name``: of a parameter of ``module`` itself."""
+    if not param.requires_grad or param in ignored or isinstance(param, FlatParameter):
+        return
+    if any(param is segment.flat for segment in unit.segments):
+        return  # a copied one is no FlatParameter to isinstance()
+    if own_name is not None and (module, own_name) in unit.places:
+        return  # in the place of one of the unit's
+    where, owner = f"a {type(module).__name__} in {unit.name}", owner_of_param(param)
+    if owner is not None:
+        raise ValueError(
+            f"`{name}` of {where} cannot be tied to `{owner[1]}` of {owner[0].name} any more: that is sharded. Tie "
+            "them before the model is wrapped, in one unit"
+        )
+    raise ValueError(
+        f"parameter `{name}` was added to {where} after that was wrapped: each rank would train it on its own. Add it "
+        "before, and name it in ignored_states= if that is what you want; or freeze it first (requires_grad=False)"
+    )

@@ -15,9 +15,8 @@ from .. import _C
 from ..common.storage import lacks_memory
 from ..common.tensors import in_storage_order
 from . import collectives, order
-from .blocks import keeps_rows, row_numel
 from .deferral import blank
-from .originals import Options, Original, layout_of
+from .originals import Options, Original, keeps_rows, layout_of, row_numel
 
 PADDING_VALUE = 42.0  # torch's: it is never read
 Group = tuple[dist.ProcessGroup, str | None]  # and the name under which C++ knows it, if it does

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..common.waits import (
+from ..common.collectives import (
     PATIENCE,
     can_be_cut,
     unwrapped,

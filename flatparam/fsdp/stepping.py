@@ -19,7 +19,6 @@ from .. import _C
 from . import collectives
 from .clip import clip_grad_norm
 from .errors import StateError
-from .in_backward import step_in_backward
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
@@ -343,3 +342,27 @@ def _inputs_done(unit: weakref.ref[Unit], gradients: Any) -> None:
     alive = unit()
     if alive is not None:
         alive.step.inputs_done()
+
+
+_OPTIMIZERS = "_in_backward_optimizers"  # torch's: a list of them, each for this parameter alone
+
+
+def step_in_backward(unit: Unit) -> None:
+    """Have such optimizers of ``unit`` step when its gradient was reduced, after which the gradient is gone.
+
+    Raises: StateError, with ``use_orig_params=False``: a flat parameter is of no use to them.
+    """
+    if not any(hasattr(param, _OPTIMIZERS) for _, param in unit.parameters()):
+        return
+    if not unit.options.use_orig_params:
+        raise StateError(f"{unit.name}: an optimizer in backward is only supported with use_orig_params=True")
+    unit.step.reduced = functools.partial(_reduced, weakref.ref(unit))
+
+
+def _reduced(unit: weakref.ref[Unit], part: int) -> None:
+    alive = unit()
+    for original in () if alive is None else alive.segments[part].originals:
+        if original.param.grad is not None:  # it has a piece here
+            for optimizer in getattr(original.param, _OPTIMIZERS, ()):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)

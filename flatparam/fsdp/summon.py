@@ -13,11 +13,10 @@ from .. import _C
 from . import order
 from .errors import StateError
 from .names import FLAT_PARAM
-from .originals import Original
+from .originals import Original, check_not_rounded, same_bytes
 from .owners import all_units
 from .segment import Segment
 from .unit import Unit
-from .values import check_not_rounded, same_bytes
 
 _active: "list[Summoned]" = []  # what is summoned now, in this process
 

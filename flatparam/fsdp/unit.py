@@ -20,11 +20,10 @@ from ..common.storage import lacks_memory
 from .errors import StateError
 from .exchanged import is_exchanged
 from .names import FLAT_PARAM, listed
-from .originals import Name, Options, Original, by_segment, check_tensors
+from .originals import Name, Options, Original, by_segment, check_not_rounded, check_tensors, in_order
 from .owners import FREED, all_units, own, owner_of_param, replace_param
 from .register import enroll_copy
 from .segment import Here, Segment
-from .values import check_not_rounded, in_order
 
 _IN_BACKWARD = (
     " In backward this means that what the unit computed reached the loss by another way than its output, or "

@@ -10,9 +10,17 @@ from typing import NoReturn
 
 import torch
 
-from flatparam.inspect.planning import OPTIMIZERS, SUPPORTED, Settings, plan_of, plans_by_strategy, units_of
+from flatparam.inspect.planning import (
+    OPTIMIZERS,
+    SUPPORTED,
+    BadInput,
+    Settings,
+    load,
+    plan_of,
+    plans_by_strategy,
+    units_of,
+)
 from flatparam.inspect.report import as_json, summary, table, title
-from flatparam.inspect.source import BadInput, load
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

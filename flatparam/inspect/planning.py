@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from flatparam._C import ShardError
 from flatparam.fsdp.api import ShardingStrategy
-from flatparam.fsdp.blocks import check_layout_arguments
 from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
 from flatparam.fsdp.names import clean_tensor_name
 from flatparam.fsdp.originals import (
     Options,
     Original,
     by_segment,
+    check_layout_arguments,
     check_tensors,
     choose_blocks,
     find_originals,
@@ -29,7 +30,54 @@ from flatparam.fsdp.originals import (
 )
 from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
 from flatparam.fsdp.wrap import targets_of
-from flatparam.inspect.source import BadInput
+
+
+class BadInput(ValueError):
+    """What the user asked for cannot be inspected; the message is one line."""
+
+
+def one_line(error: BaseException) -> str:
+    """The type and message of ``error``."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def load(spec: str) -> nn.Module:
+    """Call ``package.module:factory`` under the meta device. Raises: BadInput."""
+    where, colon, path = spec.partition(":")
+    if not (where and colon and path):
+        raise BadInput(f"expected package.module:factory, got {spec!r}")
+    try:
+        factory: object = importlib.import_module(where)
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"cannot import {where}: {one_line(error)}") from error
+    for name in path.split("."):
+        try:
+            factory = getattr(factory, name)
+        except AttributeError as error:
+            raise BadInput(f"{where} has no `{path}`") from error
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise BadInput(f"expected {spec} to be a function that makes a module, it is a {type(factory).__name__}")
+    try:
+        with torch.device("meta"):
+            module = factory()
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"{spec}() raised {one_line(error)}") from error
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"expected {spec}() to return an nn.Module, it returned a {type(module).__name__}")
+    _leave_data(module)
+    return module
+
+
+def _leave_data(module: nn.Module) -> None:
+    """Put meta parameters in the place of those that the factory made elsewhere; shared ones stay shared."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for inner in module.modules():
+        for name, param in inner._parameters.items():
+            if type(param) is nn.Parameter and not param.is_meta:
+                if param not in found:
+                    found[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+                inner._parameters[name] = found[param]
+
 
 SUPPORTED = {strategy.name: strategy for strategy in TABLE}
 OPTIMIZERS: dict[str, Callable[[torch.dtype], int]] = {

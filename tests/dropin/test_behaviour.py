@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import _flat_param as torchs
 
 import flatparam
-from flatparam.dropin import behaviour, install
+from flatparam.dropin import install
 
 THEIRS = install.TORCH_HANDLE
 
@@ -50,22 +50,22 @@ class Raising(THEIRS):
 
 
 def test_this_torch_behaves_as_ours_and_is_asked_in_a_moment():
-    behaviour.differences(flatparam.FlatParamHandle, THEIRS)
+    install.differences(flatparam.FlatParamHandle, THEIRS)
     state, started = torch.get_rng_state(), time.process_time()
-    assert behaviour.differences(flatparam.FlatParamHandle, THEIRS) == []
+    assert install.differences(flatparam.FlatParamHandle, THEIRS) == []
     assert time.process_time() - started < 0.05
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("theirs", [OtherInfos, OtherPadding, OtherViews, OtherMetadata, Raising])
 def test_another_behaviour_is_found(theirs):
-    found = behaviour.differences(flatparam.FlatParamHandle, theirs)
+    found = install.differences(flatparam.FlatParamHandle, theirs)
     assert found
     assert all("torch's answers" in line for line in found)
 
 
 def test_such_a_torch_is_refused_and_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(install, "_differences", lambda: behaviour.differences(flatparam.FlatParamHandle, Raising))
+    monkeypatch.setattr(install, "_differences", lambda: install.differences(flatparam.FlatParamHandle, Raising))
     with pytest.raises(RuntimeError, match=r"not installed: torch .* On a tiny module: .*reshard\(\) is gone"):
         flatparam.install()
     assert torchs.FlatParamHandle is THEIRS

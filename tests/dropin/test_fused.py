@@ -1,4 +1,4 @@
-"""Steps by few calls (flatparam/dropin/fast_path.py) against the same steps one by one, and the two mixed at random."""
+"""Steps by few calls (flatparam/dropin/gathering.py) against the same steps one by one, and the two mixed at random."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.overrides import TorchFunctionMode
 
 import flatparam
-from flatparam.dropin import fast_path
+from flatparam.dropin import gathering
 
 FORWARD, BACKWARD_PRE = HandleTrainingState.FORWARD, HandleTrainingState.BACKWARD_PRE
 BACKWARD_POST = HandleTrainingState.BACKWARD_POST
@@ -60,17 +60,17 @@ def calls_in(run):
 @pytest.mark.parametrize("mode", MIXED, ids=["-".join(map(str, mode)) for mode in MIXED])
 def test_training_is_the_same_with_and_without(mode, monkeypatch):
     expected = train("torch", mode, {}, "class")
-    monkeypatch.setattr(fast_path, "enabled", True)
+    monkeypatch.setattr(gathering, "fast_path_is_on", True)
     count, events = calls_in(lambda: train("flatparam", mode, {}, "class"))
     assert first_difference(expected, events) is None
     assert (count > 0) == (mode[0] != "NO_SHARD")
-    monkeypatch.setattr(fast_path, "enabled", False)
+    monkeypatch.setattr(gathering, "fast_path_is_on", False)
     count, events = calls_in(lambda: train("flatparam", mode, {}, "class"))
     assert first_difference(expected, events) is None
     assert count == 0
     for seed in range(6):
         flipping = Flipping(seed)
-        monkeypatch.setattr(fast_path, "enabled", flipping)
+        monkeypatch.setattr(gathering, "fast_path_is_on", flipping)
         assert first_difference(expected, train("flatparam", mode, {}, "class")) is None
         assert flipping.answers == {True, False}
 
@@ -79,7 +79,7 @@ def test_training_is_the_same_with_and_without(mode, monkeypatch):
 def test_the_environment_turns_it_off():
     for value, expected in (("0", "False"), ("1", "True")):
         done = subprocess.run(
-            [sys.executable, "-c", "import flatparam.dropin.fast_path as f; print(f.enabled)"],
+            [sys.executable, "-c", "import flatparam.dropin.gathering as g; print(g.fast_path_is_on)"],
             env={**os.environ, "FLATPARAM_FUSED": value},
             capture_output=True,
             text=True,
