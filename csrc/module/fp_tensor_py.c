@@ -194,13 +194,6 @@ pulse(PyObject *module, PyObject *args)
 }
 
 static PyObject *
-set_shard(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return fp_check_nargs("set_shard", nargs, 2) < 0 || fp_torch_set_shard(args[0], args[1]) < 0 ? NULL
-                                                                                                 : Py_NewRef(Py_None);
-}
-
-static PyObject *
 explain_shards(PyObject *module, PyObject *explain)
 {
     fp_torch_explain_shards(explain);
@@ -241,9 +234,6 @@ PyMethodDef fp_tensor_methods[] = {
     {"convert", (PyCFunction)(void (*)(void))convert, METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},
-    {"set_shard", FP_FASTCALL(set_shard), METH_FASTCALL,
-     "set_shard($module, param, piece, /)\n--\n\nLet param's data be piece, a shard: operations that take whole "
-     "parameters refuse it then."},
     {"explain_shards", explain_shards, METH_O,
      "explain_shards($module, explain, /)\n--\n\nexplain(tensor) says what a RuntimeError is to say of a shard, or "
      "None."},

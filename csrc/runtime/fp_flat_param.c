@@ -3,6 +3,7 @@
 
 #include "core/fp_alloc.h"
 #include "python/fp_entries.h"
+#include "tensor/fp_shards.h"
 
 int64_t fp_flat_param_unfit;
 
@@ -171,6 +172,35 @@ fp_flat_param_find_moved(fp_flat_param *flat_param)
         }
     }
     return fp_flat_param_find_other(flat_param);
+}
+
+int
+fp_flat_param_point(fp_flat_param *flat_param)
+{
+    if (flat_param->params == NULL) {
+        return 0;
+    }
+    return fp_torch_set_shards(fp_items(flat_param->params), flat_param->geometry, flat_param->master,
+                               flat_param->starts, flat_param->numels, flat_param->in_rows, flat_param->is_sharded);
+}
+
+int
+fp_flat_param_is_summoned(fp_flat_param *flat_param, PyObject *params, PyObject *whole)
+{
+    PyObject *const *values = fp_items(params);
+    int same = fp_torch_lie_in(values, flat_param->geometry, whole);
+    if (same > 0) {
+        const Py_ssize_t other =
+            fp_attributes_find_other(&flat_param->attributes, 0, values, values, flat_param->n, 1);
+        same = other < 0 ? -1 : other == flat_param->n;
+    }
+    for (Py_ssize_t k = 0; same > 0 && k < flat_param->n_shared; k++) {
+        PyObject *const *value = &values[flat_param->primary[k]];
+        const Py_ssize_t other =
+            fp_attributes_find_other(&flat_param->attributes, flat_param->n + k, value, value, 1, 1);
+        same = other < 0 ? -1 : other == 1;
+    }
+    return same;
 }
 
 int
@@ -445,7 +475,7 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
         PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
-    flat_param->cleared = fp_calloc((size_t)n, 4);
+    flat_param->cleared = fp_calloc((size_t)n, 5);
     flat_param->starts = fp_calloc((size_t)n, 2 * sizeof *flat_param->starts);
     if (flat_param->cleared == NULL || flat_param->starts == NULL) {
         PyErr_NoMemory();
@@ -455,17 +485,20 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
     flat_param->in_saved = flat_param->cleared + n;
     flat_param->owed = flat_param->in_saved + n;
     flat_param->gets = flat_param->owed + n;
+    flat_param->in_rows = flat_param->gets + n;
     for (Py_ssize_t i = 0; i < n; i++) {
         long long start, count;
+        int in_rows;
         if (!PyTuple_Check(PyTuple_GET_ITEM(pieces, i))) {
-            PyErr_SetString(PyExc_TypeError, "expected pieces (start, numel)");
+            PyErr_SetString(PyExc_TypeError, "expected pieces (start, numel, in_rows)");
             return -1;
         }
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LL", &start, &count)) {
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LLp", &start, &count, &in_rows)) {
             return -1;
         }
         flat_param->starts[i] = start;
         flat_param->numels[i] = count;
+        flat_param->in_rows[i] = (char)in_rows;
     }
     if (flat_param->params == NULL) {
         const fp_view view = {.offset = 0, .ndim = 1, .shape = &numel, .stride = NULL};
@@ -571,6 +604,7 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     if (flat_param->flat == NULL) {
         return -1;
     }
+    flat_param->is_sharded = shards > 1;
     flat_param->has_secondary_shard = shards > 1 && (stays_full || flat_param->param_group != NULL);
     flat_param->kept_first = param_rank * (total / param_shards);
     flat_param->own = rank * (int64_t)shard_numel - flat_param->kept_first;

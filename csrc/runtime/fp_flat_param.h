@@ -30,6 +30,8 @@ typedef struct {
     char *in_saved;           /* of the owners: which had one */
     char *owed;               /* of the owners: which are frozen, and have something in what is kept */
     char *gets;               /* of the owners: which get a piece of what was reduced */
+    char *in_rows;            /* of the owners: whose piece here has the shape of whole rows, not one dimension */
+    int is_sharded;
     int untracked;            /* no owner requires grad */
     int full_precision;       /* gradients are reduced and added in the shard's dtype, which is no low one */
     int gathered;             /* or being gathered */
@@ -80,6 +82,11 @@ Py_ssize_t fp_flat_param_find_other(fp_flat_param *flat_param);
 /* Take what users have written to the views into the shard: 1 if that has changed; 0; -1. ValueError, RuntimeError for what
  * cannot be taken, which is dropped; name: the unit's. */
 int fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name);
+/* Let the data of the original parameters, if there are any, be their pieces of the shard. */
+int fp_flat_param_point(fp_flat_param *flat_param);
+/* Whether modules have params, a tuple, in the places of the original parameters, whose data lie in whole, unsharded, where
+ * geometry says; -1 on failure. */
+int fp_flat_param_is_summoned(fp_flat_param *flat_param, PyObject *params, PyObject *whole);
 /* Let another Parameter be the i-th original one. */
 int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param);
 

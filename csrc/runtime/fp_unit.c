@@ -256,20 +256,73 @@ unit_look_over(PyObject *self, PyObject *ignored)
     return fp_unshard_look_over((fp_unit *)self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* adopt(part, index, param) */
 static PyObject *
-unit_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+unit_point_params(PyObject *self, PyObject *ignored)
 {
     fp_unit *unit = (fp_unit *)self;
-    int64_t k, i;
-    if (fp_check_nargs("adopt", nargs, 3) < 0 || fp_as_int64(args[0], &k) < 0 || fp_as_int64(args[1], &i) < 0) {
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        if (fp_flat_param_point(&unit->flat_params[k]) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* The part whose number is the first of nargs arguments, of which n are expected. NULL with an exception set. */
+static fp_flat_param *
+part_of(PyObject *self, const char *name, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t n)
+{
+    fp_unit *unit = (fp_unit *)self;
+    int64_t k;
+    if (fp_check_nargs(name, nargs, n) < 0 || fp_as_int64(args[0], &k) < 0) {
         return NULL;
     }
     if (k < 0 || k >= unit->n_flat_params) {
         PyErr_Format(PyExc_IndexError, "expected a part below %zd, got %lld", unit->n_flat_params, (long long)k);
         return NULL;
     }
-    return fp_flat_param_adopt(&unit->flat_params[k], (Py_ssize_t)i, args[2]) < 0 ? NULL : Py_NewRef(Py_None);
+    return &unit->flat_params[k];
+}
+
+static PyObject *
+unit_is_summoned(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_flat_param *flat_param = part_of(self, "is_summoned", args, nargs, 3);
+    PyObject *params = NULL; /* owned */
+    if (flat_param == NULL) {
+        return NULL;
+    }
+    params = fp_as_tuple(args[1] == Py_None && flat_param->params != NULL ? flat_param->params : args[1], flat_param->n,
+                         "parameters");
+    const int same = params == NULL ? -1 : fp_flat_param_is_summoned(flat_param, params, args[2]);
+    Py_XDECREF(params);
+    return same < 0 ? NULL : PyBool_FromLong(same);
+}
+
+static PyObject *
+unit_lie_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    const fp_flat_param *flat_param = part_of(self, "lie_in", args, nargs, 3);
+    PyObject *tensors = flat_param == NULL ? NULL : fp_as_tuple(args[1], flat_param->n, "tensors"); /* owned */
+    if (tensors == NULL) {
+        return NULL;
+    }
+    const int same = fp_torch_lie_in(fp_items(tensors), flat_param->geometry, args[2]);
+    Py_DECREF(tensors);
+    return PyBool_FromLong(same);
+}
+
+/* adopt(part, index, param) */
+static PyObject *
+unit_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    fp_flat_param *flat_param = part_of(self, "adopt", args, nargs, 3);
+    int64_t i;
+    if (flat_param == NULL || fp_as_int64(args[1], &i) < 0 ||
+        fp_flat_param_adopt(flat_param, (Py_ssize_t)i, args[2]) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 static PyObject *
@@ -508,6 +561,14 @@ static PyMethodDef unit_methods[] = {
     {"look_over", unit_look_over, METH_NOARGS,
      "look_over($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put in their "
      "place, into the shards."},
+    {"point_params", unit_point_params, METH_NOARGS,
+     "point_params($self, /)\n--\n\nLet the data of the original parameters be their pieces of the shards."},
+    {"is_summoned", FP_FASTCALL(unit_is_summoned), METH_FASTCALL,
+     "is_summoned($self, part, params, whole, /)\n--\n\nWhether modules have params, one an original parameter (None: "
+     "those), as parameters, and each lies at its place in the unsharded tensor whole."},
+    {"lie_in", FP_FASTCALL(unit_lie_in), METH_FASTCALL,
+     "lie_in($self, part, tensors, whole, /)\n--\n\nWhether each of tensors, one an original parameter, lies at its "
+     "place in the unsharded tensor whole."},
     {"adopt", FP_FASTCALL(unit_adopt), METH_FASTCALL,
      "adopt($self, part, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there was."},
     {"invalidate", unit_invalidate, METH_NOARGS,

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm_ops.h>
 #include <ATen/ops/bmm_ops.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/matmul_ops.h>
 #include <ATen/ops/mm_ops.h>
 #include <ATen/ops/mul_ops.h>
@@ -158,16 +159,41 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library)
 extern "C" {
 
 int
-fp_torch_set_shard(PyObject *param, PyObject *piece_object)
+fp_torch_set_shards(PyObject *const *params, const fp_geometry *geometry, PyObject *shard_object, const int64_t *starts,
+                    const int64_t *numels, const char *in_rows, int marked)
 {
     return fp::guarded(-1, [&] {
-        const at::Tensor &target = fp::unpack(param);
-        const at::Tensor piece = fp::unpack(piece_object);
-        at::Tensor shard = at::detail::make_tensor<c10::TensorImpl>(
-            c10::TensorImpl::VIEW, c10::Storage(piece.storage()), piece.key_set().add(fp::marked), piece.dtype());
-        shard.unsafeGetTensorImpl()->set_sizes_and_strides(piece.sizes(), piece.strides(), piece.storage_offset());
-        const bool can_be = target.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(shard.key_set());
-        target.set_data(can_be ? shard : piece); /* a device from outside of torch allows no other keys */
+        const fp::Plainly plainly;
+        const std::vector<fp::View> &views = geometry->shared->views;
+        const at::Tensor &whole = fp::unpack(shard_object); /* ours is an alias: what is replaced may run Python code */
+        const at::Tensor shard = fp::alias(whole, whole.sizes(), whole.strides(), whole.storage_offset());
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, static_cast<Py_ssize_t>(views.size()));
+        const c10::DispatchKeySet keys = marked ? shard.key_set().add(fp::marked) : shard.key_set();
+        for (size_t i = 0; i < targets.size(); i++) {
+            const int64_t numel = std::max<int64_t>(numels[i], 0);
+            std::vector<int64_t> shape(views[i].shape), stride(views[i].stride);
+            TORCH_CHECK_VALUE(starts[i] >= 0 && numel <= shard.numel() - starts[i], "piece ", i,
+                              " is outside of the shard of ", shard.numel(), " elements");
+            if (marked && (!in_rows[i] || shape.empty())) {
+                shape = {numel};
+                stride = {1};
+            }
+            else if (marked && numels[i] < views[i].numel) {
+                shape[0] = numel == 0 ? 0 : numel / (views[i].numel / shape[0]);
+            }
+            at::Tensor piece = numels[i] < 0
+                                   ? at::empty(shape, shard.options())
+                                   : fp::alias(shard, shape, stride, shard.storage_offset() + starts[i]);
+            if (targets[i].unsafeGetTensorImpl()->has_compatible_shallow_copy_type(keys)) { /* not of all devices */
+                const auto *made = piece.unsafeGetTensorImpl();
+                at::Tensor same = at::detail::make_tensor<c10::TensorImpl>(
+                    c10::TensorImpl::VIEW, c10::Storage(piece.storage()), keys, piece.dtype());
+                same.unsafeGetTensorImpl()->set_sizes_and_strides(made->sizes(), made->strides(),
+                                                                  made->storage_offset());
+                piece = std::move(same);
+            }
+            targets[i].set_data(piece);
+        }
         return 0;
     });
 }

@@ -289,6 +289,18 @@ fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_ob
 }
 
 int
+fp_torch_lie_in(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat) noexcept
+{
+    const std::vector<fp::View> &views = geometry->shared->views;
+    const auto n = static_cast<Py_ssize_t>(views.size());
+    bool same = fp_torch_all_plain(&flat, 1) && fp_torch_all_plain(tensors, n);
+    for (size_t i = 0; same && i < views.size(); i++) {
+        same = fp::is_at(THPVariable_Unpack(tensors[i]), THPVariable_Unpack(flat), views[i]);
+    }
+    return same;
+}
+
+int
 fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t numel)
 {
     return fp::guarded(-1, [&] {

@@ -65,6 +65,9 @@ int fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObje
 int fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard, const int64_t *starts,
                           const int64_t *numels);
 
+/* Whether each of tensors is a plain one at its place in flat, which is plain. No mode is on then. */
+int fp_torch_lie_in(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat) FP_NOEXCEPT;
+
 /* flat.data = the first numel elements of source, which is 1-D; numel < 0: all of source. */
 int fp_torch_point_flat(PyObject *flat, PyObject *source, int64_t numel);
 

@@ -19,7 +19,7 @@ from .unit import Unit
 
 
 def clip_grad_norm(
-    units: Iterable[Unit], others: Iterable[nn.Parameter], max_norm: float, norm_type: float, device: torch.device
+    units: Iterable[Unit], others: Iterable[Any], max_norm: float, norm_type: float, device: torch.device
 ) -> Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
 
@@ -27,18 +27,19 @@ def clip_grad_norm(
     The norm is computed in fp32, or fp64 where a parameter is, and has the widest real dtype of the gradients.
     Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
-    params: dict[Any, Segment | None] = {param: segment for unit in units for segment, param in unit.parameters()}
-    params |= {param: segment_of(param) for param in others if param not in params}
-    return clip(*by_group(params), max_norm, norm_type, device)
+    found = {id(param): (segment, param) for unit in units for segment, param in unit.parameters()}
+    apart = (param for param in others if id(param) not in found and isinstance(param, nn.Parameter))
+    found |= {id(param): (segment_of(param), param) for param in apart}
+    return clip(*by_group(found.values()), max_norm, norm_type, device)
 
 
-def by_group(params: dict[Any, Segment | None]) -> tuple[dict[Any, list[Any]], list[Any]]:
-    """The sharded ones of ``params``, each with its segment, by the group that shares them, and the others."""
+def by_group(params: Iterable[tuple[Segment | None, Any]]) -> tuple[dict[Any, list[Any]], list[Any]]:
+    """The sharded ones of ``params``, each behind its segment, by the group that shares them, and the others."""
     sharded: dict[Any, list[Any]] = {}
     whole: list[Any] = []
     members: dict[Segment | None, list[Any]] = {None: whole}
-    for param, segment in params.items():
-        if segment is not None and segment not in members:
+    for segment, param in params:
+        if segment not in members:
             members[segment] = sharded.setdefault(segment.placement.optim, []) if segment.is_sharded else whole
         members[segment].append(param)
     return sharded, whole
@@ -55,11 +56,11 @@ def clip(
 ) -> Tensor:
     """``clip_grad_norm`` of parameters that ``by_group`` has told apart; an error for a norm that is none, if asked."""
     params = [param for group in sharded.values() for param in group] + whole
-    gradients = list({id(param): param.grad for param in params if param.grad is not None}.values())
+    gradients = [grad for param in params if (grad := param.grad) is not None]
     if not sharded:
         return nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
 
-    is_wide = any(param.dtype.to_real() == torch.float64 for param in params)  # on every rank alike
+    is_wide = any(dtype.to_real() == torch.float64 for dtype in {param.dtype for param in params})  # on every rank alike
     precision = torch.float64 if is_wide else torch.float32
 
     def local_norm(some: Iterable[nn.Parameter]) -> Tensor:

@@ -138,8 +138,7 @@ class Copies(Wrapper):
             if self._use_orig_params:
                 segment.flat.data = fn(segment.flat.data)
             segment.pin()
-            if self._use_orig_params:
-                segment.point_at_pieces()
+        unit.step.point_params()
         unit.step.invalidate()
         unit.step.make_views()
         return self

@@ -29,7 +29,8 @@ class FlatParamSpec(NamedTuple):
     shared: tuple[tuple[nn.Module, str, int], ...]  # further names: (module, name, which original)
     shard: nn.Parameter
     params: tuple[nn.Parameter, ...] | None  # the originals, with use_orig_params
-    pieces: tuple[tuple[int, int], ...]  # (start, numel) in the shard of what has .grad; numel -1: nothing here
+    # (start, numel) in the shard of what has .grad, whether its piece has the shape of rows; numel -1: nothing here
+    pieces: tuple[tuple[int, int, bool], ...]
     numel: int  # of the unsharded flat parameter, without padding
     shard_numel: int
     rank: int
@@ -90,8 +91,6 @@ class Segment:
         self.flat = FlatParameter(
             self._flatten(), requires_grad=any(original.param.requires_grad for original in originals)
         )
-        if options.use_orig_params:
-            self.point_at_pieces()
 
     @torch.no_grad()
     def _flatten(self) -> Tensor:
@@ -172,15 +171,6 @@ class Segment:
         """``original``'s shape and strides at ``start`` of ``flat``."""
         return flat.as_strided(original.shape, original.stride, flat.storage_offset() + start)
 
-    def point_at_pieces(self) -> None:
-        """Let the original parameters' data be their pieces of the shard."""
-        shard, is_sharded = self.flat.detach(), self.is_sharded
-        for here in self.here():
-            if is_sharded:
-                _C.set_shard(here.original.param, here.of(shard))
-            else:
-                here.original.param.data = here.of(shard)
-
     def unsharded(self, flat: Tensor) -> Iterator[Tensor]:
         """Views of an unsharded tensor ``[padded_numel]``, one an original parameter."""
         for original, offset in zip(self.originals, self.layout.offsets, strict=True):
@@ -230,7 +220,9 @@ class Segment:
             shared=shared,
             shard=self.flat,
             params=tuple(item.param for item in self.originals) if use_orig_params else None,
-            pieces=self.piece_ranges() if use_orig_params else ((0, self.layout.shard_numel),),
+            pieces=tuple((*piece, in_rows) for piece, in_rows in zip(self.piece_ranges(), self.in_rows, strict=True))
+            if use_orig_params
+            else ((0, self.layout.shard_numel, False),),
             numel=self.layout.numel,
             shard_numel=self.layout.shard_numel,
             rank=placement.rank,

@@ -319,11 +319,12 @@ class Stepping(Wrapper):
         Raises: ValueError for gradients of ``no_sync`` that are not reduced yet.
         """
         self._check_root("clip_grad_norm_")
-        units = list(units_of(self.modules()))
+        modules = list(self.modules())
+        units = list(units_of(modules))
         refuse_unreduced(units, "clip_grad_norm_")
         return clip_grad_norm(
             units,
-            [param for param in self.parameters() if isinstance(param, nn.Parameter)],
+            (param for module in modules for param in module._parameters.values() if param is not None),
             float(max_norm),
             float(norm_type),
             self.compute_device,

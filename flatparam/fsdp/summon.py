@@ -183,7 +183,9 @@ class Summoned:
 
     def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, Original]]") -> None:
         """Note a parameter that modules show in place of two. ``seen``: those that they show, of the units before."""
-        for original in (original for segment in self.unit.segments for original in segment.originals if self._made):
+        if not self._made:
+            return
+        for original in (original for segment in self.unit.segments for original in segment.originals):
             shown = _shown(original)
             state, other = seen.setdefault(shown, (self, original))
             if other is not original:
@@ -217,20 +219,16 @@ class Summoned:
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
                     unit.filled()
-        for i, segment in enumerate(unit.segments):
-            grads = [_shown(original).grad for original in segment.originals]
-            if unit.options.use_orig_params:
-                for original in segment.originals:
-                    original.param.grad = None
-                segment.point_at_pieces()
-            else:
-                for original in segment.originals:
-                    for name in original.names:
-                        name.module._parameters.pop(name.name, None)
+        unit.step.point_params()
+        for k, segment in enumerate(unit.segments):
+            grads = [_shown(original).grad for original in segment.originals] if self.with_grads else []
+            for original in segment.originals if not unit.options.use_orig_params else ():
+                for name in original.names:
+                    name.module._parameters.pop(name.name, None)
             if self.with_grads and (self.writeback or not segment.is_sharded):
-                self._put_gradient_back(segment, self.gradients[i], grads)
-            elif unit.options.use_orig_params or self.with_grads:
-                for param, grad in zip(_owners(unit, segment), self.held[i] if self.with_grads else grads, strict=True):
+                self._put_gradient_back(k, segment, self.gradients[k], grads)
+            elif self.with_grads:
+                for param, grad in zip(_owners(unit, segment), self.held[k], strict=True):
                     set_gradient(param, grad)
         unit.register_flat()
         unit.step.put(self.had_views or not unit.options.use_orig_params)
@@ -248,7 +246,8 @@ class Summoned:
         memory = {_address(whole) for state in (self, *_active) for whole in state.wholes}
         try:
             for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
-                if not self.writeback and segment.is_sharded:
+                made = [self._made[original.fqn] for original in segment.originals] if self._made else None
+                if (segment.is_sharded and not self.writeback) or self.unit.step.is_summoned(k, made, whole):
                     continue
                 for i, place in enumerate(segment.unsharded(whole)):
                     original = segment.originals[i]
@@ -280,23 +279,25 @@ class Summoned:
             place.copy_(value)
         return None
 
-    def _put_gradient_back(self, segment: Segment, whole: Tensor | None, grads: list[Tensor | None]) -> None:
+    def _put_gradient_back(self, k: int, segment: Segment, whole: Tensor | None, grads: list[Tensor | None]) -> None:
         """Let the owners have this rank's pieces of ``grads``, of the whole parameters; many lie in ``whole``."""
         unit, flat = self.unit, segment.flat
-        dtype = next((grad.dtype for grad in grads if grad is not None), flat.dtype)
         if whole is None:
             if all(grad is None for grad in grads):
                 return
+            dtype = next(grad.dtype for grad in grads if grad is not None)
             whole = torch.zeros(segment.layout.padded_numel, dtype=dtype, device=segment.device)
-        values = [
-            grad.clone() if grad is not None and _lies_elsewhere_in(whole, grad, place) else grad
-            for grad, place in zip(grads, segment.unsharded(whole), strict=True)
-        ]
-        for grad, place in zip(values, segment.unsharded(whole), strict=True):
-            if grad is None:
-                place.zero_()
-            elif grad.data_ptr() != place.data_ptr() or grad.device != place.device:
-                place.copy_(grad)
+        if not unit.step.lie_in(k, grads, whole):
+            places = list(segment.unsharded(whole))
+            values = [
+                grad.clone() if grad is not None and _lies_elsewhere_in(whole, grad, place) else grad
+                for grad, place in zip(grads, places, strict=True)
+            ]
+            for grad, place in zip(values, places, strict=True):
+                if grad is None:
+                    place.zero_()
+                elif grad.data_ptr() != place.data_ptr() or grad.device != place.device:
+                    place.copy_(grad)
         shard = segment.own(whole).to(flat.device, copy=segment.is_sharded)
         if not unit.options.use_orig_params:
             set_gradient(flat, None if all(grad is None for grad in grads) else shard)

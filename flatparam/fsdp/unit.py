@@ -61,6 +61,7 @@ class Unit:
             functools.partial(_take_back, weakref.ref(self)),
             self._freed_reason(),
         )
+        self.step.point_params()
         self.step.make_views()
         own(self)
 
@@ -100,8 +101,6 @@ class Unit:
         """Make the step of a copy, whose modules are all there, and let them have their pieces or views."""
         for segment in self.segments:
             segment.pin()
-            if self.options.use_orig_params:
-                segment.point_at_pieces()
         self._make_step()
 
     def _hide_originals(self) -> None:
@@ -199,15 +198,13 @@ class Unit:
                     if value.numel() + held and not _lies_at(value, here, target):
                         writes.append((target, self._fit(here, piece.intra_param_start_idx or 0, value, target)))
         except ValueError:
-            for segment in self.segments if self.options.use_orig_params else ():
-                segment.point_at_pieces()
+            self.step.point_params()
             raise
         for k, i, original, now in replaced:
             self.adopt(k, i, original, now)
         for target, value in writes:
             target.copy_(value)
-        for segment in self.segments if self.options.use_orig_params else ():
-            segment.point_at_pieces()
+        self.step.point_params()
         if replaced:
             self.step.put(self.step.shows_views)
 
@@ -334,7 +331,7 @@ def _let_swap_back() -> None:
 
 
 def _lies_at(value: Tensor, here: Here, target: Tensor) -> bool:
-    """Whether ``value`` is ``target``, the piece of the shard, as ``point_at_pieces`` has made it."""
+    """Whether ``value`` is ``target``, the piece of the shard, as ``point_params`` has made it."""
     return (
         value.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
         and value.storage_offset() == target.storage_offset()
