@@ -190,8 +190,7 @@ fp_flat_param_is_summoned(fp_flat_param *flat_param, PyObject *params, PyObject 
     PyObject *const *values = fp_items(params);
     int same = fp_torch_lie_in(values, flat_param->geometry, whole);
     if (same > 0) {
-        const Py_ssize_t other =
-            fp_attributes_find_other(&flat_param->attributes, 0, values, values, flat_param->n, 1);
+        const Py_ssize_t other = fp_attributes_find_other(&flat_param->attributes, 0, values, values, flat_param->n, 1);
         same = other < 0 ? -1 : other == flat_param->n;
     }
     for (Py_ssize_t k = 0; same > 0 && k < flat_param->n_shared; k++) {

@@ -32,24 +32,24 @@ typedef struct {
     char *gets;               /* of the owners: which get a piece of what was reduced */
     char *in_rows;            /* of the owners: whose piece here has the shape of whole rows, not one dimension */
     int is_sharded;
-    int untracked;            /* no owner requires grad */
-    int full_precision;       /* gradients are reduced and added in the shard's dtype, which is no low one */
-    int gathered;             /* or being gathered */
-    int shows;                /* what the modules have now: FP_SHOWS_... */
-    int shows_kept;           /* .grad of the owners are the unsharded gradient */
-    int unreduced;            /* and that is not what the optimizer is to step with */
-    int wide;                 /* and that has another dtype than they */
-    int deferred;             /* gradients of this pass are kept though they are to be reduced */
-    int64_t versions;         /* of the owners and the master at the last gather */
-    int has_secondary_shard;  /* what is gathered is good until the masters change, not for one pass */
-    int64_t synced;           /* versions at the last gather from the shards; -1: what it gave is out of date */
-    int64_t synced_steps;     /* optimizer steps then */
-    int64_t kept_first, own;  /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
-    char *cleared;            /* nested, of the owners: what other ranks are to clear of what they have kept too */
-    int coming;               /* this backward gives it a gradient on this rank */
-    int wanted, wanted_kept;  /* the same on some rank; some rank has kept one before */
-    int packed;               /* its gradient has come, and waits for its turn */
-    int passed;               /* its turn has come in this backward */
+    int untracked;           /* no owner requires grad */
+    int full_precision;      /* gradients are reduced and added in the shard's dtype, which is no low one */
+    int gathered;            /* or being gathered */
+    int shows;               /* what the modules have now: FP_SHOWS_... */
+    int shows_kept;          /* .grad of the owners are the unsharded gradient */
+    int unreduced;           /* and that is not what the optimizer is to step with */
+    int wide;                /* and that has another dtype than they */
+    int deferred;            /* gradients of this pass are kept though they are to be reduced */
+    int64_t versions;        /* of the owners and the master at the last gather */
+    int has_secondary_shard; /* what is gathered is good until the masters change, not for one pass */
+    int64_t synced;          /* versions at the last gather from the shards; -1: what it gave is out of date */
+    int64_t synced_steps;    /* optimizer steps then */
+    int64_t kept_first, own; /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
+    char *cleared;           /* nested, of the owners: what other ranks are to clear of what they have kept too */
+    int coming;              /* this backward gives it a gradient on this rank */
+    int wanted, wanted_kept; /* the same on some rank; some rank has kept one before */
+    int packed;              /* its gradient has come, and waits for its turn */
+    int passed;              /* its turn has come in this backward */
 } fp_flat_param;
 
 /* Read one from Python into zeroed memory; give it to fp_flat_param_free also after a failure. See the docstring of _C.Unit. */

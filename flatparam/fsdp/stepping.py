@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed.fsdp import BackwardPrefetch
