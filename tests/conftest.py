@@ -1,5 +1,6 @@
 """What all tests share: failed assertions in the helper modules show their values, as in the tests themselves."""
 
+import gc
 import signal
 from collections import defaultdict
 
@@ -24,3 +25,9 @@ def pytest_collection_modifyitems(items):
         for i, case in enumerate(cases):
             if i not in stay:
                 case.add_marker("thorough")
+
+
+def pytest_collection_finish():
+    """Leave what is imported by now out of every collection: a test that collects looks at its own objects only."""
+    gc.collect()
+    gc.freeze()

@@ -42,14 +42,15 @@ def children_of(parent):
 
 
 @pytest.fixture
-def endless(tmp_path):
-    """A demo in the middle of an endless training: (its process, its children, its out folder)."""
+def endless(tmp_path, request):
+    """A demo in the middle of an endless training on some ranks: (its process, its children, its out folder)."""
+    ranks = getattr(request, "param", 2)
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     out.mkdir()
     scratch.mkdir()
     (out / "checkpoint.pt").write_bytes(b"of an earlier run")
     process = subprocess.Popen(
-        [*DEMO, "--quick", "--steps", "1000000", "--out", str(out)],
+        [*DEMO, "--quick", "--ranks", str(ranks), "--steps", "1000000", "--out", str(out)],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs")},
         stdout=subprocess.PIPE,
@@ -62,7 +63,7 @@ def endless(tmp_path):
             if line.startswith("step    6"):
                 break
         children = children_of(process.pid)
-        assert len(children) == 5, process.stderr.read()
+        assert len(children) == 1 + 2 * ranks, process.stderr.read()
         yield process, children, out
     finally:
         for pid in (process.pid, *children):
@@ -81,12 +82,14 @@ def leaves_nothing_broken(out):
 
 
 @pytest.mark.parametrize(
-    ("which", "name"),
+    ("endless", "which", "name"),
     [
-        pytest.param(0, "unsharded", marks=pytest.mark.thorough),
-        pytest.param(2, "torch FSDP1 rank 1", marks=pytest.mark.thorough),
-        (3, "flatparam rank 0"),
+        pytest.param(2, 0, "unsharded", marks=pytest.mark.thorough),
+        pytest.param(2, 2, "torch FSDP1 rank 1", marks=pytest.mark.thorough),
+        pytest.param(2, 3, "flatparam rank 0", marks=pytest.mark.thorough),
+        (1, 2, "flatparam rank 0"),
     ],
+    indirect=["endless"],
 )
 def test_a_killed_process_ends_all(endless, which, name):
     process, children, out = endless

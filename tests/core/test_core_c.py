@@ -34,10 +34,17 @@ def compiles(flags):
         return run(command, input="int main(void) { return 0; }\n").returncode == 0
 
 
-VARIANTS = {"plain": ["-O2"], **({"sanitized": SANITIZED} if compiles(SANITIZED) else {})}
+VARIANTS = {"plain": ["-O2"], "sanitized": SANITIZED}
+HAS_SANITIZERS = compiles(SANITIZED)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("plain", marks=[pytest.mark.thorough] * HAS_SANITIZERS),
+        *["sanitized"] * HAS_SANITIZERS,
+    ],
+)
 def variant(request, tmp_path_factory):
     """Compile the core once; return the flags and the object files."""
     folder = tmp_path_factory.mktemp(request.param)

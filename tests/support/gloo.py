@@ -24,13 +24,19 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = (
+    "pytest",
+    "hypothesis",
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._flat_param",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.distributed.checkpoint",
+    "torch.distributed._tensor",
+    "torch.distributed.optim",
     "torch.testing._internal.distributed.fake_pg",
-    "flatparam._api",  # where it is found from the working folder; else each rank imports it
+    "flatparam._api",  # where it is found from the working folder, as is the next; else each rank imports it
+    "tests.support.preloaded",
 )
 GRACE = 3.0  # seconds that the other ranks get to tell their own error, once one rank has failed
 

@@ -361,8 +361,6 @@ def target(name, source):
 def try_out(name, calls, seed, log):
     """Make the calls; return how many raised. The call that runs is written to ``log`` before it is made."""
     source = random.Random(f"{name} {seed}")
-    gc.collect()
-    gc.freeze()  # so that the many collections below look at the arguments only, not at all of torch
     raised = 0
     for number in range(calls):
         values = arguments(name, source)
@@ -423,6 +421,8 @@ def main():
     calls, seed = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    gc.collect()
+    gc.freeze()  # the children's many collections look at the arguments only, not at all of torch
     for name in callables():
         print(json.dumps(run_in_a_fork(name, calls, seed)), flush=True)
 
