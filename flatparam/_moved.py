@@ -12,7 +12,7 @@ MOVED = {
     "flatparam._base": "flatparam.dropin.base",
     "flatparam._collectives": "flatparam.common.collectives",
     "flatparam._compat": "flatparam.dropin.compat",
-    "flatparam._compiling": "flatparam.common.compiling",
+    "flatparam._compiling": "flatparam.common.torch_private",
     "flatparam._exports": "flatparam.common.dlpack",
     "flatparam._flat_param": "flatparam.dropin.flat_param",
     "flatparam._flatten": "flatparam.dropin.flatten",

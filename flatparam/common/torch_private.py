@@ -2,8 +2,9 @@
 
 A new release of torch may move or drop any of these names: it is met here.
 """
+# ruff: noqa: F401
 
-from typing import Any
+import functools
 
 import torch.distributed.fsdp._flat_param as torch_flat_param
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -59,69 +60,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.utils import _named_member_accessor
 from torch.utils import _pytree
 
-__all__ = [
-    "NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
-    "REGISTRY_KEY",
-    "_FLAT_PARAM_PADDING_VALUE",
-    "_FSDP_USE_UNSAFE_SETATTR",
-    "DefaultState",
-    "FSDPExtensions",
-    "FakeProcessGroup",
-    "FlatParamShardMetadata",
-    "FlatParameter",
-    "HandleShardingStrategy",
-    "HandleTrainingState",
-    "ParamInfo",
-    "SharedParamInfo",
-    "TrainingState",
-    "_ExecOrderData",
-    "_FSDPDeviceHandle",
-    "_FlatParameterMeta",
-    "_FreeEventQueue",
-    "_IncompatibleKeys",
-    "_Policy",
-    "_ShardParamInfo",
-    "_alloc_storage",
-    "_construct_padding_tensor",
-    "_convert_to_params",
-    "_detach_if_needed",
-    "_ext_post_unflatten_transform",
-    "_ext_pre_flatten_transform",
-    "_free_storage",
-    "_get_aligned_numel",
-    "_get_dtype_size",
-    "_init_utils",
-    "_is_fsdp_flattened",
-    "_named_member_accessor",
-    "_named_parameters_with_duplicates",
-    "_no_dispatch_record_stream",
-    "_optim_utils",
-    "_override_module_mixed_precision",
-    "_p_assert",
-    "_pytree",
-    "_safe_setattr_tensor_or_param",
-    "_same_storage",
-    "_same_storage_size",
-    "_storage_size_allocated",
-    "_unsafe_setattr_param",
-    "_unsafe_setattr_tensor",
-    "_warn_skip_writeback_check",
-    "_warn_use_fake_all_gather",
-    "_warn_use_fake_reduce",
-    "dynamo_trace_rules",
-    "is_torchdynamo_compiling",
-    "logger",
-    "register_fake_backend",
-    "temporarily_clear_interpreter_stack",
-    "torch_flat_param",
-]
 
+@functools.cache
+def leave_out_of_graphs() -> None:
+    """Have torch.compile run flatparam's files as they are, as it runs torch's FSDP. For the first wrapped model.
 
-def dynamo_trace_rules() -> Any:
-    """Dynamo's list of what it traces. Importing Dynamo takes as long as a third of torch."""
+    This imports Dynamo, which takes as long as a third of torch; an optimizer does it anyway.
+    """
     import torch._dynamo.trace_rules as rules
 
-    return rules
+    rules.add("flatparam")
 
 
 def register_fake_backend() -> None:

@@ -208,21 +208,23 @@ class HandleBase(Interruptible):
         """``message`` with the parameter, or the unit, that it is about."""
         return f"{message} [{self._names() if index is None else self.flat_param._fqns[index]}]"
 
+    def _wrong(self, message: str, index: int | None = None) -> AssertionError:
+        """What a check raises."""
+        return AssertionError(self._about(message, index))
+
     @step_of(UNSHARD, RESHARD)
     def _check_sharded_strategy(self) -> None:
         if not self.uses_sharded_strategy:
-            raise AssertionError(self._about("Expects sharded strategy, not NO_SHARD"))
+            raise self._wrong("Expects sharded strategy, not NO_SHARD")
 
     @step_of(RESHARD)
     def _check_on_compute_device(self, tensor: Tensor) -> None:
         if tensor.device != self.device:
-            raise AssertionError(
-                self._about(f"Expects tensor to be on the compute device {self.device}, was on {tensor.device}")
-            )
+            raise self._wrong(f"Expects tensor to be on the compute device {self.device}, was on {tensor.device}")
 
     def _check_on_cpu(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
-            raise AssertionError(self._about(f"Expects tensor to be on CPU but got {tensor.device}"))
+            raise self._wrong(f"Expects tensor to be on CPU but got {tensor.device}")
 
     @staticmethod
     @step_of(UNSHARD)
@@ -237,19 +239,17 @@ class HandleBase(Interruptible):
 
     def _check_low_precision_shard(self) -> None:
         if not self._uses_param_mixed_precision:
-            raise AssertionError(self._about("Not using low precision for parameters"))
+            raise self._wrong("Not using low precision for parameters")
         shard = getattr(self.flat_param, "_mp_shard", None)
         if shard is None:
-            raise AssertionError(self._about("Expects `_mp_shard` to exist"))
+            raise self._wrong("Expects `_mp_shard` to exist")
         if shard.device != self.device:
-            raise AssertionError(
-                self._about(f"Expects the low precision shard to be on {self.device} but got {shard.device}")
-            )
+            raise self._wrong(f"Expects the low precision shard to be on {self.device} but got {shard.device}")
 
     def _check_size(self, tensor: Tensor, what: str, size: torch.Size) -> None:
         if tensor is None or tensor.size() != size:
             came = "`None`" if tensor is None else f"size {tensor.size()}"
-            raise AssertionError(self._about(f"Expects tensor to be {what} with size {size} but got {came}"))
+            raise self._wrong(f"Expects tensor to be {what} with size {size} but got {came}")
 
     @step_of(UNSHARD, RESHARD)
     def _check_unsharded(self, tensor: Tensor) -> None:

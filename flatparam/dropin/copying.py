@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..common.compiling import leave_out_of_graphs
 from ..common.pickling import (
     PickledState,
     Pickling,
@@ -31,7 +30,14 @@ from ..common.pickling import (
     new_parameter,
 )
 from ..common.storage import free, same_storage
-from ..common.torch_private import FlatParameter, HandleTrainingState, TrainingState, _ExecOrderData, _FreeEventQueue
+from ..common.torch_private import (
+    FlatParameter,
+    HandleTrainingState,
+    TrainingState,
+    _ExecOrderData,
+    _FreeEventQueue,
+    leave_out_of_graphs,
+)
 from .flatten import unit_of
 from .views import Views
 

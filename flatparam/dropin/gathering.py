@@ -118,7 +118,7 @@ class Gathering(Gradients):
         try:
             self._check_storage_freed(unsharded)
         except AssertionError as error:
-            raise AssertionError(self._about(str(error))) from None
+            raise self._wrong(str(error)) from None
         allocate(unsharded, self.flat_param._padded_unsharded_size)
         return unsharded
 
@@ -135,14 +135,14 @@ class Gathering(Gradients):
             return unsharded
         unsharded = flat_param._full_prec_full_param_padded
         if unsharded.dtype == self._fwd_bwd_param_dtype:
-            raise AssertionError(self._about(f"Expects full precision but got {self._fwd_bwd_param_dtype}"))
+            raise self._wrong(f"Expects full precision but got {self._fwd_bwd_param_dtype}")
         self._free(flat_param._full_param_padded)
         return unsharded
 
     def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
         """All-gather ``flat_param.data`` of every rank into ``padded_unsharded_flat_param``, which is returned."""
         if not (hasattr(self, "process_group") and hasattr(self, "world_size")):
-            raise AssertionError(self._about("Expects a process group and world size, which this handle has no more"))
+            raise self._wrong("Expects a process group and world size, which this handle has no more")
         shard = self.flat_param.data
         numel = shard.numel()
         if _C.is_plain(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
@@ -154,7 +154,7 @@ class Gathering(Gradients):
             )
         expected = numel * self.world_size
         if padded_unsharded_flat_param.numel() != expected:
-            raise AssertionError(self._about(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}"))
+            raise self._wrong(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}")
         group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group
         try:
             if shard.is_cpu:
@@ -224,7 +224,7 @@ class Gathering(Gradients):
         self._check_unsharded(self.flat_param)
         self._check_on_compute_device(self.flat_param)
         if not same_storage(self.flat_param, self._get_padded_unsharded_flat_param()):
-            raise AssertionError(self._about("expects the unpadded parameter to be a view into the padded one"))
+            raise self._wrong("expects the unpadded parameter to be a view into the padded one")
         with contextlib.nullcontext() if self.flat_param.is_cpu else self._offload_to_cpu():
             yield
 
@@ -296,9 +296,7 @@ class Gathering(Gradients):
         )
         unsharded = flat_param.data if skip_views else None
         if self._offload_params and flat_param._local_shard.device.type != "cpu":
-            raise AssertionError(
-                self._about(f"Expects the local shard to be on CPU but got {flat_param._local_shard.device}")
-            )
+            raise self._wrong(f"Expects the local shard to be on CPU but got {flat_param._local_shard.device}")
         if self._offload_params and not self.uses_sharded_strategy:  # nothing else has noted who reads the copy
             _no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())
         flat_param.data = flat_param._local_shard

@@ -89,9 +89,7 @@ class Gradients(Writeback):
         Source: torch 2.13 ``FlatParamHandle.prepare_gradient_for_backward``.
         """
         if self._training_state not in (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.IDLE):
-            raise AssertionError(
-                self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state}")
-            )
+            raise self._wrong(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state}")
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._backward_made_graph = True
         if self._later_accumulators:
@@ -107,16 +105,14 @@ class Gradients(Writeback):
             return
         self._check_on_compute_device(flat_param)
         if grad.device != self.device and not self._offload_params:
-            raise AssertionError(
-                self._about(f"expects the sharded gradient to be on {self.device} but got {grad.device}")
-            )
+            raise self._wrong(f"expects the sharded gradient to be on {self.device} but got {grad.device}")
         if grad.size() == flat_param._local_shard.size():  # the last backward reduced its gradient
             if grad.device == self.device and not self._offload_params:
                 flat_param._saved_grad_shard = shard = grad.data
             elif hasattr(flat_param, "_cpu_grad"):
                 shard = flat_param._cpu_grad
             else:
-                raise AssertionError(self._about("`_cpu_grad` should be defined if the gradient is on CPU"))
+                raise self._wrong("`_cpu_grad` should be defined if the gradient is on CPU")
             full_precision = flat_param._local_shard.dtype
             if self._keep_low_precision_grads and shard.dtype != full_precision:
                 shard.data = shard.to(full_precision)  # accumulation is in full precision
@@ -124,11 +120,9 @@ class Gradients(Writeback):
                 self._offloaded_grad = (shard.clone(), shard._version)  # this backward overwrites it
             self._put_aside = True
         elif grad.size() != flat_param._padded_unsharded_size:
-            raise AssertionError(
-                self._about(
-                    "expects `.grad` to be the unsharded gradient of `no_sync()` with size "
-                    f"{flat_param._padded_unsharded_size} but got size {grad.size()}"
-                )
+            raise self._wrong(
+                "expects `.grad` to be the unsharded gradient of `no_sync()` with size "
+                f"{flat_param._padded_unsharded_size} but got size {grad.size()}"
             )
         flat_param.grad = None
 
@@ -162,9 +156,7 @@ class Gradients(Writeback):
             if flat_param.grad is not None and flat_param.grad.shape == flat_param._sharded_size:
                 self._cast_grad_for_optim()
         elif self.uses_sharded_strategy and flat_param._post_backward_called:
-            raise AssertionError(
-                self._about("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
-            )
+            raise self._wrong("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
         if hasattr(flat_param, "_saved_grad_shard"):
             del flat_param._saved_grad_shard  # its existence means: there is something to accumulate onto
 
@@ -174,7 +166,7 @@ class Gradients(Writeback):
         if self._force_full_precision or not self._keep_low_precision_grads:
             return
         if flat_param.grad is None:
-            raise AssertionError(self._about("unexpected None gradient"))
+            raise self._wrong("unexpected None gradient")
         if flat_param.grad.dtype != self._fwd_bwd_param_dtype:
             flat_param.grad.data = flat_param.grad.to(self._fwd_bwd_param_dtype)
             if self._use_orig_params:
@@ -196,11 +188,9 @@ class Gradients(Writeback):
         elif hasattr(flat_param, "_saved_grad_shard"):
             shown = flat_param._saved_grad_shard
         elif shown is not None and self.uses_sharded_strategy and not idle:
-            raise AssertionError(
-                self._about(
-                    "sharded strategies should use `_cpu_grad` or `_saved_grad_shard` unless in IDLE or FORWARD, "
-                    f"not in {self._training_state}"
-                )
+            raise self._wrong(
+                "sharded strategies should use `_cpu_grad` or `_saved_grad_shard` unless in IDLE or FORWARD, "
+                f"not in {self._training_state}"
             )
         return shown
 
@@ -235,7 +225,7 @@ class Gradients(Writeback):
         for info in flat_param._shared_param_infos:
             param = getattr(info.module, info.param_name, None)
             if param is None:
-                raise AssertionError(self._about(f"{info.module_name}.{info.param_name} is missing from its module"))
+                raise self._wrong(f"{info.module_name}.{info.param_name} is missing from its module")
             _set_grad(param, getattr(info.prim_module, info.prim_param_name).grad)
 
     def _use_unsharded_grad_views_by_ops(self, grad: Tensor) -> None:
@@ -340,7 +330,7 @@ class Gradients(Writeback):
         if not self._use_orig_params:
             return
         if self._training_state != HandleTrainingState.BACKWARD_POST:
-            raise AssertionError(self._about(f"expects to be in BACKWARD_POST, not {self._training_state}"))
+            raise self._wrong(f"expects to be in BACKWARD_POST, not {self._training_state}")
         self._note_grads_came()
 
     def _note_grads_came(self) -> None:

@@ -209,11 +209,9 @@ class FlatParamHandle(Flattening, Gathering):
             self._init_shard_metadata(0, 0, flat_param.numel() - 1)
         else:
             if flat_param.storage_offset() != 0:
-                raise AssertionError(
-                    self._about(
-                        "the flat parameter is not the sole occupant of its storage: expected offset 0, got "
-                        f"offset {flat_param.storage_offset()}"
-                    )
+                raise self._wrong(
+                    "the flat parameter is not the sole occupant of its storage: expected offset 0, got "
+                    f"offset {flat_param.storage_offset()}"
                 )
             if self._unflattened is not None:
                 shard, numel_padded = self._shard_of(self._unflattened)
@@ -232,14 +230,12 @@ class FlatParamHandle(Flattening, Gathering):
         """Record which elements ``[start, end]`` (inclusive) of the unsharded flat parameter this rank has."""
         flat_param = self.flat_param
         if not 0 <= unsharded_start_idx <= unsharded_end_idx:
-            raise AssertionError(self._about(f"an invalid shard [{unsharded_start_idx}, {unsharded_end_idx}]"))
+            raise self._wrong(f"an invalid shard [{unsharded_start_idx}, {unsharded_end_idx}]")
         if numel_padded > flat_param.numel():
-            raise AssertionError(
-                self._about(f"a shard of {flat_param.numel()} elements cannot have {numel_padded} of padding")
-            )
+            raise self._wrong(f"a shard of {flat_param.numel()} elements cannot have {numel_padded} of padding")
         infos = self._get_shard_metadata(unsharded_start_idx, unsharded_end_idx)
         if len(infos) != flat_param._num_params:
-            raise AssertionError(self._about(f"Expects {flat_param._num_params} shard infos but got {len(infos)}"))
+            raise self._wrong(f"Expects {flat_param._num_params} shard infos but got {len(infos)}")
         flat_param._sharded_size = flat_param.size()
         flat_param._shard_param_infos = infos
         flat_param._shard_numel_padded = numel_padded
@@ -251,7 +247,7 @@ class FlatParamHandle(Flattening, Gathering):
         """
         offsets, mask = self._get_flat_param_offsets(), self.flat_param._is_padding_mask
         if len(offsets) != len(mask):
-            raise AssertionError(self._about(f"Expects {len(mask)} offsets but got {len(offsets)}"))
+            raise self._wrong(f"Expects {len(mask)} offsets but got {len(offsets)}")
         if not self._is_replaced("_get_flat_param_offsets"):
             return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
         infos = []
@@ -323,11 +319,9 @@ class FlatParamHandle(Flattening, Gathering):
             self._orig_param_dtype = flat_param.dtype
         if self._offload_params:
             if flat_param.device.type != "cpu":
-                raise AssertionError(
-                    self._about(
-                        "Expects the `FlatParameter` to be on CPU when parameter CPU offloading is enabled, not "
-                        f"{flat_param.device}"
-                    )
+                raise self._wrong(
+                    "Expects the `FlatParameter` to be on CPU when parameter CPU offloading is enabled, not "
+                    f"{flat_param.device}"
                 )
         else:
             self._check_on_compute_device(flat_param)

@@ -18,8 +18,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.compiling import leave_out_of_graphs
-from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, torch_flat_param
+from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, leave_out_of_graphs, torch_flat_param
 from . import compat, copying, flat_param, flatten
 from .handle import FlatParamHandle
 

@@ -152,7 +152,7 @@ class Views(HandleBase):
         again = orig and state == HandleTrainingState.BACKWARD_PRE
         tensors = flat_param._tensors if orig else []
         if again and any(tensor is None for tensor in tensors):
-            raise AssertionError(self._about("no forward has made the views that backward needs"))
+            raise self._wrong("no forward has made the views that backward needs")
         # In backward the forward's tensors: autograd's graph, and so the post-backward hook, hangs on them
         # Views of NO_SHARD would keep memory that the flat parameter leaves
         last = tensors if again or self.uses_sharded_strategy else None
@@ -193,11 +193,9 @@ class Views(HandleBase):
         for i, info in enumerate(flat_param._shared_param_infos):
             value = getattr(info.prim_module, info.prim_param_name)
             if as_params and not isinstance(value, nn.Parameter):
-                raise AssertionError(
-                    self._about(
-                        f"{info.module_name}.{info.param_name} should share the nn.Parameter "
-                        f"{info.prim_module_name}.{info.prim_param_name}, which is a {type(value).__name__}"
-                    )
+                raise self._wrong(
+                    f"{info.module_name}.{info.param_name} should share the nn.Parameter "
+                    f"{info.prim_module_name}.{info.prim_param_name}, which is a {type(value).__name__}"
                 )
             if as_params and orig:
                 shared, value = value, flat_param._shared_params[i]

@@ -44,7 +44,7 @@ class Writeback(Views):
         if skipped and sharded:
             owner = self._unsharded_flat_param_for_skipped_views
             if not has_memory(owner):
-                raise AssertionError(self._about("the unsharded flat parameter was freed between forward and backward"))
+                raise self._wrong("the unsharded flat parameter was freed between forward and backward")
         if self._grad_is_unsharded():
             with torch.no_grad():
                 self._zero_dropped_grads()
@@ -93,16 +93,14 @@ class Writeback(Views):
         if not skipped and current is flat_param._tensors[i]:
             current = param  # forward's own view, left by a backward that did not come to the parameters
         if skipped and param is None:
-            raise AssertionError(self._about("the views of its forward are gone", i))
+            raise self._wrong("the views of its forward are gone", i)
         moved = current is not param or not same_storage(param, owner)
         if skipped:
             if moved:
-                raise AssertionError(
-                    self._about(
-                        "FSDP does not support changing the parameters between forward and backward for "
-                        f"{self._sharding_strategy}",
-                        i,
-                    )
+                raise self._wrong(
+                    "FSDP does not support changing the parameters between forward and backward for "
+                    f"{self._sharding_strategy}",
+                    i,
                 )
             return False
         if current is not param:
@@ -162,7 +160,7 @@ class Writeback(Views):
         Shapes: ``expected_shape`` is 1-D; ``src_tensor`` must have it. Raises: RuntimeError naming the parameter.
         """
         if len(expected_shape) != 1:
-            raise AssertionError(self._about(f"Expects a 1D expected shape but got {expected_shape}", tensor_index))
+            raise self._wrong(f"Expects a 1D expected shape but got {expected_shape}", tensor_index)
         what = "parameter" if is_param else "gradient"
         if self._debug_level == dist.DebugLevel.INFO:
             shape = None if src_tensor is None else src_tensor.shape

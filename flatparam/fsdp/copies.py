@@ -13,7 +13,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.compiling import leave_out_of_graphs
 from ..common.pickling import (
     PickledState,
     Pickling,
@@ -23,6 +22,7 @@ from ..common.pickling import (
     as_view,
     make_hooks_picklable,
 )
+from ..common.torch_private import leave_out_of_graphs
 from . import peers
 from .construct import first_name, watch_torch
 from .foreign import watch

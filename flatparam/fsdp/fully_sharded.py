@@ -18,8 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 
-from ..common.compiling import leave_out_of_graphs
-from ..common.torch_private import _override_module_mixed_precision
+from ..common.torch_private import _override_module_mixed_precision, leave_out_of_graphs
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
