@@ -158,10 +158,7 @@ class FakeGroup:
         return getattr(self._group, _OLD_NAMES.get(name, name))
 
 
-_OLD_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-}
+_OLD_NAMES = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
 
 
 def fake_group(rank: int, world_size: int) -> Any:

@@ -8,8 +8,7 @@ this rank's part from the originals. The peak is the shard over what the module 
 
 import functools
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -73,14 +72,13 @@ def is_sharded_next(kind: type, own_constructor: Any) -> bool:
     return answer and kind is _init_utils.FlatParamHandle and getattr(kind, "__init__") is own_constructor  # noqa: B009
 
 
-@contextmanager
-def _nothing_written() -> Generator[None, None, None]:
-    """Keep torch.use_deterministic_algorithms from filling new memory."""
+def _unwritten(numel: int, like: Tensor) -> Tensor:
+    """New memory, which torch.use_deterministic_algorithms is kept from filling."""
     settings: Any = torch.utils.deterministic
     before = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
     try:
-        yield
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
     finally:
         settings.fill_uninitialized_memory = before
 
@@ -140,7 +138,7 @@ class Flattening(HandleBase):
             self.flat_param = self.flatten_tensors_into_flat_param(pieces, aligned_numel=0, requires_grad=requires_grad)
         else:
             if self._may_stream(info.module for info in infos):
-                flat = self._unwritten(in_c.numel, tensors[0])
+                flat = _unwritten(in_c.numel, tensors[0])
                 self._unflattened = tensors
             else:
                 flat = in_c.flatten(tensors, _FLAT_PARAM_PADDING_VALUE, 0, in_c.numel)
@@ -269,7 +267,6 @@ class Flattening(HandleBase):
         """Concatenate ``tensors`` into one 1-D tensor, padded as the flat parameter is if ``aligned_numel`` > 0.
 
         Shapes: returns ``[sum of numels + padding]``, in the tensors' dtype and device; padding holds 42.
-        Source: torch 2.13 ``FlatParamHandle.flatten_tensors``.
         Raises: ValueError for no tensors, a negative ``aligned_numel``, or tensors that do not fit together.
         """
         if len(tensors) == 0:
@@ -300,10 +297,6 @@ class Flattening(HandleBase):
             and not self._is_replaced(*self._steps[STREAM])
             and all(kind.__setattr__ is nn.Module.__setattr__ for kind in {type(module) for module in modules})
         )
-
-    def _unwritten(self, numel: int, like: Tensor) -> Tensor:
-        with _nothing_written():
-            return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _shard_of(self, originals: Sequence[Tensor]) -> tuple[Tensor, int]:
         """This rank's shard, and how many elements at its end are padding: what ``_get_shard`` gives.

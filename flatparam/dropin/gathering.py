@@ -46,7 +46,7 @@ class Gathering(Gradients):
     def pre_unshard(self) -> bool:
         """Bring what is to be gathered into ``flat_param``: written back, on the device, in the dtype of computation.
 
-        Returns whether anything was done. Source: torch 2.13 ``FlatParamHandle.pre_unshard``.
+        Returns whether anything was done.
         """
         try:
             state = self._training_state
@@ -84,7 +84,6 @@ class Gathering(Gradients):
         """All-gather the flat parameter if it is not unsharded yet, and switch to the unsharded one.
 
         In ``SUMMON_FULL_PARAMS`` (and in eval with FSDP_USE_FULL_PREC_IN_EVAL=1) always in full precision.
-        Source: torch 2.13 ``FlatParamHandle.unshard``.
         """
         if self._unshard_fused():
             return
@@ -259,7 +258,7 @@ class Gathering(Gradients):
                 self._leave_summon()
                 raise
         if not free_unsharded_flat_param and self._training_state is HandleTrainingState.FORWARD:
-            self._note_left_gathered()
+            self._left_gathered = (self._sum_of_versions(), self._modes())
 
     def post_reshard(self) -> None:
         """NO_SHARD: free the low-precision copy, which was the unsharded parameter of the computation."""
@@ -282,10 +281,7 @@ class Gathering(Gradients):
 
     @step_of(RESHARD)
     def _use_sharded_flat_param(self) -> None:
-        """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it.
-
-        Source: torch 2.13 ``FlatParamHandle._use_sharded_flat_param``.
-        """
+        """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it."""
         flat_param = self.flat_param
         in_forward = self._training_state == HandleTrainingState.FORWARD
         skip_views = (

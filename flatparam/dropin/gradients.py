@@ -23,7 +23,7 @@ class Gradients(Writeback):
         """All-gather the sharded gradient into ``flat_param.grad``; it stays None if it is None on all ranks.
 
         Communicates: an all-reduce of one int32 and an all-gather. ``_saved_grad_shard`` keeps the shard for
-        ``reshard_grad()``. Source: torch 2.13 ``FlatParamHandle.unshard_grad``.
+        ``reshard_grad()``.
         """
         if not self.uses_sharded_strategy:
             self._use_unsharded_grad_views()
@@ -86,7 +86,6 @@ class Gradients(Writeback):
 
         It goes to ``_saved_grad_shard`` (``_cpu_grad`` has it already when offloading). An unsharded gradient that
         ``no_sync()`` left is kept in ``flat_param.grad``, to accumulate.
-        Source: torch 2.13 ``FlatParamHandle.prepare_gradient_for_backward``.
         """
         if self._training_state not in (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.IDLE):
             raise self._wrong(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state}")
@@ -127,10 +126,7 @@ class Gradients(Writeback):
         flat_param.grad = None
 
     def prepare_gradient_for_optim(self) -> None:
-        """Show the reduced gradient as ``flat_param.grad``, for the optimizer.
-
-        Source: torch 2.13 ``FlatParamHandle.prepare_gradient_for_optim``.
-        """
+        """Show the reduced gradient as ``flat_param.grad``, for the optimizer."""
         flat_param = self.flat_param
         if self._kept_hook is not None:
             self._hook_next_backward()
@@ -198,10 +194,7 @@ class Gradients(Writeback):
 
     @step_of(RESHARD)
     def _use_unsharded_grad_views(self) -> None:
-        """Make each original parameter's gradient its view of the unsharded ``flat_param.grad``; None if that is None.
-
-        Source: torch 2.13 ``FlatParamHandle._use_unsharded_grad_views``.
-        """
+        """Make each original parameter's gradient its view of the unsharded ``flat_param.grad``, or None."""
         flat_param = self.flat_param
         grad = flat_param.grad
         if grad is None:
@@ -240,7 +233,6 @@ class Gradients(Writeback):
         """Make each original parameter's gradient its 1-D piece of the sharded gradient.
 
         None where the parameter has no piece here, is frozen, or got none (``_is_grad_none_mask``).
-        Source: torch 2.13 ``FlatParamHandle._use_sharded_grad_views``.
         """
         flat_param = self.flat_param
         self._check_sharded(flat_param)
@@ -303,7 +295,7 @@ class Gradients(Writeback):
     def _reset_flat_param_grad_info_if_needed(self) -> None:
         """Drop ``flat_param.grad`` if no original parameter has a gradient; require one if any original one does.
 
-        Source: torch 2.13 ``FlatParamHandle._reset_flat_param_grad_info_if_needed``, for ``zero_grad()`` and freezing.
+        For ``zero_grad()`` and freezing.
         """
         if not self._use_orig_params:
             return
@@ -323,10 +315,7 @@ class Gradients(Writeback):
             flat_param.requires_grad = requires_grad
 
     def _reset_is_grad_none(self) -> None:
-        """Note that every original parameter that requires a gradient has got one (zeros, perhaps) in this backward.
-
-        Source: torch 2.13 ``FlatParamHandle._reset_is_grad_none``.
-        """
+        """Note that every original parameter that requires a gradient has got one (zeros, perhaps) in this backward."""
         if not self._use_orig_params:
             return
         if self._training_state != HandleTrainingState.BACKWARD_POST:

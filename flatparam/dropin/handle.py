@@ -200,10 +200,7 @@ class FlatParamHandle(Flattening, Gathering):
     @torch.no_grad()
     @step_of(STREAM)
     def shard(self) -> None:
-        """Keep this rank's shard in ``flat_param`` and free the unsharded storage. NO_SHARD: metadata only.
-
-        Source: torch 2.13 ``FlatParamHandle.shard``.
-        """
+        """Keep this rank's shard in ``flat_param`` and free the unsharded storage. NO_SHARD: metadata only."""
         flat_param = self.flat_param
         if not self.uses_sharded_strategy:
             self._init_shard_metadata(0, 0, flat_param.numel() - 1)
@@ -241,10 +238,7 @@ class FlatParamHandle(Flattening, Gathering):
         flat_param._shard_numel_padded = numel_padded
 
     def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[_ShardParamInfo, ...]:
-        """The part of each original parameter in elements ``[start, end]`` (inclusive) of the unsharded flat parameter.
-
-        Source: torch 2.13 ``FlatParamHandle._get_shard_metadata``.
-        """
+        """The part of each original parameter in elements ``[start, end]`` (inclusive) of the unsharded flat one."""
         offsets, mask = self._get_flat_param_offsets(), self.flat_param._is_padding_mask
         if len(offsets) != len(mask):
             raise self._wrong(f"Expects {len(mask)} offsets but got {len(offsets)}")
@@ -308,7 +302,6 @@ class FlatParamHandle(Flattening, Gathering):
         """Make the tensors that unsharding needs, their storages freed. Run once, at the runtime's lazy initialization.
 
         Made outside of inference mode and torch.func's transforms, whatever the caller's: they outlive a first forward.
-        Source: torch 2.13 ``FlatParamHandle.init_flat_param_attributes``.
         """
         flat_param = self.flat_param
         if flat_param.dtype != self._orig_param_dtype:  # the user changed it since; explicit settings win

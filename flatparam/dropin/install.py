@@ -26,21 +26,12 @@ TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle
 
 # What the handle can deal with: a member or field that torch adds would be met in the middle of training.
 KNOWN_NAMES = {
-    "HandleShardingStrategy": {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"},
-    "HandleTrainingState": {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST", "SUMMON_FULL_PARAMS"},
-    "ParamInfo": {"param_name", "module", "module_name"},
-    "SharedParamInfo": {
-        *("param_name", "module", "module_name"),
-        *("prim_param_name", "prim_module", "prim_module_name"),
-    },
-    "_ShardParamInfo": {
-        *("in_shard", "offset_in_shard", "numel_in_shard"),
-        *("intra_param_start_idx", "intra_param_end_idx"),
-    },
-    "FlatParamShardMetadata": {
-        *("param_names", "param_shapes", "param_strides"),
-        *("param_contiguities", "param_numels", "param_offsets"),
-    },
+    "HandleShardingStrategy": "FULL_SHARD SHARD_GRAD_OP NO_SHARD HYBRID_SHARD _HYBRID_SHARD_ZERO2",
+    "HandleTrainingState": "IDLE FORWARD BACKWARD_PRE BACKWARD_POST SUMMON_FULL_PARAMS",
+    "ParamInfo": "param_name module module_name",
+    "SharedParamInfo": "param_name module module_name prim_param_name prim_module prim_module_name",
+    "_ShardParamInfo": "in_shard offset_in_shard numel_in_shard intra_param_start_idx intra_param_end_idx",
+    "FlatParamShardMetadata": "param_names param_shapes param_strides param_contiguities param_numels param_offsets",
 }
 
 
@@ -104,7 +95,7 @@ def missing_names(theirs: ModuleType, ours: ModuleType) -> list[str]:
     missing = [name for name in _defined_in(theirs) if not hasattr(ours, name)]
     for name, known in KNOWN_NAMES.items():
         names = _members(getattr(theirs, name, None))
-        missing += [f"{name}.{member}" for member in names if member not in known]
+        missing += [f"{name}.{member}" for member in names if member not in known.split()]
     handle = ours.FlatParamHandle
     for name in dir(theirs.FlatParamHandle):
         if not hasattr(handle, name) and name != "__slotnames__":  # copyreg notes it on a class that it has copied

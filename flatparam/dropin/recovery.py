@@ -94,9 +94,6 @@ class Interruptible:
             return False
         return bool(self._steps_seen != optimizers.taken or self._was_written())
 
-    def _note_left_gathered(self: Any) -> None:
-        self._left_gathered = (self._sum_of_versions(), self._modes())
-
     def _was_written(self: Any) -> bool:
         """Whether the user may have written parameters in place since a forward has left them gathered.
 

@@ -27,9 +27,8 @@ from .base import RESHARD, STREAM, UNSHARD, VIEWS, HandleBase, environment_is_on
 class Views(HandleBase):
     """The part of FlatParamHandle that says what each module's parameter attributes are at any time."""
 
-    _own_way_to_unflatten: Callable[..., Iterable[Tensor]] | None = (
-        None  # a user's; a bound method kept would be a cycle
-    )
+    # A user's; a bound method kept would be a cycle
+    _own_way_to_unflatten: Callable[..., Iterable[Tensor]] | None = None
 
     def _init_setattr_fns(self) -> None:
         unsafe = environment_is_on("FSDP_USE_UNSAFE_SETATTR")
@@ -71,7 +70,6 @@ class Views(HandleBase):
         """Views of ``tensor`` (the flat parameter if None), one an original parameter, in its shape and strides.
 
         Shapes: ``tensor`` is ``[unpadded unsharded numel]``: the flat parameter, its gradient or optimizer state.
-        Source: torch 2.13 ``FlatParamHandle._get_unflat_views_unaligned``.
         """
         return iter(self._unflatten(self.flat_param if tensor is None else tensor))
 
@@ -94,9 +92,7 @@ class Views(HandleBase):
         )
         return [
             _ext_post_unflatten_transform(
-                piece.view(shape) if contiguous else piece.as_strided(shape, stride),
-                extension,
-                self._fsdp_extension,
+                piece.view(shape) if contiguous else piece.as_strided(shape, stride), extension, self._fsdp_extension
             )
             for piece, shape, stride, contiguous, extension in zip(
                 pieces,
@@ -117,7 +113,6 @@ class Views(HandleBase):
         ``as_params``: as ``nn.Parameter`` s; else as tensors that autograd tracks back to the flat parameter, as
         forward and backward need them, in gradient mode or not: a prefetch may run in another module's ``no_grad``
         forward, and its views must have a history (torch PR 116792).
-        Source: torch 2.13 ``FlatParamHandle._use_unsharded_views``.
         """
         flat_param = self.flat_param
         self._check_unsharded(flat_param)
@@ -206,7 +201,7 @@ class Views(HandleBase):
     def unflatten_as_params(self) -> Generator[None, None, None]:
         """In the context the modules have their original parameters; after it, tensors again.
 
-        The flat parameter must be unsharded. Source: torch 2.13 ``FlatParamHandle.unflatten_as_params``.
+        The flat parameter must be unsharded.
         """
         self._use_unsharded_views(as_params=True)
         try:
@@ -221,7 +216,6 @@ class Views(HandleBase):
         """Make each original parameter its 1-D piece of the shard; an empty tensor if it has none here.
 
         The Parameter objects are kept, so that an optimizer may hold them. With NO_SHARD they get their full shape.
-        Source: torch 2.13 ``FlatParamHandle._use_sharded_views``.
         """
         self._unsharded_flat_param_for_skipped_views = None
         if not self.uses_sharded_strategy:

@@ -34,7 +34,6 @@ class Writeback(Views):
         """Copy into the flat parameter what the user put in place of an original parameter or its gradient.
 
         Returns whether a parameter was written back. The flat parameter keeps its device and dtype.
-        Source: torch 2.13 ``FlatParamHandle._writeback_orig_params``.
         Raises: RuntimeError naming the parameter if its shape no longer is the expected one.
         """
         flat_param, skipped, sharded = self.flat_param, self._skipped_use_sharded_views, self.uses_sharded_strategy
@@ -62,10 +61,8 @@ class Writeback(Views):
         return wroteback
 
     def _flat_grad_for_writeback(self) -> Tensor | None:
-        if self.uses_sharded_strategy or not self._offload_params:
-            grad: Tensor | None = self.flat_param.grad
-        else:
-            grad = self.flat_param._cpu_grad
+        flat_param, is_shown = self.flat_param, self.uses_sharded_strategy or not self._offload_params
+        grad: Tensor | None = flat_param.grad if is_shown else flat_param._cpu_grad
         return grad
 
     def _changed(self, owner: Tensor) -> list[int]:
@@ -189,9 +186,7 @@ class Writeback(Views):
     def _drop_saved_grad_if_zeroed(self) -> None:
         """Drop the shard of earlier backwards if the user has zeroed the gradient since a backward in ``no_sync()``.
 
-        That backward left an unsharded gradient in ``flat_param.grad`` and the shard in ``_saved_grad_shard``, where no
-        ``zero_grad()`` comes: torch adds it to the next gradient. If the former is gone, or was changed to zeros, so is
-        the latter. ``_post_backward_called`` says that there was one; a reduced backward resets it at its end.
+        ``_post_backward_called`` says that there was one; a reduced backward resets it at its end.
         """
         flat_param = self.flat_param
         if not (flat_param._post_backward_called and self._keeps_grad_of_earlier_backwards()):

@@ -2,10 +2,10 @@
 
 from . import api
 from .api import *  # noqa: F403
-from .deferral import defer_init
 from .errors import OrderError
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
+from .materialize import defer_init
 from .memory import MemoryPlan, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .placement import Placement

@@ -17,33 +17,6 @@ WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
 )
 
 
-class Hooked:
-    """The same with a communication hook that reduces, and averages, gradients in its own way.
-
-    Args: ``hook(state, unsharded gradient, output for the shard)``; for a gradient that is not sharded
-    ``hook(state, gradient)``, in place.
-    """
-
-    def __init__(self, hook: Callable[..., Any], state: Any):
-        self.hook, self.state = hook, state
-
-    def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        """As without a hook."""
-        all_gather(output, shard, group)
-
-    def agree(self, flags: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
-        """As without a hook."""
-        agree(flags, same, group)
-
-    def reduce_scatter(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-        """Let the hook fill ``output``."""
-        self.hook(self.state, whole, output)
-
-    def all_reduce(self, tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
-        """Let the hook change ``tensor``."""
-        self.hook(self.state, tensor)
-
-
 def _function(kind: str) -> Callable[..., Any]:
     """The function that was replaced, else the first that this torch has."""
     known = [entry for entry in WATCHED if entry[1] in NAMES[kind]]
@@ -76,6 +49,25 @@ def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
     _function("all_reduce")(tensor, group=group)
 
 
-def agree(flags: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum over ranks of ``flags`` ``[units]``, in place: what some rank calls out of date."""
-    _function("all_reduce")(flags, group=group)
+agree = all_reduce  # of flags ``[units]``: what some rank calls out of date
+
+
+class Hooked:
+    """The same functions with a communication hook that reduces, and averages, gradients in its own way.
+
+    Args: ``hook(state, unsharded gradient, output for the shard)``; for a gradient that is not sharded
+    ``hook(state, gradient)``, in place.
+    """
+
+    def __init__(self, hook: Callable[..., Any], state: Any):
+        self.hook, self.state = hook, state
+
+    all_gather, agree = staticmethod(all_gather), staticmethod(agree)
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+        """Let the hook fill ``output``."""
+        self.hook(self.state, whole, output)
+
+    def all_reduce(self, tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
+        """Let the hook change ``tensor``."""
+        self.hook(self.state, tensor)

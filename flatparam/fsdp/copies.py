@@ -1,17 +1,16 @@
 """The wrapper copied, pickled, and moved to another device or dtype."""
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from typing_extensions import Self
 
 from ..common.pickling import (
     PickledState,
@@ -30,9 +29,6 @@ from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
 from .unit import Unit, units_of
 from .wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _CLOSED = "_closed"  # in a pickle: the modules that nothing may be added to
 

@@ -1,29 +1,25 @@
 """The wrapper's full parameters: summoned, saved in state dicts and loaded from them."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullStateDictConfig, StateDictSettings, StateDictType
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
+from typing_extensions import Self
 
 from .errors import StateError, WritebackError
-from .loading import Values, agree_on_loading, check_kinds, values_of
+from .loading import Values, agree_on_loading, check_kinds, managed_places, values_of
 from .names import FSDP_PREFIX, without_units
 from .originals import Original
 from .segment import Segment
 from .summon import Summoned, refuse_unreduced, summon
 from .unit import Unit, units_of
 from .wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class FullStates(Wrapper):
@@ -65,11 +61,7 @@ class FullStates(Wrapper):
                 stacklevel=3,
             )
         with summon(
-            units,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
         ):
             yield
 
@@ -238,19 +230,16 @@ class Before:
         self._shards: list[tuple[Segment, Tensor]] = []
         self._templates: list[tuple[Original, nn.Parameter | None]] = []
         self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        managed: set[tuple[int, str]] = set()
         for unit in units:
             unit.look_over()
-            managed.update((id(unit.module), name) for name in unit.flat_names())
             for segment in unit.segments:
                 self._shards.append((segment, segment.flat.detach().clone()))
-                for original in segment.originals:
-                    self._templates.append((original, original.template))
-                    managed.update((id(place.module), place.name) for place in original.names)
+                self._templates += [(original, original.template) for original in segment.originals]
+        managed = managed_places(units)
         for inner in module.modules():
             for mapping in (inner._parameters, inner._buffers):
                 for name, tensor in mapping.items():
-                    if tensor is not None and (id(inner), name) not in managed:
+                    if tensor is not None and (inner, name) not in managed:
                         self._others.append((mapping, name, tensor, tensor.detach().clone()))
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..common.tensors import is_dense, row_major
 from ..common.torch_private import _IncompatibleKeys
 from .agreement import digest_of
-from .deferral import blank
+from .materialize import blank
 from .names import clean_tensor_name
 from .order import gather_objects
 from .originals import has_rows, in_order, row_numel
@@ -110,14 +110,16 @@ def _wanted(module: nn.Module) -> Iterator[Wanted]:
     for path, inner in module.named_modules(remove_duplicate=False):
         for unit in units_of([inner]):
             paths.setdefault(unit, []).append(path)
-    managed: set[tuple[nn.Module, str]] = set()
     for unit, places in paths.items():
         unit.look_over()
-        managed.update((unit.module, name) for name in unit.flat_names())
         for segment in unit.segments:
-            managed.update((name.module, name.name) for original in segment.originals for name in original.names)
             yield from _pieces(places, segment)
-    yield from _unmanaged(module, managed)
+    yield from _unmanaged(module, managed_places(paths))
+
+
+def managed_places(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
+    """Where modules have parameters of ``units``, original or flat, and by which names."""
+    return {place for unit in units for place in (*unit.places, *((unit.module, name) for name in unit.flat_names()))}
 
 
 def _pieces(paths: list[str], segment: Segment) -> Iterator[Wanted]:

@@ -5,22 +5,12 @@ Activations, the module's buffers and what the allocator rounds up come on top.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from ..common.layout import FlatLayout
-
-
-class Spread(Protocol):
-    """What the formula reads of a placement, or of a row of the table whose groups of one rank are None."""
-
-    @property
-    def param(self) -> object: ...
-    @property
-    def optim(self) -> object: ...
-    @property
-    def reshard_after_forward(self) -> bool: ...
+from .placement import Placement, Row
 
 
 class Flat(NamedTuple):
@@ -94,7 +84,7 @@ class MemoryPlan:
 def plan_unit(
     name: str,
     flats: Sequence[Flat],
-    spread: Spread,
+    spread: Placement | Row,
     optimizer_bytes: Callable[[torch.dtype], int],
     *,
     copy_shards: int = 0,
@@ -102,7 +92,7 @@ def plan_unit(
     offloads: bool = False,
     on_host: bool = False,
 ) -> UnitPlan:
-    """The plan of a unit of these flat parameters.
+    """The plan of a unit of these flat parameters. ``spread``: a row of the table has None for groups of one rank.
 
     ``optimizer_bytes``: of state for each element of a shard of a dtype (Adam in fp32: 8); ``copy_shards``: how many
     ranks share the copy that forward and backward gather from (0: there is none), and when ``nested`` what is kept of

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from .. import _C
 from ..common.layout import FlatLayout
 from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
-from .deferral import template_of
+from .materialize import template_of
 from .outputs import DeviceError
 from .placement import Placement
 

@@ -240,9 +240,4 @@ def _sizes(values: Any) -> tuple[int, ...] | None:
     """``values`` if it is a list of sizes; no tensor has more than 64."""
     if not isinstance(values, list) or len(values) > 64:
         return None
-    are = (
-        isinstance(values, list)
-        and len(values) <= 64
-        and all(type(value) is int and 0 <= value < 2**63 for value in values)
-    )
-    return tuple(values) if are else None
+    return tuple(values) if all(type(value) is int and 0 <= value < 2**63 for value in values) else None

@@ -15,7 +15,7 @@ from .. import _C
 from ..common.storage import lacks_memory
 from ..common.tensors import in_storage_order
 from . import collectives, order
-from .deferral import blank
+from .materialize import blank
 from .originals import Options, Original, keeps_rows, layout_of, row_numel
 
 PADDING_VALUE = 42.0  # torch's: it is never read

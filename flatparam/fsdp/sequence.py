@@ -18,25 +18,17 @@ import re
 import time
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..common.collectives import (
-    PATIENCE,
-    can_be_cut,
-    unwrapped,
-    wait_in_slices,
-)
+from ..common.collectives import PATIENCE, can_be_cut, unwrapped, wait_in_slices
 from . import peers
 from .errors import OrderError, without_store
 from .names import listed
 from .register import Register, register_of
-
-if TYPE_CHECKING:
-    pass
 
 _KINDS = {
     _C.EVENT_GATHERS: "gathers",

@@ -1,7 +1,5 @@
 """``python -m flatparam inspect``: options, what is printed and written, the exit status."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

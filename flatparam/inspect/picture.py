@@ -1,7 +1,5 @@
 """The picture: where parameters, shards and padding lie, bytes of each unit, a step, and the other strategies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """The units of a module and the plan of their memory, by the runtime's own rules."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,24 +1,13 @@
 """What is printed, and the same as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flatparam.fsdp.memory import MemoryPlan, Moment
 from flatparam.inspect.planning import Settings, Unit
 
 HEADINGS = (
-    "unit",
-    "class",
-    "params",
-    "numel",
-    "padding",
-    "shard",
-    "shard",
-    "gradient",
-    "optimizer",
-    "unsharded",
-    "peak",
+    *("unit", "class", "params", "numel", "padding", "shard"),
+    *("shard", "gradient", "optimizer", "unsharded", "peak"),
 )
 UNITS_OF_HEADINGS = ("", "", "", "elements", "elements", "elements", *("bytes a rank",) * 5)
 
