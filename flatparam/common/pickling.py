@@ -21,18 +21,17 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from .torch_private import FakeProcessGroup, FlatParameter, _FSDPDeviceHandle, _override_module_mixed_precision
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+Forms = Iterable[tuple[Tensor, Callable[[], Reduced]]]  # a tensor, and a function that gives what it is pickled as
 
 
 class Pickling:
     """The time in which some units are pickled: until ``end()``, or until nothing refers to this object any more.
 
-    Args: ``tensors``: pairs of a tensor and a function that gives what it is pickled as.
-
     A pickler does not say when it is done, but it refers to all that it has pickled until then: let what it is given
     refer to this object (``PickledState``).
     """
 
-    def __init__(self, tensors: Iterable[tuple[Tensor, Callable[[], Reduced]]] = ()) -> None:
+    def __init__(self, tensors: Forms = ()) -> None:
         self.forms = {id(tensor): (tensor, form) for tensor, form in tensors}  # the tensor is kept with its id
         me = weakref.ref(self)
         _begin(me, {type(tensor) for tensor, _ in self.forms.values()})
@@ -47,6 +46,15 @@ class PickledState(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return dict, (), None, None, iter(self.items())
+
+
+def pickled_state(state: dict[str, Any], forms: Forms, modules: Iterable[nn.Module]) -> PickledState:
+    """``state``; as long as it is referred to, tensors have these pickled forms. ``modules``: their hooks get such."""
+    for module in modules:
+        make_hooks_picklable(module)
+    pickled = PickledState(state)
+    pickled.pickling = Pickling(forms)
+    return pickled
 
 
 _in_force: list[weakref.ref[Pickling]] = []

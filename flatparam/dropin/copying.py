@@ -5,7 +5,6 @@ as pieces of that, no gradients (an unsharded module's copies have none either),
 shard is copied, and nothing is communicated. A pickle holds one rank's shards; it is loaded by that rank.
 """
 
-import contextlib
 import copy
 import copyreg
 import functools
@@ -19,16 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..common.pickling import (
-    PickledState,
-    Pickling,
-    as_flat_parameter,
-    as_parameter,
-    as_view,
-    make_hooks_picklable,
-    new_flat_parameter,
-    new_parameter,
-)
+from ..common import pickling
+from ..common.pickling import PickledState, as_parameter, as_view, new_flat_parameter, new_parameter, pickled_state
 from ..common.storage import free, same_storage
 from ..common.torch_private import (
     FlatParameter,
@@ -321,26 +312,25 @@ def _copied(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     for value in state.values():
         if isinstance(value, dist.ProcessGroup | DeviceMesh):
             memo[id(value)] = value
-    pickling = Pickling()  # groups and devices further down are copied as they are pickled
-    with contextlib.ExitStack() as stack:
-        stack.callback(pickling.end)
+    in_force = pickling.Pickling()  # groups and devices further down are copied as they are pickled
+    try:
         return {name: copy.deepcopy(value, memo) for name, value in state.items()}
+    finally:
+        in_force.end()
 
 
 def _pickled(state: dict[str, Any], handles: Iterable[Any]) -> PickledState:
     """``state``; as long as it is referred to, the tensors of ``handles`` have their pickled form."""
     forms: list[tuple[Tensor, Any]] = []
+    modules: list[nn.Module] = []
     for handle in handles:
         check_idle(handle)
         forms.append((handle.flat_param, functools.partial(_form_of_flat_parameter, handle)))
         forms += [(param, functools.partial(as_parameter, param)) for param in _orig_params(handle)]
         forms += [(tensor, as_view) for tensor in _stand_ins(handle)]
-        for module in handle._fully_sharded_module.modules():
-            make_hooks_picklable(module)
-    pickled = PickledState(state)
-    pickled.pickling = Pickling(forms)
-    return pickled
+        modules += handle._fully_sharded_module.modules()
+    return pickled_state(state, forms, modules)
 
 
 def _form_of_flat_parameter(handle: Any) -> Any:
-    return as_flat_parameter(_current_shard(handle, copied=False), handle.flat_param.requires_grad)
+    return pickling.as_flat_parameter(_current_shard(handle, copied=False), handle.flat_param.requires_grad)

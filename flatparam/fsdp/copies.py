@@ -3,7 +3,6 @@
 import copy
 import copyreg
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,15 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 from typing_extensions import Self
 
-from ..common.pickling import (
-    PickledState,
-    Pickling,
-    Reduced,
-    as_flat_parameter,
-    as_parameter,
-    as_view,
-    make_hooks_picklable,
-)
+from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
 from ..common.torch_private import leave_out_of_graphs
 from . import peers
 from .construct import first_name, watch_torch
@@ -36,6 +27,7 @@ _CLOSED = "_closed"  # in a pickle: the modules that nothing may be added to
 def pickled(state: dict[str, Any], units: Iterable[Unit]) -> PickledState:
     """``state`` of a wrapper; as long as it is referred to, the tensors of ``units`` have their pickled forms."""
     forms: list[tuple[Tensor, Any]] = []
+    modules: list[nn.Module] = []
     for unit in units:
         for segment, views in zip(unit.segments, unit.step.views(), strict=True):
             forms.append((segment.flat, functools.partial(_as_shard, segment.flat)))
@@ -44,11 +36,8 @@ def pickled(state: dict[str, Any], units: Iterable[Unit]) -> PickledState:
                 if views is not None:
                     shown = functools.partial(_as_itself, original.param) if segment.use_orig_params else as_view
                     forms.append((views[i], shown))
-        for module in unit.module.modules():
-            make_hooks_picklable(module)
-    made = PickledState(state)
-    made.pickling = Pickling(forms)
-    return made
+        modules += unit.module.modules()
+    return pickled_state(state, forms, modules)
 
 
 def _as_shard(flat: nn.Parameter) -> Reduced:
@@ -89,9 +78,7 @@ class Copies(Wrapper):
         copied._comm_hook = self._comm_hook
         own = [memo.get(id(module), module) for module in closed(self._unit, self.modules())]
         close(copied._unit, own, copied._ignored_params)
-        for inner in copied.fsdp_modules(copied)[1:]:
-            if inner._outer is None:
-                inner._outer = weakref.ref(copied)
+        copied._hold_those_below()
         return copied
 
     def __copy__(self) -> Self:
@@ -119,9 +106,7 @@ class Copies(Wrapper):
         self._unit.come_alive()
         close(self._unit, own, self._ignored_params)
         enroll_loaded(self._unit)
-        for inner in self.fsdp_modules(self)[1:]:
-            if inner._outer is None:
-                inner._outer = weakref.ref(self)
+        self._hold_those_below()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._check_idle_here("changing device or dtype")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,16 +206,14 @@ class Stepping(Wrapper):
         done: set[int] = set()
         for wrapper in reversed(wrappers):
             dtype = wrapper.mixed_precision.buffer_dtype
-            for path, module in wrapper.module.named_modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is None or id(buffer) in done:
-                        continue
-                    done.add(id(buffer))
-                    if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                        key = without_units(f"{path}.{name}" if path else name)
-                        wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
-                        module._buffers[name] = buffer.to(dtype)
-                        done.add(id(module._buffers[name]))
+            for key, module, name, buffer in _named_buffers(wrapper.module):
+                if id(buffer) in done:
+                    continue
+                done.add(id(buffer))
+                if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
+                    module._buffers[name] = buffer.to(dtype)
+                    done.add(id(module._buffers[name]))
 
     def _casts(self) -> torch.dtype | None:
         """What floating inputs are cast to."""
@@ -239,13 +237,10 @@ class Stepping(Wrapper):
     @torch.inference_mode(False)
     def _put_buffers(self, in_full: bool) -> None:
         """Have the buffers that are cast in their own dtype, or in the one that they are cast to."""
-        if not self._buffer_dtypes:
-            return
-        for path, inner in self.module.named_modules():
-            for name, buffer in inner._buffers.items():
-                dtype = self._buffer_dtypes.get(without_units(f"{path}.{name}" if path else name))
-                if buffer is not None and dtype is not None:
-                    inner._buffers[name] = buffer.to(dtype if in_full else self.mixed_precision.buffer_dtype)
+        for key, inner, name, buffer in _named_buffers(self.module) if self._buffer_dtypes else ():
+            if key in self._buffer_dtypes:
+                dtype = self._buffer_dtypes[key] if in_full else self.mixed_precision.buffer_dtype
+                inner._buffers[name] = buffer.to(dtype)
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -328,6 +323,14 @@ class Stepping(Wrapper):
             float(norm_type),
             self.compute_device,
         )
+
+
+def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Each buffer below ``module``: its name there, the module that has it, its name in that, and itself."""
+    for path, inner in module.named_modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                yield without_units(f"{path}.{name}" if path else name), inner, name, buffer
 
 
 def _refuse_backward(name: str, grad: Tensor) -> None:

@@ -62,16 +62,18 @@ class Wrapper(Marks, nn.Module):
 
     def _check_idle(self, what: str) -> None:
         for wrapper in self.fsdp_modules(self):
-            wrapper._forget_interrupted()
-            if wrapper.training_state is not TrainingState.IDLE:
-                raise StateError(
-                    f"{what}: expected {wrapper._unit.name} to be IDLE, it is in {wrapper.training_state.name}"
-                )
+            wrapper._check_idle_here(what)
 
     def _check_idle_here(self, what: str) -> None:
         self._forget_interrupted()
         if self.training_state is not TrainingState.IDLE:
             raise StateError(f"{what}: expected {self._unit.name} to be IDLE, it is in {self.training_state.name}")
+
+    def _hold_those_below(self) -> None:
+        """This unit is what the units below it are in, unless another one is."""
+        for inner in self.fsdp_modules(self)[1:]:
+            if inner._outer is None:
+                inner._outer = weakref.ref(self)
 
     def _forget_interrupted(self) -> None:
         """After an exception in a backward the modules shall have their parameters again."""
