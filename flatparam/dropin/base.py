@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.storage import free, has_memory, same_storage
+from ..common.tensors import free, has_memory, same_storage
 from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, is_torchdynamo_compiling
 from .recovery import Interruptible
 

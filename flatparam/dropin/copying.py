@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..common import pickling
 from ..common.pickling import PickledState, as_parameter, as_view, new_flat_parameter, new_parameter, pickled_state
-from ..common.storage import free, same_storage
+from ..common.tensors import free, same_storage
 from ..common.torch_private import (
     FlatParameter,
     HandleTrainingState,

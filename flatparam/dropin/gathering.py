@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import all_gather_chunks, all_gather_single
-from ..common.storage import allocate, free, has_memory, is_allocated, same_storage
+from ..common.tensors import allocate, free, has_memory, is_allocated, same_storage
 from ..common.torch_private import (
     NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
     HandleShardingStrategy,

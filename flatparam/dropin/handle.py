@@ -14,8 +14,7 @@ from .. import _C
 from ..common import dlpack, optimizers
 from ..common.collectives import fake_group
 from ..common.layout import parts_of
-from ..common.storage import free, pinned
-from ..common.tensors import in_storage_order
+from ..common.tensors import free, in_storage_order, pinned
 from ..common.torch_private import (
     FlatParamShardMetadata,
     FSDPExtensions,

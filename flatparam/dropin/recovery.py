@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from .. import _C
 from ..common import optimizers
-from ..common.storage import is_allocated, same_storage
+from ..common.tensors import is_allocated, same_storage
 from ..common.torch_private import HandleTrainingState
 
 _task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward

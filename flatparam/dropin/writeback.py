@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.storage import has_memory, same_storage
+from ..common.tensors import has_memory, same_storage
 from ..common.torch_private import HandleTrainingState
 from .views import Views
 

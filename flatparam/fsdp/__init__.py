@@ -6,10 +6,9 @@ from .errors import OrderError
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
 from .materialize import defer_init
-from .memory import MemoryPlan, UnitPlan
+from .memory import MemoryPlan, Piece, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .placement import Placement
-from .plan import Piece
 
 __all__ = [
     "FLAT_PARAM",

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..common.storage import lacks_memory
-from ..common.tensors import in_storage_order
+from ..common.tensors import in_storage_order, lacks_memory
 from .order import gather_objects, issue, wait
 from .originals import Options, Original
 from .placement import Placement

@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .. import _C
 from ..common.after_import import after_import
 from ..common.torch_private import REGISTRY_KEY
-from . import exchanged, order, recomputation
+from . import order, torch_calls
 from .clip import by_group, clip
 from .errors import StateError
 from .owners import all_units, owner_of_param, segment_of
@@ -87,8 +87,7 @@ def watch() -> None:
     after_import(f"{checkpoint}.default_planner", _check_plans)
     after_import(f"{checkpoint}.state_dict_saver", _check_copies)
     _clip_over_ranks()
-    exchanged.watch()
-    recomputation.watch()
+    torch_calls.watch()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 
 from .. import _C
-from ..common.storage import lacks_memory
-from ..common.tensors import in_storage_order
+from ..common.tensors import in_storage_order, lacks_memory
 from . import collectives, order
 from .materialize import blank
 from .originals import Options, Original, keeps_rows, layout_of, row_numel

@@ -21,8 +21,8 @@ from .errors import StateError
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
-from .recomputation import enter_forward, is_never_recomputed
 from .summon import Summoned, refuse_unreduced
+from .torch_calls import enter_forward, is_never_recomputed
 from .unit import Unit, units_of
 from .wrapper import Wrapper
 

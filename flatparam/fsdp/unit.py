@@ -16,14 +16,14 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.storage import lacks_memory
+from ..common.tensors import lacks_memory
 from .errors import StateError
-from .exchanged import is_exchanged
 from .names import FLAT_PARAM, listed
 from .originals import Name, Options, Original, by_segment, check_not_rounded, check_tensors, in_order
 from .owners import FREED, all_units, own, owner_of_param, replace_param
 from .register import enroll_copy
 from .segment import Here, Segment
+from .torch_calls import is_exchanged
 
 _IN_BACKWARD = (
     " In backward this means that what the unit computed reached the loss by another way than its output, or "

@@ -14,10 +14,9 @@ from . import collectives
 from .api import ShardingStrategy, TrainingState
 from .errors import StateError
 from .foreign import Marks
-from .memory import MemoryPlan
+from .memory import MemoryPlan, Piece, memory_plan, shard_map
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
 from .placement import Placement
-from .plan import Piece, memory_plan, shard_map
 from .summon import Summoned
 from .unit import Unit, units_of
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.storage import free, is_allocated
+from ..common.tensors import free, is_allocated
 from ..dropin.handle import FlatParamHandle as FlatParam
 from .states import BACKWARD_POST, BACKWARD_PRE, IDLE, HandleTrainingState
 

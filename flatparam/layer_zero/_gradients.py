@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import gathering
-from ..common.storage import allocate, same_storage
+from ..common.tensors import allocate, same_storage
 from ..fsdp import order
 from ._parameters import Parameters
 from ._sums import Sum

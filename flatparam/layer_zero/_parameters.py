@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import all_gather_at_once
-from ..common.storage import allocate, pinned
+from ..common.tensors import allocate, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp import order
 from ._freshness import Freshness

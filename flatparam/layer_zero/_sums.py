@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from .. import _C
 from ..common import optimizers
-from ..common.storage import allocate, is_allocated
+from ..common.tensors import allocate, is_allocated
 from ..fsdp import order
 from ._base import Base
 from .states import IDLE

@@ -13,6 +13,7 @@ from gloo import HANDLES, fake_world, handle_of
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import flatparam
+from flatparam.dropin import flatten
 from flatparam.dropin.flat_param import FlatParamHandle
 
 ROOT = Path(__file__).parents[2]
@@ -206,15 +207,15 @@ def test_deterministic_algorithms_stay_as_they_were():
 
 
 def test_nothing_is_written_where_deterministic_algorithms_fill_new_memory(monkeypatch):
-    made, unwritten = [], FlatParamHandle._unwritten
+    made, unwritten = [], flatten._unwritten
 
-    def looks(self, numel, like):
+    def looks(numel, like):
         made.append(torch.utils.deterministic.fill_uninitialized_memory)
-        tensor = unwritten(self, numel, like)
+        tensor = unwritten(numel, like)
         made.append(bool(tensor.isnan().all()))
         return tensor
 
-    monkeypatch.setattr(FlatParamHandle, "_unwritten", looks)
+    monkeypatch.setattr(flatten, "_unwritten", looks)
     torch.use_deterministic_algorithms(True)
     try:
         wrapped("flatparam", nn.Linear(300, 300), False, 2, 0)
