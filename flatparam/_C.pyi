@@ -1,4 +1,4 @@
-"""The types of the C extension; what is Final cannot be set. Docstrings and the headers in csrc tell what functions do."""
+"""The types of the C extension; what is Final cannot be set. Docstrings and headers in csrc say what functions do."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, SupportsIndex, TypeVar, final

@@ -81,9 +81,6 @@ def _end(pickling: weakref.ref[Pickling]) -> None:
                 copyreg.dispatch_table[kind] = reduce
 
 
-# Tensors
-
-
 def _reduce_tensor(tensor: Tensor) -> Any:
     for reference in reversed(tuple(_in_force)):  # the latest has what holds now
         pickling = reference()
@@ -119,9 +116,6 @@ def new_flat_parameter(shard: Tensor, requires_grad: bool) -> Any:
     return FlatParameter(shard, requires_grad=requires_grad)
 
 
-# Process groups
-
-
 def _reduce_group(group: dist.ProcessGroup) -> Reduced:
     name, ranks = group.group_name, dist.get_process_group_ranks(group)
     return find_group, (name, ranks, dist.get_backend(group), dist.get_rank(), dist.get_world_size())
@@ -152,31 +146,8 @@ def find_group(name: str, ranks: list[int], backend: str, rank: int, world_size:
     return max(groups, key=lambda group: (dist.get_backend(group) == backend, group.group_name == name))
 
 
-def _reduce_fake_group(group: FakeProcessGroup) -> Reduced:
-    return _new_fake_group, (group.rank(), group.size())
-
-
 def _new_fake_group(rank: int, world_size: int) -> FakeProcessGroup:
     return FakeProcessGroup._create_internal(rank=rank, world_size=world_size)
-
-
-# Devices
-
-
-def _reduce_device_handle(handle: _FSDPDeviceHandle) -> Reduced:
-    return _FSDPDeviceHandle.from_device, (vars(handle)["_FSDPDeviceHandle__device"],)
-
-
-def _reduce_module(module: ModuleType) -> Reduced:
-    """A Python module by name: the device handle of CUDA is torch.cuda itself."""
-    return importlib.import_module, (module.__name__,)
-
-
-def _reduce_dtensor_extensions(extensions: DTensorExtensions) -> Reduced:
-    return type(extensions), (extensions.device_handle,)
-
-
-# Hooks
 
 
 class CastHook:
@@ -217,8 +188,8 @@ _REDUCE: dict[type, Callable[[Any], Any]] = {
     Tensor: _reduce_tensor,
     nn.Parameter: _reduce_tensor,
     dist.ProcessGroup: _reduce_group,
-    FakeProcessGroup: _reduce_fake_group,
-    _FSDPDeviceHandle: _reduce_device_handle,
-    ModuleType: _reduce_module,
-    DTensorExtensions: _reduce_dtensor_extensions,
+    FakeProcessGroup: lambda group: (_new_fake_group, (group.rank(), group.size())),
+    _FSDPDeviceHandle: lambda handle: (_FSDPDeviceHandle.from_device, (vars(handle)["_FSDPDeviceHandle__device"],)),
+    ModuleType: lambda module: (importlib.import_module, (module.__name__,)),  # torch.cuda is its own device handle
+    DTensorExtensions: lambda extensions: (type(extensions), (extensions.device_handle,)),
 }

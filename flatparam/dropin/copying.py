@@ -51,9 +51,6 @@ _STEP_OF_FLAT_PARAM = (
 _ATTRIBUTES = "attributes of flat_param"  # the key in a handle's state
 
 
-# Handles
-
-
 def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:
     """``copy.deepcopy(handle)``: with its modules, as far as ``memo`` does not have their copies yet."""
     check_idle(handle)
@@ -221,9 +218,6 @@ def _show_parameters(handle: Any) -> None:
         free(unsharded, handle._freed_reason)
 
 
-# Wrappers
-
-
 def _handles_in(module: nn.Module) -> list[Any]:
     units = FullyShardedDataParallel.fsdp_modules(module)
     return [unit._handle for unit in units if isinstance(unit._handle, Views)]
@@ -299,9 +293,6 @@ def remove() -> None:
     for name, method in _WRAPPER_METHODS.items():
         if vars(FullyShardedDataParallel).get(name) is method:
             delattr(FullyShardedDataParallel, name)
-
-
-# States
 
 
 _new: Any = getattr(copyreg, "__newobj__")  # noqa: B009  (pickle writes a call of it as one opcode)

@@ -92,7 +92,8 @@ def missing_names(theirs: ModuleType, ours: ModuleType) -> list[str]:
     Compared are functions and classes that it defines, attributes of its FlatParamHandle and the parameters of its
     methods, enum members and tuple fields. A method whose own has ``**kwargs`` takes every parameter.
     """
-    missing = [name for name in _defined_in(theirs) if not hasattr(ours, name)]
+    defined = (name for name, value in vars(theirs).items() if getattr(value, "__module__", None) == theirs.__name__)
+    missing = [name for name in defined if not hasattr(ours, name)]
     for name, known in KNOWN_NAMES.items():
         names = _members(getattr(theirs, name, None))
         missing += [f"{name}.{member}" for member in names if member not in known.split()]
@@ -114,10 +115,6 @@ def replaced_methods(handle: type) -> list[str]:
 @functools.cache
 def _differences() -> list[str]:
     return differences(FlatParamHandle, TORCH_HANDLE)
-
-
-def _defined_in(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
 
 
 def _members(kind: Any) -> list[str]:
@@ -160,13 +157,9 @@ def _complete_cpu_streams() -> None:
 
     It stays after ``uninstall()``: models that are wrapped already go on.
     """
-    stream: Any = torch.cpu.Stream
-    if not hasattr(stream, "synchronize"):
-        stream.synchronize = _nothing_to_wait_for
-
-
-def _nothing_to_wait_for(stream: Any) -> None:
-    pass
+    kind: Any = torch.cpu.Stream
+    if not hasattr(kind, "synchronize"):
+        kind.synchronize = lambda stream: None
 
 
 def _bind(handle: type) -> None:

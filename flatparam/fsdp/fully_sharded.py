@@ -32,8 +32,7 @@ from .materialize import accelerator_of, device_of, materialize, move, own_modul
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, find_originals
 from .owners import close, watch_registrations
-from .pairs import check_pair, outer_group
-from .placement import Placement
+from .placement import Placement, check_pair, outer_group
 from .register import enroll
 from .stepping import PREFETCH, Stepping
 from .unit import Unit

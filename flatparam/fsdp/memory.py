@@ -213,10 +213,7 @@ def shard_map(units: Iterable[tuple[str, Unit]]) -> list[Piece]:
 
     ``units``: with the path of each in the unwrapped model. No communication.
     """
-    return list(_pieces(units))
-
-
-def _pieces(units: Iterable[tuple[str, Unit]]) -> Iterator[Piece]:
+    found = []
     for path, unit in units:
         for segment in unit.segments:
             for index, original in enumerate(segment.originals):
@@ -224,7 +221,7 @@ def _pieces(units: Iterable[tuple[str, Unit]]) -> Iterator[Piece]:
                 for held in segment.layout.ranks_of_param(index):
                     start = held.start - segment.layout.offsets[index]
                     boxes = tuple(boxes_of_range(shape, start, start + held.numel)) if original.contiguous else None
-                    yield Piece(
+                    piece = Piece(
                         fqn=f"{path}.{original.fqn}" if path else original.fqn,
                         shape=tuple(original.shape),
                         dtype=segment.flat.dtype,
@@ -235,18 +232,12 @@ def _pieces(units: Iterable[tuple[str, Unit]]) -> Iterator[Piece]:
                         flat_start=held.offset_in_shard,
                         trained=segment.trains(original),
                     )
+                    found.append(piece)
+    return found
 
 
-def memory_plan(units: Iterable[Unit], optimizer_bytes: int, prefetch: bool) -> MemoryPlan:
-    """Plan for the units of a tree, the outermost first.
-
-    Args: ``optimizer_bytes``: of state for each element of the shard (Adam in fp32: 8); ``prefetch``: whether a further
-    unit is gathered ahead.
-    """
-    return plan_tree([_plan(unit, optimizer_bytes) for unit in units], prefetch)
-
-
-def _plan(unit: Unit, optimizer_bytes: int) -> UnitPlan:
+def plan_of_unit(unit: Unit, optimizer_bytes: int) -> UnitPlan:
+    """``plan_unit`` of a unit that there is. ``optimizer_bytes``: for each element of its shard."""
     flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.segments]
     placement = unit.options.placement
     return plan_unit(

@@ -1,5 +1,8 @@
 """Over which ranks a unit's parameter, gradient and optimizer state are spread: data, one row a strategy."""
 
+import json
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .api import ShardingStrategy
-from .pairs import check_pair, inner_groups, outer_group, remember_cut
+from .peers import Meetings, life_of_world
 
 
 class Row(NamedTuple):
@@ -74,11 +77,11 @@ class Placement:
     def __post_init__(self) -> None:
         for group in (self.param, self.grad, self.optim, self.replicate, self.outer):
             if group is not None and dist.get_rank(group) < 0:
-                raise ValueError(f"Placement: this rank is not in the group of ranks {_ranks(group)}")
+                raise ValueError(f"Placement: this rank is not in the group of ranks {_in_words(group)}")
         if self.grad is not self.optim:
             raise ValueError(
                 "Placement: the gradient is reduce-scattered to the shards that the optimizer steps, so grad and optim "
-                f"must be one group, got {_ranks(self.grad)} and {_ranks(self.optim)}"
+                f"must be one group, got {_in_words(self.grad)} and {_in_words(self.optim)}"
             )
         if self.copied and self.replicate is not None:
             raise ValueError("Placement: a parameter that is spread over other ranks than its shards has no replicas")
@@ -88,8 +91,8 @@ class Placement:
             param, optim, outer = self.param_shards, self.shards, self.outer
             if optim % param or (outer is not None and dist.get_world_size(outer) * param != optim):
                 raise ValueError(
-                    f"Placement: the optimizer's shards are over {_ranks(self.optim)}, which param {_ranks(self.param)}"
-                    f"{'' if outer is None else f' and outer {_ranks(outer)}'} must divide"
+                    f"Placement: the optimizer's shards are over {_in_words(self.optim)}, which param {_in_words(self.param)}"
+                    f"{'' if outer is None else f' and outer {_in_words(outer)}'} must divide"
                 )
 
     def __deepcopy__(self, memo: Any) -> "Placement":
@@ -242,7 +245,7 @@ def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.Pro
         return {"outer": mesh.get_group(0), "inner": mesh.get_group(1)}
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     inner = mesh.get_group(1)
-    wide = world if sorted(ranks) == dist.get_process_group_ranks(world) else mesh._flatten().get_group()
+    wide = world if sorted(ranks) == dist.get_process_group_in_words(world) else mesh._flatten().get_group()
     check_pair(inner, wide, strategy.name)
     return {"outer": mesh.get_group(0), "inner": inner, "wide": wide}
 
@@ -253,5 +256,145 @@ def _check_groups(*groups: Any) -> None:
             raise ValueError(f"expected a process group that this rank {dist.get_rank()} is in, got {group!r}")
 
 
-def _ranks(group: dist.ProcessGroup | None) -> str:
-    return "this rank alone" if group is None else f"ranks {dist.get_process_group_ranks(group)}"
+def _in_words(group: dist.ProcessGroup | None) -> str:
+    return "this rank alone" if group is None else f"ranks {dist.get_process_group_in_words(group)}"
+
+
+# A wide group of ranks cut into inner groups: whether all ranks cut it alike, and the groups across the cuts
+
+Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every inner group
+
+_cuts: "weakref.WeakKeyDictionary[Any, dict[Any, Cut]]" = weakref.WeakKeyDictionary()
+_exchanged: "weakref.WeakKeyDictionary[Any, Meetings]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]]" = weakref.WeakKeyDictionary()
+
+
+def inner_groups(inner: Any, wide: Any) -> Cut:
+    """The inner groups that ``wide`` is cut into, by their first ranks, as ``check_pair`` has found them."""
+    return _cuts[dist.group.WORLD][_ranks(inner), _ranks(wide)]
+
+
+def remember_cut(inner: Any, wide: Any, cut: Cut) -> None:
+    """As if ``check_pair`` had found it."""
+    _cuts.setdefault(dist.group.WORLD, {}).setdefault((_ranks(inner), _ranks(wide)), cut)
+
+
+def check_pair(inner: Any, wide: Any, what: str) -> None:
+    """Compare with all ranks of ``wide`` how it is cut into groups like ``inner``.
+
+    A call that all of them make; it moves no tensor. ``what``: begins the messages.
+    Raises: ValueError on each rank of ``wide`` alike unless the inner groups are of one size, disjoint, inside of
+    ``wide`` and cover it, and all have named the same ``wide``.
+    """
+    mine = (_ranks(inner), _ranks(wide))
+    claims = _exchange(mine)
+    complaint = _complaint(mine, claims)
+    if complaint is not None:
+        raise ValueError(f"{what}: {complaint}")
+    known = _cuts.setdefault(dist.group.WORLD, {})
+    if mine in known:
+        return
+    known[mine] = tuple(sorted({claim[0] for claim in claims.values()}))
+    places = [mine[1].index(rank) for rank in mine[0]]
+    if places != list(range(places[0], places[0] + len(places))):
+        warnings.warn(
+            f"{what}: the ranks {list(mine[0])} of the inner group do not follow each other in {list(mine[1])}: this "
+            "is correct, but inner groups are meant to be of neighbours, on one machine",
+            stacklevel=3,
+        )
+
+
+def _complaint(mine: tuple[tuple[int, ...], tuple[int, ...]], claims: dict[int, Any]) -> str | None:
+    """What is wrong with the groups that the ranks have named, the same on all of them; None: nothing."""
+    wide = mine[1]
+    for rank, (_, other) in claims.items():
+        if other != wide:
+            return (
+                f"the ranks have named different zero1 groups: rank {dist.get_rank()} has {list(wide)}, rank {rank} "
+                f"has {list(other)}"
+            )
+    first = min(claims)
+    size = len(claims[first][0])
+    for rank, (inner, _) in claims.items():
+        if len(inner) != size:
+            return (
+                f"the zero3 groups must be of one size: rank {first} has {list(claims[first][0])}, rank {rank} has "
+                f"{list(inner)}"
+            )
+        outside = sorted(set(inner) - set(wide))
+        if outside:
+            return (
+                f"the zero1 group must hold the zero3 group, but of rank {rank}'s zero3 ranks {list(inner)} the ranks "
+                f"{outside} are not in its zero1 group {list(wide)}"
+            )
+    if len(wide) % size:
+        nearest = min((n for n in range(1, len(wide) + 1) if len(wide) % n == 0), key=lambda n: abs(n - size))
+        return (
+            f"the size of the zero1 group must be a multiple of that of the zero3 group, got {len(wide)} ranks "
+            f"{list(wide)} and {size} ranks {list(claims[first][0])}; the nearest size that divides it is {nearest}"
+        )
+    for rank, (inner, _) in claims.items():
+        for other in inner:
+            theirs = claims[other][0]
+            if theirs != inner:
+                return f"the zero3 groups overlap: rank {rank} has {list(inner)}, rank {other} has {list(theirs)}"
+    return None
+
+
+def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
+    """What every rank of the wide group has named in its call of the same number, by rank.
+
+    Through the store that the process group was made with: ranks that disagree about groups would wait for each other
+    in a collective over them. A store may outlive the groups made with it, so keys have the number of the world, which
+    each rank counts alike.
+    """
+    inner, wide = mine
+    world: Any = dist.group.WORLD
+    if dist.get_backend(world) == "fake":  # there are no other ranks: they would have cut it as we have
+        return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
+    if world not in _exchanged:
+        store = dist.distributed_c10d._get_default_store()
+        _exchanged[world] = Meetings(store, f"flatparam/pairs of {life_of_world()}")
+    answers = _exchanged[world].meet(wide, json.dumps(mine))
+    return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
+
+
+def _like(inner: tuple[int, ...], wide: tuple[int, ...]) -> Cut:
+    """``wide`` cut into runs like ``inner``, or, if that is no run, as the columns of a grid."""
+    size, count = len(inner), len(wide) // max(1, len(inner))
+    runs = tuple(wide[i * size : (i + 1) * size] for i in range(count))
+    return runs if inner in runs else tuple(wide[i::count] for i in range(count))
+
+
+def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
+    """The group of the ranks that have this one's place in their inner groups: ``given``, or made here once, with the
+    backends of ``wide``.
+
+    All ranks of ``wide`` call it. Raises: ValueError for a ``given`` one of other ranks, and without one unless
+    ``wide`` is the world: torch makes groups with all of its ranks.
+    """
+    cut = inner_groups(inner, wide)
+    columns = [tuple(sorted(column)) for column in zip(*cut, strict=True)]
+    mine = columns[dist.get_rank(inner)]
+    if given is not None:
+        if _ranks(given) != mine:
+            raise ValueError(
+                f"the outer group must have the ranks {list(mine)}, which have this rank's place in the zero3 groups "
+                f"{[list(row) for row in cut]}, got {list(_ranks(given))}"
+            )
+        return given
+    backends = dist.get_backend_config(wide)
+    known = _made.setdefault(dist.group.WORLD, {})
+    if (backends, mine) not in known:
+        if _ranks(wide) != _ranks(dist.group.WORLD):
+            raise ValueError(
+                f"the zero1 group {list(_ranks(wide))} is not the world, so the outer groups cannot be made here: pass "
+                f"process_group=(zero3 group, zero1 group, outer group), the last of ranks {list(mine)}, or a 2-D "
+                "device_mesh (outer, inner)"
+            )
+        known.update(((backends, column), dist.new_group(list(column), backend=backends)) for column in columns)
+    return known[backends, mine]
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))

@@ -14,7 +14,7 @@ from . import collectives
 from .api import ShardingStrategy, TrainingState
 from .errors import StateError
 from .foreign import Marks
-from .memory import MemoryPlan, Piece, memory_plan, shard_map
+from .memory import MemoryPlan, Piece, plan_of_unit, plan_tree, shard_map
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
 from .placement import Placement
 from .summon import Summoned
@@ -99,7 +99,8 @@ class Wrapper(Marks, nn.Module):
         ``optimizer_bytes``: of optimizer state for each element of the shard; 8 for Adam in fp32.
         """
         prefetches = self._backward_prefetch is not None or self._forward_prefetch
-        return memory_plan((wrapper._unit for wrapper in self.fsdp_modules(self)), optimizer_bytes, prefetches)
+        plans = (plan_of_unit(wrapper._unit, optimizer_bytes) for wrapper in self.fsdp_modules(self))
+        return plan_tree(plans, prefetches)
 
     def check_is_root(self) -> bool:
         """Whether no other unit holds this one. Changes nothing."""

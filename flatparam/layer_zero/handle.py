@@ -16,7 +16,7 @@ from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp.agreement import Described, check_described
-from ..fsdp.pairs import check_pair
+from ..fsdp.placement import check_pair
 from ._gradients import Gradients
 
 _owners: "weakref.WeakValueDictionary[int, FlatParamHandle]" = weakref.WeakValueDictionary()  # by parameters' ids

@@ -14,7 +14,7 @@ from torch import nn
 
 from flatparam import BackwardPrefetch, MixedPrecision
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import pairs, peers
+from flatparam.fsdp import peers, placement
 
 pytestmark = pytest.mark.multiprocess
 
@@ -276,7 +276,7 @@ def counted_anew():
     """A process group that is made anew with the same store counts its pairs from one again, on their own."""
     for inner in (2, 1, 4):
         dist.barrier()
-        pairs._exchanged.clear()
+        placement._exchanged.clear()
         peers._lives.clear()
         layer_zero(inner, module=nn.Linear(2, 2), wrap=FSDP)
 
@@ -289,7 +289,7 @@ def pickled():
         wanted, grads = model.shard_map(), full_grads(model)
         model.zero_grad()
         text = pickle.dumps(model)
-        pairs._cuts.clear()
+        placement._cuts.clear()
         loaded = pickle.loads(text)
         assert loaded.shard_map() == wanted
         loss_of(loaded, data(0)).backward()
