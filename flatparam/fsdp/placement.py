@@ -77,11 +77,11 @@ class Placement:
     def __post_init__(self) -> None:
         for group in (self.param, self.grad, self.optim, self.replicate, self.outer):
             if group is not None and dist.get_rank(group) < 0:
-                raise ValueError(f"Placement: this rank is not in the group of ranks {_in_words(group)}")
+                raise ValueError(f"Placement: this rank is not in the group of ranks {_said(group)}")
         if self.grad is not self.optim:
             raise ValueError(
                 "Placement: the gradient is reduce-scattered to the shards that the optimizer steps, so grad and optim "
-                f"must be one group, got {_in_words(self.grad)} and {_in_words(self.optim)}"
+                f"must be one group, got {_said(self.grad)} and {_said(self.optim)}"
             )
         if self.copied and self.replicate is not None:
             raise ValueError("Placement: a parameter that is spread over other ranks than its shards has no replicas")
@@ -91,8 +91,8 @@ class Placement:
             param, optim, outer = self.param_shards, self.shards, self.outer
             if optim % param or (outer is not None and dist.get_world_size(outer) * param != optim):
                 raise ValueError(
-                    f"Placement: the optimizer's shards are over {_in_words(self.optim)}, which param {_in_words(self.param)}"
-                    f"{'' if outer is None else f' and outer {_in_words(outer)}'} must divide"
+                    f"Placement: the optimizer's shards are over {_said(self.optim)}, which param {_said(self.param)}"
+                    f"{'' if outer is None else f' and outer {_said(outer)}'} must divide"
                 )
 
     def __deepcopy__(self, memo: Any) -> "Placement":
@@ -245,7 +245,7 @@ def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.Pro
         return {"outer": mesh.get_group(0), "inner": mesh.get_group(1)}
     ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
     inner = mesh.get_group(1)
-    wide = world if sorted(ranks) == dist.get_process_group_in_words(world) else mesh._flatten().get_group()
+    wide = world if sorted(ranks) == dist.get_process_group_ranks(world) else mesh._flatten().get_group()
     check_pair(inner, wide, strategy.name)
     return {"outer": mesh.get_group(0), "inner": inner, "wide": wide}
 
@@ -256,8 +256,8 @@ def _check_groups(*groups: Any) -> None:
             raise ValueError(f"expected a process group that this rank {dist.get_rank()} is in, got {group!r}")
 
 
-def _in_words(group: dist.ProcessGroup | None) -> str:
-    return "this rank alone" if group is None else f"ranks {dist.get_process_group_in_words(group)}"
+def _said(group: dist.ProcessGroup | None) -> str:
+    return "this rank alone" if group is None else f"ranks {dist.get_process_group_ranks(group)}"
 
 
 # A wide group of ranks cut into inner groups: whether all ranks cut it alike, and the groups across the cuts
