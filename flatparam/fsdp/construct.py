@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from ..common import dlpack, optimizers
 from .api import ShardingStrategy
-from .arguments import check_types
 from .owners import owner_of, owner_of_param
 from .placement import Placement, groups_of, place
 from .summon import check_reduced, refuse_step
@@ -111,3 +111,28 @@ def warn_of_padding(unit: Unit) -> None:
             f"bytes take {shards} shards of {padded // shards}. Make larger units, or smaller blocks",
             stacklevel=3,
         )
+
+
+_FLAGS = (
+    *("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"),
+    *("segments", "offload_grads", "check_values"),
+)
+_CLASSES: dict[str, type] = {
+    "module": nn.Module,
+    "cpu_offload": CPUOffload,
+    "mixed_precision": MixedPrecision,
+    "placement": Placement,
+}
+
+
+def check_types(**arguments: object) -> None:
+    """Raises: TypeError naming the first argument of another type than it is documented to have, and what came."""
+    for name, value in arguments.items():
+        if name in _FLAGS:
+            wanted, fits = "True or False", isinstance(value, int)
+        else:
+            cls = _CLASSES[name]
+            wanted = f"{cls.__module__.split('.')[0]}'s {cls.__name__}{'' if name == 'module' else ' or None'}"
+            fits = isinstance(value, cls) or (value is None and name != "module")
+        if not fits:
+            raise TypeError(f"expected {name} to be {wanted}, got {value!r:.200} ({type(value).__name__})")

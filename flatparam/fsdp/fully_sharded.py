@@ -22,8 +22,16 @@ from ..common.torch_private import _override_module_mixed_precision, leave_out_o
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
-from .arguments import check_types
-from .construct import check_not_shared, default_groups, first_name, ignored, placement_of, warn_of_padding, watch_torch
+from .construct import (
+    check_not_shared,
+    check_types,
+    default_groups,
+    first_name,
+    ignored,
+    placement_of,
+    warn_of_padding,
+    watch_torch,
+)
 from .copies import Copies
 from .errors import StateError, WritebackError
 from .foreign import refuse_wrapped, watch

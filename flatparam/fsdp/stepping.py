@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed.fsdp import BackwardPrefetch
