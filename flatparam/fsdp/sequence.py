@@ -131,7 +131,7 @@ class Sequence:
         if self.order.broken:
             raise OrderError(self._reason)
         mine = self._post(event, new_pass, self.order.passes)
-        first = _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))  # of who asks first
+        first = self._first(index, mine)
         if (first.step, first.event) != (mine.step, mine.event):
             self._differ(first, mine)
         waits = alone or self.order.always
@@ -141,6 +141,10 @@ class Sequence:
             self._forget(index)
         if alone == 1:
             self._tell(mine)
+
+    def _first(self, index: int, mine: _Post) -> _Post:
+        """What the first rank to ask has said."""
+        return _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
 
     def _ask(self, index: int, waits: int) -> None:
         """Count a question: each rank deletes its share of those that nobody will look at any more."""
