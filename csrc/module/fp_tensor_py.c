@@ -15,6 +15,12 @@ is_plain(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
+is_plain_tensor(PyObject *module, PyObject *object)
+{
+    return PyBool_FromLong(fp_torch_is_plain(object));
+}
+
+static PyObject *
 resize_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *reason = NULL;
@@ -203,7 +209,9 @@ explain_shards(PyObject *module, PyObject *explain)
 PyMethodDef fp_tensor_methods[] = {
     {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
-     "mode is on."},
+     "mode is on: loops in C do with them what torch's operations would."},
+    {"is_plain_tensor", is_plain_tensor, METH_O,
+     "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
     {"resize_storage", (PyCFunction)(void (*)(void))resize_storage, METH_FASTCALL,
      "resize_storage($module, tensor, numel, reason=None, keeps_size=False, /)\n--\n\nGive the storage of tensor room "
      "for "

@@ -4,6 +4,7 @@ They are waited for in slices, so that Ctrl-C is noticed meanwhile: torch waits 
 """
 
 import datetime
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -96,9 +97,16 @@ NAMES = {
     "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
     "all_reduce": ("all_reduce",),
 }
-_AS_THEY_WERE: list[Any] = [
-    getattr(dist, name, None) for name in ("all_gather", *NAMES["all_gather"], *NAMES["all_reduce"])
-]
+
+
+def torchs(name: str) -> Any:
+    """``torch.distributed``'s function of this name; None: it has none, or a user's stands there already."""
+    function = getattr(dist, name, None)
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename.startswith(os.path.dirname(dist.__file__)) else None
+
+
+_TORCHS = [torchs(name) for name in ("all_gather", *NAMES["all_gather"], *NAMES["all_reduce"])]
 
 
 def gathering() -> Callable[..., Any]:
@@ -110,7 +118,7 @@ def gathering() -> Callable[..., Any]:
 def all_gather_at_once(output: Tensor, shard: Tensor, group: Any, async_op: bool) -> Any:
     """Begin ``gathering()``; past torch's checks of its arguments, where nobody has replaced it."""
     function = gathering()
-    if hasattr(group, "_allgather_base") and any(function is known for known in _AS_THEY_WERE):
+    if hasattr(group, "_allgather_base") and any(function is known for known in _TORCHS):
         return group._allgather_base(output, shard)
     return function(output, shard, group=group, async_op=async_op)
 
@@ -136,7 +144,7 @@ def _complete(
     """Wait for it here, so that Ctrl-C ends that; torch does for what a user has put in its place, and where waits
     cannot be cut.
     """
-    if is_sliced(group, sent.device) and any(collective is known for known in _AS_THEY_WERE):
+    if is_sliced(group, sent.device) and any(collective is known for known in _TORCHS):
         wait_in_slices(collective(*args, **kwargs, async_op=True))
     else:
         collective(*args, **kwargs)

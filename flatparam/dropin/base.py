@@ -82,7 +82,7 @@ class HandleBase(Interruptible):
     _setattr_tensor: Callable[[nn.Module, str, Tensor], None]
     _sharding_strategy: HandleShardingStrategy
     _skip_writeback_check: bool
-    _unit: Any  # a _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
+    _unit: Any = None  # a _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
     _unsharded_flat_param_for_skipped_views: Any  # a Tensor while forward's views are left in place, else None
     _use_fake_all_gather: bool
     _use_fake_reduce: bool
@@ -90,6 +90,7 @@ class HandleBase(Interruptible):
     _use_orig_params: bool
 
     _shard_seen: Tensor | None = None  # `_local_shard` when it was looked at last
+    _padded_to: int | None = None  # elements that padding aligns parameters to; None: a user's own layout
     _backward_made_graph = False  # a backward with create_graph=True has used the unsharded flat parameter
 
     # Filled when the class is complete
@@ -109,8 +110,8 @@ class HandleBase(Interruptible):
 
     @property
     def _layout(self) -> _C.Layout:
-        """Where the original parameters lie."""
-        return self._layout_of(self.flat_param._numels, self._aligned_numel)
+        """Where the original parameters lie, if that is ours."""
+        return self._layout_of(self.flat_param._numels, self._padded_to or 0)
 
     @property
     def uses_sharded_strategy(self) -> bool:

@@ -69,6 +69,7 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     """Give a new ``handle`` its ``state``, with modules complete, and let those have its original parameters."""
     leave_out_of_graphs()
     flat_param = state["flat_param"]
+    handle._padded_to = state["_aligned_numel"]  # what a pickle of 0.1.0 means
     vars(handle).update({name: value for name, value in state.items() if name != _ATTRIBUTES})
     handle._training_state = HandleTrainingState.IDLE
     vars(flat_param).clear()  # of what an optimizer's pickle may have brought

@@ -113,6 +113,7 @@ class Flattening(HandleBase):
             raise ValueError("Expects non-empty `params`")
         if aligned_numel < 0:
             raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
+        self._padded_to = aligned_numel
         found, infos, fqns, further = self._find(params, module)
         usual = self._survey(found)
         tensors: list[Any] = found

@@ -144,7 +144,7 @@ class Gathering(Gradients):
             raise self._wrong("Expects a process group and world size, which this handle has no more")
         shard = self.flat_param.data
         numel = shard.numel()
-        if _C.is_plain(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
+        if _C.is_plain_tensor(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
             raise ValueError(
                 self._about(
                     f"the storage of its shard has room for {_C.storage_numel(shard)} elements of {numel}: it was "

@@ -1,7 +1,7 @@
 """FlatParamHandle: the life cycle of one flat parameter: construct, shard, unshard, reshard."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -241,7 +241,7 @@ class FlatParamHandle(Flattening, Gathering):
         offsets, mask = self._get_flat_param_offsets(), self.flat_param._is_padding_mask
         if len(offsets) != len(mask):
             raise self._wrong(f"Expects {len(mask)} offsets but got {len(offsets)}")
-        if not self._is_replaced("_get_flat_param_offsets"):
+        if self._padded_to is not None and not self._is_replaced("_get_flat_param_offsets"):
             return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
         infos = []
         for start, end in (place for place, is_padding in zip(offsets, mask, strict=True) if not is_padding):
@@ -278,8 +278,10 @@ class FlatParamHandle(Flattening, Gathering):
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
         """First and last element (inclusive) in the unsharded flat parameter of each original one, and of padding."""
-        numels = self.flat_param._numels
-        return self._layout.item_ranges if any(numels) else [(0, -1)] * len(numels)
+        if self._padded_to is not None and any(self.flat_param._numels):
+            return self._layout.item_ranges
+        ends = list(accumulate(self.flat_param._numels_with_padding))
+        return [(end - numel, end - 1) for end, numel in zip(ends, self.flat_param._numels_with_padding, strict=True)]
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What this rank's shard holds of each original parameter; those that it does not hold are left out."""

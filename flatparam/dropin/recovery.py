@@ -120,6 +120,8 @@ class Interruptible:
         flat_param = self.flat_param
         if not self._use_orig_params:
             return True
+        if self._padded_to is None:
+            return False
         trainable = tuple(map(attrgetter("requires_grad"), flat_param._params))
         if trainable != self._ranks_with_trainable[0]:
             per_rank, layout = flat_param._sharded_size.numel(), self._layout

@@ -103,7 +103,7 @@ def digest_of(value: torch.Tensor) -> int:
     try:
         return _C.digest(value)
     except TypeError:  # it is on a device, or not dense
-        return _C.digest(_on_host(value.detach())) if _C.is_plain(value) else 0
+        return _C.digest(_on_host(value.detach())) if _C.is_plain_tensor(value) else 0
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..common.collectives import NAMES
+from ..common.collectives import NAMES, torchs
 
-# (namespace, name, function as it was): once one of them is another, the Python way is taken.
+# (namespace, name, torch's function): once one of them is another, the Python way is taken.
 WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
-    (vars(dist), name, vars(dist)[name]) for names in NAMES.values() for name in names if name in vars(dist)
+    (vars(dist), name, torchs(name)) for names in NAMES.values() for name in names if name in vars(dist)
 )
 
 

@@ -152,7 +152,7 @@ def refuse_shards(state: Any) -> None:
                 shards.update((value.untyped_storage().data_ptr(), what) for value in tensors)
     shards.pop(0, None)
     for name, tensor in _tensors("", state):
-        found = shards.get(tensor.untyped_storage().data_ptr()) if _C.is_plain(tensor) else None
+        found = shards.get(tensor.untyped_storage().data_ptr()) if _C.is_plain_tensor(tensor) else None
         if found is not None:
             raise StateError(
                 f"torch.distributed.checkpoint: `{name}` has this rank's shards of {found}, of which it would keep "

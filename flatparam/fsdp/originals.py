@@ -173,7 +173,7 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
             original is not first
             and (param.device, param.dtype) == (first.param.device, first.param.dtype)
             and param.requires_grad == first.param.requires_grad
-            and _C.is_plain(param)
+            and _C.is_plain_tensor(param)
             and not isinstance(param, FlatParameter)
         ):
             continue  # as the first one, which is looked at more closely
@@ -185,7 +185,7 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
         refusal = why_not_flat(param, what)
         if refusal is not None:
             raise ValueError(refusal)
-        if not _C.is_plain(param):
+        if not _C.is_plain_tensor(param):
             kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
             raise ValueError(
                 f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; make it "

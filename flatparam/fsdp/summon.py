@@ -257,7 +257,7 @@ class Summoned:
                     now = _shown(original)
                     if _is_at(now, place):
                         continue
-                    if not _C.is_plain(now) or now.shape != place.shape:
+                    if not _C.is_plain_tensor(now) or now.shape != place.shape:
                         raise ValueError(
                             f"{self.unit.name}: expected the new data of parameter `{original.fqn}` to have its shape "
                             f"{tuple(place.shape)}, got {tuple(now.shape)}; it is as before"

@@ -236,7 +236,7 @@ class Unit:
         if any(value is not now for value in found):
             names = ", ".join(f"`{place.fqn}`" for place in original.names)
             raise ValueError(f"{what} is shared by {names}, and not all of them were replaced: replace all, or none")
-        if not _C.is_plain(now):
+        if not _C.is_plain_tensor(now):
             raise ValueError(f"{what} was replaced by a {type(now).__name__} that is not plain and dense")
         owner = owner_of_param(now)
         if owner is not None:
@@ -257,7 +257,7 @@ class Unit:
         ``start``: of the piece in the whole. Raises: ValueError for another shape, and where the dtype would round.
         """
         original = here.original
-        if not _C.is_plain(value):
+        if not _C.is_plain_tensor(value):
             raise ValueError(f"{self.name}: the new data of parameter `{original.fqn}` are not plain and dense")
         if lacks_memory(value):
             raise ValueError(

@@ -412,6 +412,37 @@ def test_what_sharded_optimizers_read():
                 assert len(shapes) == len(pieces) == 3 <= len(offsets)
 
 
+def laid_out_otherwise(base, own):
+    """A handle of a subclass that pads to 8 elements; ``own``: that lays out the parameters by itself."""
+
+    class UsersHandle(base):
+        def _init_flat_param_and_metadata(self, params, module, aligned_numel, use_orig_params):
+            if not own:
+                return super()._init_flat_param_and_metadata(params, module, 8, use_orig_params)
+            TORCHS._init_flat_param_and_metadata(self, params, module, 8, use_orig_params)
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    device, strategy = torch.device("cpu"), HandleShardingStrategy.FULL_SHARD
+    group = torch.distributed.group.WORLD
+    handle = UsersHandle(
+        list(module.parameters()), module, device, strategy, False, None, None, False, group, use_orig_params=True
+    )
+    whole = handle.flat_param.detach().clone()
+    handle.shard()
+    flat = handle.flat_param
+    found = flat._shard_param_infos, flat._numels_with_padding, handle._get_flat_param_offsets(), whole, flat.detach()
+    return found, tuple(handle.shard_metadata())
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_are_of_the_layout_that_a_subclass_chose(rank, own):
+    with fake_world(2, rank):
+        expected, got = (laid_out_otherwise(base, own) for base in (TORCHS, flatparam.FlatParamHandle))
+    assert str(got) == str(expected)
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_attributes_set_around_init_and_on_the_class(where):
     """A subclass with its own constructor arguments, class attributes, and attributes set before the handle's are."""

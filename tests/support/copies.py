@@ -42,7 +42,16 @@ KEPT = {  # what a copy of a handle has of its original
     *("_fwd_bwd_param_dtype", "_keep_low_precision_grads", "_low_prec_param_dtype_specified"),
     *("_low_prec_reduce_dtype_specified", "_offload_params", "_orig_param_dtype", "_reduce_dtype", "_setattr_param"),
     *("_setattr_tensor", "_sharding_strategy", "_skip_writeback_check", "_use_fake_all_gather", "_use_fake_reduce"),
-    *("_use_full_prec_in_eval", "_use_orig_params", "device", "flat_param", "process_group", "rank", "world_size"),
+    *(
+        "_padded_to",
+        "_use_full_prec_in_eval",
+        "_use_orig_params",
+        "device",
+        "flat_param",
+        "process_group",
+        "rank",
+        "world_size",
+    ),
 }
 RESET = {  # what it has as it is before the first forward
     *("_handle_index", "_needs_pre_backward_unshard", "_needs_pre_forward_unshard", "_post_forward_index"),
