@@ -75,7 +75,12 @@ def clip(
         norm = norm if is_max else norm**norm_type
         if members is not whole:
             first: Any = segment_of(members[0])
-            order.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, first, _C.EVENT_CLIPS)
+            if is_max:  # a MAX may drop NaN: whether there is any goes along
+                norm = torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan().to(precision)])
+                order.all_reduce(norm, dist.ReduceOp.MAX, first, _C.EVENT_CLIPS)
+                norm = norm[0].masked_fill(norm[1] > 0, math.nan)
+            else:
+                order.all_reduce(norm, dist.ReduceOp.SUM, first, _C.EVENT_CLIPS)
         total = norm if total is None else torch.maximum(total, norm) if is_max else total + norm
     assert total is not None
     if not is_max:
