@@ -114,6 +114,11 @@ class HandleBase(Interruptible):
         return self._layout_of(self.flat_param._numels, self._padded_to or 0)
 
     @property
+    def _all_infos(self) -> tuple[Any, ...]:
+        """The places of original parameters, then their further ones."""
+        return (*self.flat_param._param_infos, *self.flat_param._shared_param_infos)
+
+    @property
     def uses_sharded_strategy(self) -> bool:
         return self._sharding_strategy is not HandleShardingStrategy.NO_SHARD
 

@@ -75,10 +75,10 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     vars(flat_param).clear()  # of what an optimizer's pickle may have brought
     for name, value in state[_ATTRIBUTES].items():
         setattr(flat_param, name, value)
-    infos, shared = flat_param._param_infos, flat_param._shared_param_infos
-    flat_param._modules = {info.module for info in (*infos, *shared)}
-    flat_param._tensors = None if flat_param._params is None else [None] * len(infos)
-    flat_param._is_grad_none_mask = None if flat_param._params is None else [False] * len(infos)
+    flat_param._modules = {info.module for info in handle._all_infos}
+    count = len(flat_param._param_infos)
+    flat_param._tensors = None if flat_param._params is None else [None] * count
+    flat_param._is_grad_none_mask = None if flat_param._params is None else [False] * count
     handle._unit = unit_of(flat_param, handle._layout) if state["_unit"] else None
     _show_parameters(handle)
 
@@ -168,8 +168,7 @@ def _current_shard(handle: Any, copied: bool) -> Tensor:
 
 def _stand_ins(handle: Any) -> Iterator[Tensor]:
     """The tensors that stand in the original parameters' places without being them."""
-    flat_param = handle.flat_param
-    for info in (*flat_param._param_infos, *flat_param._shared_param_infos):
+    for info in handle._all_infos:
         for values in (vars(info.module), info.module._parameters):
             value = values.get(info.param_name)
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

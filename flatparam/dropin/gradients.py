@@ -153,8 +153,7 @@ class Gradients(Writeback):
                 self._cast_grad_for_optim()
         elif self.uses_sharded_strategy and flat_param._post_backward_called:
             raise self._wrong("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
-        if hasattr(flat_param, "_saved_grad_shard"):
-            del flat_param._saved_grad_shard  # its existence means: there is something to accumulate onto
+        vars(flat_param).pop("_saved_grad_shard", None)  # its existence means: there is something to accumulate onto
 
     def _cast_grad_for_optim(self) -> None:
         """With ``keep_low_precision_grads``, give the gradient the parameters' low precision."""

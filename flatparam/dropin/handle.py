@@ -1,7 +1,7 @@
 """FlatParamHandle: the life cycle of one flat parameter: construct, shard, unshard, reshard."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -340,30 +340,25 @@ class FlatParamHandle(Flattening, Gathering):
                 flat_param._full_prec_full_param_padded = torch.empty(numel, device=self.device, dtype=flat_param.dtype)
                 free(flat_param._full_prec_full_param_padded)
 
-    # Helpers
-
     def _deregister_orig_params(self) -> None:
         """Take the original parameters off their modules, as ``module.to()`` does for as long as it moves the flat one.
 
         The runtime then shows those of the flat parameter again, and its gradient. What the user has put in place of
         them (a gradient of None, by ``zero_grad()``) is therefore taken in before; torch brings back what was there.
         """
-        flat_param = self.flat_param
-        infos = (*flat_param._param_infos, *flat_param._shared_param_infos)
-        if hasattr(flat_param, "_shard_param_infos") and all(hasattr(info.module, info.param_name) for info in infos):
+        all_there = all(hasattr(info.module, info.param_name) for info in self._all_infos)
+        if hasattr(self.flat_param, "_shard_param_infos") and all_there:
             self._reset_flat_param_grad_info_if_needed()
             if not self._skip_writeback_check:
                 self._writeback_orig_params()
         super()._deregister_orig_params()
 
     def _get_modules(self) -> set[nn.Module]:
-        infos = (*self.flat_param._param_infos, *self.flat_param._shared_param_infos)
-        return {info.module for info in infos}
+        return {info.module for info in self._all_infos}
 
     def param_module_names(self) -> Iterator[tuple[str, str]]:
         """``(parameter name, module name)`` of every original parameter, shared ones under each name."""
-        infos: chain[Any] = chain(self.flat_param._param_infos, self.flat_param._shared_param_infos)
-        return ((info.param_name, info.module_name) for info in infos)
+        return ((info.param_name, info.module_name) for info in self._all_infos)
 
     def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
         """The same for the further names of shared parameters only."""

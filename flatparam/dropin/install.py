@@ -11,15 +11,24 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, leave_out_of_graphs, torch_flat_param
-from . import compat, copying, flat_param, flatten
+from ..common.tensors import row_major
+from ..common.torch_private import (
+    FlatParamShardMetadata,
+    HandleShardingStrategy,
+    HandleTrainingState,
+    _optim_utils,
+    leave_out_of_graphs,
+    torch_flat_param,
+)
+from . import copying, flat_param, flatten
 from .handle import FlatParamHandle
 
 TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle
@@ -65,7 +74,7 @@ def install() -> None:
             f"does. A newer flatparam may. On a tiny module: {otherwise[0]}"
         )
     _bind(FlatParamHandle)
-    compat.add()
+    _patch_torch()
     copying.add()
     flatten.add()
     _complete_cpu_streams()
@@ -75,7 +84,7 @@ def install() -> None:
 def uninstall() -> None:
     """Undo ``install()``: models wrapped from now on use torch's handle again."""
     _bind(TORCH_HANDLE)
-    compat.remove()
+    _unpatch_torch()
     copying.remove()
     flatten.remove()
 
@@ -177,19 +186,6 @@ def _bind(handle: type) -> None:
 _LISTS = ("_fqns", "_shapes", "_strides", "_contiguities", "_numels", "_numels_with_padding", "_is_padding_mask")
 
 
-class _Rank:
-    """What a handle asks of its process group when it communicates nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 class _Tiny(nn.Module):
     """A parameter that the shard cuts, one that is shared, and one of another shape."""
 
@@ -234,7 +230,8 @@ def _steps(kind: Any, rank: int, size: int, use_orig_params: bool) -> Iterator[t
     module, cpu = _Tiny(), torch.device("cpu")
     strategy = HandleShardingStrategy.FULL_SHARD if size > 1 else HandleShardingStrategy.NO_SHARD
     params = list(module.parameters())
-    settings = (strategy, False, None, None, False, _Rank(rank, size), use_orig_params)
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)  # what a handle that communicates nothing asks
+    settings = (strategy, False, None, None, False, group, use_orig_params)
     handle = kind(params, module, cpu, *settings)
     flat_param = handle.flat_param
     for name in _LISTS:
@@ -279,3 +276,82 @@ def _shown(module: nn.Module) -> list[tuple[str, str, Any]]:
                     (f"{name}.{attribute}", type(value).__name__, value.tolist() if has_memory else value.shape)
                 )
     return found
+
+
+OLD_NAME = "flat_param"
+OLD_PATH = f"torch.distributed.fsdp.{OLD_NAME}"
+
+_OLD_FIELDS = ("param_names", "param_shapes", "param_numels", "param_offsets")
+
+_new_metadata: Any = FlatParamShardMetadata.__new__
+_make_metadata: Any = vars(FlatParamShardMetadata)["_make"]
+_UNFLATTEN = "_unflatten_orig_param_states"  # called as each state is gathered; another torch may do without
+_unflatten: Any = getattr(_optim_utils, _UNFLATTEN, None)
+
+
+def _patch_torch() -> None:
+    """Have other parts of torch do, as long as flatparam is installed, what follows.
+
+    - ``torch.distributed.fsdp.flat_param``: the module's name up to torch 2.1, in scripts and as the path in pickles.
+    - ``FlatParamShardMetadata`` of four fields, as torch up to 2.5 pickled and made it: it knew row-major parameters
+      only, so the strides and contiguities that torch 2.6 put between its fields follow from the shapes.
+    - Gathered optimizer states keep their values. For ``use_orig_params=True`` torch gathers a unit's states (Adam's
+      ``exp_avg``, then ``exp_avg_sq``) one after another into one buffer, and returns views of it. Where nothing copies
+      them (on the CPU, or ``offload_to_cpu=False``), every state of a saved optimizer has the values of the last one.
+    """
+    package: Any = sys.modules["torch.distributed.fsdp"]
+    if OLD_PATH not in sys.modules:  # else torch has it
+        sys.modules[OLD_PATH] = torch_flat_param
+        setattr(package, OLD_NAME, torch_flat_param)
+    _set_ways_to_make_metadata(staticmethod(_new_metadata_of_any_version), classmethod(_make_metadata_of_any_version))
+    if _unflatten is not None:
+        setattr(_optim_utils, _UNFLATTEN, _unflatten_apart)
+
+
+def _unpatch_torch() -> None:
+    package: Any = sys.modules["torch.distributed.fsdp"]
+    if sys.modules.get(OLD_PATH) is torch_flat_param:
+        del sys.modules[OLD_PATH]
+        delattr(package, OLD_NAME)
+    _set_ways_to_make_metadata(staticmethod(_new_metadata), _make_metadata)
+    if getattr(_optim_utils, _UNFLATTEN, None) is _unflatten_apart:
+        setattr(_optim_utils, _UNFLATTEN, _unflatten)
+
+
+def _set_ways_to_make_metadata(new: Any, make: Any) -> None:
+    kind: Any = FlatParamShardMetadata
+    kind.__new__, kind._make = new, make
+
+
+@functools.wraps(_new_metadata)
+def _new_metadata_of_any_version(cls: type, *fields: Any, **named: Any) -> Any:
+    if len(fields) + len(named) == len(_OLD_FIELDS) and set(named) == set(_OLD_FIELDS[len(fields) :]):
+        fields = _filled_in(*fields, *(named.pop(name) for name in _OLD_FIELDS[len(fields) :]))
+    return _new_metadata(cls, *fields, **named)
+
+
+def _make_metadata_of_any_version(cls: type, iterable: Any) -> Any:
+    fields = tuple(iterable)
+    return _make_metadata.__func__(cls, _filled_in(*fields) if len(fields) == len(_OLD_FIELDS) else fields)
+
+
+def _filled_in(names: Any, shapes: Any, numels: Any, offsets: Any) -> tuple[Any, ...]:
+    """The fields with strides and contiguities, of parameters that are all row-major."""
+    return names, shapes, tuple(map(row_major, shapes)), (True,) * len(shapes), numels, offsets
+
+
+@functools.wraps(_unflatten)
+def _unflatten_apart(info: Any, states: dict[str, dict[str, Any]], name: str, *settings: Any, **named: Any) -> None:
+    """Copy out of the buffer what torch leaves in it, for units with flatparam's handle."""
+    gathered = {_address(state.get(name)) for state in states.values()} - {None}
+    _unflatten(info, states, name, *settings, **named)
+    if isinstance(info.handle, FlatParamHandle):
+        for state in states.values():
+            if _address(state.get(name)) in gathered:
+                state[name] = state[name].clone()
+
+
+def _address(value: Any) -> int | None:
+    """Where the memory of a tensor or of a DTensor's local part begins; None for anything else."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.untyped_storage().data_ptr() if type(local) is Tensor else None

@@ -254,8 +254,7 @@ class Views(HandleBase):
 
     def _deregister_orig_params(self) -> None:
         """Take the original parameters off their modules, for as long as the flat one is registered in their place."""
-        flat_param = self.flat_param
-        for info in (*flat_param._param_infos, *flat_param._shared_param_infos):
+        for info in self._all_infos:
             if hasattr(info.module, info.param_name):
                 delattr(info.module, info.param_name)
 

@@ -196,8 +196,7 @@ class Writeback(Views):
         changed = [i for i, (version, before) in enumerate(pairs) if version != before]
         if grad is None or (changed and not grad.any()):
             self._offloaded_grad = None
-            if hasattr(flat_param, "_saved_grad_shard"):
-                del flat_param._saved_grad_shard
+            vars(flat_param).pop("_saved_grad_shard", None)
         elif changed and self._use_orig_params:
             views = list(self._get_unflat_views(grad))
             for i in changed:
