@@ -16,56 +16,17 @@ _moved.add()
 if TYPE_CHECKING:
     from ._api import *  # noqa: F403
 
-__all__ = [
-    "FLAT_PARAM",
-    "FSDP_PREFIX",
-    "FSDP_WRAPPED_MODULE",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CustomPolicy",
-    "FlatLayout",
-    "FlatParamHandle",
-    "FlatParamShardMetadata",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "HandleShardingStrategy",
-    "HandleTrainingState",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MemoryPlan",
-    "MixedPrecision",
-    "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ParamInfo",
-    "Placement",
-    "ShardError",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "SharedParamInfo",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "TrainingState",
-    "TrainingState_",
-    "always_wrap_policy",
-    "clean_tensor_name",
-    "defer_init",
-    "enable_wrap",
-    "install",
-    "is_installed",
-    "lambda_auto_wrap_policy",
-    "load_safetensors",
-    "p_assert",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "uninstall",
-    "wrap",
-]
+__all__ = ["FlatLayout", "FlatParamHandle", "ShardError", "install", "is_installed", "uninstall"]
+__all__ += ["FullyShardedDataParallel", "MemoryPlan", "Placement", "ShardingStrategy", "defer_init", "load_safetensors"]
+__all__ += ["FlatParamShardMetadata", "FlatParameter", "ParamInfo", "SharedParamInfo"]
+__all__ += ["HandleShardingStrategy", "HandleTrainingState", "TrainingState", "TrainingState_"]
+__all__ += ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardedGradScaler"]
+__all__ += ["FullStateDictConfig", "LocalStateDictConfig", "ShardedStateDictConfig", "StateDictConfig"]
+__all__ += ["FullOptimStateDictConfig", "LocalOptimStateDictConfig", "OptimStateDictConfig"]
+__all__ += ["OptimStateKeyType", "ShardedOptimStateDictConfig", "StateDictSettings", "StateDictType"]
+__all__ += ["CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wrap", "lambda_auto_wrap_policy", "wrap"]
+__all__ += ["size_based_auto_wrap_policy", "transformer_auto_wrap_policy"]
+__all__ += ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_tensor_name", "p_assert"]
 
 _WITH_THEM = ("copying", "fsdp", "handle", "layout")  # submodules that need no import of their own
 

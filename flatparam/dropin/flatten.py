@@ -1,9 +1,8 @@
 """Constructing a flat parameter: which tensors go in, in which order and place, and what is recorded of each.
 
 Between construction and ``shard()`` the unsharded flat parameter exists, and whoever drives a handle may use it.
-torch's runtime constructs and shards in one function, where nobody can look: there the flat parameter's memory is never
-written, so that it takes none where memory is committed on first touch (the host's, on Linux), and ``shard()`` copies
-this rank's part from the originals. The peak is the shard over what the module takes, and only a W-th is copied.
+torch's runtime constructs and shards in one function, where nobody can look: there its memory is never written
+("Wrapping streams" in csrc/README.md), so it takes none where that is committed on first touch (the host's, on Linux).
 """
 
 import functools

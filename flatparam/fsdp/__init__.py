@@ -10,19 +10,7 @@ from .memory import MemoryPlan, Piece, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .placement import Placement
 
-__all__ = [
-    "FLAT_PARAM",
-    "FSDP_PREFIX",
-    "FSDP_WRAPPED_MODULE",
-    "FullyShardedDataParallel",
-    "MemoryPlan",
-    "OrderError",
-    "Piece",
-    "Placement",
-    "UnitPlan",
-    "clean_tensor_name",
-    "defer_init",
-    "load_safetensors",
-    "p_assert",
-]
+__all__ = ["FullyShardedDataParallel", "MemoryPlan", "OrderError", "Piece", "Placement", "UnitPlan"]
+__all__ += ["defer_init", "load_safetensors"]
+__all__ += ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_tensor_name", "p_assert"]
 __all__ += api.__all__

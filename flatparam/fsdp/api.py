@@ -23,27 +23,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from ..common.torch_private import HandleTrainingState, TrainingState
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "HandleTrainingState",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "TrainingState",
-    "TrainingState_",
-]
+__all__ = ["HandleTrainingState", "ShardedGradScaler", "ShardingStrategy", "TrainingState", "TrainingState_"]
+__all__ += ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "StateDictConfig", "StateDictSettings", "StateDictType"]
+__all__ += ["FullStateDictConfig", "LocalStateDictConfig", "OptimStateDictConfig", "ShardedStateDictConfig"]
+__all__ += ["FullOptimStateDictConfig", "LocalOptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig"]
 
 
 class ShardingStrategy(Enum):

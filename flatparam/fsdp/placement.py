@@ -344,9 +344,8 @@ def _complaint(mine: tuple[tuple[int, ...], tuple[int, ...]], claims: dict[int, 
 def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
     """What every rank of the wide group has named in its call of the same number, by rank.
 
-    Through the store that the process group was made with: ranks that disagree about groups would wait for each other
-    in a collective over them. A store may outlive the groups made with it, so keys have the number of the world, which
-    each rank counts alike.
+    Through the store that the process group was made with (csrc/README.md says why). A store may outlive the groups
+    made with it, so keys have the number of the world, which each rank counts alike.
     """
     inner, wide = mine
     world: Any = dist.group.WORLD
