@@ -65,7 +65,7 @@ held(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     for (Py_ssize_t i = 0; columns != NULL && i < PyTuple_GET_SIZE(infos); i++) {
         PyObject *info = PyTuple_GET_ITEM(infos, i);
-        if (!PyTuple_Check(info) || PyTuple_GET_SIZE(info) != 5) {
+        if (!PyTuple_Check(info) || PyTuple_GET_SIZE(info) < 5) {
             PyErr_Format(PyExc_TypeError, "expected a shard info, got %.200s", Py_TYPE(info)->tp_name);
             goto done;
         }

@@ -12,12 +12,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from .. import _C
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp.agreement import Described, check_described
 from ..fsdp.placement import check_pair
 from ._gradients import Gradients
+from .metadata import FlatParamShardMetadata
 
 _owners: "weakref.WeakValueDictionary[int, FlatParamHandle]" = weakref.WeakValueDictionary()  # by parameters' ids
 
@@ -106,8 +108,9 @@ class FlatParamHandle(Gradients):
         problem, described = None, Described()
         try:
             for name, dtype in (("mp_param_dtype", mp_param_dtype), ("mp_reduce_dtype", mp_reduce_dtype)):
-                if dtype is not None and not dtype.is_floating_point:
-                    raise ValueError(f"{what}: expected {name} to be a floating-point dtype or None, got {dtype}")
+                if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                    raise ValueError(f"{what}: expected {name} to be a floating-point dtype or None, got {dtype!r}")
+            self.device, self._zero3_module = torch.device(device), zero3_module
             names = self._check_params(params, zero3_module, what)
             settings = (
                 f"zero3 of {self.zero3_group_size}, zero1 of {self.zero1_world_size} ranks, "
@@ -124,10 +127,9 @@ class FlatParamHandle(Gradients):
                     for name, param in zip(names, params, strict=True)
                 ),
             ]
-        except (ValueError, TypeError) as error:
+        except Exception as error:
             problem = error
         check_described(described, problem, zero1_process_group)
-        self.device, self._zero3_module = torch.device(device), zero3_module
         self._offload_grads = bool(offload_grads)
 
     def _check_params(self, params: Sequence[Any], module: nn.Module, what: str) -> list[str]:
@@ -135,6 +137,8 @@ class FlatParamHandle(Gradients):
         if len(params) == 0:
             raise ValueError(f"Cannot construct a {what} with an empty parameter list")
         for i, param in enumerate(params):
+            if not isinstance(param, torch.Tensor):
+                raise TypeError(f"{what}: expected params[{i}] to be a parameter, got {param!r}")
             owner = _owners.get(id(param))
             if owner is not None:
                 name = next((name for name, other in module.named_parameters() if other is param), f"params[{i}]")
@@ -157,6 +161,20 @@ class FlatParamHandle(Gradients):
         names = [flat._fqn_of[id(param)] for param in params]
         check_memory(names, list(params))
         return names
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's, before ``shard()``. Raises: RuntimeError after it: the master would stay behind."""
+        if hasattr(self.flat_param, "_zero1_shard"):
+            raise RuntimeError(
+                f"{self._names()} is sharded already: move or convert the module before its handle is constructed"
+            )
+        self._flat.flat_param_to(*args, **kwargs)
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What this rank's zero1 shard holds of each original parameter; those that it does not hold are left out."""
+        flat = self.flat_param
+        fields: Any = _C.held(flat._shard_param_infos, flat._fqns, flat._shapes, flat._numels)
+        return FlatParamShardMetadata(*fields)
 
     # Copies
 
@@ -235,8 +253,8 @@ def _check_groups(zero3: Any, zero1: Any, what: str) -> None:
 
 # What the reference's handle has too, and the flat parameter does
 _OF_FLAT_PARAM = (
-    *("flat_param_to", "is_sharded", "param_module_names", "shared_param_module_names", "shard_metadata"),
-    *("unflatten_as_params", "_check_on_cpu", "_check_sharded", "_check_storage_allocated", "_check_storage_freed"),
+    *("is_sharded", "param_module_names", "shared_param_module_names", "unflatten_as_params"),
+    *("_check_on_cpu", "_check_sharded", "_check_storage_allocated", "_check_storage_freed"),
     *("_check_unsharded", "_get_flat_param_offsets", "_get_modules", "_get_shard", "_get_unflat_views_aligned"),
     *("_get_unflat_views_unaligned", "_get_unpadded_shard", "_use_sharded_views", "_use_unsharded_grad_views"),
     *("_use_unsharded_views", "_validate_tensors_to_flatten"),
