@@ -1,11 +1,14 @@
 """z. LayerZero: eight micro-batches a step beside FULL_SHARD with no_sync and HYBRID_SHARD, and adding up in one pass.
 
-Host cost on a fake process group of 8 in inner groups of 4; bytes received over ranks that are not in the inner group;
-bytes of a rank; bf16 gradients added to an fp32 accumulator, against torch's cast and add_, and against memcpy.
+Host cost on a fake process group of 8 in inner groups of 4, also of units driven by hand as docs/layerzero.md shows;
+bytes received over ranks that are not in the inner group; bytes of a rank; bf16 gradients added to an fp32 accumulator,
+against torch's cast and add_, and against memcpy.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ UNITS, PARAMETERS = 48, 10
 BARE, FULL, HYBRID = "bare", "FULL_SHARD, no_sync", "HYBRID_SHARD, no_sync"
 OURS = ("LAYER_ZERO", "LAYER_ZERO_NESTED")
 NUMEL = 4 * 2**20
+BY_HAND = ((48, 10), (24, 12))
+HAND = "handles by hand"
 
 
 def measure(quick: bool) -> Table:
@@ -46,6 +51,7 @@ def measure(quick: bool) -> Table:
         sharded = {name: model for name, model in models.items() if name != BARE}
         outer = {name: [_outer_bytes(model)] for name, model in sharded.items()}
         table.rows.append(Row.of("bytes over the outer network", size, "KB", FULL, outer, 1e-3))
+        table.rows += [_by_hand(units, n, quick) for units, n in BY_HAND]
         plans = {name: model.memory_plan() for name, model in sharded.items()}
         held = {name: [plan.peak + plan.no_sync] for name, plan in plans.items()}
         table.rows.append(Row.of("bytes of a rank at most", size, "KB", FULL, held, 1e-3))
@@ -83,17 +89,41 @@ def _step(model: Any) -> None:
 
 
 def _sample(model: Any) -> Callable[[], dict[str, float]]:
+    return _timed(model, lambda: _step(model))
+
+
+def _timed(model: Any, step: Callable[[], object]) -> Callable[[], dict[str, float]]:
     optim = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def sample() -> dict[str, float]:
         start = clock()
-        _step(model)
+        step()
         taken = clock() - start
         optim.step()
         optim.zero_grad()
         return {"step": taken}
 
     return sample
+
+
+def _driver() -> Any:
+    """The class that docs/layerzero.md shows."""
+    text = (Path(__file__).parents[1] / "docs" / "layerzero.md").read_text()
+    [code] = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "class Driver" in code]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["Driver"]
+
+
+def _by_hand(units: int, n: int, quick: bool) -> Row:
+    """The units of a model by the driver of docs/layerzero.md, over the bare model, with all micro-batches."""
+    model = Stack(units, n)
+    inner = [dist.new_group(range(i, i + INNER)) for i in range(0, WORLD, INNER)]
+    driver = _driver()(list(model.units), torch.device("cpu"), inner[0], dist.group.WORLD)
+    x = torch.ones(SHAPE)
+    sample = _timed(model, lambda: driver.backward([lambda: model(x).sum()] * MICRO_BATCHES))
+    [(_, medians)] = in_turn({BARE: _sample(Stack(units, n)), HAND: sample}, 3, 4 if quick else 12).items()
+    return Row.of("host, by hand", f"{units} x {n}", "ms", BARE, medians, 1e3, [Target(HAND, 1.5)])
 
 
 def _outer_bytes(model: Any) -> float:

@@ -111,7 +111,8 @@ _TORCHS = [torchs(name) for name in ("all_gather", *NAMES["all_gather"], *NAMES[
 
 def gathering() -> Callable[..., Any]:
     """The all-gather into one tensor, by the newest name that this torch has."""
-    function: Callable[..., Any] = getattr(dist, next(name for name in NAMES["all_gather"] if hasattr(dist, name)))
+    newest, older = NAMES["all_gather"]
+    function: Callable[..., Any] = getattr(dist, newest, None) or getattr(dist, older)
     return function
 
 

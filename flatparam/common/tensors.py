@@ -153,7 +153,9 @@ def lacks_memory(tensor: Tensor) -> bool:
     """Whether a plain ``tensor``'s storage is too small for it: it was freed, or resized."""
     if not _C.is_plain_tensor(tensor) or tensor.numel() == 0:
         return False
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return _C.storage_numel(tensor) <= tensor.storage_offset() + last
 
 

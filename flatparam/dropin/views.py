@@ -54,7 +54,10 @@ class Views(HandleBase):
         return (
             self._unit is not None
             and self._own_way_to_unflatten is None
-            and not self._is_replaced(*self._steps[VIEWS])
+            and (
+                _C.is_as_defined(self, self._own_methods, self._steps[VIEWS])
+                or not self._is_replaced(*self._steps[VIEWS])
+            )
             and (self._setattr_tensor, self._setattr_param) in SETATTR_IN_C
             and _C.is_plain(*tensors)
         )

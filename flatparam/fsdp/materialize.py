@@ -39,9 +39,10 @@ def own_state(modules: list[nn.Module], ignored_params: set[nn.Parameter]) -> It
     seen: set[int] = set()
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor not in ignored_params and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+            if tensor is None or id(tensor) in seen or (ignored_params and tensor in ignored_params):
+                continue
+            seen.add(id(tensor))
+            yield tensor
 
 
 def device_of(device_id: int | str | torch.device | None) -> torch.device | None:
@@ -132,16 +133,16 @@ def move(
         return
     for module in modules:
         for name, param in module._parameters.items():
-            if param is None or param in ignored_params:
+            if param is None or (ignored_params and param in ignored_params):
                 continue
-            if device is not None and param.device not in (device, torch.device("cpu")):
+            if device is not None and param.device != device and param.device.type != "cpu":
                 raise DeviceError(
                     f"device_id={device}, but parameter `{name}` of {type(module).__name__} is on {param.device}"
                 )
-            moved = param.data.to(of_params)
-            if torch._has_compatible_shallow_copy_type(param, moved):
+            moved = None if param.device == of_params else param.data.to(of_params)
+            if moved is not None and torch._has_compatible_shallow_copy_type(param, moved):
                 param.data = moved
-            else:  # a device from outside of torch
+            elif moved is not None:  # a device from outside of torch
                 torch.utils.swap_tensors(param, nn.Parameter(moved, param.requires_grad))
             if param.grad is not None:
                 param.grad = param.grad.to(of_params)

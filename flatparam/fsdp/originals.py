@@ -126,23 +126,23 @@ def find_originals(
     own: Iterable[nn.Module], module: nn.Module, ignored_params: set[nn.Parameter], clean: Callable[[str], str]
 ) -> list[Original]:
     """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``."""
-    found: dict[nn.Parameter, Original] = {}
+    found: dict[int, Original] = {}  # by the parameters' ids
     mine = set(own)
     for path, submodule in module.named_modules(remove_duplicate=False):
         if submodule not in mine:
             continue
         for name, param in submodule._parameters.items():
-            if param is None or param in ignored_params:
+            if param is None or (ignored_params and param in ignored_params):
                 continue
             place = Name(submodule, name, clean(f"{path}.{name}" if path else name))
-            original = found.get(param)
+            original = found.get(id(param))
             if original is None:
                 template = template_of(param)
                 whole = param if template is None else template
                 strided = whole.layout == torch.strided
                 contiguous = strided and is_truly_contiguous(whole)
                 dense = contiguous or (strided and is_dense(whole))
-                found[param] = Original(
+                found[id(param)] = Original(
                     param,
                     [place],
                     whole.shape,

@@ -35,9 +35,12 @@ class Base:
     _fwd_bwd_param_dtype: torch.dtype
     _reduce_dtype: torch.dtype
     _offload_grads: bool
+    _has_zero3_copy: bool  # a second shard: over all ranks the master is it, over one the unsharded parameter
+    _stays_unsharded: bool
     _state: HandleTrainingState = IDLE
     _training_state: Any  # the same for users; setting it checks it
     _is_unsharded = False  # whether flat_param is the unsharded one
+    _in_backward = False  # since prepare_gradient_for_backward(), until the state is IDLE
     _prepared: int | None = None  # version of this backward's gradient when it was zeros
 
     # Kept for the runtime that drives it: places in its orders of handles, and what prefetching did
@@ -69,15 +72,6 @@ class Base:
     def grad_dtype(self) -> torch.dtype:
         """Of the reduce-scatter."""
         return self._reduce_dtype
-
-    @property
-    def _has_zero3_copy(self) -> bool:
-        """Whether there is a second shard: over all ranks the master is it, over one the unsharded parameter."""
-        return 1 < self.zero3_group_size < self.zero1_world_size
-
-    @property
-    def _stays_unsharded(self) -> bool:
-        return self.zero3_group_size == 1
 
     @property
     def _in_backward_state(self) -> bool:

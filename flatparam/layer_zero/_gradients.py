@@ -19,7 +19,6 @@ class Gradients(Parameters):
     """The part of the handle from backward to the optimizer."""
 
     _count_reduced = 0  # of how many parameters the gradients were shown when they were reduced last
-    _in_backward = False  # since prepare_gradient_for_backward(), until the state is IDLE
 
     @property
     def _training_state(self) -> Any:
@@ -29,7 +28,7 @@ class Gradients(Parameters):
     @_training_state.setter
     def _training_state(self, value: Any) -> None:
         state, before = state_of(value), self._state
-        was_in_backward = self._in_backward_state
+        was_in_backward = before is BACKWARD_PRE or before is BACKWARD_POST
         allowed = BEFORE[state._name_]
         if before._name_ not in allowed and not (
             state is FORWARD and was_in_backward and torch._C._current_graph_task_id() != -1
@@ -266,9 +265,8 @@ class Gradients(Parameters):
             flat_param.requires_grad = requires_grad
         if self._shown is not None:
             self._notice_cleared_grads()
-        elif self._state is IDLE and not self._versions(flat_param._params)[1]:
-            _C.set_grad(flat_param, None)
-            vars(flat_param).pop("_saved_grad_shard", None)
+        elif self._state is IDLE:
+            self._drop_cleared_grad()
 
     # Whole gradients, outside of a step
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import all_gather_at_once
-from ..common.tensors import allocate, pinned
+from ..common.tensors import allocate, has_memory, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp import order
 from ._freshness import Freshness
@@ -132,6 +132,8 @@ class Parameters(Freshness):
         if self._shown is not None:
             self._notice_cleared_grads()
         grad, infos = flat_param.grad, flat_param._shard_param_infos
+        if grad is not None and self._shown is None and not self._in_backward:
+            grad = self._drop_cleared_grad()
         plain = unit is not None and _C.is_plain(flat_param, *(() if grad is None else (grad,)))
         if plain and not flat_param._shared_param_infos and not unit.scan(flat_param._params, flat_param, grad, infos):
             return False
@@ -176,11 +178,12 @@ class Parameters(Freshness):
             torch.autograd.graph.increment_version(self.flat_param)
 
     def _gather(self, padded: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        expected = shard.numel() * group.size()
+        ranks = group.size()
+        expected = shard.numel() * ranks
         if padded.numel() != expected:
             raise AssertionError(self._about(f"expects {expected} elements to gather into, got {padded.numel()}"))
         self.wait_unshard()
-        if group.size() == 1:
+        if ranks == 1:
             with torch.no_grad():
                 padded.copy_(shard)
             return
@@ -245,7 +248,8 @@ class Parameters(Freshness):
             if self._stays_unsharded:
                 flat_param._zero3_shard = None  # it was freed, or may have been written to
         elif free_unsharded_flat_param and not (self._stays_unsharded and self._gathered):
-            self._free_after_use(flat_param._full_param_padded)
+            if has_memory(flat_param._full_param_padded):
+                self._free_after_use(flat_param._full_param_padded)
             self._gathered = False
 
     @torch.no_grad()

@@ -219,6 +219,15 @@ class Sums(Base):
                     self._flat._zero_grad_of_earlier_backwards(i)
         self._shown = self._versions(flat_param._params)[1:]
 
+    def _drop_cleared_grad(self) -> Tensor | None:
+        """The reduced gradient; None, and it is given up, where no original parameter has one any more."""
+        flat_param = self.flat_param
+        if self._versions(flat_param._params)[1] == 0:
+            _C.set_grad(flat_param, None)
+            vars(flat_param).pop("_saved_grad_shard", None)
+        grad: Tensor | None = flat_param.grad
+        return grad
+
     # Reducing it
 
     def wait_reduce_scatter(self) -> None:

@@ -105,6 +105,8 @@ class FlatParamHandle(Gradients):
         self.zero3_process_group, self.zero1_process_group = zero3_process_group, zero1_process_group
         self.zero3_group_rank, self.zero3_group_size = zero3_process_group.rank(), zero3_process_group.size()
         self.zero1_group_rank, self.zero1_world_size = zero1_process_group.rank(), zero1_process_group.size()
+        self._has_zero3_copy = 1 < self.zero3_group_size < self.zero1_world_size
+        self._stays_unsharded = self.zero3_group_size == 1
         problem, described = None, Described()
         try:
             for name, dtype in (("mp_param_dtype", mp_param_dtype), ("mp_reduce_dtype", mp_reduce_dtype)):
