@@ -13,7 +13,7 @@ MOVED = {
     "flatparam._collectives": "flatparam.common.collectives",
     "flatparam._compat": "flatparam.dropin.install",
     "flatparam._compiling": "flatparam.common.torch_private",
-    "flatparam._exports": "flatparam.common.dlpack",
+    "flatparam._exports": "flatparam.common.tensors",
     "flatparam._flat_param": "flatparam.dropin.flat_param",
     "flatparam._flatten": "flatparam.dropin.flatten",
     "flatparam._fused": "flatparam.dropin.gathering",

@@ -3,10 +3,13 @@
 Storages of flat tensors are allocated and freed in place, so that views made before stay valid objects.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from .. import _C
@@ -174,3 +177,31 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     if _C.is_plain_tensor(a) and _C.is_plain_tensor(b):
         return _C.same_storage(a, b)
     return bool(_same_storage(a, b))
+
+
+@functools.cache
+def watch_exports() -> None:
+    """Lend what DLPack exports from now on: who takes a full parameter by its address keeps the memory.
+
+    It would else be freed or gathered into. torch marks memory that NumPy has, not what DLPack's readers have.
+    """
+    native: Any = torch._C
+    for name in ("_to_dlpack", "_to_dlpack_versioned"):
+        export = getattr(native, name)
+        lending = _lending(export)
+        for module in (native, torch, torch.utils.dlpack):
+            for alias in [alias for alias, value in vars(module).items() if value is export]:
+                setattr(module, alias, lending)
+    tensor: Any = torch.Tensor
+    if "__dlpack_c_exchange_api__" in vars(tensor):
+        tensor.__dlpack_c_exchange_api__ = _C.lending_exchange(tensor.__dlpack_c_exchange_api__)
+
+
+def _lending(export: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(export)
+    def lending(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        capsule = export(tensor, *args, **kwargs)
+        _C.lend(tensor)
+        return capsule
+
+    return lending

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _C
-from ..common import dlpack, optimizers
+from ..common import optimizers
 from ..common.collectives import fake_group
 from ..common.layout import parts_of
-from ..common.tensors import free, in_storage_order, pinned
+from ..common.tensors import free, in_storage_order, pinned, watch_exports
 from ..common.torch_private import (
     FlatParamShardMetadata,
     FSDPExtensions,
@@ -118,7 +118,7 @@ class FlatParamHandle(Flattening, Gathering):
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
         optimizers.watch()
-        dlpack.watch()
+        watch_exports()
         del self._shards_next
 
     def __del__(self) -> None:

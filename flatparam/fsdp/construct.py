@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
-from ..common import dlpack, optimizers
+from ..common import optimizers
+from ..common.tensors import watch_exports
 from .api import ShardingStrategy
 from .owners import owner_of, owner_of_param
 from .placement import Placement, groups_of, place
@@ -25,7 +26,7 @@ def watch_torch() -> None:
     optimizers.ask_before(refuse_step)
     optimizers.ask_before(check_reduced)
     optimizers.watch()
-    dlpack.watch()
+    watch_exports()
 
 
 def default_groups(process_group: Any, device_mesh: Any, placement: Any) -> list[dist.ProcessGroup]:

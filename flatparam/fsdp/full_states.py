@@ -93,14 +93,14 @@ class FullStates(Wrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Every parameter whole, in its own precision, under the names of the unwrapped model. A collective call."""
-        if self._unit.summoned is None:
+        already = self._unit.summoned is not None
+        if not already:
             self._check_idle_here("state_dict")
         config = self._settings.state_dict_config
         rank0_only, to_cpu = getattr(config, "rank0_only", False), config.offload_to_cpu
         names = ("destination", "prefix", "keep_vars")
         kwargs.update(zip(names, args, strict=False))
         prefix = kwargs.get("prefix", "")
-        already = self._unit.summoned is not None
         units = [] if already else [self._unit]
         on_host = to_cpu and self._unit.options.device is not None  # where the parameters are
         with summon(units, writeback=False, offload_to_cpu=on_host):

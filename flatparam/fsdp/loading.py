@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.tensors import is_dense, row_major
 from ..common.torch_private import _IncompatibleKeys
-from .agreement import digest_of
+from .agreement import digest_of, groups_of_placement
 from .materialize import blank
 from .names import clean_tensor_name
 from .order import gather_objects
@@ -107,9 +107,8 @@ def _check_idle(module: nn.Module) -> None:
 def _wanted(module: nn.Module) -> Iterator[Wanted]:
     """What this rank reads: its pieces of managed parameters, other parameters and persistent buffers whole."""
     paths: dict[Unit, list[str]] = {}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        for unit in units_of([inner]):
-            paths.setdefault(unit, []).append(path)
+    for path, unit in _units_in(module):
+        paths.setdefault(unit, []).append(path)
     for unit, places in paths.items():
         unit.look_over()
         for segment in unit.segments:
@@ -263,12 +262,13 @@ def _names(path: str, unit: Unit) -> Iterator[tuple[str, Segment]]:
 
 def _managed(module: nn.Module) -> dict[str, Unit]:
     """The unit of each parameter by its name in the unwrapped model."""
-    return {
-        name: unit
-        for path, inner in module.named_modules(remove_duplicate=False)
-        for unit in units_of([inner])
-        for name, _ in _names(path, unit)
-    }
+    return {name: unit for path, unit in _units_in(module) for name, _ in _names(path, unit)}
+
+
+def _units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """The units in ``module``, each under every path that it has."""
+    for path, inner in module.named_modules(remove_duplicate=False):
+        yield from ((path, unit) for unit in units_of([inner]))
 
 
 def values_of(module: nn.Module, state: Mapping[str, Any]) -> Values:
@@ -287,9 +287,8 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Va
     failed = (me, error, None) if error is not None else None
     groups: dict[int, tuple[Any, list[Unit]]] = {}
     for unit in units:
-        for group in (unit.options.placement.optim, unit.options.placement.replicate):
-            if group is not None:
-                groups.setdefault(id(group), (group, []))[1].append(unit)
+        for group in groups_of_placement(unit.options.placement):
+            groups.setdefault(id(group), (group, []))[1].append(unit)
     for group, sharing in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one it tells in the next
         here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}
         digest = hashlib.sha256(repr(sorted(here.items())).encode()).hexdigest()

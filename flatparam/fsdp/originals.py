@@ -1,7 +1,5 @@
 """The original parameters of a unit: which of them one flat parameter can hold, and where they lie in it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ one asks nobody. Where it comes to another, or nothing is known yet, it asks the
 A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
