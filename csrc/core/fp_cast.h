@@ -17,6 +17,9 @@ typedef void (*fp_cast_kernel)(const void *source, void *destination, size_t n, 
 /* [source dtype][destination dtype][FP_OP_* bits]; no entry is NULL. */
 typedef fp_cast_kernel fp_cast_table[FP_DTYPE_COUNT][FP_DTYPE_COUNT][FP_OP_COUNT];
 
+/* What the kernels of a level are made of; the level says which instructions FP_TARGET lets the compiler use. */
+#define FP_INLINE FP_TARGET static inline __attribute__((always_inline))
+
 extern const fp_cast_table fp_cast_baseline;
 #if defined(__x86_64__)
 extern const fp_cast_table fp_cast_avx2;   /* needs AVX2 and F16C */

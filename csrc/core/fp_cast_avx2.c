@@ -2,25 +2,26 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "core/fp_dtype.h"
+#include "core/fp_cast.h"
 
 #define FP_TABLE fp_cast_avx2
 #define FP_TARGET __attribute__((target("avx2,f16c")))
 #define FP_VECTORS
-#define FP_OP_INLINE FP_TARGET static inline __attribute__((always_inline))
+#define f32_set _mm256_set1_ps
+#define f64_set _mm256_set1_pd
 
 typedef __m256 vec_f32;
 typedef __m256d vec_f64;
 enum { VEC_F32 = 8, VEC_F64 = 4 };
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_of_bf16(__m128i bf16)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bf16), 16));
 }
 
 /* Eight floats rounded to bf16, each in the low half of its lane. */
-FP_OP_INLINE __m256i
+FP_INLINE __m256i
 bf16_of_f32(vec_f32 value)
 {
     const __m256i bits = _mm256_castps_si256(value);
@@ -30,7 +31,7 @@ bf16_of_f32(vec_f32 value)
     return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7FC0), is_nan);
 }
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_load(const char *from, fp_dtype dtype)
 {
     switch (dtype) {
@@ -47,7 +48,7 @@ f32_load(const char *from, fp_dtype dtype)
     return _mm256_loadu_ps((const float *)(const void *)from);
 }
 
-FP_OP_INLINE void
+FP_INLINE void
 f32_store(char *to, fp_dtype dtype, vec_f32 value)
 {
     if (dtype == FP_BF16) {
@@ -63,7 +64,7 @@ f32_store(char *to, fp_dtype dtype, vec_f32 value)
     }
 }
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_round(vec_f32 value, fp_dtype dtype)
 {
     if (dtype == FP_BF16) {
@@ -72,25 +73,7 @@ f32_round(vec_f32 value, fp_dtype dtype)
     return dtype == FP_F16 ? _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)) : value;
 }
 
-FP_OP_INLINE vec_f32
-f32_set(float value)
-{
-    return _mm256_set1_ps(value);
-}
-
-FP_OP_INLINE vec_f32
-f32_mul(vec_f32 a, vec_f32 b)
-{
-    return _mm256_mul_ps(a, b);
-}
-
-FP_OP_INLINE vec_f32
-f32_add(vec_f32 a, vec_f32 b)
-{
-    return _mm256_add_ps(a, b);
-}
-
-FP_OP_INLINE vec_f64
+FP_INLINE vec_f64
 f64_load(const char *from, fp_dtype dtype)
 {
     switch (dtype) {
@@ -106,30 +89,6 @@ f64_load(const char *from, fp_dtype dtype)
             break;
     }
     return _mm256_loadu_pd((const double *)(const void *)from);
-}
-
-FP_OP_INLINE void
-f64_store(char *to, vec_f64 value)
-{
-    _mm256_storeu_pd((double *)(void *)to, value);
-}
-
-FP_OP_INLINE vec_f64
-f64_set(double value)
-{
-    return _mm256_set1_pd(value);
-}
-
-FP_OP_INLINE vec_f64
-f64_mul(vec_f64 a, vec_f64 b)
-{
-    return _mm256_mul_pd(a, b);
-}
-
-FP_OP_INLINE vec_f64
-f64_add(vec_f64 a, vec_f64 b)
-{
-    return _mm256_add_pd(a, b);
 }
 
 #include "core/fp_cast_kernels.h"

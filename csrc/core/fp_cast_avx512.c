@@ -2,25 +2,26 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "core/fp_dtype.h"
+#include "core/fp_cast.h"
 
 #define FP_TABLE fp_cast_avx512
 #define FP_TARGET __attribute__((target("avx512f")))
 #define FP_VECTORS
-#define FP_OP_INLINE FP_TARGET static inline __attribute__((always_inline))
+#define f32_set _mm512_set1_ps
+#define f64_set _mm512_set1_pd
 
 typedef __m512 vec_f32;
 typedef __m512d vec_f64;
 enum { VEC_F32 = 16, VEC_F64 = 8 };
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_of_bf16(__m256i bf16)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));
 }
 
 /* Sixteen floats rounded to bf16, each in the low half of its lane. */
-FP_OP_INLINE __m512i
+FP_INLINE __m512i
 bf16_of_f32(vec_f32 value)
 {
     const __m512i bits = _mm512_castps_si512(value);
@@ -30,7 +31,7 @@ bf16_of_f32(vec_f32 value)
     return _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), is_nan, _mm512_set1_epi32(0x7FC0));
 }
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_load(const char *from, fp_dtype dtype)
 {
     switch (dtype) {
@@ -50,7 +51,7 @@ f32_load(const char *from, fp_dtype dtype)
     return _mm512_loadu_ps(from);
 }
 
-FP_OP_INLINE void
+FP_INLINE void
 f32_store(char *to, fp_dtype dtype, vec_f32 value)
 {
     if (dtype == FP_BF16) {
@@ -64,7 +65,7 @@ f32_store(char *to, fp_dtype dtype, vec_f32 value)
     }
 }
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_round(vec_f32 value, fp_dtype dtype)
 {
     if (dtype == FP_BF16) {
@@ -73,25 +74,7 @@ f32_round(vec_f32 value, fp_dtype dtype)
     return dtype == FP_F16 ? _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)) : value;
 }
 
-FP_OP_INLINE vec_f32
-f32_set(float value)
-{
-    return _mm512_set1_ps(value);
-}
-
-FP_OP_INLINE vec_f32
-f32_mul(vec_f32 a, vec_f32 b)
-{
-    return _mm512_mul_ps(a, b);
-}
-
-FP_OP_INLINE vec_f32
-f32_add(vec_f32 a, vec_f32 b)
-{
-    return _mm512_add_ps(a, b);
-}
-
-FP_OP_INLINE vec_f64
+FP_INLINE vec_f64
 f64_load(const char *from, fp_dtype dtype)
 {
     switch (dtype) {
@@ -108,30 +91,6 @@ f64_load(const char *from, fp_dtype dtype)
             break;
     }
     return _mm512_loadu_pd(from);
-}
-
-FP_OP_INLINE void
-f64_store(char *to, vec_f64 value)
-{
-    _mm512_storeu_pd(to, value);
-}
-
-FP_OP_INLINE vec_f64
-f64_set(double value)
-{
-    return _mm512_set1_pd(value);
-}
-
-FP_OP_INLINE vec_f64
-f64_mul(vec_f64 a, vec_f64 b)
-{
-    return _mm512_mul_pd(a, b);
-}
-
-FP_OP_INLINE vec_f64
-f64_add(vec_f64 a, vec_f64 b)
-{
-    return _mm512_add_pd(a, b);
 }
 
 #include "core/fp_cast_kernels.h"

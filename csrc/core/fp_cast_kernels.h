@@ -3,9 +3,10 @@
  *   FP_TABLE    the name of the table
  *   FP_TARGET   the function attribute that lets the compiler use the instruction set (may be empty)
  * and, unless the level has no vectors of its own, FP_VECTORS and
- *   vec_f32, VEC_F32, f32_load, f32_store, f32_round, f32_set, f32_mul, f32_add   floats, VEC_F32 of them at a time
- *   vec_f64, VEC_F64, f64_load, f64_store, f64_set, f64_mul, f64_add              doubles
- * where load and store take a pointer and a dtype, which is a constant in every kernel, so that switches fold away.
+ *   vec_f32, VEC_F32, f32_set, f32_load, f32_store, f32_round   floats, VEC_F32 of them at a time
+ *   vec_f64, VEC_F64, f64_set, f64_load                         doubles
+ * where load and store take a pointer and a dtype, which is a constant in every kernel, so that switches fold away. The
+ * compilers know * and + of vectors.
  * Floats compute for the destinations fp32, bf16 and fp16; doubles for fp64. The last few elements go one by one.
  * Multiplication and addition round separately: the build must not fuse them (-ffp-contract=off, as -std=c11 sets). */
 #include <stdint.h>
@@ -16,8 +17,6 @@
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #endif
-
-#define FP_INLINE FP_TARGET static inline __attribute__((always_inline))
 
 FP_INLINE void
 cast_one(const void *source, fp_dtype from, void *destination, fp_dtype to, size_t i, int op, double scale)
@@ -54,12 +53,12 @@ cast_f64(const char *source, fp_dtype from, char *destination, size_t n, int op,
     for (; i + VEC_F64 <= n; i += VEC_F64) {
         vec_f64 value = f64_load(source + i * from_bytes, from);
         if (op & FP_OP_SCALE) {
-            value = f64_mul(value, factor);
+            value *= factor;
         }
         if (op & FP_OP_ADD) {
-            value = f64_add(value, f64_load(destination + i * sizeof(double), FP_F64));
+            value += f64_load(destination + i * sizeof(double), FP_F64);
         }
-        f64_store(destination + i * sizeof(double), value);
+        memcpy(destination + i * sizeof(double), &value, sizeof value);
     }
     return i;
 }
@@ -75,11 +74,11 @@ cast_f32(const char *source, fp_dtype from, char *destination, fp_dtype to, size
     for (; i + VEC_F32 <= n; i += VEC_F32) {
         vec_f32 value = f32_load(source + i * from_bytes, from);
         if (op & FP_OP_SCALE) {
-            value = f32_mul(from == to ? value : f32_round(value, to), factor);
+            value = (from == to ? value : f32_round(value, to)) * factor;
         }
         if (op & FP_OP_ADD) {
             const int is_exact = from == to && !(op & FP_OP_SCALE);
-            value = f32_add(f32_load(destination + i * to_bytes, to), is_exact ? value : f32_round(value, to));
+            value = f32_load(destination + i * to_bytes, to) + (is_exact ? value : f32_round(value, to));
         }
         f32_store(destination + i * to_bytes, to, value);
     }

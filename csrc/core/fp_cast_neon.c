@@ -3,37 +3,38 @@
 #include <arm_neon.h>
 #include <string.h>
 
-#include "core/fp_dtype.h"
+#include "core/fp_cast.h"
 
 #define FP_TABLE fp_cast_neon
 #define FP_TARGET
 #define FP_VECTORS
-#define FP_OP_INLINE static inline __attribute__((always_inline))
+#define f32_set vdupq_n_f32
+#define f64_set vdupq_n_f64
 
 typedef float32x4_t vec_f32;
 typedef float64x2_t vec_f64;
 enum { VEC_F32 = 4, VEC_F64 = 2 };
 
 /* Loads and stores go by bytes, since elements need not be aligned. */
-FP_OP_INLINE uint16x4_t
+FP_INLINE uint16x4_t
 load_halves(const char *from)
 {
     return vreinterpret_u16_u8(vld1_u8((const uint8_t *)from));
 }
 
-FP_OP_INLINE float64x2_t
+FP_INLINE float64x2_t
 load_doubles(const char *from)
 {
     return vreinterpretq_f64_u8(vld1q_u8((const uint8_t *)from));
 }
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_of_bf16(uint16x4_t bf16)
 {
     return vreinterpretq_f32_u32(vshll_n_u16(bf16, 16));
 }
 
-FP_OP_INLINE uint16x4_t
+FP_INLINE uint16x4_t
 bf16_of_f32(vec_f32 value)
 {
     const uint32x4_t bits = vreinterpretq_u32_f32(value);
@@ -43,7 +44,7 @@ bf16_of_f32(vec_f32 value)
     return vshrn_n_u32(vbslq_u32(is_number, rounded, vdupq_n_u32(0x7FC00000)), 16);
 }
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_load(const char *from, fp_dtype dtype)
 {
     switch (dtype) {
@@ -59,7 +60,7 @@ f32_load(const char *from, fp_dtype dtype)
     return vreinterpretq_f32_u8(vld1q_u8((const uint8_t *)from));
 }
 
-FP_OP_INLINE void
+FP_INLINE void
 f32_store(char *to, fp_dtype dtype, vec_f32 value)
 {
     if (dtype == FP_BF16) {
@@ -73,7 +74,7 @@ f32_store(char *to, fp_dtype dtype, vec_f32 value)
     }
 }
 
-FP_OP_INLINE vec_f32
+FP_INLINE vec_f32
 f32_round(vec_f32 value, fp_dtype dtype)
 {
     if (dtype == FP_BF16) {
@@ -82,25 +83,7 @@ f32_round(vec_f32 value, fp_dtype dtype)
     return dtype == FP_F16 ? vcvt_f32_f16(vcvt_f16_f32(value)) : value;
 }
 
-FP_OP_INLINE vec_f32
-f32_set(float value)
-{
-    return vdupq_n_f32(value);
-}
-
-FP_OP_INLINE vec_f32
-f32_mul(vec_f32 a, vec_f32 b)
-{
-    return vmulq_f32(a, b);
-}
-
-FP_OP_INLINE vec_f32
-f32_add(vec_f32 a, vec_f32 b)
-{
-    return vaddq_f32(a, b);
-}
-
-FP_OP_INLINE vec_f64
+FP_INLINE vec_f64
 f64_load(const char *from, fp_dtype dtype)
 {
     float32x2_t two_floats;
@@ -120,30 +103,6 @@ f64_load(const char *from, fp_dtype dtype)
             break;
     }
     return load_doubles(from);
-}
-
-FP_OP_INLINE void
-f64_store(char *to, vec_f64 value)
-{
-    vst1q_u8((uint8_t *)to, vreinterpretq_u8_f64(value));
-}
-
-FP_OP_INLINE vec_f64
-f64_set(double value)
-{
-    return vdupq_n_f64(value);
-}
-
-FP_OP_INLINE vec_f64
-f64_mul(vec_f64 a, vec_f64 b)
-{
-    return vmulq_f64(a, b);
-}
-
-FP_OP_INLINE vec_f64
-f64_add(vec_f64 a, vec_f64 b)
-{
-    return vaddq_f64(a, b);
 }
 
 #include "core/fp_cast_kernels.h"
