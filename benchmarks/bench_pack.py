@@ -53,14 +53,14 @@ def _measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
     source, flat = torch.randn(total), torch.zeros(total)
     fp32 = [torch.randn(NUMEL) for _ in range(SEGMENTS)]
     bf16 = [tensor.bfloat16() for tensor in fp32]
-    into = _memory(flat)
+    into, low = _memory(flat), _memory(flat.bfloat16())
     fp32_segments = [(_memory(tensor), i * NUMEL, NUMEL) for i, tensor in enumerate(fp32)]
     bf16_segments = [(_memory(tensor), i * NUMEL, NUMEL) for i, tensor in enumerate(bf16)]
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
     def there_and_back() -> None:
-        _C_testing.unpack(bf16_segments, "bfloat16", into, "float32", 0, total)
+        _C_testing.pack(fp32_segments, "float32", low, "bfloat16", 0, total)
         _C_testing.pack(bf16_segments, "bfloat16", into, "float32", 0, total)
 
     calls: dict[str, tuple[int, Callable[[], Any]]] = {  # (bytes read and written for each element, call)

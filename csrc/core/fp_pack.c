@@ -1,10 +1,9 @@
-/* core/fp_pack.c -- walk the segments of a flat buffer, or the part of them in a range, in one pass over memory. */
+/* core/fp_pack.c -- walk the segments of a flat buffer, or the part of them in a range. */
 #include "core/fp_pack.h"
 
 #include <string.h>
 
 #include "core/fp_cast.h"
-#include "core/fp_float.h"
 
 /* The segment's end, which a valid list has made sure fits. */
 static int64_t
@@ -51,21 +50,7 @@ check_between(const fp_segment *segments, size_t n, size_t first, int64_t end, s
     return FP_OK;
 }
 
-fp_status
-fp_segments_check(const fp_segment *segments, size_t n, int64_t flat_numel)
-{
-    size_t last;
-    if ((segments == NULL && n > 0) || flat_numel < 0) {
-        return FP_EINVAL;
-    }
-    const fp_status status = check_between(segments, n, 0, INT64_MAX, &last);
-    if (status != FP_OK || last < n) {
-        return FP_EINVAL;
-    }
-    return n == 0 || end_of(&segments[n - 1]) <= flat_numel ? FP_OK : FP_EINVAL;
-}
-
-/* What fp_pack, fp_unpack and the raw ones check: fills *first and *last, the segments that meet [begin, end). */
+/* What fp_pack and fp_pack_raw check: fills *first and *last, the segments that meet [begin, end). */
 static fp_status
 find_segments(const fp_segment *segments, size_t n, const void *flat, int64_t begin, int64_t end, size_t *first,
               size_t *last)
@@ -153,22 +138,6 @@ walk_pack(const mover *how, const fp_segment *segments, size_t first, size_t las
     }
 }
 
-/* The other way, from flat into the segments. */
-static void
-walk_unpack(const mover *how, const fp_segment *segments, size_t first, size_t last, const char *flat, int64_t begin,
-            int64_t end)
-{
-    for (size_t i = first; i < last; i++) {
-        const fp_segment *segment = &segments[i];
-        const int64_t from = segment->start > begin ? segment->start : begin;
-        const int64_t to = end_of(segment) < end ? end_of(segment) : end;
-        if (from < to && segment->data != NULL) {
-            move(how, flat + (size_t)from * how->flat_bytes,
-                 (char *)segment->data + (size_t)(from - segment->start) * how->segment_bytes, (size_t)(to - from));
-        }
-    }
-}
-
 /* The kernel for a cast with opts; NULL where copying bytes does. The dtypes are valid. */
 static fp_cast_kernel
 kernel_for(fp_dtype from, fp_dtype to, const fp_pack_opts *opts)
@@ -190,7 +159,6 @@ fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, void *flat
 {
     const fp_pack_opts plain = {0};
     const size_t segment_bytes = fp_dtype_bytes(segment_dtype), flat_bytes = fp_dtype_bytes(flat_dtype);
-    char fill_item[sizeof(double)] = {0};
     size_t first, last;
 
     const fp_status status = find_segments(segments, n, flat, begin, end, &first, &last);
@@ -201,13 +169,11 @@ fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, void *flat
         return FP_OK;
     }
     opts = opts == NULL ? &plain : opts;
-    fp_store_f64(fill_item, 0, flat_dtype, opts->fill);
     const mover how = {
         .kernel = kernel_for(segment_dtype, flat_dtype, opts),
         .scale = opts->scale,
         .segment_bytes = segment_bytes,
         .flat_bytes = flat_bytes,
-        .fill_item = fill_item,
         .leave_gaps = opts->accumulate,
     };
     walk_pack(&how, segments, first, last, flat, begin, end);
@@ -215,69 +181,20 @@ fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, void *flat
 }
 
 fp_status
-fp_unpack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, const void *flat, fp_dtype flat_dtype,
-          int64_t begin, int64_t end, const fp_pack_opts *opts)
+fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat, int64_t begin, int64_t end,
+            const void *fill_item)
 {
-    const fp_pack_opts plain = {0};
-    const size_t segment_bytes = fp_dtype_bytes(segment_dtype), flat_bytes = fp_dtype_bytes(flat_dtype);
     size_t first, last;
-
     const fp_status status = find_segments(segments, n, flat, begin, end, &first, &last);
-    if (status != FP_OK || !fits(end, segment_bytes) || !fits(end, flat_bytes)) {
-        return FP_EINVAL;
-    }
-    if (begin == end) {
-        return FP_OK;
-    }
-    opts = opts == NULL ? &plain : opts;
-    const mover how = {
-        .kernel = kernel_for(flat_dtype, segment_dtype, opts),
-        .scale = opts->scale,
-        .segment_bytes = segment_bytes,
-        .flat_bytes = flat_bytes,
-    };
-    walk_unpack(&how, segments, first, last, flat, begin, end);
-    return FP_OK;
-}
-
-/* The mover of the raw functions, and their checks. */
-static fp_status
-prepare_raw(const fp_segment *segments, size_t n, int64_t item_bytes, const void *flat, int64_t begin, int64_t end,
-            mover *how, size_t *first, size_t *last)
-{
-    const fp_status status = find_segments(segments, n, flat, begin, end, first, last);
     if (status != FP_OK || item_bytes < 1) {
         return FP_EINVAL;
     }
     if (!fits(end, (size_t)item_bytes)) {
         return FP_EOVERFLOW;
     }
-    *how = (mover){.segment_bytes = (size_t)item_bytes, .flat_bytes = (size_t)item_bytes};
-    return FP_OK;
-}
-
-fp_status
-fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat, int64_t begin, int64_t end,
-            const void *fill_item)
-{
-    mover how;
-    size_t first, last;
-    const fp_status status = prepare_raw(segments, n, item_bytes, flat, begin, end, &how, &first, &last);
-    if (status == FP_OK && begin < end) {
-        how.fill_item = fill_item;
+    const mover how = {.segment_bytes = (size_t)item_bytes, .flat_bytes = (size_t)item_bytes, .fill_item = fill_item};
+    if (begin < end) {
         walk_pack(&how, segments, first, last, flat, begin, end);
     }
-    return status;
-}
-
-fp_status
-fp_unpack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, const void *flat, int64_t begin, int64_t end)
-{
-    mover how;
-    size_t first, last;
-    const fp_status status = prepare_raw(segments, n, item_bytes, flat, begin, end, &how, &first, &last);
-    if (status == FP_OK && begin < end) {
-        walk_unpack(&how, segments, first, last, flat, begin, end);
-    }
-    return status;
+    return FP_OK;
 }

@@ -1,4 +1,4 @@
-/* core/fp_pack.h -- N segments <-> one flat buffer, with cast, scale and accumulation in one pass over memory.
+/* core/fp_pack.h -- N segments into one flat buffer, with cast, scale and accumulation in one pass over memory.
  * Pure C11: no Python.h, no torch. No threads, no allocation, no locks: safe without the GIL, and several threads may
  * work on disjoint element ranges of one flat buffer at the same time.
  * Positions and sizes are in ELEMENTS unless the name ends in _bytes. Ranges are half-open: [begin, end).
@@ -16,26 +16,21 @@
 
 /* One piece of a flat buffer that has memory of its own. The core borrows data for the call. */
 typedef struct {
-    void *data;    /* numel contiguous elements, no alignment needed: read by pack, written by unpack.
-                    * NULL: pack takes zeros (when accumulating, leaves the flat elements alone), unpack skips it */
-    int64_t start; /* first element of the piece, counted in the flat buffer */
-    int64_t numel; /* elements of the piece; 0 is allowed */
+    const void *data; /* numel contiguous elements, no alignment needed. NULL: zeros; when accumulating, nothing */
+    int64_t start;    /* first element of the piece, counted in the flat buffer */
+    int64_t numel;    /* elements of the piece; 0 is allowed */
 } fp_segment;
 
-/* How fp_pack and fp_unpack compute; {0} is a plain cast with zeros in the gaps.
+/* How fp_pack computes; {0} is a plain cast with zeros in the gaps.
  * With T the destination's type, t = T(source); if has_scale, t = T(t * scale); the result is T(destination + t) when
  * accumulating, else t. Each step rounds to nearest even into T, like torch's to(), mul_() and add_(): bf16 and fp16
  * are multiplied and added in fp32, with scale rounded to fp32; fp64 casts to bf16 and fp16 by way of fp32. A NaN stays
  * a NaN (which one is not defined). */
 typedef struct {
     double scale;
-    double fill;    /* what pack writes into gaps, cast to the flat type; unused when accumulating */
     int has_scale;  /* 0: scale is not looked at */
     int accumulate; /* add to the destination instead of overwriting it; gaps are left alone */
 } fp_pack_opts;
-
-/* Whether a list of segments is valid (see above) and lies in [0, flat_numel). Returns FP_OK or FP_EINVAL. O(n). */
-fp_status fp_segments_check(const fp_segment *segments, size_t n, int64_t flat_numel);
 
 /* Compute elements [begin, end) of a flat buffer from segments.
  *   segments, n  valid, sorted by start; may reach beyond [begin, end), those parts are not touched
@@ -47,20 +42,11 @@ fp_status fp_segments_check(const fp_segment *segments, size_t n, int64_t flat_n
 fp_status fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, void *flat, fp_dtype flat_dtype,
                   int64_t begin, int64_t end, const fp_pack_opts *opts);
 
-/* The other way: elements [begin, end) of flat into the segments that hold them. Gaps and NULL segments are skipped;
- * opts->fill is not used. Arguments and result as fp_pack. */
-fp_status fp_unpack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, const void *flat, fp_dtype flat_dtype,
-                    int64_t begin, int64_t end, const fp_pack_opts *opts);
-
 /* fp_pack for elements of any type, copied as item_bytes raw bytes each.
  *   item_bytes  >= 1; end * item_bytes must fit size_t
  *   fill_item   item_bytes bytes that are written into every gap element; NULL: zero bytes
  * NULL segments become zero bytes. Returns FP_OK, FP_EINVAL or FP_EOVERFLOW with nothing written. */
 fp_status fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat, int64_t begin, int64_t end,
                       const void *fill_item);
-
-/* fp_unpack for elements of any type, copied as item_bytes raw bytes each. */
-fp_status fp_unpack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, const void *flat, int64_t begin,
-                        int64_t end);
 
 #endif

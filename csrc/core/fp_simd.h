@@ -20,7 +20,7 @@ int fp_simd_supported(fp_simd_level level);
 /* The level in use: the best supported one, until fp_simd_set_level() chose another. */
 fp_simd_level fp_simd_get_level(void);
 
-/* Use a level from the next call of fp_pack or fp_unpack on, in every thread (results are the same on all levels).
+/* Use a level from the next call of fp_pack on, in every thread (results are the same on all levels).
  * FP_EINVAL when the level is not supported here; the level in use then stays. */
 fp_status fp_simd_set_level(fp_simd_level level);
 

@@ -46,20 +46,16 @@ sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
     sources.segments.resize(pieces.size());
     for (size_t i = 0; i < pieces.size(); i++) {
         const View &view = geometry.views[i];
+        bool direct = false;
         if (pieces[i].defined()) {
             check_memory(pieces[i]);
-        }
-        const bool direct = pieces[i].defined() && same_layout(pieces[i], view);
-        if (pieces[i].defined()) {
-            check_memory(pieces[i]);
+            direct = same_layout(pieces[i], view);
             if (!direct) {
                 sources.strided.push_back(i);
             }
         }
-        sources.segments[i] = {.data = direct ? const_cast<void *>(pieces[i].const_data_ptr())
-                                              : nullptr, // fp_pack only reads it
-                               .start = view.offset,
-                               .numel = view.numel};
+        sources.segments[i] = {
+            .data = direct ? pieces[i].const_data_ptr() : nullptr, .start = view.offset, .numel = view.numel};
     }
     return sources;
 }
@@ -73,10 +69,8 @@ pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp
     if (!raw && (!to || !from)) {
         return false;
     }
-    const fp_pack_opts opts = {.scale = how.scale.value_or(1.0),
-                               .fill = 0.0,
-                               .has_scale = how.scale.has_value(),
-                               .accumulate = how.accumulate};
+    const fp_pack_opts opts = {
+        .scale = how.scale.value_or(1.0), .has_scale = how.scale.has_value(), .accumulate = how.accumulate};
     const auto item_bytes = static_cast<int64_t>(target.element_size());
     void *memory = target.mutable_data_ptr();
     at::parallel_for(0, target.numel(), std::max<int64_t>(1, grain_bytes / item_bytes),
@@ -143,8 +137,7 @@ convert(const at::Tensor &target, const at::Tensor &source, const How &how)
     check_memory(target);
     check_memory(source);
     if (target.is_cpu() && source.is_cpu() && source.is_contiguous() && target.is_contiguous()) {
-        const std::vector<fp_segment> whole = {
-            {.data = const_cast<void *>(source.const_data_ptr()), .start = 0, .numel = source.numel()}};
+        const std::vector<fp_segment> whole = {{.data = source.const_data_ptr(), .start = 0, .numel = source.numel()}};
         if (pack(target, source.scalar_type(), whole, how)) {
             return;
         }

@@ -64,7 +64,7 @@ copy_on_host(const at::Tensor &target, const Runs &runs, double fill)
         const fp_param_part &part = runs.parts[i];
         const auto *data = static_cast<const char *>(runs.sources[i].const_data_ptr()) +
                            part.start * static_cast<int64_t>(target.element_size());
-        segments.push_back({.data = const_cast<char *>(data), .start = part.offset, .numel = part.numel});
+        segments.push_back({.data = data, .start = part.offset, .numel = part.numel});
     }
     const at::Tensor fill_item = runs.numel < target.numel() ? at::full({1}, fill, target.options()) : at::Tensor();
     const WithoutGil released;

@@ -77,7 +77,7 @@ holds(Py_ssize_t length, int64_t numel, size_t item_bytes)
 
 /* Fill segment i from (buffer or None, start, numel). */
 static int
-get_segment(PyObject *module, packing *call, Py_ssize_t i, int writable, size_t item_bytes)
+get_segment(PyObject *module, packing *call, Py_ssize_t i, size_t item_bytes)
 {
     PyObject *item = PyTuple_GET_ITEM(call->items, i); /* borrowed */
     fp_segment *segment = &call->segments[i];
@@ -93,7 +93,7 @@ get_segment(PyObject *module, packing *call, Py_ssize_t i, int writable, size_t 
     if (memory == Py_None) {
         return 0;
     }
-    if (get_buffer(memory, writable, &call->buffers[i]) < 0) {
+    if (get_buffer(memory, 0, &call->buffers[i]) < 0) {
         return -1;
     }
     if (!holds(call->buffers[i].len, segment->numel, item_bytes)) {
@@ -127,7 +127,7 @@ check_overlap(PyObject *module, const packing *call, size_t segment_bytes, size_
 /* Borrow all memory of a call and check every size. What was borrowed is in call also on failure. */
 static int
 packing_init(PyObject *module, packing *call, PyObject *segments, size_t segment_bytes, PyObject *flat,
-             size_t flat_bytes, PyObject *begin, PyObject *end, int unpack, int same_type)
+             size_t flat_bytes, PyObject *begin, PyObject *end, int same_type)
 {
     if (fp_as_int64(begin, &call->begin) < 0 || fp_as_int64(end, &call->end) < 0) {
         return -1;
@@ -143,11 +143,11 @@ packing_init(PyObject *module, packing *call, PyObject *segments, size_t segment
     }
     call->n = PyTuple_GET_SIZE(call->items);
     for (Py_ssize_t i = 0; i < call->n; i++) {
-        if (get_segment(module, call, i, unpack, segment_bytes) < 0) {
+        if (get_segment(module, call, i, segment_bytes) < 0) {
             return -1;
         }
     }
-    if (get_buffer(flat, !unpack, &call->flat) < 0) {
+    if (get_buffer(flat, 1, &call->flat) < 0) {
         return -1;
     }
     if (call->begin < 0 || call->begin > call->end || !holds(call->flat.len, call->end, flat_bytes)) {
@@ -182,9 +182,9 @@ as_scale(PyObject *object, fp_pack_opts *opts)
     return opts->has_scale ? fp_as_double(object, &opts->scale) : 0;
 }
 
-/* pack and unpack: they differ in the direction, and in fill, which unpack has not. */
+/* pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False) */
 static PyObject *
-pack_or_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, int unpack)
+fp_py_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *result = NULL;
     packing call = {0};
@@ -192,20 +192,17 @@ pack_or_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, int un
     fp_dtype segment_dtype, flat_dtype;
     fp_status status;
 
-    if (fp_check_nargs_between(unpack ? "unpack" : "pack", nargs, 6, unpack ? 8 : 9) < 0 ||
-        as_dtype(args[1], &segment_dtype) < 0 || as_dtype(args[3], &flat_dtype) < 0 ||
-        (nargs > 6 && as_scale(args[6], &opts) < 0) || (nargs > 7 && fp_as_bool(args[7], &opts.accumulate) < 0) ||
-        (nargs > 8 && fp_as_double(args[8], &opts.fill) < 0)) {
+    if (fp_check_nargs_between("pack", nargs, 6, 8) < 0 || as_dtype(args[1], &segment_dtype) < 0 ||
+        as_dtype(args[3], &flat_dtype) < 0 || (nargs > 6 && as_scale(args[6], &opts) < 0) ||
+        (nargs > 7 && fp_as_bool(args[7], &opts.accumulate) < 0)) {
         return NULL;
     }
     const size_t segment_bytes = fp_dtype_bytes(segment_dtype), flat_bytes = fp_dtype_bytes(flat_dtype);
-    if (packing_init(module, &call, args[0], segment_bytes, args[2], flat_bytes, args[4], args[5], unpack,
+    if (packing_init(module, &call, args[0], segment_bytes, args[2], flat_bytes, args[4], args[5],
                      segment_dtype == flat_dtype) == 0) {
         PyThreadState *others = is_big(&call, flat_bytes) ? PyEval_SaveThread() : NULL;
-        status = unpack ? fp_unpack(call.segments, (size_t)call.n, segment_dtype, call.flat.buf, flat_dtype, call.begin,
-                                    call.end, &opts)
-                        : fp_pack(call.segments, (size_t)call.n, segment_dtype, call.flat.buf, flat_dtype, call.begin,
-                                  call.end, &opts);
+        status = fp_pack(call.segments, (size_t)call.n, segment_dtype, call.flat.buf, flat_dtype, call.begin, call.end,
+                         &opts);
         if (others != NULL) {
             PyEval_RestoreThread(others);
         }
@@ -215,23 +212,9 @@ pack_or_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs, int un
     return result;
 }
 
-/* pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, fill=0.0) */
+/* pack_raw(segments, item_bytes, flat, begin, end, fill=None) */
 static PyObject *
-fp_py_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return pack_or_unpack(module, args, nargs, 0);
-}
-
-/* unpack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False) */
-static PyObject *
-fp_py_unpack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return pack_or_unpack(module, args, nargs, 1);
-}
-
-/* pack_raw and unpack_raw. */
-static PyObject *
-pack_or_unpack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs, int unpack)
+fp_py_pack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *result = NULL;
     packing call = {0};
@@ -239,8 +222,7 @@ pack_or_unpack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs, in
     int64_t item_bytes;
     fp_status status;
 
-    if (fp_check_nargs_between(unpack ? "unpack_raw" : "pack_raw", nargs, 5, unpack ? 5 : 6) < 0 ||
-        fp_as_int64(args[1], &item_bytes) < 0) {
+    if (fp_check_nargs_between("pack_raw", nargs, 5, 6) < 0 || fp_as_int64(args[1], &item_bytes) < 0) {
         return NULL;
     }
     if (item_bytes < 1) {
@@ -256,12 +238,10 @@ pack_or_unpack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs, in
             goto done;
         }
     }
-    if (packing_init(module, &call, args[0], (size_t)item_bytes, args[2], (size_t)item_bytes, args[3], args[4], unpack,
-                     1) == 0) {
+    if (packing_init(module, &call, args[0], (size_t)item_bytes, args[2], (size_t)item_bytes, args[3], args[4], 1) ==
+        0) {
         PyThreadState *others = is_big(&call, (size_t)item_bytes) ? PyEval_SaveThread() : NULL;
-        status = unpack ? fp_unpack_raw(call.segments, (size_t)call.n, item_bytes, call.flat.buf, call.begin, call.end)
-                        : fp_pack_raw(call.segments, (size_t)call.n, item_bytes, call.flat.buf, call.begin, call.end,
-                                      fill.buf);
+        status = fp_pack_raw(call.segments, (size_t)call.n, item_bytes, call.flat.buf, call.begin, call.end, fill.buf);
         if (others != NULL) {
             PyEval_RestoreThread(others);
         }
@@ -271,20 +251,6 @@ done:
     packing_release(&call);
     PyBuffer_Release(&fill);
     return result;
-}
-
-/* pack_raw(segments, item_bytes, flat, begin, end, fill=None) */
-static PyObject *
-fp_py_pack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return pack_or_unpack_raw(module, args, nargs, 0);
-}
-
-/* unpack_raw(segments, item_bytes, flat, begin, end) */
-static PyObject *
-fp_py_unpack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    return pack_or_unpack_raw(module, args, nargs, 1);
 }
 
 /* simd_levels() -> names of the levels that work here, the best one last */
@@ -362,17 +328,11 @@ fp_py_alloc_live(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 static PyMethodDef testing_methods[] = {
     {"pack", FP_FASTCALL(fp_py_pack), METH_FASTCALL,
-     "pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, fill=0.0, /)\n--\n\n"
+     "pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, /)\n--\n\n"
      "Compute elements [begin, end) of flat from segments (buffer or None, start, numel), sorted by start."},
-    {"unpack", FP_FASTCALL(fp_py_unpack), METH_FASTCALL,
-     "unpack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, /)\n--\n\n"
-     "Write elements [begin, end) of flat into the segments that hold them."},
     {"pack_raw", FP_FASTCALL(fp_py_pack_raw), METH_FASTCALL,
      "pack_raw(segments, item_bytes, flat, begin, end, fill=None, /)\n--\n\n"
      "Copy segments into elements [begin, end) of flat as raw items of item_bytes bytes."},
-    {"unpack_raw", FP_FASTCALL(fp_py_unpack_raw), METH_FASTCALL,
-     "unpack_raw(segments, item_bytes, flat, begin, end, /)\n--\n\n"
-     "Copy elements [begin, end) of flat into segments as raw items of item_bytes bytes."},
     {"simd_levels", FP_FASTCALL(fp_py_simd_levels), METH_FASTCALL,
      "simd_levels()\n--\n\nNames of the SIMD levels that work on this processor, the best one last."},
     {"simd_level", FP_FASTCALL(fp_py_simd_level), METH_FASTCALL,

@@ -73,7 +73,6 @@ test_pair(fp_dtype from, fp_dtype to, const fp_pack_opts *opts)
     for (size_t i = begin; i < end; i++) {
         compute(base, from, expected + 1 + shift, to, i, opts);
     }
-    CHECK_EQ(fp_segments_check(segments, 2, (int64_t)n), FP_OK);
     CHECK_EQ(fp_pack(segments, 2, from, flat + 1 + shift, to, (int64_t)begin, (int64_t)end, opts), FP_OK);
     for (size_t i = 0; i < n; i++) {
         const int is_same = i >= begin && i < end ? same(flat + 1 + shift, expected + 1 + shift, i, to)
@@ -85,28 +84,9 @@ test_pair(fp_dtype from, fp_dtype to, const fp_pack_opts *opts)
         }
         CHECK(is_same);
     }
-    /* and back: unpacking is the same computation with the two sides exchanged */
-    memcpy(expected, flat, n * to_bytes + shift + 1);
-    unsigned char *whole = malloc(n * from_bytes + 1), *by_hand = malloc(n * from_bytes + 1);
-    if (whole == NULL || by_hand == NULL) {
-        abort();
-    }
-    fill_randomly(whole, n * from_bytes + 1);
-    memcpy(by_hand, whole, n * from_bytes + 1);
-    const fp_segment one = {.data = whole, .start = 0, .numel = (int64_t)n};
-    CHECK_EQ(fp_unpack(&one, 1, from, flat + 1 + shift, to, (int64_t)begin, (int64_t)end, opts), FP_OK);
-    for (size_t i = begin; i < end; i++) {
-        compute(flat + 1 + shift, to, by_hand, from, i, opts);
-    }
-    for (size_t i = 0; i < n; i++) {
-        CHECK(same(whole, by_hand, i, from));
-    }
-    CHECK_EQ(memcmp(flat, expected, n * to_bytes + shift + 1), 0);
     free(source);
     free(flat);
     free(expected);
-    free(whole);
-    free(by_hand);
 }
 
 /* Every 16-bit value, both ways through fp32. */
@@ -116,13 +96,13 @@ test_all_halves(void)
     static uint16_t halves[65536], back[65536];
     static float wide[65536];
     const fp_segment segment = {.data = halves, .start = 0, .numel = 65536};
-    const fp_segment result = {.data = back, .start = 0, .numel = 65536};
+    const fp_segment widened = {.data = wide, .start = 0, .numel = 65536};
     for (uint32_t i = 0; i < 65536; i++) {
         halves[i] = (uint16_t)i;
     }
     for (fp_dtype dtype = FP_BF16; dtype <= FP_F16; dtype++) {
         CHECK_EQ(fp_pack(&segment, 1, dtype, wide, FP_F32, 0, 65536, NULL), FP_OK);
-        CHECK_EQ(fp_unpack(&result, 1, dtype, wide, FP_F32, 0, 65536, NULL), FP_OK);
+        CHECK_EQ(fp_pack(&widened, 1, FP_F32, back, dtype, 0, 65536, NULL), FP_OK);
         for (size_t i = 0; i < 65536; i++) {
             CHECK(same(halves, back, i, dtype)); /* a 16-bit value survives */
         }
@@ -140,16 +120,9 @@ test_refusals(void)
         {{data, 1, INT64_MAX}, {data, 4, 2}}, {{data, INT64_MIN, INT64_MAX}, {data, INT64_MIN, INT64_MIN}},
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        CHECK_EQ(fp_segments_check(bad[i], 2, 8), FP_EINVAL);
         CHECK_EQ(fp_pack(bad[i], 2, FP_F32, flat, FP_F32, 0, 8, NULL), FP_EINVAL);
-        CHECK_EQ(fp_unpack(bad[i], 2, FP_F32, flat, FP_F32, 0, 8, NULL), FP_EINVAL);
         CHECK_EQ(fp_pack_raw(bad[i], 2, 4, flat, 0, 8, NULL), FP_EINVAL);
-        CHECK_EQ(fp_unpack_raw(bad[i], 2, 4, flat, 0, 8), FP_EINVAL);
     }
-    CHECK_EQ(fp_segments_check(good, 1, 5), FP_EINVAL);
-    CHECK_EQ(fp_segments_check(NULL, 1, 5), FP_EINVAL);
-    CHECK_EQ(fp_segments_check(NULL, 0, -1), FP_EINVAL);
-    CHECK_EQ(fp_segments_check(NULL, 0, 0), FP_OK);
     CHECK_EQ(fp_pack(NULL, 1, FP_F32, flat, FP_F32, 0, 8, NULL), FP_EINVAL);
     CHECK_EQ(fp_pack(good, 1, FP_F32, NULL, FP_F32, 0, 8, NULL), FP_EINVAL);
     CHECK_EQ(fp_pack(good, 1, FP_F32, NULL, FP_F32, 3, 3, NULL), FP_OK);
