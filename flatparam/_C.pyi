@@ -69,17 +69,6 @@ class ModuleParams:
     def register_parameters(
         self, params: Iterable[nn.Parameter], shared: Iterable[nn.Parameter], unsafe: bool, /
     ) -> None: ...
-    def point(
-        self, tensors: Iterable[torch.Tensor], flat: torch.Tensor, shared: Iterable[torch.Tensor] = (), /
-    ) -> None: ...
-    def point_pieces(
-        self,
-        params: Iterable[torch.Tensor],
-        shared: Iterable[torch.Tensor],
-        shard: torch.Tensor,
-        infos: tuple[Sequence[Any], ...],
-        /,
-    ) -> None: ...
     def use_parameters(
         self,
         flat: torch.Tensor,

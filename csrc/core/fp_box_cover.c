@@ -28,8 +28,11 @@ typedef struct {
     int64_t cuts[FP_TILING_DIMS][MOST_CLASSES + 1]; /* class c of dimension d is [cuts[d][c], cuts[d][c + 1]) */
     int strides[FP_TILING_DIMS];
     int first, last; /* cells are numbered in lexicographic order; the range is [first, last] */
-    int num_heads, num_tails, num_spans;
-    int heads[FP_TILING_DIMS], tails[FP_TILING_DIMS];
+    int num_ends, num_spans;
+    struct {
+        int cell;
+        int direction; /* of its boxes: 1 for a head, -1 for a tail */
+    } ends[2 * FP_TILING_DIMS];
     int span_head[MOST_SPANS], span_tail[MOST_SPANS]; /* cells */
     uint32_t span_clash[MOST_SPANS];                  /* bit t: spans s and t share a cell */
     int lower[FP_TILING_MOST], upper[FP_TILING_MOST]; /* corner cells of the boxes placed so far */
@@ -111,7 +114,15 @@ class_of(const tiling *t, size_t d, int64_t x)
     return c;
 }
 
-/* Fill heads: level by level, where there is an element after first that leaves it at that level. */
+static void
+add_end(tiling *t, int cell, int direction)
+{
+    t->ends[t->num_ends].cell = cell;
+    t->ends[t->num_ends++].direction = direction;
+    t->marks[cell] |= direction > 0 ? IS_HEAD : IS_TAIL;
+}
+
+/* Add the heads: level by level, where there is an element after first that leaves it at that level. */
 static void
 make_heads(tiling *t, const fp_box_cover_range *range)
 {
@@ -120,14 +131,14 @@ make_heads(tiling *t, const fp_box_cover_range *range)
         const int is_last = i == range->first_level;
         const int64_t x = range->first[i] + (is_last ? 0 : 1);
         if (x < t->cuts[i][t->classes[i]]) {
-            t->heads[t->num_heads++] = prefix + class_of(t, i, x) * t->strides[i];
+            add_end(t, prefix + class_of(t, i, x) * t->strides[i], 1);
         }
         prefix += class_of(t, i, range->first[i]) * t->strides[i];
     }
     t->first = prefix;
 }
 
-/* Fill tails, the same from the other end. */
+/* Add the tails, the same from the other end. */
 static void
 make_tails(tiling *t, const fp_box_cover_range *range)
 {
@@ -136,7 +147,7 @@ make_tails(tiling *t, const fp_box_cover_range *range)
         const int is_last = i == range->last_level;
         const int64_t x = range->last[i] - (is_last ? 0 : 1);
         if (x >= t->cuts[i][0]) { /* below the level every coordinate is in its last class: the stride less one cell */
-            t->tails[t->num_tails++] = prefix + class_of(t, i, x) * t->strides[i] + t->strides[i] - 1;
+            add_end(t, prefix + class_of(t, i, x) * t->strides[i] + t->strides[i] - 1, -1);
         }
         prefix += class_of(t, i, range->last[i]) * t->strides[i];
     }
@@ -170,17 +181,13 @@ share_cell(const tiling *t, int a, int b, int c, int d)
 static void
 make_spans(tiling *t)
 {
-    for (int i = 0; i < t->num_heads; i++) {
-        t->marks[t->heads[i]] |= IS_HEAD;
-        for (int j = 0; j < t->num_tails; j++) {
-            if (is_below(t, t->heads[i], t->tails[j])) {
-                t->span_head[t->num_spans] = t->heads[i];
-                t->span_tail[t->num_spans++] = t->tails[j];
+    for (int i = 0; i < t->num_ends; i++) {
+        for (int j = 0; j < t->num_ends; j++) {
+            if (t->ends[i].direction > 0 && t->ends[j].direction < 0 && is_below(t, t->ends[i].cell, t->ends[j].cell)) {
+                t->span_head[t->num_spans] = t->ends[i].cell;
+                t->span_tail[t->num_spans++] = t->ends[j].cell;
             }
         }
-    }
-    for (int j = 0; j < t->num_tails; j++) {
-        t->marks[t->tails[j]] |= IS_TAIL;
     }
     for (int s = 0; s < t->num_spans; s++) {
         for (int other = 0; other < t->num_spans; other++) {
@@ -247,11 +254,8 @@ lower_bound(tiling *t)
 {
     int corners = 0;
     uint32_t free_spans = 0;
-    for (int i = 0; i < t->num_heads; i++) {
-        corners += t->used[t->heads[i]] == FREE;
-    }
-    for (int j = 0; j < t->num_tails; j++) {
-        corners += t->used[t->tails[j]] == FREE;
+    for (int i = 0; i < t->num_ends; i++) {
+        corners += t->used[t->ends[i].cell] == FREE;
     }
     for (int s = 0; s < t->num_spans; s++) {
         if (is_free(t, t->span_head[s], t->span_tail[s])) {
@@ -313,14 +317,9 @@ static int
 all_reached(tiling *t)
 {
     unsigned char reached[MOST_CELLS] = {0};
-    for (int i = 0; i < t->num_heads; i++) {
-        if (t->used[t->heads[i]] == FREE) {
-            for_each_free_box(t, t->heads[i], 1, reach, reached);
-        }
-    }
-    for (int j = 0; j < t->num_tails; j++) {
-        if (t->used[t->tails[j]] == FREE) {
-            for_each_free_box(t, t->tails[j], -1, reach, reached);
+    for (int i = 0; i < t->num_ends; i++) {
+        if (t->used[t->ends[i].cell] == FREE) {
+            for_each_free_box(t, t->ends[i].cell, t->ends[i].direction, reach, reached);
         }
     }
     for (int cell = t->first; cell <= t->last; cell++) {

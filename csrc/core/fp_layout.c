@@ -70,15 +70,31 @@ check_sizes(const int64_t *numels, size_t n, int64_t alignment, int64_t world_si
     return world_size > room ? FP_EOVERFLOW : FP_OK;
 }
 
+/* An empty layout with room for n parameters, if the arguments are right. */
+static fp_status
+begin(fp_layout *made, const int64_t *numels, size_t n, int64_t alignment, int64_t world_size, int64_t item_bytes)
+{
+    *made = (fp_layout){.world_size = world_size, .item_bytes = item_bytes, .alignment = alignment, .num_params = n};
+    const fp_status status = check_sizes(numels, n, alignment, world_size, item_bytes);
+    return status == FP_OK ? allocate(made, n) : status;
+}
+
+/* Append parameter i at the layout's end. */
+static void
+add_param(fp_layout *made, size_t i, int64_t numel)
+{
+    made->starts[i] = made->numel;
+    made->numels[i] = numel;
+    made->numel_params += numel;
+    add_item(made, numel, 0);
+}
+
 fp_status
 fp_layout_init(fp_layout *layout, const int64_t *numels, size_t n, int64_t alignment, int64_t world_size,
                int64_t item_bytes)
 {
-    fp_layout made = {.world_size = world_size, .item_bytes = item_bytes, .alignment = alignment, .num_params = n};
-    fp_status status = check_sizes(numels, n, alignment, world_size, item_bytes);
-    if (status == FP_OK) {
-        status = allocate(&made, n);
-    }
+    fp_layout made;
+    const fp_status status = begin(&made, numels, n, alignment, world_size, item_bytes);
     if (status != FP_OK) {
         return status;
     }
@@ -86,10 +102,7 @@ fp_layout_init(fp_layout *layout, const int64_t *numels, size_t n, int64_t align
         if (alignment > 0) {
             add_item(&made, padding_to(made.numel, alignment), 1);
         }
-        made.starts[i] = made.numel;
-        made.numels[i] = numels[i];
-        made.numel_params += numels[i];
-        add_item(&made, numels[i], 0);
+        add_param(&made, i, numels[i]);
     }
     if (alignment > 0) {
         add_item(&made, padding_to(made.numel, world_size), 1);
@@ -104,14 +117,13 @@ fp_status
 fp_layout_init_atomic(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment,
                       int64_t world_size, int64_t item_bytes)
 {
-    fp_layout made = {.world_size = world_size, .item_bytes = item_bytes, .alignment = alignment, .num_params = n};
-    fp_status status =
-        blocks == NULL || alignment < 1 ? FP_EINVAL : check_sizes(numels, n, alignment, world_size, item_bytes);
+    fp_layout made;
+    fp_status status = blocks == NULL || alignment < 1 ? FP_EINVAL : FP_OK;
     for (size_t i = 0; status == FP_OK && i < n; i++) {
         status = blocks[i] < 1 ? FP_EINVAL : FP_OK;
     }
     if (status == FP_OK) {
-        status = allocate(&made, n);
+        status = begin(&made, numels, n, alignment, world_size, item_bytes);
     }
     if (status != FP_OK) {
         return status;
@@ -134,9 +146,7 @@ fp_layout_init_atomic(fp_layout *layout, const int64_t *numels, const int64_t *b
     fp_atomic_starts(&atomic, made.shard_numel, made.starts);
     for (size_t i = 0; i < n; i++) {
         add_item(&made, made.starts[i] - made.numel, 1);
-        made.numels[i] = numels[i];
-        made.numel_params += numels[i];
-        add_item(&made, numels[i], 0);
+        add_param(&made, i, numels[i]);
     }
     made.padded_numel = made.shard_numel * world_size;
     add_item(&made, made.padded_numel - made.numel, 1);

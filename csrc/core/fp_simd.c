@@ -7,33 +7,37 @@
 
 static _Atomic int forced_level = -1; /* -1: none was chosen, use the best */
 
+static const char *const names[FP_SIMD_COUNT] = {"baseline", "avx2", "avx512", "neon"};
+
+/* The kernels of each level; NULL: it is not for this kind of processor. */
+static const fp_cast_table *const kernels[FP_SIMD_COUNT] = {
+    [FP_SIMD_BASELINE] = &fp_cast_baseline,
+#if defined(__x86_64__)
+    [FP_SIMD_AVX2] = &fp_cast_avx2,
+    [FP_SIMD_AVX512] = &fp_cast_avx512,
+#elif defined(__aarch64__)
+    [FP_SIMD_NEON] = &fp_cast_neon,
+#endif
+};
+
+static int
+is_level(fp_simd_level level)
+{
+    return (unsigned)level < FP_SIMD_COUNT;
+}
+
 int
 fp_simd_supported(fp_simd_level level)
 {
-    switch (level) {
-        case FP_SIMD_BASELINE:
-            return 1;
-#if defined(__x86_64__)
-        case FP_SIMD_AVX2: /* the compiler's run-time library asks cpuid, and xgetbv for the operating system */
-            return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
-        case FP_SIMD_AVX512:
-            return __builtin_cpu_supports("avx512f") != 0;
-        case FP_SIMD_NEON:
-            return 0;
-#elif defined(__aarch64__)
-        case FP_SIMD_NEON:
-            return 1;
-        case FP_SIMD_AVX2:
-        case FP_SIMD_AVX512:
-            return 0;
-#else
-        case FP_SIMD_AVX2:
-        case FP_SIMD_AVX512:
-        case FP_SIMD_NEON:
-            return 0;
-#endif
+#if defined(__x86_64__) /* the compiler's run-time library asks cpuid, and xgetbv for the operating system */
+    if (level == FP_SIMD_AVX2) {
+        return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
     }
-    return 0;
+    if (level == FP_SIMD_AVX512) {
+        return __builtin_cpu_supports("avx512f") != 0;
+    }
+#endif
+    return is_level(level) && kernels[level] != NULL;
 }
 
 fp_simd_level
@@ -64,33 +68,11 @@ fp_simd_set_level(fp_simd_level level)
 const char *
 fp_simd_name(fp_simd_level level)
 {
-    switch (level) {
-        case FP_SIMD_BASELINE:
-            return "baseline";
-        case FP_SIMD_AVX2:
-            return "avx2";
-        case FP_SIMD_AVX512:
-            return "avx512";
-        case FP_SIMD_NEON:
-            return "neon";
-    }
-    return NULL;
+    return is_level(level) ? names[level] : NULL;
 }
 
 const fp_cast_table *
 fp_cast_current(void)
 {
-    switch (fp_simd_get_level()) {
-#if defined(__x86_64__)
-        case FP_SIMD_AVX2:
-            return &fp_cast_avx2;
-        case FP_SIMD_AVX512:
-            return &fp_cast_avx512;
-#elif defined(__aarch64__)
-        case FP_SIMD_NEON:
-            return &fp_cast_neon;
-#endif
-        default:
-            return &fp_cast_baseline;
-    }
+    return kernels[fp_simd_get_level()];
 }

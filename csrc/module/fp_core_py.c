@@ -173,12 +173,9 @@ fp_py_boxes_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         goto done;
     }
     const size_t half = fp_boxes_most((size_t)ndim) * (size_t)ndim;
-    boxes = fp_calloc(2 * half, sizeof *boxes);
-    if (boxes == NULL) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    if (fp_fail(
+    boxes = fp_new_array((Py_ssize_t)(2 * half), sizeof *boxes);
+    if (boxes != NULL &&
+        fp_fail(
             module, fp_boxes_of_range(shape, (size_t)ndim, in[0], in[1], boxes, boxes + half, &count),
             "expected 0 <= begin <= end <= the shape's elements, which fit 64 bits; got begin %lld, end %lld of %zd "
             "dimensions",

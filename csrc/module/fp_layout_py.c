@@ -1,7 +1,7 @@
 /* module/fp_layout_py.c -- the heap type flatparam._C.Layout: core/fp_layout as an immutable object. It refers to no
  * other objects, so the garbage collector need not know it. Nothing can derive from it, so its type is the one that
  * fp_exec made, with the module behind it. */
-#include "module/fp_layout_py.h"
+#include "module/fp_tables.h"
 
 #include <stddef.h>
 

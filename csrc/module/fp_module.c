@@ -1,6 +1,4 @@
 /* module/fp_module.c -- the module flatparam._C: multi-phase init, types and method tables. */
-#include "module/fp_layout_py.h"
-#include "module/fp_module_params.h"
 #include "module/fp_tables.h"
 #include "python/fp_attributes.h"
 #include "python/fp_overrides.h"

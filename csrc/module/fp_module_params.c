@@ -1,7 +1,7 @@
 /* module/fp_module_params.c -- the heap type flatparam._C.ModuleParams: where the original parameters of one unit live (module, name) and
  * lie (offset, shape, stride), and the loops over them. One call a unit; the tensors come from the caller each time, so
  * that a list or tensor that was replaced is honoured. */
-#include "module/fp_module_params.h"
+#include "module/fp_tables.h"
 
 #include "tensor/fp_torch.h"
 #include "core/fp_alloc.h"
@@ -111,11 +111,8 @@ module_params_dealloc(PyObject *self)
 static PyObject **
 get_all(fp_module_params *table, const char *wanted)
 {
-    PyObject **values = fp_calloc((size_t)table->n, sizeof *values);
-    if (values == NULL) {
-        PyErr_NoMemory();
-    }
-    else if (fp_attributes_get(&table->attributes, 0, table->n, wanted, values) < 0) {
+    PyObject **values = fp_new_array(table->n, sizeof *values);
+    if (values != NULL && fp_attributes_get(&table->attributes, 0, table->n, wanted, values) < 0) {
         fp_free(values);
         values = NULL;
     }
@@ -138,11 +135,8 @@ list_of(PyObject **values, Py_ssize_t n)
 static PyObject **
 new_views(const fp_module_params *table, PyObject *flat)
 {
-    PyObject **views = fp_calloc((size_t)table->n, sizeof(PyObject *)); /* not yet a list: a collection could show it */
-    if (views == NULL) {
-        PyErr_NoMemory();
-    }
-    else if (fp_torch_make_views(flat, table->geometry, NULL, NULL, views) < 0) {
+    PyObject **views = fp_new_array(table->n, sizeof *views); /* not yet a list: a collection could show it */
+    if (views != NULL && fp_torch_make_views(flat, table->geometry, NULL, NULL, views) < 0) {
         fp_free(views);
         views = NULL;
     }
@@ -178,13 +172,13 @@ static PyObject **
 forward_views(fp_module_params *table, PyObject *flat, PyObject *held, int *shown_already)
 {
     PyObject **spare = table->spare, **shown = NULL;
-    PyObject **views = fp_calloc((size_t)table->n, sizeof *views), **kept = fp_calloc((size_t)table->n, sizeof *kept);
-    char *idle = fp_calloc((size_t)table->n, 1);
+    PyObject **views = fp_new_array(table->n, sizeof *views);
+    PyObject **kept = views == NULL ? NULL : fp_new_array(table->n, sizeof *kept);
+    char *idle = kept == NULL ? NULL : fp_new_array(table->n, 1);
     int status = -1;
     table->spare = NULL; /* Python code may run here, and come to this unit */
     *shown_already = spare != NULL && table->n_shared == 0;
-    if (views == NULL || kept == NULL || idle == NULL) {
-        PyErr_NoMemory();
+    if (idle == NULL) {
         goto done;
     }
     if (spare != NULL) {
@@ -234,11 +228,8 @@ module_params_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     if (fp_check_nargs("parameters", nargs, 2) < 0 || fp_as_bool(args[1], &requires_grad) < 0) {
         return NULL;
     }
-    PyObject **made = fp_calloc((size_t)table->n, sizeof(PyObject *));
-    if (made == NULL) {
-        return PyErr_NoMemory();
-    }
-    if (fp_torch_make_leaves(args[0], table->geometry, requires_grad, made) == 0) {
+    PyObject **made = fp_new_array(table->n, sizeof *made);
+    if (made != NULL && fp_torch_make_leaves(args[0], table->geometry, requires_grad, made) == 0) {
         list = fp_attributes_as_parameters(made, table->n);
     }
     drop_all(made, table->n);
@@ -249,13 +240,10 @@ module_params_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 static int
 register_all(fp_module_params *table, PyObject *const *values, PyObject *const *shared_values, fp_place place)
 {
-    for (Py_ssize_t i = 0; i < table->n; i++) {
-        if (fp_attributes_check(values[i], place.is_parameter) < 0) {
-            return -1;
-        }
-    }
-    for (Py_ssize_t k = 0; shared_values != NULL && k < table->n_shared; k++) {
-        if (fp_attributes_check(shared_values[k], place.is_parameter) < 0) {
+    const Py_ssize_t n_values = table->n + (shared_values == NULL ? 0 : table->n_shared);
+    for (Py_ssize_t i = 0; i < n_values; i++) {
+        PyObject *value = i < table->n ? values[i] : shared_values[i - table->n];
+        if (fp_attributes_check(value, place.is_parameter) < 0) {
             return -1;
         }
     }
@@ -269,6 +257,34 @@ register_all(fp_module_params *table, PyObject *const *values, PyObject *const *
         }
     }
     return 0;
+}
+
+/* What a call is given: copies of ours of the parameters, and of the shared parameters. Owned, NULL until it is there. */
+typedef struct {
+    PyObject *params, *shared;
+} given_tensors;
+
+/* Read both, to be given back with drop_given() also on failure. Returns 0, or -1 with ValueError or TypeError. */
+static int
+read_given(const fp_module_params *table, PyObject *params, PyObject *shared, given_tensors *given)
+{
+    given->params = fp_as_tuple(params, table->n, "parameters");
+    given->shared = given->params == NULL ? NULL : fp_as_tuple(shared, table->n_shared, "shared parameters");
+    return given->shared == NULL ? -1 : 0;
+}
+
+static void
+drop_given(given_tensors *given)
+{
+    Py_XDECREF(given->params);
+    Py_XDECREF(given->shared);
+}
+
+static int
+register_given(fp_module_params *table, const given_tensors *given, int unsafe)
+{
+    const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
+    return register_all(table, fp_items(given->params), fp_items(given->shared), place);
 }
 
 static PyObject *
@@ -294,17 +310,13 @@ static PyObject *
 module_params_register_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_module_params *table = (fp_module_params *)self;
-    PyObject *params = NULL, *shared = NULL; /* owned */
-    int unsafe;
+    given_tensors given;
+    int unsafe, status;
     if (fp_check_nargs("register_parameters", nargs, 3) < 0 || fp_as_bool(args[2], &unsafe) < 0) {
         return NULL;
     }
-    const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
-    params = fp_as_tuple(args[0], table->n, "parameters");
-    shared = params == NULL ? NULL : fp_as_tuple(args[1], table->n_shared, "shared parameters");
-    const int status = shared == NULL ? -1 : register_all(table, fp_items(params), fp_items(shared), place);
-    Py_XDECREF(params);
-    Py_XDECREF(shared);
+    status = read_given(table, args[0], args[1], &given) < 0 ? -1 : register_given(table, &given, unsafe);
+    drop_given(&given);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -312,88 +324,46 @@ module_params_register_parameters(PyObject *self, PyObject *const *args, Py_ssiz
 
 /* Point the further names of each parameter at the parameter's data. */
 static int
-point_shared(fp_module_params *table, PyObject *const *params, PyObject *const *shared)
+point_shared(fp_module_params *table, const given_tensors *given)
 {
     for (Py_ssize_t k = 0; k < table->n_shared; k++) {
-        PyObject *source = params[table->primary[k]];
-        if (shared[k] != source && fp_torch_point_like(&shared[k], &source, 1) < 0) {
+        PyObject *target = PyTuple_GET_ITEM(given->shared, k);
+        PyObject *source = PyTuple_GET_ITEM(given->params, table->primary[k]);
+        if (target != source && fp_torch_point_like(target, source) < 0) {
             return -1;
         }
     }
     return 0;
 }
 
-static PyObject *
-module_params_point(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    fp_module_params *table = (fp_module_params *)self;
-    PyObject *params = NULL, *shared = NULL; /* owned */
-    int status = -1;
-    if (fp_check_nargs_between("point", nargs, 2, 3) < 0) {
-        return NULL;
-    }
-    params = fp_as_tuple(args[0], table->n, "tensors");
-    shared = params == NULL || nargs < 3 ? NULL : fp_as_tuple(args[2], table->n_shared, "shared parameters");
-    if (params != NULL && (shared != NULL || nargs < 3)) {
-        status = fp_torch_point(fp_items(params), table->geometry, args[1]);
-        if (status == 0 && shared != NULL) {
-            status = point_shared(table, fp_items(params), fp_items(shared));
-        }
-    }
-    Py_XDECREF(params);
-    Py_XDECREF(shared);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static PyObject *
-module_params_point_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    fp_module_params *table = (fp_module_params *)self;
-    PyObject *params = NULL, *shared = NULL; /* owned */
-    int status = -1;
-    if (fp_check_nargs("point_pieces", nargs, 4) < 0) {
-        return NULL;
-    }
-    params = fp_as_tuple(args[0], table->n, "parameters");
-    shared = params == NULL ? NULL : fp_as_tuple(args[1], table->n_shared, "shared parameters");
-    fp_pieces *pieces = shared == NULL ? NULL : fp_pieces_of(&table->last, table->n, args[3]);
-    if (pieces != NULL) {
-        status = fp_torch_point_pieces(fp_items(params), table->n, args[2], pieces->starts, pieces->numels);
-        if (status == 0) {
-            status = point_shared(table, fp_items(params), fp_items(shared));
-        }
-    }
-    fp_pieces_release(pieces);
-    Py_XDECREF(params);
-    Py_XDECREF(shared);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
-}
-
 /* ---- whole switches ---- */
+
+/* Whether all that was given is plain, and no mode is on. */
+static int
+are_plain(const given_tensors *given)
+{
+    return fp_torch_all_plain(fp_items(given->params), PyTuple_GET_SIZE(given->params)) &&
+           fp_torch_all_plain(fp_items(given->shared), PyTuple_GET_SIZE(given->shared));
+}
 
 static PyObject *
 module_params_use_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_module_params *table = (fp_module_params *)self;
-    PyObject *params = NULL, *shared = NULL; /* owned */
+    given_tensors given;
     int unsafe, plain = 0, status = -1;
     if (fp_check_nargs("use_parameters", nargs, 4) < 0 || fp_as_bool(args[3], &unsafe) < 0) {
         return NULL;
     }
-    const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
-    params = fp_as_tuple(args[1], table->n, "parameters");
-    shared = params == NULL ? NULL : fp_as_tuple(args[2], table->n_shared, "shared parameters");
-    if (shared != NULL) {
-        plain = fp_torch_all_plain(args, 1) && fp_torch_all_plain(fp_items(params), table->n) &&
-                fp_torch_all_plain(fp_items(shared), table->n_shared);
-        status = !plain || (register_all(table, fp_items(params), fp_items(shared), place) == 0 &&
-                            fp_torch_point(fp_items(params), table->geometry, args[0]) == 0 &&
-                            point_shared(table, fp_items(params), fp_items(shared)) == 0)
+    if (read_given(table, args[1], args[2], &given) == 0) {
+        plain = fp_torch_all_plain(args, 1) && are_plain(&given);
+        status = !plain || (register_given(table, &given, unsafe) == 0 &&
+                            fp_torch_point(fp_items(given.params), table->geometry, args[0]) == 0 &&
+                            point_shared(table, &given) == 0)
                      ? 0
                      : -1;
     }
-    Py_XDECREF(params);
-    Py_XDECREF(shared);
+    drop_given(&given);
     return status < 0 ? NULL : PyBool_FromLong(plain);
 }
 
@@ -451,32 +421,27 @@ static PyObject *
 module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_module_params *table = (fp_module_params *)self;
-    PyObject *params = NULL, *shared = NULL; /* owned */
+    given_tensors given;
     fp_pieces *pieces = NULL;
     int unsafe, plain = 0, status = -1;
     if (fp_check_nargs("use_sharded", nargs, 6) < 0 || fp_as_bool(args[5], &unsafe) < 0) {
         return NULL;
     }
-    const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
-    params = fp_as_tuple(args[2], table->n, "parameters");
-    shared = params == NULL ? NULL : fp_as_tuple(args[3], table->n_shared, "shared parameters");
-    pieces = shared == NULL ? NULL : fp_pieces_of(&table->last, table->n, args[4]);
-    if (pieces == NULL) {
-        goto done;
+    if (read_given(table, args[2], args[3], &given) == 0) {
+        pieces = fp_pieces_of(&table->last, table->n, args[4]);
     }
-    plain = fp_torch_all_plain(args, 2) && fp_torch_all_plain(fp_items(params), table->n) &&
-            fp_torch_all_plain(fp_items(shared), table->n_shared);
-    if (plain && (fp_torch_point_flat(args[0], args[1], -1) < 0 ||
-                  register_all(table, fp_items(params), fp_items(shared), place) < 0 ||
-                  fp_torch_point_pieces(fp_items(params), table->n, args[0], pieces->starts, pieces->numels) < 0 ||
-                  point_shared(table, fp_items(params), fp_items(shared)) < 0)) {
-        goto done;
+    if (pieces != NULL) {
+        plain = fp_torch_all_plain(args, 2) && are_plain(&given);
+        status =
+            !plain || (fp_torch_point_flat(args[0], args[1], -1) == 0 && register_given(table, &given, unsafe) == 0 &&
+                       fp_torch_point_pieces(fp_items(given.params), table->n, args[0], pieces->starts,
+                                             pieces->numels) == 0 &&
+                       point_shared(table, &given) == 0)
+                ? 0
+                : -1;
     }
-    status = 0;
-done:
     fp_pieces_release(pieces);
-    Py_XDECREF(params);
-    Py_XDECREF(shared);
+    drop_given(&given);
     return status < 0 ? NULL : PyBool_FromLong(plain);
 }
 
@@ -497,10 +462,9 @@ module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     if (pieces == NULL) {
         return NULL;
     }
-    selected = fp_calloc((size_t)table->n, 1);
-    flags = fp_calloc((size_t)table->n, 1);
-    if (selected == NULL || flags == NULL) {
-        PyErr_NoMemory();
+    selected = fp_new_array(table->n, 1);
+    flags = selected == NULL ? NULL : fp_new_array(table->n, 1);
+    if (flags == NULL) {
         goto fail;
     }
     for (Py_ssize_t i = 0; i < table->n; i++) {
@@ -577,10 +541,7 @@ module_params_set_grad_pieces(PyObject *self, PyObject *const *args, Py_ssize_t 
     }
     params = fp_as_tuple(args[0], table->n, "parameters");
     mask = params == NULL ? NULL : fp_as_tuple(args[2], table->n, "mask entries");
-    none = mask == NULL ? NULL : fp_calloc((size_t)table->n, 1);
-    if (mask != NULL && none == NULL) {
-        PyErr_NoMemory();
-    }
+    none = mask == NULL ? NULL : fp_new_array(table->n, 1);
     for (Py_ssize_t i = 0; none != NULL && i < table->n; i++) {
         const int is_none = PyObject_IsTrue(PyTuple_GET_ITEM(mask, i));
         if (is_none < 0) {
@@ -614,11 +575,6 @@ static PyMethodDef module_params_methods[] = {
      "_parameters too."},
     {"register_parameters", FP_FASTCALL(module_params_register_parameters), METH_FASTCALL,
      "register_parameters($self, params, shared, unsafe, /)\n--\n\nMake them the modules' registered parameters."},
-    {"point", FP_FASTCALL(module_params_point), METH_FASTCALL,
-     "point($self, tensors, flat, shared=(), /)\n--\n\nSet each tensor's data to its place in the unsharded flat."},
-    {"point_pieces", FP_FASTCALL(module_params_point_pieces), METH_FASTCALL,
-     "point_pieces($self, params, shared, shard, infos, /)\n--\n\nSet each parameter's data to its 1-D piece of the "
-     "shard; an empty tensor if it has none."},
     {"use_parameters", FP_FASTCALL(module_params_use_parameters), METH_FASTCALL,
      "use_parameters($self, flat, params, shared, unsafe, /)\n--\n\nMake the parameters views of the unsharded flat, "
      "and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},

@@ -53,12 +53,10 @@ fp_pieces_of(fp_last_pieces *last, Py_ssize_t n, PyObject *infos)
         PyErr_Format(PyExc_TypeError, "expected a tuple of %zd shard infos, got %.200s", n, Py_TYPE(infos)->tp_name);
         return NULL;
     }
-    fp_pieces *pieces = fp_calloc(1, sizeof *pieces);
-    int64_t *block = fp_calloc((size_t)n, 2 * sizeof *block);
-    if (pieces == NULL || block == NULL) {
+    fp_pieces *pieces = fp_new_array(1, sizeof *pieces);
+    int64_t *block = pieces == NULL ? NULL : fp_new_array(n, 2 * sizeof *block);
+    if (block == NULL) {
         fp_free(pieces);
-        fp_free(block);
-        PyErr_NoMemory();
         return NULL;
     }
     *pieces = (fp_pieces){.users = 1, .starts = block, .numels = block + n};

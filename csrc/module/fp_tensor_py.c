@@ -1,11 +1,9 @@
 /* module/fp_tensor_py.c -- wrappers of csrc/tensor: tensors and their storages, signs of life. */
 #include "core/fp_alloc.h"
 #include "tensor/fp_flatten.h"
-#include "tensor/fp_lent.h"
 #include "tensor/fp_pulse.h"
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
-#include "tensor/fp_values.h"
 #include "module/fp_tables.h"
 
 static PyObject *
@@ -75,55 +73,35 @@ static PyObject *
 clear_grads(PyObject *module, PyObject *params)
 {
     PyObject *items = PySequence_Tuple(params); /* a copy of ours, which nobody can shrink */
-    if (items == NULL) {
-        return NULL;
-    }
-    PyObject **first = &PyTuple_GET_ITEM(items, 0);
-    const Py_ssize_t n = PyTuple_GET_SIZE(items);
-    const int plain = fp_torch_all_plain(first, n);
-    const int status = plain ? fp_torch_clear_grads(first, n) : 0;
-    Py_DECREF(items);
-    return status < 0 ? NULL : PyBool_FromLong(plain);
+    const int plain = items == NULL ? -1 : fp_torch_clear_grads(fp_items(items), PyTuple_GET_SIZE(items));
+    Py_XDECREF(items);
+    return plain < 0 ? NULL : PyBool_FromLong(plain);
 }
 
 static PyObject *
 grad_summary(PyObject *module, PyObject *params)
 {
-    int all_none = 0, any_requires_grad = 0;
+    int none, any;
     PyObject *items = PySequence_Tuple(params);
-    if (items == NULL) {
-        return NULL;
+    const int plain = items == NULL ? -1 : fp_torch_grad_summary(fp_items(items), PyTuple_GET_SIZE(items), &none, &any);
+    Py_XDECREF(items);
+    if (plain <= 0) {
+        return plain < 0 ? NULL : Py_NewRef(Py_None);
     }
-    PyObject **first = &PyTuple_GET_ITEM(items, 0);
-    const Py_ssize_t n = PyTuple_GET_SIZE(items);
-    const int plain = fp_torch_all_plain(first, n);
-    const int status = plain ? fp_torch_grad_summary(first, n, &all_none, &any_requires_grad) : 0;
-    Py_DECREF(items);
-    if (status < 0) {
-        return NULL;
-    }
-    return plain ? Py_BuildValue("(NN)", PyBool_FromLong(all_none), PyBool_FromLong(any_requires_grad))
-                 : Py_NewRef(Py_None);
+    return Py_BuildValue("(NN)", PyBool_FromLong(none), PyBool_FromLong(any));
 }
 
 static PyObject *
 versions(PyObject *module, PyObject *tensors)
 {
-    fp_versions found = {0, 0, 0};
+    fp_versions sums;
     PyObject *items = PySequence_Tuple(tensors);
-    if (items == NULL) {
-        return NULL;
+    const int plain = items == NULL ? -1 : fp_torch_versions(fp_items(items), PyTuple_GET_SIZE(items), &sums);
+    Py_XDECREF(items);
+    if (plain <= 0) {
+        return plain < 0 ? NULL : Py_NewRef(Py_None);
     }
-    PyObject **first = &PyTuple_GET_ITEM(items, 0);
-    const Py_ssize_t n = PyTuple_GET_SIZE(items);
-    const int plain = fp_torch_all_plain(first, n);
-    const int status = plain ? fp_torch_versions(first, n, &found) : 0;
-    Py_DECREF(items);
-    if (status < 0) {
-        return NULL;
-    }
-    return plain ? Py_BuildValue("(LLL)", (long long)found.values, (long long)found.grads, (long long)found.grad_values)
-                 : Py_NewRef(Py_None);
+    return Py_BuildValue("(LLL)", (long long)sums.values, (long long)sums.grads, (long long)sums.grad_values);
 }
 
 static PyObject *
@@ -135,16 +113,10 @@ survey(PyObject *module, PyObject *tensors)
         return NULL;
     }
     const Py_ssize_t n = PyTuple_GET_SIZE(items);
-    int64_t *numels = fp_calloc((size_t)n, sizeof *numels);
+    int64_t *numels = fp_new_array(n, sizeof *numels);
     const int fit = numels == NULL ? -1 : fp_torch_survey(fp_items(items), n, numels, &trained);
-    if (numels == NULL) {
-        PyErr_NoMemory();
-    }
-    else if (fit == 0) {
-        out = Py_NewRef(Py_None);
-    }
-    else if (fit > 0) {
-        out = Py_BuildValue("(Nn)", fp_int64_tuple(numels, n), trained);
+    if (fit >= 0) {
+        out = fit ? Py_BuildValue("(Nn)", fp_int64_tuple(numels, n), trained) : Py_NewRef(Py_None);
     }
     fp_free(numels);
     Py_DECREF(items);
@@ -207,12 +179,12 @@ explain_shards(PyObject *module, PyObject *explain)
 }
 
 PyMethodDef fp_tensor_methods[] = {
-    {"is_plain", (PyCFunction)(void (*)(void))is_plain, METH_FASTCALL,
+    {"is_plain", FP_FASTCALL(is_plain), METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
      "mode is on: loops in C do with them what torch's operations would."},
     {"is_plain_tensor", is_plain_tensor, METH_O,
      "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
-    {"resize_storage", (PyCFunction)(void (*)(void))resize_storage, METH_FASTCALL,
+    {"resize_storage", FP_FASTCALL(resize_storage), METH_FASTCALL,
      "resize_storage($module, tensor, numel, reason=None, keeps_size=False, /)\n--\n\nGive the storage of tensor room "
      "for "
      "numel elements of its dtype; 0 frees it. Contents are not kept. "
@@ -224,7 +196,7 @@ PyMethodDef fp_tensor_methods[] = {
      "digest($module, tensor, /)\n--\n\nA number of 64 bits that tells the values of dense tensors on the host apart, "
      "of "
      "one size and strides. Of more than 16 KiB it reads a line of 64 bytes in each 8 KiB."},
-    {"same_storage", (PyCFunction)(void (*)(void))same_storage, METH_FASTCALL,
+    {"same_storage", FP_FASTCALL(same_storage), METH_FASTCALL,
      "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
     {"clear_grads", clear_grads, METH_O,
      "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None; False, with nothing done, "
@@ -239,7 +211,7 @@ PyMethodDef fp_tensor_methods[] = {
      "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
      "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "
      "of its own. Else None."},
-    {"convert", (PyCFunction)(void (*)(void))convert, METH_FASTCALL,
+    {"convert", FP_FASTCALL(convert), METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},
     {"explain_shards", explain_shards, METH_O,

@@ -77,9 +77,8 @@ fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n)
         return -1;
     }
     const Py_ssize_t count = PyTuple_GET_SIZE(items);
-    values = fp_calloc((size_t)count, sizeof *values);
+    values = fp_new_array(count, sizeof *values);
     if (values == NULL) {
-        PyErr_NoMemory();
         goto fail;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -95,6 +94,13 @@ fail:
     fp_free(values);
     Py_DECREF(items);
     return -1;
+}
+
+void *
+fp_new_array(Py_ssize_t count, size_t item_bytes)
+{
+    void *array = fp_calloc((size_t)count, item_bytes);
+    return array == NULL ? PyErr_NoMemory() : array;
 }
 
 PyObject *

@@ -55,6 +55,9 @@ int fp_as_bool(PyObject *object, int *out);
  * also for no items. The items are read from a tuple of ours, since __index__ may change the caller's list. */
 int fp_as_int64_array(PyObject *object, int64_t **out, Py_ssize_t *n);
 
+/* fp_calloc(), with MemoryError. */
+void *fp_new_array(Py_ssize_t count, size_t item_bytes);
+
 /* A tuple of expected objects from a sequence of the caller's: a copy of ours, which no callback can shrink. what: they are. */
 PyObject *fp_as_tuple(PyObject *sequence, Py_ssize_t expected, const char *what);
 

@@ -68,13 +68,9 @@ fp_attributes_exec(void)
 int
 fp_attributes_init(fp_attributes *attributes, Py_ssize_t n)
 {
-    attributes->items = fp_calloc((size_t)n, sizeof *attributes->items);
-    if (attributes->items == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    attributes->n = n;
-    return 0;
+    attributes->items = fp_new_array(n, sizeof *attributes->items);
+    attributes->n = attributes->items == NULL ? 0 : n;
+    return attributes->items == NULL ? -1 : 0;
 }
 
 int
@@ -183,6 +179,14 @@ get_dicts(PyObject *module, module_dicts *dicts)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* 1 if nn.Module's own rules hold for the item, with its module's dicts in dicts; 0; -1. */
+static int
+get_direct(fp_attribute *item, module_dicts *dicts)
+{
+    const int direct = is_direct(item);
+    return direct > 0 ? get_dicts(item->module, dicts) : direct;
+}
+
 /* 1: done; 0: the name is no parameter or plain attribute, so it may be a buffer's or a module's by now; -1. */
 static int
 put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_place place)
@@ -244,10 +248,7 @@ put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place
 static int
 put(fp_attribute *item, PyObject *value, fp_place place, module_dicts *dicts)
 {
-    int direct = place.unsafe ? 1 : is_direct(item);
-    if (direct > 0) {
-        direct = get_dicts(item->module, dicts);
-    }
+    int direct = place.unsafe ? get_dicts(item->module, dicts) : get_direct(item, dicts);
     if (direct > 0) {
         direct = put_in_dicts(dicts, item->name, value, place);
     }
@@ -275,10 +276,7 @@ static PyObject *
 get(fp_attribute *item, module_dicts *dicts)
 {
     PyObject *value = NULL;
-    int direct = is_direct(item);
-    if (direct > 0) {
-        direct = get_dicts(item->module, dicts);
-    }
+    const int direct = get_direct(item, dicts);
     if (direct < 0) {
         return NULL;
     }
@@ -320,10 +318,7 @@ fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, con
 static int
 is_put(fp_attribute *item, const PyObject *object, const PyObject *listed, int is_parameter, module_dicts *dicts)
 {
-    int direct = is_direct(item);
-    if (direct > 0) {
-        direct = get_dicts(item->module, dicts);
-    }
+    const int direct = get_direct(item, dicts);
     if (direct < 0) {
         return -1;
     }

@@ -84,13 +84,10 @@ fp_entries_read(PyObject *parameters, PyObject *shared, int64_t numel, fp_attrib
 {
     const Py_ssize_t n = PyTuple_GET_SIZE(parameters), n_shared = PyTuple_GET_SIZE(shared);
     int status = -1;
-    fp_view *views = fp_calloc((size_t)n, sizeof *views);
-    *primary = fp_calloc((size_t)n_shared, sizeof **primary);
-    if (views == NULL || *primary == NULL) {
-        PyErr_NoMemory();
-    }
-    else if (fp_attributes_init(attributes, n + n_shared) == 0 && read_parameters(parameters, attributes, views) == 0 &&
-             read_shared(shared, n, attributes, *primary) == 0) {
+    fp_view *views = fp_new_array(n, sizeof *views);
+    *primary = views == NULL ? NULL : fp_new_array(n_shared, sizeof **primary);
+    if (*primary != NULL && fp_attributes_init(attributes, n + n_shared) == 0 &&
+        read_parameters(parameters, attributes, views) == 0 && read_shared(shared, n, attributes, *primary) == 0) {
         *geometry = fp_torch_geometry_new(views, n, numel);
         status = *geometry == NULL ? -1 : 0;
     }

@@ -176,14 +176,14 @@ int make_views(const at::Tensor &flat, const Geometry &geometry, const NodePtr &
                PyObject *const *spare = nullptr, const char *idle = nullptr);
 int make_leaves(const at::Tensor &flat, const Geometry &geometry, bool requires_grad, PyObject **out);
 
-// One 1-D tensor with the pieces at their places and fill between them, made of torch operations only: differentiable,
+// One 1-D tensor with the pieces at their places and zeros between them, made of torch operations only: differentiable,
 // for any device, layout or wrapper. Undefined pieces count as zeros.
 at::Tensor flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
-                          const at::TensorOptions &options, double fill);
+                          const at::TensorOptions &options);
 
 // The same in one pass over memory, for plain dense CPU tensors of one dtype.
 at::Tensor flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
-                            const at::TensorOptions &options, double fill);
+                            const at::TensorOptions &options);
 
 bool is_plain_tensor(const at::Tensor &tensor);
 

@@ -2,11 +2,9 @@
 #ifndef FP_FLATTEN_H
 #define FP_FLATTEN_H
 
-#include <Python.h>
+#include "tensor/fp_torch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+FP_BEGIN_C
 
 #include "core/fp_layout.h"
 
@@ -20,8 +18,6 @@ int fp_torch_survey(PyObject *const *tensors, Py_ssize_t n, int64_t *numels, Py_
  * that are not the layout's, of several dtypes or devices, or freed. */
 PyObject *fp_torch_flatten(PyObject *const *tensors, const fp_layout *layout, double fill, int64_t begin, int64_t end);
 
-#ifdef __cplusplus
-}
-#endif
+FP_END_C
 
 #endif

@@ -5,9 +5,7 @@
 
 #include "tensor/fp_graph.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+FP_BEGIN_C
 
 /* Those of params that do not require grad count as none. */
 int fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n);
@@ -64,7 +62,5 @@ int fp_param_requires_grad(PyObject *tensor) FP_NOEXCEPT;
 int fp_param_is_tensor(PyObject *object);          /* -1 on failure */
 int fp_param_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */
 
-#ifdef __cplusplus
-}
-#endif
+FP_END_C
 #endif

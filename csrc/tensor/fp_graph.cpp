@@ -145,10 +145,10 @@ ViewsBackward::apply(torch::autograd::variable_list &&grads)
                                        grad.device() == options.device());
         });
     if (!packable) {
-        return {flatten_by_ops(*geometry, grads, options, 0.0)};
+        return {flatten_by_ops(*geometry, grads, options)};
     }
     if (options.device().is_cpu()) {
-        return {flatten_in_place(*geometry, grads, options, 0.0)};
+        return {flatten_in_place(*geometry, grads, options)};
     }
     const at::Tensor flat = at::empty({geometry->total}, options);
     pack_batched(flat, *geometry, grads, {});

@@ -5,9 +5,7 @@
 
 #include "tensor/fp_torch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+FP_BEGIN_C
 
 /* What runs when autograd comes to a unit. All are called with the GIL held and give 0, or -1 with an exception. began:
  * what fp_graph_hook was given. */
@@ -60,7 +58,5 @@ typedef struct fp_range fp_range;
 fp_range *fp_range_begin(const char *what, PyObject *name) FP_NOEXCEPT; /* name: str */
 void fp_range_end(fp_range *range);                                     /* NULL is allowed */
 
-#ifdef __cplusplus
-}
-#endif
+FP_END_C
 #endif

@@ -1,6 +1,4 @@
 // tensor/fp_lent.cpp -- memory that others use by its address, which may not be freed or written to then.
-#include "tensor/fp_lent.h"
-
 #include <ATen/dlpack.h>
 #include <ATen/ops/empty.h>
 

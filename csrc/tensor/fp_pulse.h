@@ -5,9 +5,7 @@
 
 #include "tensor/fp_torch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+FP_BEGIN_C
 
 typedef struct fp_pulse fp_pulse;
 
@@ -17,8 +15,6 @@ typedef struct fp_pulse fp_pulse;
 fp_pulse *fp_pulse_start(const char *group, const char *prefix, const char *answer, double interval);
 void fp_pulse_stop(fp_pulse *pulse);
 
-#ifdef __cplusplus
-}
-#endif
+FP_END_C
 
 #endif

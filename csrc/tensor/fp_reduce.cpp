@@ -29,7 +29,7 @@ pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const std::
         }
     }
     if (target.is_cpu() || !pack_batched(target, *flat.geometry, gradients, how)) {
-        convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.unsharded.options(), 0.0), how);
+        convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.unsharded.options()), how);
     }
 }
 

@@ -4,9 +4,7 @@
 
 #include "tensor/fp_torch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+FP_BEGIN_C
 
 /* Let params[i]'s data be its piece of the shard: starts[i], numels[i]; numels[i] < 0: an empty tensor. marked: as shards, where
  * torch knows their device: operations that take whole parameters refuse them, and others that fail with them say why. Such
@@ -18,8 +16,6 @@ int fp_torch_set_shards(PyObject *const *params, const fp_geometry *geometry, Py
 /* explain(tensor): what to say of a shard, a str; or None if it is none any more. Kept. */
 void fp_torch_explain_shards(PyObject *explain);
 
-#ifdef __cplusplus
-}
-#endif
+FP_END_C
 
 #endif

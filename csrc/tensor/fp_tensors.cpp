@@ -10,6 +10,10 @@
 
 #include "tensor/fp_bridge.hpp"
 
+extern "C" {
+#include "core/fp_digest.h"
+}
+
 namespace fp {
 
 bool
@@ -316,17 +320,12 @@ fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t nume
 }
 
 int
-fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize_t n)
+fp_torch_point_like(PyObject *tensor, PyObject *source)
 {
     return fp::guarded(-1, [&] {
-        const fp::Targets targets(tensors, n), origins(sources, n);
-        for (size_t i = 0; i < targets.size(); i++) {
-            fp::check_targets({&tensors[i], 1}, origins[i]);
-        }
-        for (size_t i = 0; i < targets.size(); i++) {
-            const at::Tensor &origin = origins[i];
-            fp::point(targets[i], origin, origin.sizes(), origin.strides(), origin.storage_offset());
-        }
+        const at::Tensor &origin = fp::unpack(source);
+        fp::check_targets({&tensor, 1}, origin);
+        fp::point(fp::unpack(tensor), origin, origin.sizes(), origin.strides(), origin.storage_offset());
         return 0;
     });
 }
@@ -437,15 +436,17 @@ int
 fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int *any_requires_grad)
 {
     return fp::guarded(-1, [&] {
-        bool none = true, any = false;
-        for (Py_ssize_t i = 0; i < n; i++) {
-            const at::Tensor &param = fp::unpack(params[i]);
-            none = none && !param.unsafeGetTensorImpl()->grad().defined();
-            any = any || param.requires_grad();
+        *all_none = 1;
+        *any_requires_grad = 0;
+        if (!fp_torch_all_plain(params, n)) {
+            return 0;
         }
-        *all_none = none ? 1 : 0;
-        *any_requires_grad = any ? 1 : 0;
-        return 0;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const at::Tensor &param = THPVariable_Unpack(params[i]);
+            *all_none &= !param.unsafeGetTensorImpl()->grad().defined();
+            *any_requires_grad |= param.requires_grad();
+        }
+        return 1;
     });
 }
 
@@ -453,19 +454,20 @@ int
 fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versions)
 {
     return fp::guarded(-1, [&] {
-        const auto version = [](const at::Tensor &tensor) {
-            return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-        };
-        fp_versions sums = {};
-        for (Py_ssize_t i = 0; i < n; i++) {
-            const at::Tensor &tensor = fp::unpack(tensors[i]);
-            const at::Tensor &grad = tensor.unsafeGetTensorImpl()->grad();
-            sums.values += version(tensor);
-            sums.grads += grad.defined() ? 1 : 0;
-            sums.grad_values += grad.defined() ? version(grad) : 0;
+        *versions = {};
+        if (!fp_torch_all_plain(tensors, n)) {
+            return 0;
         }
-        *versions = sums;
-        return 0;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const at::Tensor &tensor = THPVariable_Unpack(tensors[i]);
+            const at::Tensor &grad = tensor.unsafeGetTensorImpl()->grad();
+            versions->values += tensor._version();
+            if (grad.defined()) {
+                versions->grads++;
+                versions->grad_values += grad.is_inference() ? 0 : grad._version();
+            }
+        }
+        return 1;
     });
 }
 
@@ -473,11 +475,11 @@ int
 fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
 {
     return fp::guarded(-1, [&] {
-        const fp::Targets targets(params, n);
-        for (size_t i = 0; i < targets.size(); i++) {
-            fp::drop_grad(targets[i]);
+        if (!fp_torch_all_plain(params, n)) {
+            return 0;
         }
-        return 0;
+        std::for_each(params, params + n, [](PyObject *param) { fp::drop_grad(THPVariable_Unpack(param)); });
+        return 1;
     });
 }
 
@@ -512,6 +514,23 @@ int
 fp_torch_same_storage(PyObject *a, PyObject *b)
 {
     return fp::guarded(-1, [&] { return fp::same_storage(fp::unpack(a), fp::unpack(b)) ? 1 : 0; });
+}
+
+int
+fp_torch_digest(PyObject *object, uint64_t *out)
+{
+    return fp::guarded(-1, [&] {
+        TORCH_CHECK_TYPE(fp_torch_is_plain(object), "expected a plain dense tensor, got ", Py_TYPE(object)->tp_name);
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        TORCH_CHECK_TYPE(tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense(),
+                         "expected a dense tensor on the host, got strides ", tensor.strides(), " on ",
+                         tensor.device());
+        const size_t bytes = tensor.nbytes();
+        TORCH_CHECK(bytes == 0 || fp::bytes_for(tensor) <= fp::memory_of(fp::storage_of(tensor)),
+                    "the tensor's storage is freed, or too small for it");
+        *out = fp_digest(bytes == 0 ? nullptr : tensor.const_data_ptr(), bytes);
+        return 0;
+    });
 }
 
 } // extern "C"

@@ -12,10 +12,15 @@
 
 #ifdef __cplusplus
 #define FP_NOEXCEPT noexcept
-extern "C" {
+#define FP_BEGIN_C extern "C" {
+#define FP_END_C }
 #else
 #define FP_NOEXCEPT
+#define FP_BEGIN_C
+#define FP_END_C
 #endif
+
+FP_BEGIN_C
 
 /* The place of n tensors inside one flat tensor: offset, shape and stride of each. Immutable, counted: a live autograd
  * node keeps its own share, so freeing it here never leaves a node without it. */
@@ -71,8 +76,8 @@ int fp_torch_lie_in(PyObject *const *tensors, const fp_geometry *geometry, PyObj
 /* flat.data = the first numel elements of source, which is 1-D; numel < 0: all of source. */
 int fp_torch_point_flat(PyObject *flat, PyObject *source, int64_t numel);
 
-/* Set tensors[i].data to the place of sources[i]. */
-int fp_torch_point_like(PyObject *const *tensors, PyObject *const *sources, Py_ssize_t n);
+/* Set tensor.data to the place of source. */
+int fp_torch_point_like(PyObject *tensor, PyObject *source);
 
 /* flags[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or, where
  * those are whole, it lies there otherwise than geometry says; or only one of it and the flat parameter has a gradient
@@ -92,7 +97,8 @@ int fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyO
 int fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometry, PyObject *grad,
                              const int64_t *starts, const int64_t *numels, const char *none, int by_data);
 
-/* *all_none: no parameter has a gradient; *any_requires_grad: some parameter requires one. */
+/* These three return 1; 0 with nothing done unless fp_torch_all_plain(); -1.
+ * *all_none: no parameter has a gradient; *any_requires_grad: some parameter requires one. */
 int fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int *any_requires_grad);
 int fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n);
 
@@ -119,7 +125,16 @@ int fp_torch_resize_storage(PyObject *tensor, int64_t numel, const char *reason,
 int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements of tensor's dtype its memory can hold; -1: error */
 int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */
 
-#ifdef __cplusplus
-}
-#endif
+/* fp_digest of a plain tensor on the host that is dense, in the order of its memory. */
+int fp_torch_digest(PyObject *tensor, uint64_t *out);
+
+/* Memory that others use by its address, which may not be freed or written to then.
+ * Somebody outside has got the address of tensor, and a reference to it: if flatparam frees and fills its storage, it
+ * leaves that to them. 1; 0: it is another's, or no tensor; -1: error. */
+int fp_torch_lend(PyObject *tensor);
+/* The capsule of torch.Tensor.__dlpack_c_exchange_api__ such that what is exported through it is lent. New reference; the
+ * same one if its version is another than this file knows. */
+PyObject *fp_torch_lending_exchange(PyObject *capsule);
+
+FP_END_C
 #endif

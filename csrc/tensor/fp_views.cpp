@@ -2,7 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -74,43 +74,39 @@ alias(const at::Tensor &source, c10::IntArrayRef shape, c10::IntArrayRef stride,
 }
 
 at::Tensor
-flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces, const at::TensorOptions &options,
-               double fill)
+flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces, const at::TensorOptions &options)
 {
     std::vector<at::Tensor> parts;
     parts.reserve(2 * pieces.size() + 1);
     int64_t end = 0;
-    const auto add = [&](int64_t numel, double value) {
+    const auto add_zeros = [&](int64_t numel) {
         if (numel > 0) {
-            parts.push_back(at::full({numel}, value, options));
+            parts.push_back(at::zeros({numel}, options));
         }
     };
     for (size_t i = 0; i < pieces.size(); i++) {
         const View &view = geometry.views[i];
-        add(view.offset - end, fill);
+        add_zeros(view.offset - end);
         if (pieces[i].defined()) {
             parts.push_back(in_storage_order(pieces[i], view));
         }
         else {
-            add(view.numel, 0.0);
+            add_zeros(view.numel);
         }
         end = view.offset + view.numel;
     }
-    add(geometry.total - end, fill);
+    add_zeros(geometry.total - end);
     return at::cat(parts);
 }
 
 at::Tensor
-flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces, const at::TensorOptions &options,
-                 double fill)
+flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces, const at::TensorOptions &options)
 {
     const at::Tensor flat = at::empty({geometry.total}, options);
-    const at::Tensor fill_item = fill == 0.0 ? at::Tensor() : at::full({1}, fill, options);
     const Sources sources = sources_of(geometry, pieces);
-    pack(flat, flat.scalar_type(), sources.segments, {}, fill_item.defined() ? fill_item.const_data_ptr() : nullptr);
+    pack(flat, flat.scalar_type(), sources.segments, {});
     for (const size_t i : sources.strided) {
-        const View &view = geometry.views[i];
-        alias(flat, view).copy_(pieces[i]);
+        alias(flat, geometry.views[i]).copy_(pieces[i]);
     }
     return flat;
 }

@@ -250,7 +250,7 @@ def test_wrong_arguments_to_the_extension():
         lambda: _C.survey(3),
         lambda: _C.held([(True, 0, 4, 0, 3), 3], [1, 2]),
         lambda: _C.held([(True, 0, 4, 0, 3)] * 2, [1]),
-        lambda: unit.point([nn.Parameter(flat), None], flat),
+        lambda: unit.use_parameters(flat[:4], [nn.Parameter(flat)], [], False),
         lambda: unit.set_grads(flat.double()),
         lambda: unit.register_tensors([flat], True, False),
         lambda: unit.use_unsharded(flat.clone(), flat[:4], None, False, True, False),

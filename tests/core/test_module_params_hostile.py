@@ -51,7 +51,7 @@ def test_a_callback_may_make_the_unit_read_other_shard_infos():
 
     params[0] = module.p0 = on_release(callback)
     shard = torch.arange(float(n))
-    unit.point_pieces(params, (), shard, infos)
+    unit.use_sharded(nn.Parameter(torch.zeros(1)), shard, params, (), infos, False)
     assert called == [[]]
     assert torch.equal(torch.cat([p.detach() for p in params]), shard)
 
@@ -61,7 +61,7 @@ def test_a_callback_may_exchange_the_flat_tensor_s_data():
     unit, params = unit_of(module)
     flat = nn.Parameter(torch.arange(100.0))
     params[0] = module.p0 = on_release(lambda: setattr(flat, "data", torch.zeros(1)))
-    unit.point(params, flat)
+    unit.use_parameters(flat, params, (), False)
     assert flat.numel() == 1
     assert torch.equal(torch.cat([p.detach() for p in params]), torch.arange(100.0))
 
@@ -73,8 +73,6 @@ def test_a_callback_may_exchange_the_tensor_that_is_being_pointed():
     flat = torch.arange(3.0)
     infos = tuple((True, i, 1) for i in range(3))
     calls = (
-        lambda: unit.point(params, flat),
-        lambda: unit.point_pieces(params, (), flat, infos),
         lambda: unit.use_parameters(flat, params, (), False),
         lambda: unit.use_sharded(nn.Parameter(torch.zeros(3)), flat, params, (), infos, False),
     )
@@ -152,8 +150,8 @@ def test_freed_memory_is_refused():
         tensor.untyped_storage().resize_(0)
     for call in (
         lambda: unit.views(freed),
-        lambda: unit.point(params, freed),
-        lambda: unit.point_pieces(params, [net.tied], freed, SHARD),
+        lambda: unit.use_parameters(freed, params, [net.tied], False),
+        lambda: unit.use_sharded(nn.Parameter(torch.zeros(1)), freed, params, [net.tied], SHARD, False),
         lambda: unit.set_grads(freed),
         lambda: _C.Layout([6, 2], 2, 1, 8).flatten([freed_piece, net.bias], 0.0, 0, 10),
     ):
@@ -164,12 +162,13 @@ def test_freed_memory_is_refused():
 def test_nothing_moves_when_a_later_one_cannot():
     net = Net()
     unit, _ = make(net)
-    plain = torch.zeros(2, 3)
+    plain = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
     address = plain.data_ptr()
     whole = torch.zeros(10, dtype=torch.int64)
     with pytest.raises(TypeError, match="requires grad"):
-        unit.point([plain, net.bias], whole)
+        unit.use_parameters(whole, [plain, net.bias], [net.tied], False)
     assert plain.data_ptr() == address
+    plain.requires_grad_()
     net.weight.grad = torch.ones(2, 3)
     with pytest.raises(ValueError, match="expected parameter 1"):
         unit.set_grad_pieces(
@@ -192,7 +191,7 @@ def test_a_name_that_became_a_buffer_is_found():
     unit, flat = make(net)
     params = [net.weight, net.bias]
     everywhere = ((True, 0, 6, 0, 5), (True, 8, 2, 0, 1))
-    unit.point(params, flat, [net.tied])
+    unit.use_parameters(flat, params, [net.tied], False)
     del net.bias
     net.register_buffer("bias", torch.zeros(2))
     assert unit.scan(params, flat, None, everywhere) == [1]
