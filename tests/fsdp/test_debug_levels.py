@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from debug_behaviours import LEVELS, SETTINGS, observe
-from gloo import RankFailure, run_both
+from gloo import run_both
 from recording import first_difference
 
 pytestmark = pytest.mark.multiprocess
@@ -12,19 +12,9 @@ CASES = [(level, behaviour, *setting) for level in LEVELS for behaviour in LEVEL
 
 
 @functools.cache
-def outcome(level):
-    """What the behaviours gave in one launch of two ranks, or why there is nothing."""
-    try:
-        return run_both(observe, 2, level, environment={"TORCH_DISTRIBUTED_DEBUG": level})
-    except RankFailure as failure:
-        return failure
-
-
 def results(level, behaviour, strategy, orig):
-    if isinstance(outcome(level), RankFailure):
-        raise outcome(level)
-    name = f"{behaviour.__name__}-{strategy.lower()}-{'orig' if orig else 'flat'}"
-    return [(torchs[name], ours[name]) for torchs, ours in outcome(level)]
+    """Of each of two ranks what the behaviour gave with torch's handle and with ours."""
+    return run_both(observe, 2, level, behaviour, (strategy, orig), environment={"TORCH_DISTRIBUTED_DEBUG": level})
 
 
 @pytest.mark.sweep(2)

@@ -56,9 +56,9 @@ def summoned_grads(model):
         return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def looked_at():
+def looked_at(strategy, uo):
     """Clipping and looking at gradients that are not reduced, where torch clips by a wrong norm and asserts sizes."""
-    for (strategy, uo), first in itertools.product(itertools.product(SHARDED, (False, True)), (True, False)):
+    for first in (True, False):
         note(f"{strategy} uo={uo} first synced={first}")
         model, module = wrapped(strategy, uo), make()
         oracle = Averaged(module, 2)
@@ -93,29 +93,28 @@ def looked_at():
             model.zero_grad()
 
 
-def unsharded():
+def unsharded(uo):
     """Without sharding each rank has its own sum, as DDP has; with a reduced part beside it, it is refused."""
-    for uo in (False, True):
-        model, module = wrapped("NO_SHARD", uo), make()
-        backward(model, 0, synced=False)
-        loss_of(module, data(0)).backward()
-        for found in (summoned_grads(model), full_grads(model)):
-            assert all(torch.equal(found[name], p.grad) for name, p in module.named_parameters())
-        model.clip_grad_norm_(0.1)
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        found = full_grads(model)
-        for name, p in module.named_parameters():
-            torch.testing.assert_close(found[name], p.grad)
-        backward(model, 1)  # what was clipped is what is reduced
-        mean = {name: sum(clipped_then_added(rank)[name] for rank in range(2)) / 2 for name in full_grads(model)}
-        for name, grad in full_grads(model).items():
-            torch.testing.assert_close(grad, mean[name], rtol=1e-5, atol=1e-6)
-        backward(model, 2, synced=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for call, *args in ((model.clip_grad_norm_, 0.1), (summoned_grads, model), (optimizer.step,)):
-            with pytest.raises(ValueError, match=r"no_sync\(\).* run the last micro-batch"):
-                call(*args)
-        assert_same(model, make())
+    model, module = wrapped("NO_SHARD", uo), make()
+    backward(model, 0, synced=False)
+    loss_of(module, data(0)).backward()
+    for found in (summoned_grads(model), full_grads(model)):
+        assert all(torch.equal(found[name], p.grad) for name, p in module.named_parameters())
+    model.clip_grad_norm_(0.1)
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    found = full_grads(model)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
+    backward(model, 1)  # what was clipped is what is reduced
+    mean = {name: sum(clipped_then_added(rank)[name] for rank in range(2)) / 2 for name in full_grads(model)}
+    for name, grad in full_grads(model).items():
+        torch.testing.assert_close(grad, mean[name], rtol=1e-5, atol=1e-6)
+    backward(model, 2, synced=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call, *args in ((model.clip_grad_norm_, 0.1), (summoned_grads, model), (optimizer.step,)):
+        with pytest.raises(ValueError, match=r"no_sync\(\).* run the last micro-batch"):
+            call(*args)
+    assert_same(model, make())
 
 
 def clipped_then_added(rank):
@@ -127,10 +126,9 @@ def clipped_then_added(rank):
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def assigned():
+def assigned(strategy, uo):
     """A gradient that was assigned after micro-batches is added to, not averaged: every rank has its piece of it."""
-    cases = itertools.product(("FULL_SHARD", "ZERO_1", "NO_SHARD"), (False, True), CLEARED, (False, True))
-    for strategy, uo, cleared, more in cases:
+    for cleared, more in itertools.product(CLEARED, (False, True)):
         what = f"{strategy} uo={uo} {cleared} more={more}"
         note(what)
         model, module = wrapped(strategy, uo), make()
@@ -190,44 +188,71 @@ def penalty_of(model):
     return sum(p.square().sum() for p in model.parameters())
 
 
-def penalized():
+def penalized(strategy, uo):
     """A loss with the parameters themselves in it: their gradients come from autograd, each rank has its piece's."""
-    for strategy, uo in itertools.product((*SHARDED, "NO_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"), (False, True)):
-        what = f"{strategy} uo={uo}"
-        note(what)
-        groups = {"process_group": (dist.new_group([0, 1]), dist.group.WORLD)} if strategy.startswith("LAYER") else {}
-        arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, **groups}
-        model, module = wrap_blocks(make(), **arguments), make()
-        oracle = Averaged(module, 2)
-        for alone in (False, True):
-            for step, synced in enumerate((False, False, True)):
-                with contextlib.nullcontext() if synced else model.no_sync():
-                    if alone and synced:
-                        penalty_of(model).backward()
-                    else:
-                        (loss_of(model, data(step)) + penalty_of(model)).backward()
-                if not (alone and synced):
-                    oracle.backward(lambda rank, step=step: [data(step, rank)])
-                penalty_of(module).backward()
-            for name, grad in full_grads(model).items():
-                wanted = dict(module.named_parameters())[name].grad
-                torch.testing.assert_close(grad, wanted, msg=lambda text, at=f"{what} {name}": f"{at}: {text}")
-            model.zero_grad()
-            module.zero_grad()
-
-
-def between():
-    looked_at()
-    unsharded()
-    assigned()
-    assigned_in_part()
-    pieces_of_any_strides()
-    penalized()
+    what = f"{strategy} uo={uo}"
+    note(what)
+    groups = {"process_group": (dist.new_group([0, 1]), dist.group.WORLD)} if strategy.startswith("LAYER") else {}
+    arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, **groups}
+    model, module = wrap_blocks(make(), **arguments), make()
+    oracle = Averaged(module, 2)
+    for alone in (False, True):
+        for step, synced in enumerate((False, False, True)):
+            with contextlib.nullcontext() if synced else model.no_sync():
+                if alone and synced:
+                    penalty_of(model).backward()
+                else:
+                    (loss_of(model, data(step)) + penalty_of(model)).backward()
+            if not (alone and synced):
+                oracle.backward(lambda rank, step=step: [data(step, rank)])
+            penalty_of(module).backward()
+        for name, grad in full_grads(model).items():
+            wanted = dict(module.named_parameters())[name].grad
+            torch.testing.assert_close(grad, wanted, msg=lambda text, at=f"{what} {name}": f"{at}: {text}")
+        model.zero_grad()
+        module.zero_grad()
 
 
 @pytest.mark.multiprocess
-def test_what_is_done_between_micro_batches():
-    run_ranks(between, 2)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(SHARDED, (False, True))))
+def test_what_is_not_reduced_is_not_clipped_or_shown(strategy, uo):
+    run_ranks(looked_at, 2, strategy, uo)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("uo", [False, True])
+def test_without_sharding_each_rank_has_its_own_sum(uo):
+    run_ranks(unsharded, 2, uo)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("strategy", "uo"), list(itertools.product(("FULL_SHARD", "ZERO_1", "NO_SHARD"), (False, True)))
+)
+def test_assigned_gradients_are_added_to(strategy, uo):
+    run_ranks(assigned, 2, strategy, uo)
+
+
+def in_part_and_of_any_strides():
+    assigned_in_part()
+    pieces_of_any_strides()
+
+
+@pytest.mark.multiprocess
+def test_gradients_assigned_in_part_and_of_any_strides():
+    run_ranks(in_part_and_of_any_strides, 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("uo", "strategy"), list(itertools.product((False, True), (*SHARDED, "NO_SHARD", *LAYER_ZERO)))
+)
+def test_penalties_over_parameters(strategy, uo):
+    run_ranks(penalized, 2, strategy, uo)
 
 
 @pytest.mark.parametrize("uo", [False, True])
@@ -269,9 +294,6 @@ def test_an_inner_block_does_not_end_an_outer_one(uo):
         assert run.reductions == reductions + 4
 
 
-ALL = (*SHARDED, "NO_SHARD")
-
-
 def parts_of(module, part):
     """Parameters by a part of their names; of a unit wrapped with flat parameters, all or none of it."""
     return [p for name, p in module.named_parameters() if part in name]
@@ -295,39 +317,38 @@ def assert_close_grads(model, wanted, what):
             torch.testing.assert_close(found[name], grad, msg=lambda text, name=name: f"{what} {name}: {text}")
 
 
-def frozen_in_between(strategies=ALL):
+def frozen_in_between(strategy, uo):
     """Frozen with a gradient: it stays as it is. Unfrozen after a micro-batch: it has that of the next ones."""
     zeroth, first, second = means(0, 1, 2)
-    for strategy, uo in itertools.product(strategies, (False, True)):
-        for part, synced in itertools.product(("blocks.1", "inner") if uo else ("blocks.1",), (True, False)):
-            what = f"{strategy} uo={uo} {part} synced={synced}"
-            note(what)
-            model = wrapped(strategy, uo)
-            backward(model, 0, synced=synced)
-            for p in parts_of(model, part):
-                p.requires_grad_(False)
-            backward(model, 1, synced=False)
-            backward(model, 2)
-            wanted = {n: g if part in n else g + first[n] + second[n] for n, g in zeroth.items()}
-            assert_close_grads(model, wanted, what)
-            for p in parts_of(model, part):
-                p.requires_grad_(True)
-            backward(model, 1, synced=False)
-            for p in parts_of(model, part):
-                p.requires_grad_(False)
-            backward(model, 2)
-            wanted = {n: g + first[n] + (0 if part in n else second[n]) for n, g in wanted.items()}
-            assert_close_grads(model, wanted, f"{what} again")
+    for part, synced in itertools.product(("blocks.1", "inner") if uo else ("blocks.1",), (True, False)):
+        what = f"{strategy} uo={uo} {part} synced={synced}"
+        note(what)
         model = wrapped(strategy, uo)
-        for p in parts_of(model, "blocks.1"):
+        backward(model, 0, synced=synced)
+        for p in parts_of(model, part):
             p.requires_grad_(False)
-        backward(model, 0, synced=False)
-        for p in parts_of(model, "blocks.1"):
-            p.requires_grad_(True)
         backward(model, 1, synced=False)
         backward(model, 2)
-        wanted = {n: first[n] + second[n] + (0 if "blocks.1" in n else g) for n, g in zeroth.items()}
-        assert_close_grads(model, wanted, f"{strategy} uo={uo} unfrozen")
+        wanted = {n: g if part in n else g + first[n] + second[n] for n, g in zeroth.items()}
+        assert_close_grads(model, wanted, what)
+        for p in parts_of(model, part):
+            p.requires_grad_(True)
+        backward(model, 1, synced=False)
+        for p in parts_of(model, part):
+            p.requires_grad_(False)
+        backward(model, 2)
+        wanted = {n: g + first[n] + (0 if part in n else second[n]) for n, g in wanted.items()}
+        assert_close_grads(model, wanted, f"{what} again")
+    model = wrapped(strategy, uo)
+    for p in parts_of(model, "blocks.1"):
+        p.requires_grad_(False)
+    backward(model, 0, synced=False)
+    for p in parts_of(model, "blocks.1"):
+        p.requires_grad_(True)
+    backward(model, 1, synced=False)
+    backward(model, 2)
+    wanted = {n: first[n] + second[n] + (0 if "blocks.1" in n else g) for n, g in zeroth.items()}
+    assert_close_grads(model, wanted, f"{strategy} uo={uo} unfrozen")
 
 
 WRITES = {
@@ -342,9 +363,9 @@ def write(model, how):
         WRITES[how](p)
 
 
-def written_in_between(strategies=ALL):
+def written_in_between(strategy, uo):
     """The next micro-batch computes with the weights of now, whoever has written them."""
-    for strategy, uo, how in itertools.product(strategies, (False, True), WRITES):
+    for how in WRITES:
         note(f"{strategy} uo={uo} {how}")
         model, module = wrapped(strategy, uo), make()
         oracle = Averaged(module, dist.get_world_size())
@@ -358,60 +379,58 @@ def written_in_between(strategies=ALL):
         assert_close_grads(model, {n: p.grad for n, p in module.named_parameters()}, f"{strategy} uo={uo} {how}")
 
 
-def scaled_in_between():
+def scaled_in_between(strategy, uo):
     """What is shown alone can be scaled; beside a gradient that is put aside it is refused, and nothing stays of it."""
     zeroth, first, second = means(0, 1, 2)
-    for strategy, uo in itertools.product(ALL, (False, True)):
-        what = f"{strategy} uo={uo}"
-        note(what)
-        model = wrapped(strategy, uo)
-        backward(model, 0, synced=False)
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-        backward(model, 1)
-        assert_close_grads(model, {n: 0.5 * g + first[n] for n, g in zeroth.items()}, what)
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(0.5)  # reduced: as of any module
-        backward(model, 2, synced=False)
-        for p in parts_of(model, "blocks.2"):
-            p.grad.mul_(0.5)
-        with pytest.raises(
-            ValueError, match=r"the unit of Block at `blocks.2`: the gradient of (parameter `scale`|its flat para)"
-        ):
-            backward(model, 2)
-        wanted = {n: 0.5 * (0.5 * g + first[n]) for n, g in zeroth.items()}
-        if strategy != "ZERO_1":  # there all ranks go on to the end before they raise
-            assert_close_grads(model, wanted, f"{what}: what was reduced")
-        model.zero_grad()
-        backward(model, 0)
-        backward(model, 2, synced=False)
-        model.blocks[2].zero_grad(set_to_none=False)  # of some units only
-        backward(model, 1)
-        wanted = {n: first[n] + (0 if "blocks.2" in n else g + second[n]) for n, g in zeroth.items()}
-        assert_close_grads(model, wanted, f"{what}: some cleared in place")
+    what = f"{strategy} uo={uo}"
+    note(what)
+    model = wrapped(strategy, uo)
+    backward(model, 0, synced=False)
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    backward(model, 1)
+    assert_close_grads(model, {n: 0.5 * g + first[n] for n, g in zeroth.items()}, what)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)  # reduced: as of any module
+    backward(model, 2, synced=False)
+    for p in parts_of(model, "blocks.2"):
+        p.grad.mul_(0.5)
+    with pytest.raises(
+        ValueError, match=r"the unit of Block at `blocks.2`: the gradient of (parameter `scale`|its flat para)"
+    ):
+        backward(model, 2)
+    wanted = {n: 0.5 * (0.5 * g + first[n]) for n, g in zeroth.items()}
+    if strategy != "ZERO_1":  # there all ranks go on to the end before they raise
+        assert_close_grads(model, wanted, f"{what}: what was reduced")
+    model.zero_grad()
+    backward(model, 0)
+    backward(model, 2, synced=False)
+    model.blocks[2].zero_grad(set_to_none=False)  # of some units only
+    backward(model, 1)
+    wanted = {n: first[n] + (0 if "blocks.2" in n else g + second[n]) for n, g in zeroth.items()}
+    assert_close_grads(model, wanted, f"{what}: some cleared in place")
 
 
-def beside():
-    frozen_in_between()
-    written_in_between()
-    scaled_in_between()
+def beside(strategy, uo):
+    frozen_in_between(strategy, uo)
+    written_in_between(strategy, uo)
+    if strategy not in LAYER_ZERO:
+        scaled_in_between(strategy, uo)
 
 
 @pytest.mark.multiprocess
-def test_freezing_writing_and_scaling_between_micro_batches():
-    run_ranks(beside, 2)
-
-
-def beside_layer_zero():
-    frozen_in_between(LAYER_ZERO)
-    written_in_between(LAYER_ZERO)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product((*SHARDED, "NO_SHARD"), (False, True))))
+def test_freezing_writing_and_scaling_between_micro_batches(strategy, uo):
+    run_ranks(beside, 2, strategy, uo)
 
 
 @pytest.mark.thorough
 @pytest.mark.multiprocess
-def test_freezing_and_writing_between_micro_batches_of_layer_zero():
-    run_ranks(beside_layer_zero, 4)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(LAYER_ZERO, (False, True))))
+def test_freezing_and_writing_between_micro_batches_of_layer_zero(strategy, uo):
+    run_ranks(beside, 4, strategy, uo)
 
 
 def strided(shape):

@@ -22,6 +22,7 @@ from flatparam import MixedPrecision, ShardingStrategy
 
 pytestmark = pytest.mark.multiprocess
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1")
 WHOLE = torch.Tensor.numel
 
 
@@ -45,47 +46,48 @@ def adam(model):
     return [torch.optim.Adam(model.parameters(), lr=0.01)]
 
 
-def layouts():
+def layouts(strategy, atomic, uo):
     """Each strategy and kind of block: steps, no_sync, clipping, state dicts, summoned gradients, copies."""
-    for strategy, atomic, uo in itertools.product(
-        ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1"), ("row", WHOLE, blocks_of_7, None), (False, True)
-    ):
-        note(f"{strategy} {atomic} uo={uo}")
-        arguments = {
-            "sharding_strategy": ShardingStrategy[strategy],
-            "use_orig_params": uo,
-            "atomic": atomic,
-            "shard_alignment": 64 if atomic in (None, "row") else None,
-        }
-        module, model = make(), wrap_blocks(make(), **arguments)
-        assert_same(model, module)
-        ours, plain = adam(model), adam(module)
-        train(model, module, ours, plain)
-        with model.no_sync():
-            loss_of(model, data(7)).backward()
-        loss_of(model, data(8)).backward()
-        oracle = Averaged(module, 2)
-        oracle.backward(lambda rank: [data(7, rank), data(8, rank)])
-        assert_same_grads(model, module)
-        with FSDP.summon_full_params(model, with_grads=True):
-            for param in model.parameters():
-                param.grad.mul_(2.0)
-        for param in module.parameters():
+    note(f"{strategy} {atomic} uo={uo}")
+    arguments = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": uo,
+        "atomic": atomic,
+        "shard_alignment": 64 if atomic in (None, "row") else None,
+    }
+    module, model = make(), wrap_blocks(make(), **arguments)
+    assert_same(model, module)
+    ours, plain = adam(model), adam(module)
+    train(model, module, ours, plain)
+    with model.no_sync():
+        loss_of(model, data(7)).backward()
+    loss_of(model, data(8)).backward()
+    oracle = Averaged(module, 2)
+    oracle.backward(lambda rank: [data(7, rank), data(8, rank)])
+    assert_same_grads(model, module)
+    with FSDP.summon_full_params(model, with_grads=True):
+        for param in model.parameters():
             param.grad.mul_(2.0)
-        assert_same_grads(model, module)
-        norm, wanted = model.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
-        for optimizer in (*ours, *plain):
-            optimizer.zero_grad()
-        assert all(torch.equal(value, module.state_dict()[name]) for name, value in model.state_dict().items())
-        copied, again = copy.deepcopy(model), copy.deepcopy(module)
-        train(copied, again, adam(copied), adam(again), steps=1)
-        model.load_state_dict(make(seed=3).state_dict())
-        assert_same(model, make(seed=3))
+    for param in module.parameters():
+        param.grad.mul_(2.0)
+    assert_same_grads(model, module)
+    norm, wanted = model.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+    for optimizer in (*ours, *plain):
+        optimizer.zero_grad()
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in model.state_dict().items())
+    copied, again = copy.deepcopy(model), copy.deepcopy(module)
+    train(copied, again, adam(copied), adam(again), steps=1)
+    model.load_state_dict(make(seed=3).state_dict())
+    assert_same(model, make(seed=3))
 
 
-def test_training_on_every_layout():
-    run_ranks(layouts, 2)
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize(
+    ("strategy", "atomic", "uo"), list(itertools.product(STRATEGIES, ("row", WHOLE, blocks_of_7, None), (False, True)))
+)
+def test_training_on_every_layout(strategy, atomic, uo):
+    run_ranks(layouts, 2, strategy, atomic, uo)
 
 
 class Rows(torch.optim.Optimizer):
@@ -144,29 +146,30 @@ def muon(model):
     ]
 
 
-def optimizers():
+def optimizers(strategy, low):
     """Muon on whole matrices, an optimizer of rows on whole rows, 8-bit state on whole blocks."""
-    for strategy, low in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1"), (False, True)):
-        note(f"{strategy} low={low}")
-        precision = MixedPrecision(reduce_dtype=torch.float32) if low else None
-        shared = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": precision}
-        module, model = make(), wrap_blocks(make(), use_orig_params=True, atomic=WHOLE, **shared)
-        shapes = {tuple(param.shape) for param in module.parameters()}
-        assert all(tuple(p.shape) in shapes or p.shape[0] == 0 for p in model.parameters())
-        assert len(matrices(model)) == len(matrices(module))
-        train(model, module, muon(model), muon(module), steps=4)
+    note(f"{strategy} low={low}")
+    precision = MixedPrecision(reduce_dtype=torch.float32) if low else None
+    shared = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": precision}
+    module, model = make(), wrap_blocks(make(), use_orig_params=True, atomic=WHOLE, **shared)
+    shapes = {tuple(param.shape) for param in module.parameters()}
+    assert all(tuple(p.shape) in shapes or p.shape[0] == 0 for p in model.parameters())
+    assert len(matrices(model)) == len(matrices(module))
+    train(model, module, muon(model), muon(module), steps=4)
 
-        module, model = make(), wrap_blocks(make(), use_orig_params=True, atomic="row", **shared)
-        train(model, module, [Rows(model.parameters())], [Rows(module.parameters())])
+    module, model = make(), wrap_blocks(make(), use_orig_params=True, atomic="row", **shared)
+    train(model, module, [Rows(model.parameters())], [Rows(module.parameters())])
 
-        for uo in (False, True):
-            module, model = make(), wrap_blocks(make(), use_orig_params=uo, atomic=blocks_of_7, **shared)
-            if uo:
-                train(model, module, [Blockwise(model.parameters(), 7)], [Blockwise(module.parameters(), 7)])
+    for uo in (False, True):
+        module, model = make(), wrap_blocks(make(), use_orig_params=uo, atomic=blocks_of_7, **shared)
+        if uo:
+            train(model, module, [Blockwise(model.parameters(), 7)], [Blockwise(module.parameters(), 7)])
 
 
-def test_optimizers_that_need_whole_blocks():
-    run_ranks(optimizers, 2)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("strategy", "low"), list(itertools.product(STRATEGIES, (False, True))))
+def test_optimizers_that_need_whole_blocks(strategy, low):
+    run_ranks(optimizers, 2, strategy, low)
 
 
 def agreement():

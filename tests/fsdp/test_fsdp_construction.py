@@ -227,43 +227,49 @@ def test_how_it_starts():
     run_ranks(starting, 2)
 
 
-def grids():
+def grids(strategy, uo, by_mesh):
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     groups = (rows[rank // 2], columns[rank % 2])
     mesh = init_device_mesh("cpu", (2, 2))
-    for strategy, uo, by_mesh in itertools.product(
-        ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (False, True), (False, True)
-    ):
-        note(f"{strategy} uo={uo} by_mesh={by_mesh}")
-        arguments = {"device_mesh": mesh} if by_mesh else {"process_group": groups}
-        module = make(seed=20 + rank)
-        model = wrap_blocks(
-            module,
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=uo,
-            sync_module_states=True,
-            **arguments,
-        )
-        reference = make(seed=20)
-        assert_same(model, reference)
-        assert all(unit.world_size == 2 for unit in FSDP.fsdp_modules(model))
-        oracle = Averaged(reference, 4)
-        ours, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
-        for step in range(2):
-            with model.no_sync():
-                loss_of(model, data(50 + step)).backward()
-            loss_of(model, data(step)).backward()
-            oracle.backward(lambda r, step=step: [data(50 + step, r), data(step, r)])
-            norm = model.clip_grad_norm_(0.5)
-            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-            for optim in (ours, plain):
-                optim.step()
-                optim.zero_grad()
-        for (name, value), wanted in zip(full_params(model).items(), reference.parameters(), strict=True):
-            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=name)
+    note(f"{strategy} uo={uo} by_mesh={by_mesh}")
+    arguments = {"device_mesh": mesh} if by_mesh else {"process_group": groups}
+    module = make(seed=20 + rank)
+    model = wrap_blocks(
+        module,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=uo,
+        sync_module_states=True,
+        **arguments,
+    )
+    reference = make(seed=20)
+    assert_same(model, reference)
+    assert all(unit.world_size == 2 for unit in FSDP.fsdp_modules(model))
+    oracle = Averaged(reference, 4)
+    ours, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    for step in range(2):
+        with model.no_sync():
+            loss_of(model, data(50 + step)).backward()
+        loss_of(model, data(step)).backward()
+        oracle.backward(lambda r, step=step: [data(50 + step, r), data(step, r)])
+        norm = model.clip_grad_norm_(0.5)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        for optim in (ours, plain):
+            optim.step()
+            optim.zero_grad()
+    for (name, value), wanted in zip(full_params(model).items(), reference.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def refusals_of_grids():
+    """Groups and meshes that a strategy cannot use."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = (rows[rank // 2], columns[rank % 2])
+    mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(ValueError, match="2-D"):
         FSDP(make(), device_mesh=mesh)
     with pytest.raises(ValueError, match="shard group, replicate group"):
@@ -282,8 +288,17 @@ def grids():
         Placement(param=groups[0], grad=groups[0], optim=groups[1])
 
 
-def test_grids_of_ranks():
-    run_ranks(grids, 4)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("strategy", "uo", "by_mesh"),
+    list(itertools.product(("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), (False, True), (False, True))),
+)
+def test_grids_of_ranks(strategy, uo, by_mesh):
+    run_ranks(grids, 4, strategy, uo, by_mesh)
+
+
+def test_what_a_grid_refuses():
+    run_ranks(refusals_of_grids, 4)
 
 
 def thin_grids():

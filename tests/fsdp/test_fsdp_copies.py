@@ -47,35 +47,37 @@ def train(model, ours, module, plain, steps):
     assert_same(model, module)
 
 
-def pickles():
-    for strategy, uo, way in itertools.product(STRATEGIES, (False, True), (by_pickle, by_torch)):
-        note(f"{strategy} uo={uo} {way.__name__}")
-        atomic = (lambda param: param.numel()) if way is by_torch else None
-        module = make()
-        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, atomic=atomic)
-        fresh = way(model)
-        assert_same(fresh, module)
-        train(fresh, adam(fresh), again := copy.deepcopy(module), adam(again), [9])
-        ours, plain = adam(model), adam(module)
-        train(model, ours, module, plain, [0, 1])
-        with torch.no_grad():
-            loss_of(model, data(0))
-        kept, kept_ours = way((model, ours))
-        other, other_plain = copy.deepcopy((module, plain))
-        assert kept.check_is_root()
-        assert not kept.blocks[0].check_is_root()
-        train(model, ours, module, plain, [2, 3])
-        train(kept, kept_ours, other, other_plain, [4, 5])
-        assert [p.shape for p in kept.parameters()] == [p.shape for p in model.parameters()]
-        assert list(kept.state_dict()) == list(module.state_dict())
-        late_ours, late_plain = way((ours, model)), copy.deepcopy((plain, module))  # the optimizer first
-        train(*reversed(late_ours), *reversed(late_plain), [6])
-        kept.load_state_dict(make(seed=3).state_dict())
-        assert_same(kept, make(seed=3))
-        assert_same(model, module)
-        shallow = copy.copy(model)
-        assert shallow._unit is model._unit
+def pickles(strategy, uo, way):
+    note(f"{strategy} uo={uo} {way.__name__}")
+    atomic = (lambda param: param.numel()) if way is by_torch else None
+    module = make()
+    model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, atomic=atomic)
+    fresh = way(model)
+    assert_same(fresh, module)
+    train(fresh, adam(fresh), again := copy.deepcopy(module), adam(again), [9])
+    ours, plain = adam(model), adam(module)
+    train(model, ours, module, plain, [0, 1])
+    with torch.no_grad():
+        loss_of(model, data(0))
+    kept, kept_ours = way((model, ours))
+    other, other_plain = copy.deepcopy((module, plain))
+    assert kept.check_is_root()
+    assert not kept.blocks[0].check_is_root()
+    train(model, ours, module, plain, [2, 3])
+    train(kept, kept_ours, other, other_plain, [4, 5])
+    assert [p.shape for p in kept.parameters()] == [p.shape for p in model.parameters()]
+    assert list(kept.state_dict()) == list(module.state_dict())
+    late_ours, late_plain = way((ours, model)), copy.deepcopy((plain, module))  # the optimizer first
+    train(*reversed(late_ours), *reversed(late_plain), [6])
+    kept.load_state_dict(make(seed=3).state_dict())
+    assert_same(kept, make(seed=3))
+    assert_same(model, module)
+    shallow = copy.copy(model)
+    assert shallow._unit is model._unit
 
+
+def refused_pickles():
+    """Between forward and backward, in a summon, on another rank; and the groups of a pickle."""
     model = wrap_blocks(make(), use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     loss = loss_of(model, data(0))
     assert_same(by_pickle(model), make())  # between forward and backward: as before the step
@@ -94,8 +96,16 @@ def pickles():
     return everyone[rank]
 
 
-def test_a_pickled_model_trains_on():
-    pickled = run_ranks(pickles, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("strategy", "uo", "way"), list(itertools.product(STRATEGIES, (False, True), (by_pickle, by_torch)))
+)
+def test_a_pickled_model_trains_on(strategy, uo, way):
+    run_ranks(pickles, 2, strategy, uo, way)
+
+
+def test_where_and_when_a_model_is_pickled():
+    pickled = run_ranks(refused_pickles, 2)
     with pytest.raises(RuntimeError, match="no process group here"):
         pickle.loads(pickled[0])
 

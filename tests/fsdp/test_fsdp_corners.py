@@ -9,7 +9,7 @@ import replacing
 import torch
 import torch.distributed as dist
 from fsdp_models import Averaged, assert_same, assert_same_grads, data, full_grads, loss_of, make, wrap_blocks
-from gloo import note, run_ranks
+from gloo import run_ranks
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,24 +142,23 @@ def dtypes_on_the_wire():
         yield seen
 
 
-def wire():
+def wire(strategy, uo):
     bf16, fp32 = torch.bfloat16, torch.float32
-    for strategy, uo in BOTH:
-        for param, reduce in itertools.product((None, bf16), (None, bf16, fp32)):
-            model = wrap_blocks(
-                make(),
-                sharding_strategy=ShardingStrategy[strategy],
-                use_orig_params=uo,
-                mixed_precision=MixedPrecision(param_dtype=param, reduce_dtype=reduce),
-            )
-            with dtypes_on_the_wire() as seen:
-                loss_of(model, data(0)).backward()
-            reduced = reduce or param or fp32
-            wanted = {("all", reduced)} if strategy == "NO_SHARD" else {("all", param or fp32), ("reduce", reduced)}
-            if strategy == "ZERO_1":
-                wanted.add(("all", torch.int32))  # whether the shards have changed
-            assert seen == wanted, (strategy, uo, param, reduce, seen)
-            assert all(param.dtype == fp32 for param in model.parameters())
+    for param, reduce in itertools.product((None, bf16), (None, bf16, fp32)):
+        model = wrap_blocks(
+            make(),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=uo,
+            mixed_precision=MixedPrecision(param_dtype=param, reduce_dtype=reduce),
+        )
+        with dtypes_on_the_wire() as seen:
+            loss_of(model, data(0)).backward()
+        reduced = reduce or param or fp32
+        wanted = {("all", reduced)} if strategy == "NO_SHARD" else {("all", param or fp32), ("reduce", reduced)}
+        if strategy == "ZERO_1":
+            wanted.add(("all", torch.int32))  # whether the shards have changed
+        assert seen == wanted, (strategy, uo, param, reduce, seen)
+        assert all(param.dtype == fp32 for param in model.parameters())
 
 
 def ignored_is_local():
@@ -237,9 +236,9 @@ def compressing():
             torch.testing.assert_close(grad, param.grad, rtol=2e-2, atol=2e-2, msg=name)
 
 
-def offloaded():
+def offloaded(strategy, uo):
     """CPUOffload where there is nothing but the CPU: accumulation of any kind adds up."""
-    for (strategy, uo), synced in itertools.product(BOTH, (True, False)):
+    for synced in (True, False):
         model = wrap_blocks(
             make(),
             sharding_strategy=ShardingStrategy[strategy],
@@ -261,29 +260,31 @@ def offloaded():
         assert_same_grads(model, module, f"{strategy} uo={uo} synced={synced}")
 
 
-def nan_gradients():
+def nan_gradients(strategy, uo):
     """NaN on one rank: every rank skips, and the scale halves."""
-    for strategy, uo in BOTH:
-        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
-        x = data(0) * (float("nan") if dist.get_rank() == 1 else 1.0)
-        scaler.scale(loss_of(model, x)).backward()
-        scaler.step(optim)
-        scaler.update()
-        assert scaler.get_scale() == 4.0
-        assert_same(model, make())
+    model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
+    x = data(0) * (float("nan") if dist.get_rank() == 1 else 1.0)
+    scaler.scale(loss_of(model, x)).backward()
+    scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert_same(model, make())
 
 
-PARTS = (wire, ignored_is_local, own_shards, clipping_corners, compressing, offloaded, nan_gradients)
-
-
-def every_part():
-    for part in PARTS:
-        note(part.__name__)
-        part()
+PARTS = (ignored_is_local, own_shards, clipping_corners, compressing)
 
 
 @pytest.mark.multiprocess
-def test_corners():
-    run_ranks(every_part, 2)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_corners(part):
+    run_ranks(part, 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize(("strategy", "uo"), BOTH)
+@pytest.mark.parametrize("part", [wire, offloaded, nan_gradients], ids=lambda part: part.__name__)
+def test_corners_of_each_strategy(part, strategy, uo):
+    run_ranks(part, 2, strategy, uo)

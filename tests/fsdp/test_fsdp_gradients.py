@@ -12,7 +12,7 @@ from torch import nn
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
 
-STRATEGIES = ("FULL_SHARD", "ZERO_1", "NO_SHARD")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 
 
 class Square(nn.Module):
@@ -57,9 +57,9 @@ def assert_grads(model, wanted, uo, what):
         assert grad is None or torch.equal(grad, expected), (what, name, grad, expected)
 
 
-def edited():
+def edited(strategy, uo):
     x = data(0)
-    for strategy, uo, edit, after in itertools.product(STRATEGIES, (False, True), EDITS, (True, False)):
+    for edit, after in itertools.product(EDITS, (True, False)):
         what = f"{strategy} uo={uo} {edit} after a backward={after}"
         note(what)
         module = make(cls=Square)
@@ -86,84 +86,81 @@ def edited():
         assert_grads(model, {name: p.grad for name, p in module.named_parameters()}, uo, what)
 
 
-def frozen():
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
-        model, module = FSDP(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo), make()
-        loss_of(model, data(0)).backward()
-        Averaged(module, 2).backward(lambda rank: [data(0, rank)])
-        for p in model.parameters():
-            p.requires_grad_(False)
-        with FSDP.summon_full_params(model, with_grads=True):
-            assert all(p.grad is not None and not p.requires_grad for p in model.parameters())
-        assert_same_grads(model, module, f"{strategy} uo={uo}")
-        assert all((p.grad is not None) or p.numel() == 0 for p in model.parameters())
+def frozen(strategy, uo):
+    model, module = FSDP(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo), make()
+    loss_of(model, data(0)).backward()
+    Averaged(module, 2).backward(lambda rank: [data(0, rank)])
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert all(p.grad is not None and not p.requires_grad for p in model.parameters())
+    assert_same_grads(model, module, f"{strategy} uo={uo}")
+    assert all((p.grad is not None) or p.numel() == 0 for p in model.parameters())
 
 
-def hooks():
+def hooks(strategy, uo):
     """Called as of any parameter, with what this rank has of the gradient, once it is reduced."""
-    for strategy, uo in itertools.product((*STRATEGIES, "SHARD_GRAD_OP"), (False, True)):
-        what = f"{strategy} uo={uo}"
-        note(what)
-        module = make()
-        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
-        seen, handles = [], []
-        for p in model.parameters():
-            handles.append(p.register_hook(lambda grad, p=p, seen=seen: seen.append(grad.shape == p.shape)))
-            handles.append(p.register_hook(lambda grad: 0.5 * grad))
-            handles.append(p.register_hook(lambda grad: grad.clamp_(-0.01, 0.01)))
-        with model.no_sync():
-            loss_of(model, data(0)).backward()
-        assert not seen
-        loss_of(model, data(1)).backward()
-        held = sum(p.grad is not None for p in model.parameters())
-        assert len(seen) == held > 0, what
-        assert all(seen), what
-        loss_of(model, data(2)).backward()
-        assert len(seen) == 2 * held, what
-        first, second = make(), make()
-        Averaged(first, 2).backward(lambda rank: [data(0, rank), data(1, rank)])
-        Averaged(second, 2).backward(lambda rank: [data(2, rank)])
-        for p, a, b in zip(module.parameters(), first.parameters(), second.parameters(), strict=True):
-            p.grad = (0.5 * a.grad).clamp_(-0.01, 0.01) + (0.5 * b.grad).clamp_(-0.01, 0.01)
-        assert_same_grads(model, module, what)
-        for handle in handles:
-            handle.remove()
+    what = f"{strategy} uo={uo}"
+    note(what)
+    module = make()
+    model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    seen, handles = [], []
+    for p in model.parameters():
+        handles.append(p.register_hook(lambda grad, p=p, seen=seen: seen.append(grad.shape == p.shape)))
+        handles.append(p.register_hook(lambda grad: 0.5 * grad))
+        handles.append(p.register_hook(lambda grad: grad.clamp_(-0.01, 0.01)))
+    with model.no_sync():
+        loss_of(model, data(0)).backward()
+    assert not seen
+    loss_of(model, data(1)).backward()
+    held = sum(p.grad is not None for p in model.parameters())
+    assert len(seen) == held > 0, what
+    assert all(seen), what
+    loss_of(model, data(2)).backward()
+    assert len(seen) == 2 * held, what
+    first, second = make(), make()
+    Averaged(first, 2).backward(lambda rank: [data(0, rank), data(1, rank)])
+    Averaged(second, 2).backward(lambda rank: [data(2, rank)])
+    for p, a, b in zip(module.parameters(), first.parameters(), second.parameters(), strict=True):
+        p.grad = (0.5 * a.grad).clamp_(-0.01, 0.01) + (0.5 * b.grad).clamp_(-0.01, 0.01)
+    assert_same_grads(model, module, what)
+    for handle in handles:
+        handle.remove()
 
-        def step(p):
-            with torch.no_grad():
-                p.sub_(0.1 * p.grad)
-            p.grad = None
+    def step(p):
+        with torch.no_grad():
+            p.sub_(0.1 * p.grad)
+        p.grad = None
 
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(step)
-        model.zero_grad()
-        before = full_params(model)
-        loss_of(model, data(3)).backward()
-        assert all(p.grad is None for p in model.parameters())
-        module.zero_grad()
-        Averaged(module, 2).backward(lambda rank: [data(3, rank)])
-        grads = {name: p.grad for name, p in module.named_parameters()}
-        for name, value in full_params(model).items():
-            torch.testing.assert_close(value, before[name] - 0.1 * grads[name], msg=f"{what} {name}")
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    model.zero_grad()
+    before = full_params(model)
+    loss_of(model, data(3)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    module.zero_grad()
+    Averaged(module, 2).backward(lambda rank: [data(3, rank)])
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    for name, value in full_params(model).items():
+        torch.testing.assert_close(value, before[name] - 0.1 * grads[name], msg=f"{what} {name}")
 
 
-def sums():
+def sums(strategy, uo):
     """512 gradients of 1 in bf16 are 512, in fp32; after .double() nothing is reduced in less."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     one = torch.ones(1, 1, dtype=torch.bfloat16)
-    for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "NO_SHARD"), (False, True)):
-        module = nn.Linear(1, 8, bias=False).bfloat16()
-        model = FSDP(module, sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
-        with model.no_sync():
-            for _ in range(511):
-                model(one).sum().backward()
-        assert model.memory_plan().no_sync == model._unit.step.kept_bytes()[0] == 4 * 8
-        model(one).sum().backward()
-        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters() if p.grad is not None)
-        [grad] = full_grads(model).values()
-        assert torch.equal(grad, torch.full_like(grad, 512.0)), (strategy, uo, grad)
+    module = nn.Linear(1, 8, bias=False).bfloat16()
+    model = FSDP(module, sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    with model.no_sync():
+        for _ in range(511):
+            model(one).sum().backward()
+    assert model.memory_plan().no_sync == model._unit.step.kept_bytes()[0] == 4 * 8
+    model(one).sum().backward()
+    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters() if p.grad is not None)
+    [grad] = full_grads(model).values()
+    assert torch.equal(grad, torch.full_like(grad, 512.0)), (strategy, uo, grad)
     tiny = 1.0 + 2.0**-40
-    for uo, low in itertools.product((False, True), (None, torch.bfloat16)):
+    for low in (None, torch.bfloat16):
         model = FSDP(
             nn.Linear(1, 8, bias=False),
             process_group=(alone, dist.group.WORLD),
@@ -182,34 +179,35 @@ def sums():
         assert model._unit.segments[0].reduce_dtype == torch.float64
 
 
-def gradients():
-    edited()
-    frozen()
-    hooks()
-    sums()
+def gradients(strategy, uo):
+    edited(strategy, uo)
+    frozen(strategy, uo)
+    hooks(strategy, uo)
+    sums(strategy, uo)
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_one_rank_adds_up_in_no_sync_is_exact_and_can_be_stepped_with(dtype, use_orig_params):
-    """4096 gradients of 1 are 4096 in fp32; an optimizer gets them in the parameters' dtype, and adding goes on."""
+    """Gradients of 1 add up in fp32 where ``dtype`` would not; an optimizer gets them in it, and adding goes on."""
+    count = {torch.bfloat16: 512, torch.float16: 4096}[dtype]
     with fake_world(1):
         model = FSDP(nn.Linear(1, 8, bias=False).to(dtype), use_orig_params=use_orig_params)
         [param] = model.parameters()
         optimizer = torch.optim.Adam([param], lr=0.0)
         one, wanted = torch.ones(1, 1, dtype=dtype), torch.ones(8)
         with model.no_sync():
-            for _ in range(4096):
+            for _ in range(count):
                 model(one).sum().backward()
             assert model.memory_plan().no_sync == model._unit.step.kept_bytes()[0] == 4 * 8
-            assert torch.equal(param.grad.flatten(), 4096 * wanted)
+            assert torch.equal(param.grad.flatten(), count * wanted)
             optimizer.step()
             assert param.grad.dtype == dtype
-            assert torch.equal(param.grad.flatten().float(), 4096 * wanted)
+            assert torch.equal(param.grad.flatten().float(), count * wanted)
             for _ in range(32):
                 model(one).sum().backward()
-            assert torch.equal(param.grad.flatten(), 4128 * wanted)
+            assert torch.equal(param.grad.flatten(), (count + 32) * wanted)
         for _ in range(2):
             model.zero_grad()
             model(one).sum().backward()
@@ -219,8 +217,10 @@ def test_what_one_rank_adds_up_in_no_sync_is_exact_and_can_be_stepped_with(dtype
 
 
 @pytest.mark.multiprocess
-def test_gradients_in_users_hands():
-    run_ranks(gradients, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_gradients_in_users_hands(strategy, uo):
+    run_ranks(gradients, 2, strategy, uo)
 
 
 def test_hooks_of_parameters_that_become_a_flat_one_are_missed_aloud():

@@ -383,14 +383,10 @@ def legal(strategy):
     assert asked.of(lambda: train(model, 2)) <= 1
 
 
-def all_legal():
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
-        note(f"legal with {strategy}")
-        legal(strategy)
-
-
-def test_what_all_ranks_do_alike_is_legal():
-    run_ranks(all_legal, 2)
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_what_all_ranks_do_alike_is_legal(strategy):
+    run_ranks(legal, 2, strategy)
 
 
 def changes_are_told():

@@ -195,21 +195,28 @@ WRONG = [
 ]
 
 
-def one_rank_is_wrong():
+def one_rank_is_wrong(case):
     """The others are told which rank it is and why, at once, and the group can be used afterwards."""
     rank = dist.get_rank()
-    for wrong, kind, message in WRONG:
-        for policy in (None, ModuleWrapPolicy({nn.Linear})):
-            arguments = {"module": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "auto_wrap_policy": policy}
-            note(f"{wrong} {policy}")
-            begin = time.monotonic()
-            if rank == 1:
-                with pytest.raises(kind, match=message):
-                    FSDP(**{**arguments, **wrong})
-            else:
-                with pytest.raises(ValueError, match=rf"rank 1 could not build its unit: \w+: .*{message}"):
-                    FSDP(**arguments)
-            assert time.monotonic() - begin < 2.0
+    wrong, kind, message = WRONG[case]
+    for policy in (None, ModuleWrapPolicy({nn.Linear})):
+        arguments = {"module": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "auto_wrap_policy": policy}
+        note(f"{wrong} {policy}")
+        begin = time.monotonic()
+        if rank == 1:
+            with pytest.raises(kind, match=message):
+                FSDP(**{**arguments, **wrong})
+        else:
+            with pytest.raises(ValueError, match=rf"rank 1 could not build its unit: \w+: .*{message}"):
+                FSDP(**arguments)
+        assert time.monotonic() - begin < 2.0
+    model = FSDP(nn.Linear(3, 3), sync_module_states=True)
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def one_rank_cannot_fill():
+    """A module on the meta device that one rank cannot fill."""
+    rank = dist.get_rank()
     with pytest.raises(KeyError if rank == 1 else ValueError, match="not on this rank"):
         FSDP(on_meta(), auto_wrap_policy=ModuleWrapPolicy({Raises}))
     with pytest.raises(KeyError if rank == 1 else ValueError, match="not on this rank"):
@@ -219,8 +226,15 @@ def one_rank_is_wrong():
 
 
 @pytest.mark.multiprocess
-def test_an_error_of_one_rank_is_told_to_all():
-    run_ranks(one_rank_is_wrong, 2)
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("case", range(len(WRONG)), ids=["-".join(wrong) for wrong, *_ in WRONG])
+def test_an_error_of_one_rank_is_told_to_all(case):
+    run_ranks(one_rank_is_wrong, 2, case)
+
+
+@pytest.mark.multiprocess
+def test_a_module_that_one_rank_cannot_fill_is_told_to_all():
+    run_ranks(one_rank_cannot_fill, 2)
 
 
 def one_of_a_grid_is_wrong():

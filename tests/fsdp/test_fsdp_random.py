@@ -17,6 +17,7 @@ from flatparam import ShardingStrategy
 pytestmark = pytest.mark.multiprocess
 
 RUNS = int(os.environ.get("FLATPARAM_RANDOM_RUNS", "25"))
+PARTS = 3
 FIRST = int(os.environ.get("FLATPARAM_RANDOM_FIRST", "0"))
 WIDTH = 3
 
@@ -134,9 +135,9 @@ def layout_of(source):
     return {"atomic": atomic, "shard_alignment": source.choice([None, None, 16, 64])}
 
 
-def programs():
+def programs(seeds):
     tried = 0
-    for seed in range(FIRST, FIRST + RUNS):
+    for seed in seeds:
         source = random.Random(seed + 2)
         strategy = source.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
         arguments = {
@@ -185,6 +186,9 @@ def programs():
     return tried
 
 
-def test_random_trees_and_programs():
-    tried = run_ranks(programs, 2)
-    assert min(tried) > RUNS // 2
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_trees_and_programs(part):
+    seeds = range(FIRST + part, FIRST + RUNS, PARTS)
+    tried = run_ranks(programs, 2, seeds)
+    assert min(tried) > len(seeds) // 2

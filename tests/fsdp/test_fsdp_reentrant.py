@@ -103,40 +103,41 @@ def torchs_grads(model):
         return {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
-def recomputation_in_units():
+def recomputation_in_units(strategy, uo):
     for block, root in (*((block, Net) for block in (Before, OneDimensional, Both, Several)), (Several, Around)):
         module = make(cls=root, block=block)
         once, twice = averaged(module, (0,)), averaged(module, (1, 0))
-        for i, (strategy, uo) in enumerate(itertools.product(STRATEGIES, (False, True))):
-            what = f"{block.__name__} {root.__name__} {strategy} uo={uo}"
-            note(what)
-            model = wrap_blocks(
-                make(cls=root, block=block),
-                sharding_strategy=ShardingStrategy[strategy],
-                use_orig_params=uo,
-                process_group=pair(1) if strategy.startswith("LAYER") else None,
-                backward_prefetch=list(BackwardPrefetch)[i % 2],
-            )
+        what = f"{block.__name__} {root.__name__} {strategy} uo={uo}"
+        note(what)
+        model = wrap_blocks(
+            make(cls=root, block=block),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=uo,
+            process_group=pair(1) if strategy.startswith("LAYER") else None,
+            backward_prefetch=list(BackwardPrefetch)[uo],
+        )
+        loss_of(model, data(0)).backward()
+        check(full_grads(model), module, once, what)
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model, data(1)).backward()
+        loss_of(model, data(0)).backward()
+        # in the same order of additions
+        alike = block is not Both and (root is Net or strategy in TorchStrategy.__members__)
+        check(full_grads(model), module, twice, f"{what} after no_sync", alike)
+        # of two torch frees the unit after the first
+        if block in (Before, OneDimensional) and uo and strategy in TorchStrategy.__members__:
+            arguments = {"sharding_strategy": TorchStrategy[strategy], "device_id": torch.device("cpu")}
+            model = wrap_blocks(make(cls=root, block=block), TorchFSDP, use_orig_params=uo, **arguments)
             loss_of(model, data(0)).backward()
-            check(full_grads(model), module, once, what)
-            model.zero_grad()
-            with model.no_sync():
-                loss_of(model, data(1)).backward()
-            loss_of(model, data(0)).backward()
-            # in the same order of additions
-            alike = block is not Both and (root is Net or strategy in TorchStrategy.__members__)
-            check(full_grads(model), module, twice, f"{what} after no_sync", alike)
-            # of two torch frees the unit after the first
-            if block in (Before, OneDimensional) and uo and strategy in TorchStrategy.__members__:
-                arguments = {"sharding_strategy": TorchStrategy[strategy], "device_id": torch.device("cpu")}
-                model = wrap_blocks(make(cls=root, block=block), TorchFSDP, use_orig_params=uo, **arguments)
-                loss_of(model, data(0)).backward()
-                check(torchs_grads(model), module, once, f"torch's {what}")
+            check(torchs_grads(model), module, once, f"torch's {what}")
 
 
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("uo", "strategy"), list(itertools.product((True, False), STRATEGIES)))
 @pytest.mark.multiprocess
-def test_what_is_recomputed_inside_of_a_unit_is_trained():
-    run_ranks(recomputation_in_units, 2)
+def test_what_is_recomputed_inside_of_a_unit_is_trained(strategy, uo):
+    run_ranks(recomputation_in_units, 2, strategy, uo)
 
 
 class Stages(nn.Module):

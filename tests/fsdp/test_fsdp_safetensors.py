@@ -61,79 +61,78 @@ class Tied(nn.Module):
         self.register_buffer("passing", torch.ones(2), persistent=False)
 
 
-def loading(folder):
+def loading(folder, strategy, uo, meta):
     """Every strategy, layout, dtype and way of wrapping: values equal the file's; bad files change nothing."""
     rank, folder = dist.get_rank(), Path(folder)
-    for strategy, uo, meta in itertools.product(("FULL_SHARD", "ZERO_1", "NO_SHARD"), (False, True), (False, True)):
-        note(f"{strategy} uo={uo} meta={meta}")
-        shared = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
-        for atomic in (None, "row", torch.Tensor.numel) if strategy == "FULL_SHARD" else (None,):
-            init = {"param_init_fn": defer_init} if meta else {}
-            module = on_meta() if meta else make(seed=1)
-            model = wrap_blocks(module, atomic=atomic, **init, **shared)
-            if meta:
-                assert all(value.isnan().all() for value in full_params(model).values())
-            result = load_safetensors(model, folder / "model.safetensors")
-            assert result == ([], [])
-            assert_same(model, make(seed=7))
-            loss_of(model, data(0)).backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.load_state_dict(make(seed=3).state_dict())
-            load_safetensors(model, folder / "model.safetensors")
-            with torch.no_grad():
-                loss_of(model, data(0))  # SHARD_GRAD_OP's views are not taken for parameters
-            load_safetensors(model, folder)
-            assert torch.equal(loss_of(model, data(0)), loss_of(make(seed=7), data(0)))
-
-        torch.manual_seed(4)
-        wanted, model = Tied(), FSDP(Tied(), **shared)
-        load_safetensors(model, folder / "tied.safetensors")
-        assert_same(model, wanted)
-        state = model.state_dict()
-        assert all(torch.equal(state[name], value) for name, value in wanted.state_dict().items())
-        assert model.module.table.weight is model.module.head.weight
-
-        model = wrap_blocks(make(), **shared)  # another dtype in the file, and several files
-        load_safetensors(model, folder / "bf16.safetensors")
-        half = make(seed=7)
-        for param in half.parameters():
-            param.data = param.data.bfloat16().float()
-        assert_same(model, half)
-        for files in (folder / "several", [folder / "several" / f"{i}.safetensors" for i in range(3)]):
-            model = wrap_blocks(on_meta(), param_init_fn=defer_init, **shared)
-            load_safetensors(model, files)
-            assert_same(model, make(seed=7))
-
+    note(f"{strategy} uo={uo} meta={meta}")
+    shared = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+    for atomic in (None, "row", torch.Tensor.numel) if strategy == "FULL_SHARD" else (None,):
+        init = {"param_init_fn": defer_init} if meta else {}
+        module = on_meta() if meta else make(seed=1)
+        model = wrap_blocks(module, atomic=atomic, **init, **shared)
         if meta:
-            continue
-        fresh = wrap_blocks(on_meta(), param_init_fn=defer_init, **shared)
-        for target, before in ((model, make(seed=7)), (fresh, None)):
-            for file, message in (
-                ("missing", r'Missing.*"blocks.1.scale"\..*Unexpected.*"blocks.1.scales"'),
-                ("shape", r"`last.weight` has shape \(1, 6\), the model's has \(1, 5\)"),
-                ("kind", r"`first.bias` has dtype I64, which cannot be loaded into torch.float32"),
-                ("cut", r"cut.safetensors: expected \d+ bytes, it has \d+"),
-                ("nowhere", "FileNotFoundError"),
-            ):
-                with pytest.raises(RuntimeError, match=rf"nothing was loaded: rank 0: .*{message}"):
-                    load_safetensors(target, folder / f"{file}.safetensors")
-            mine = "model" if rank == 0 else "bf16"
-            with pytest.raises(RuntimeError, match="rank 1: what it loads is not what rank 0 loads: their headers"):
-                load_safetensors(target, folder / f"{mine}.safetensors")
-            mine = "model" if rank == 0 else "cut"
-            with pytest.raises(RuntimeError, match="rank 1: FileError"):
-                load_safetensors(target, folder / f"{mine}.safetensors")
-            with FSDP.summon_full_params(target), pytest.raises(RuntimeError, match="IDLE"):
-                load_safetensors(target, folder / "model.safetensors")
-            if before is None:
-                assert all(value.isnan().all() for value in full_params(target).values())
-            else:
-                assert_same(target, before)
-        result = load_safetensors(fresh, folder / "missing.safetensors", strict=False)
-        assert result == (["blocks.1.scale"], ["blocks.1.scales"])
-        assert [name for name, value in full_params(fresh).items() if value.isnan().any()] == ["blocks.1.scale"]
-        load_safetensors(fresh, folder / "model.safetensors")
-        assert_same(fresh, make(seed=7))
+            assert all(value.isnan().all() for value in full_params(model).values())
+        result = load_safetensors(model, folder / "model.safetensors")
+        assert result == ([], [])
+        assert_same(model, make(seed=7))
+        loss_of(model, data(0)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.load_state_dict(make(seed=3).state_dict())
+        load_safetensors(model, folder / "model.safetensors")
+        with torch.no_grad():
+            loss_of(model, data(0))  # SHARD_GRAD_OP's views are not taken for parameters
+        load_safetensors(model, folder)
+        assert torch.equal(loss_of(model, data(0)), loss_of(make(seed=7), data(0)))
+
+    torch.manual_seed(4)
+    wanted, model = Tied(), FSDP(Tied(), **shared)
+    load_safetensors(model, folder / "tied.safetensors")
+    assert_same(model, wanted)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in wanted.state_dict().items())
+    assert model.module.table.weight is model.module.head.weight
+
+    model = wrap_blocks(make(), **shared)  # another dtype in the file, and several files
+    load_safetensors(model, folder / "bf16.safetensors")
+    half = make(seed=7)
+    for param in half.parameters():
+        param.data = param.data.bfloat16().float()
+    assert_same(model, half)
+    for files in (folder / "several", [folder / "several" / f"{i}.safetensors" for i in range(3)]):
+        model = wrap_blocks(on_meta(), param_init_fn=defer_init, **shared)
+        load_safetensors(model, files)
+        assert_same(model, make(seed=7))
+
+    if meta:
+        return
+    fresh = wrap_blocks(on_meta(), param_init_fn=defer_init, **shared)
+    for target, before in ((model, make(seed=7)), (fresh, None)):
+        for file, message in (
+            ("missing", r'Missing.*"blocks.1.scale"\..*Unexpected.*"blocks.1.scales"'),
+            ("shape", r"`last.weight` has shape \(1, 6\), the model's has \(1, 5\)"),
+            ("kind", r"`first.bias` has dtype I64, which cannot be loaded into torch.float32"),
+            ("cut", r"cut.safetensors: expected \d+ bytes, it has \d+"),
+            ("nowhere", "FileNotFoundError"),
+        ):
+            with pytest.raises(RuntimeError, match=rf"nothing was loaded: rank 0: .*{message}"):
+                load_safetensors(target, folder / f"{file}.safetensors")
+        mine = "model" if rank == 0 else "bf16"
+        with pytest.raises(RuntimeError, match="rank 1: what it loads is not what rank 0 loads: their headers"):
+            load_safetensors(target, folder / f"{mine}.safetensors")
+        mine = "model" if rank == 0 else "cut"
+        with pytest.raises(RuntimeError, match="rank 1: FileError"):
+            load_safetensors(target, folder / f"{mine}.safetensors")
+        with FSDP.summon_full_params(target), pytest.raises(RuntimeError, match="IDLE"):
+            load_safetensors(target, folder / "model.safetensors")
+        if before is None:
+            assert all(value.isnan().all() for value in full_params(target).values())
+        else:
+            assert_same(target, before)
+    result = load_safetensors(fresh, folder / "missing.safetensors", strict=False)
+    assert result == (["blocks.1.scale"], ["blocks.1.scales"])
+    assert [name for name, value in full_params(fresh).items() if value.isnan().any()] == ["blocks.1.scale"]
+    load_safetensors(fresh, folder / "model.safetensors")
+    assert_same(fresh, make(seed=7))
 
 
 class Rotary(nn.Module):
@@ -192,8 +191,9 @@ def meta(folder):
     assert_same(model, make(seed=7))
 
 
-@pytest.mark.multiprocess
-def test_values_are_those_of_the_files(tmp_path):
+@pytest.fixture
+def files(tmp_path):
+    """The folder of a module's files, good and bad ones."""
     module = make(seed=7)
     save(module, tmp_path / "model.safetensors")
     save(module, tmp_path / "bf16.safetensors", torch.bfloat16)
@@ -212,8 +212,22 @@ def test_values_are_those_of_the_files(tmp_path):
         save_file(state, tmp_path / "several" / f"{i}.safetensors")
     index = {"metadata": {}, "weight_map": {name: f"{i % 3}.safetensors" for i, name in enumerate(names)}}
     (tmp_path / "several" / "model.safetensors.index.json").write_text(json.dumps(index))
-    run_ranks(loading, 2, str(tmp_path))
-    run_ranks(meta, 2, str(tmp_path))
+    return str(tmp_path)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("uo", "meta", "strategy"),
+    list(itertools.product((False, True), (False, True), ("FULL_SHARD", "ZERO_1", "NO_SHARD"))),
+)
+def test_values_are_those_of_the_files(files, strategy, uo, meta):
+    run_ranks(loading, 2, files, strategy, uo, meta)
+
+
+@pytest.mark.multiprocess
+def test_ties_buffers_and_several_names_in_files(files):
+    run_ranks(meta, 2, files)
 
 
 def in_a_grid(folder):

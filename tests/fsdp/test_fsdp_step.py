@@ -98,9 +98,10 @@ ORDERS = {
 }
 
 
-def collectives():
+def collectives(strategy, prefetch, uo):
+    order = ORDERS[strategy, prefetch]
     prefetches = {"PRE": BackwardPrefetch.BACKWARD_PRE, "POST": BackwardPrefetch.BACKWARD_POST, None: None}
-    for ((strategy, prefetch), order), uo, ahead in itertools.product(ORDERS.items(), (False, True), (False, True)):
+    for ahead in (False, True):
         what = f"{strategy} {prefetch} uo={uo} forward_prefetch={ahead}"
         note(what)
         model = wrap_blocks(
@@ -138,8 +139,10 @@ def collectives():
             assert log == ([] if strategy == "ZERO_1" else forward.split()), what
 
 
-def test_the_order_of_collectives():
-    run_ranks(collectives, 2)
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize(("uo", "strategy", "prefetch"), [(uo, *key) for uo in (False, True) for key in ORDERS])
+def test_the_order_of_collectives(strategy, prefetch, uo):
+    run_ranks(collectives, 2, strategy, prefetch, uo)
 
 
 def full(model):
@@ -210,8 +213,8 @@ class Twice(nn.Module):
         return self.last(x)
 
 
-def uneven():
-    for strategy, uo, prefetch in itertools.product(STRATEGIES, (False, True), list(BackwardPrefetch)):
+def uneven(strategy, uo):
+    for prefetch in BackwardPrefetch:
         note(f"{strategy} uo={uo} {prefetch}")
         module = make(cls=Twice)
         model = wrap_blocks(
@@ -256,8 +259,10 @@ def oracle_backward(oracle, step):
         param.grad = grad
 
 
-def test_units_used_unevenly():
-    run_ranks(uneven, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_units_used_unevenly(strategy, uo):
+    run_ranks(uneven, 2, strategy, uo)
 
 
 class Checkpointed(nn.Module):
@@ -290,10 +295,8 @@ class Recomputing(Block):
         return x + checkpoint(lambda z: self.scale * self.outer(torch.tanh(z)), y, use_reentrant=self.reentrant)
 
 
-def recomputation():
-    for (strategy, uo), how, reentrant in itertools.product(
-        itertools.product(STRATEGIES, (False, True)), ("around", "inside", "wrapper", "parts"), (False, True)
-    ):
+def recomputation(strategy, uo):
+    for how, reentrant in itertools.product(("around", "inside", "wrapper", "parts"), (False, True)):
         what = f"{strategy} uo={uo} {how} reentrant={reentrant}"
         note(what)
         torch.manual_seed(0)
@@ -330,8 +333,10 @@ def recomputation():
         )
 
 
-def test_activation_checkpointing():
-    run_ranks(recomputation, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_activation_checkpointing(strategy, uo):
+    run_ranks(recomputation, 2, strategy, uo)
 
 
 Pair = namedtuple("Pair", "left right")
@@ -392,35 +397,34 @@ NO_TENSORS = (
 )
 
 
-def opaque_outputs():
+def opaque_outputs(uo):
     """What holds no tensor that is found is returned as it is; who comes to freed parameters from it is told."""
     x = {"x": [data(0, rank=0)]}
-    for uo in (False, True):
-        for box in NO_TENSORS:
-            model = FSDP(nn.Sequential(FSDP(Boxed(box), use_orig_params=uo)), use_orig_params=uo)
-            for _ in range(2):
-                model(x)
-        boxed = Boxed(Hidden)
-        boxed.inner = nn.LayerNorm(3)
-        hidden = FSDP(nn.Sequential(FSDP(boxed, use_orig_params=uo)), use_orig_params=uo)
-        output = hidden({"x": [data(0, rank=0).requires_grad_()]})  # so its gradient needs the weight
-        with pytest.raises(
-            RuntimeError, match=r"(?s)of the unit of Boxed at `0` was used while.* returned a Hidden in which no"
-        ):
-            output.get().sum().backward()
-        free = FSDP(Boxed(lambda x: Hidden(x.detach())), use_orig_params=uo)
-        assert free(x).get().shape == (4, 3)
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "NO_SHARD"):  # nothing that was freed is needed
-            torch.manual_seed(0)
-            module = Boxed(Hidden)
-            model = FSDP(copy.deepcopy(module), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
-            for each in (module, model):
-                each(x).get().sum().backward()
-            assert_same_grads(model, module, f"{strategy} uo={uo}")
+    for box in NO_TENSORS:
+        model = FSDP(nn.Sequential(FSDP(Boxed(box), use_orig_params=uo)), use_orig_params=uo)
+        for _ in range(2):
+            model(x)
+    boxed = Boxed(Hidden)
+    boxed.inner = nn.LayerNorm(3)
+    hidden = FSDP(nn.Sequential(FSDP(boxed, use_orig_params=uo)), use_orig_params=uo)
+    output = hidden({"x": [data(0, rank=0).requires_grad_()]})  # so its gradient needs the weight
+    with pytest.raises(
+        RuntimeError, match=r"(?s)of the unit of Boxed at `0` was used while.* returned a Hidden in which no"
+    ):
+        output.get().sum().backward()
+    free = FSDP(Boxed(lambda x: Hidden(x.detach())), use_orig_params=uo)
+    assert free(x).get().shape == (4, 3)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "NO_SHARD"):  # nothing that was freed is needed
+        torch.manual_seed(0)
+        module = Boxed(Hidden)
+        model = FSDP(copy.deepcopy(module), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        for each in (module, model):
+            each(x).get().sum().backward()
+        assert_same_grads(model, module, f"{strategy} uo={uo}")
 
 
-def outputs():
-    for (box, unbox), uo in itertools.product(OUTPUTS.values(), (False, True)):
+def outputs(uo):
+    for box, unbox in OUTPUTS.values():
         torch.manual_seed(0)
         module = Boxed(box)
         torch.manual_seed(0)
@@ -429,13 +433,15 @@ def outputs():
         for model in (module, outer):
             unbox(model({"x": [data(0, rank=0)]})).sum().backward()
         assert_same_grads(inner, module)
-    opaque_outputs()
+    opaque_outputs(uo)
     low = FSDP(Boxed(lambda x: x), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     assert low({"x": [data(0)]}).dtype == torch.bfloat16
 
 
-def test_outputs_of_any_kind():
-    run_ranks(outputs, 2)
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("uo", [False, True])
+def test_outputs_of_any_kind(uo):
+    run_ranks(outputs, 2, uo)
 
 
 def hooks():

@@ -1,5 +1,6 @@
 """The memory of full parameters in the runtime: who uses it while it is freed is told, and who has it keeps it."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -44,50 +45,53 @@ def test_operations_on_sharded_parameters_name_them_and_what_to_do():
     assert not {key: text for key, text in texts.items() if not said.match(text)}
 
 
-def memory_kept(settings):
+def memory_kept(strategy, orig, ways):
     """Train and evaluate beside an unsharded module while the memory of all weights is taken and kept."""
-    for strategy, orig, ways in settings:
-        note(f"{strategy} {orig} {len(ways)}")
-        pair = {"process_group": (dist.group.WORLD, dist.group.WORLD)} if strategy == "LAYER_ZERO" else {}
-        plain = make(width=WIDTH, blocks=2)
-        oracle, model = Averaged(plain, 2), make(width=WIDTH, blocks=2)
-        taking = Taking(model, ways)
-        model = wrap_blocks(model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, **pair)
-        optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, model)]
-        for step in range(3):
-            oracle.backward(lambda rank: [data(step, rank), data(step + 7, rank)])  # noqa: B023
-            with model.no_sync():
-                loss_of(model, data(step)).backward()
-            taking.check()
-            loss_of(model, data(step + 7)).backward()
-            taking.check()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            with torch.no_grad():
-                assert torch.equal(model(data(step)), plain(data(step)))
-                assert torch.equal(model(data(step)), plain(data(step)))
-            if strategy != "NO_SHARD":  # whose memory is what is trained, as unsharded
-                taking.check()
-            else:
-                taking.taken.clear()
-                taking.values.clear()
-        assert_same(model, plain, strategy)
-        taking.on = False
-        taking.taken.clear()
+    note(f"{strategy} {orig} {len(ways)}")
+    pair = {"process_group": (dist.group.WORLD, dist.group.WORLD)} if strategy == "LAYER_ZERO" else {}
+    plain = make(width=WIDTH, blocks=2)
+    oracle, model = Averaged(plain, 2), make(width=WIDTH, blocks=2)
+    taking = Taking(model, ways)
+    model = wrap_blocks(model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, **pair)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (plain, model)]
+    for step in range(3):
+        oracle.backward(lambda rank: [data(step, rank), data(step + 7, rank)])  # noqa: B023
+        with model.no_sync():
+            loss_of(model, data(step)).backward()
+        taking.check()
+        loss_of(model, data(step + 7)).backward()
+        taking.check()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
-            model(data(0))
-        full = [unit._unit.step.is_partly_full for unit in FSDP.fsdp_modules(model)]
-        assert not any(full) or strategy in ("NO_SHARD", "ZERO_1"), full  # it went with those who took it
+            assert torch.equal(model(data(step)), plain(data(step)))
+            assert torch.equal(model(data(step)), plain(data(step)))
+        if strategy != "NO_SHARD":  # whose memory is what is trained, as unsharded
+            taking.check()
+        else:
+            taking.taken.clear()
+            taking.values.clear()
+    assert_same(model, plain, strategy)
+    taking.on = False
+    taking.taken.clear()
+    with torch.no_grad():
+        model(data(0))
+    full = [unit._unit.step.is_partly_full for unit in FSDP.fsdp_modules(model)]
+    assert not any(full) or strategy in ("NO_SHARD", "ZERO_1"), full  # it went with those who took it
 
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 
 
+WAYS = ((True, (*BY_ADDRESS, "storage")), (False, (*BY_ADDRESS, "storage")), (True, ("shared",)))
+
+
 @pytest.mark.multiprocess
-def test_who_takes_the_memory_of_full_weights_keeps_their_values_and_changes_nothing():
-    ways = ((True, (*BY_ADDRESS, "storage")), (False, (*BY_ADDRESS, "storage")), (True, ("shared",)))
-    run_ranks(memory_kept, 2, [(strategy, *how) for strategy in (*STRATEGIES, "LAYER_ZERO") for how in ways])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "how"), list(itertools.product((*STRATEGIES, "LAYER_ZERO"), WAYS)))
+def test_who_takes_the_memory_of_full_weights_keeps_their_values_and_changes_nothing(strategy, how):
+    run_ranks(memory_kept, 2, strategy, *how)
 
 
 ONE = torch.ones(2, 4)
@@ -183,67 +187,64 @@ def test_parameters_and_gradients_without_memory_are_refused():
                 model(ONE).sum().backward()
 
 
-def forwards_in_summon(settings):
+def forwards_in_summon(strategy, orig, low):
     """Forwards inside summon_full_params() see what was written there; a backward through one is refused by name."""
-    for strategy, orig, low in settings:
-        precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16) if low else None
-        plain = make()
-        plain.register_buffer("offset", torch.tensor(1.001))
-        model = make()
-        model.register_buffer("offset", torch.tensor(1.001))
-        model = wrap_blocks(
-            model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, mixed_precision=precision
-        )
-        x = data(0)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16) if low else None
+    plain = make()
+    plain.register_buffer("offset", torch.tensor(1.001))
+    model = make()
+    model.register_buffer("offset", torch.tensor(1.001))
+    model = wrap_blocks(
+        model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig, mixed_precision=precision
+    )
+    x = data(0)
+    with torch.no_grad():
+        model(x)
+        with FSDP.summon_full_params(model):
+            assert torch.equal(model(x), plain(x))
+            assert model.module.offset.dtype == (torch.bfloat16 if low else torch.float32)
+            for module in (model.module, plain):
+                module.first.weight.mul_(2.0)
+            assert torch.equal(model(x), plain(x))
+            assert torch.equal(model.blocks[0](x.new_ones(2, 5)), plain.blocks[0](x.new_ones(2, 5)))
+        with FSDP.summon_full_params(model, recurse=False, writeback=False):
+            assert torch.equal(model(x), plain(x))  # the blocks are gathered, in full precision too
+            model.module.last.weight.zero_()
+            assert not model(x).any()
+            if strategy == "NO_SHARD":  # which has no other memory
+                plain.last.weight.zero_()
+    assert_same(model, plain, strategy)
+    with torch.no_grad():
+        outside = model(x)
+    for recurse in (True, False):
+        with FSDP.summon_full_params(model, recurse=recurse):
+            inside = model(x)
+            with pytest.raises(RuntimeError, match=r"the unit of Model.*backward.*inside summon_full_params"):
+                inside.sum().backward()
+        inside = None
         with torch.no_grad():
-            model(x)
-            with FSDP.summon_full_params(model):
-                assert torch.equal(model(x), plain(x))
-                assert model.module.offset.dtype == (torch.bfloat16 if low else torch.float32)
-                for module in (model.module, plain):
-                    module.first.weight.mul_(2.0)
-                assert torch.equal(model(x), plain(x))
-                assert torch.equal(model.blocks[0](x.new_ones(2, 5)), plain.blocks[0](x.new_ones(2, 5)))
-            with FSDP.summon_full_params(model, recurse=False, writeback=False):
-                assert torch.equal(model(x), plain(x))  # the blocks are gathered, in full precision too
-                model.module.last.weight.zero_()
-                assert not model(x).any()
-                if strategy == "NO_SHARD":  # which has no other memory
-                    plain.last.weight.zero_()
-        assert_same(model, plain, strategy)
-        with torch.no_grad():
-            outside = model(x)
-        for recurse in (True, False):
-            with FSDP.summon_full_params(model, recurse=recurse):
-                inside = model(x)
-                with pytest.raises(RuntimeError, match=r"the unit of Model.*backward.*inside summon_full_params"):
-                    inside.sum().backward()
-            inside = None
+            assert torch.equal(model(x), outside)
+    with torch.no_grad(), FSDP.summon_full_params(model.blocks[1]):  # amid others in their own precision
+        torch.testing.assert_close(model(x), outside, rtol=0.02, atol=0.02)
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        if torch.distributed.get_rank() == 0 or strategy == "NO_SHARD":
             with torch.no_grad():
-                assert torch.equal(model(x), outside)
-        with torch.no_grad(), FSDP.summon_full_params(model.blocks[1]):  # amid others in their own precision
-            torch.testing.assert_close(model(x), outside, rtol=0.02, atol=0.02)
-        with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
-            if torch.distributed.get_rank() == 0 or strategy == "NO_SHARD":
-                with torch.no_grad():
-                    assert torch.equal(model(x), plain(x))
-            else:
-                with pytest.raises(RuntimeError, match=r"the unit of Model.*rank0_only=True.*shards only"):
-                    model(x)
-        if not low:
-            oracle = Averaged(plain, 2)
-            oracle.backward(lambda rank: [data(1, rank)])
-            loss_of(model, data(1)).backward()
-            assert_same_grads(model, plain, strategy)
+                assert torch.equal(model(x), plain(x))
+        else:
+            with pytest.raises(RuntimeError, match=r"the unit of Model.*rank0_only=True.*shards only"):
+                model(x)
+    if not low:
+        oracle = Averaged(plain, 2)
+        oracle.backward(lambda rank: [data(1, rank)])
+        loss_of(model, data(1)).backward()
+        assert_same_grads(model, plain, strategy)
 
 
 @pytest.mark.multiprocess
-def test_forwards_inside_summon_full_params():
-    run_ranks(
-        forwards_in_summon,
-        2,
-        [(strategy, orig, low) for strategy in STRATEGIES for orig in (True, False) for low in (False, True)],
-    )
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "orig", "low"), list(itertools.product(STRATEGIES, (True, False), (False, True))))
+def test_forwards_inside_summon_full_params(strategy, orig, low):
+    run_ranks(forwards_in_summon, 2, strategy, orig, low)
 
 
 def test_differentiating_a_gradient_of_freed_parameters_names_them():

@@ -32,73 +32,75 @@ def settings():
     return rows
 
 
-def train_each():
-    for strategy, uo, prefetch, forward_prefetch, optimizer in settings():
-        what = f"{strategy} uo={uo} {prefetch} forward_prefetch={forward_prefetch} {optimizer}"
-        note(what)
-        module = make()
-        model = wrap_blocks(
-            make(),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=uo,
-            backward_prefetch=prefetch,
-            forward_prefetch=forward_prefetch,
-        )
-        assert_same(model, module, what)
-        ours, plain = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](module.parameters())
-        oracle = Averaged(module, 2)
-        for step in range(5):
-            oracle.backward(lambda rank, step=step: [data(step, rank)])
-            loss = loss_of(model, data(step))
-            loss.backward()
-            assert torch.equal(loss, loss_of(module, data(step)))
-            if step == 0:
-                assert_same_grads(model, module, what)
-            for optim in (ours, plain):
-                optim.step()
-                optim.zero_grad()
-        assert_same(model, module, what)
+def train_each(strategy, uo, prefetch, forward_prefetch, optimizer):
+    what = f"{strategy} uo={uo} {prefetch} forward_prefetch={forward_prefetch} {optimizer}"
+    note(what)
+    module = make()
+    model = wrap_blocks(
+        make(),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=uo,
+        backward_prefetch=prefetch,
+        forward_prefetch=forward_prefetch,
+    )
+    assert_same(model, module, what)
+    ours, plain = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](module.parameters())
+    oracle = Averaged(module, 2)
+    for step in range(5):
+        oracle.backward(lambda rank, step=step: [data(step, rank)])
+        loss = loss_of(model, data(step))
+        loss.backward()
+        assert torch.equal(loss, loss_of(module, data(step)))
+        if step == 0:
+            assert_same_grads(model, module, what)
+        for optim in (ours, plain):
+            optim.step()
+            optim.zero_grad()
+    assert_same(model, module, what)
 
 
-def test_five_steps_equal_the_unsharded_module():
-    run_ranks(train_each, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo", "prefetch", "forward_prefetch", "optimizer"), settings())
+def test_five_steps_equal_the_unsharded_module(strategy, uo, prefetch, forward_prefetch, optimizer):
+    run_ranks(train_each, 2, strategy, uo, prefetch, forward_prefetch, optimizer)
 
 
-def against_torch():
-    for strategy, uo in itertools.product(STRATEGIES[:3], (False, True)):
-        note(f"{strategy} uo={uo}")
-        arguments = {"sharding_strategy": TorchStrategy[strategy], "use_orig_params": uo}
-        models = [
-            wrap_blocks(make(), FSDP, **arguments),
-            wrap_blocks(make(), TorchFSDP, device_id=torch.device("cpu"), **arguments),
-        ]
-        names = [[(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()] for model in models]
-        assert names[0] == names[1]
-        for model in models:
-            optim = torch.optim.Adam(model.parameters(), lr=0.01)
-            for step in range(3):
-                loss_of(model, data(step)).backward()
-                norm = model.clip_grad_norm_(0.5)
-                optim.step()
-                optim.zero_grad()
-            model.norm = norm
-        assert torch.equal(models[0].norm, models[1].norm)
-        for ours, torchs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(ours, torchs)
-        states = [model.state_dict() for model in models]
-        assert list(states[0]) == list(states[1])
-        for name, value in states[0].items():
-            assert torch.equal(value, states[1][name])
+def against_torch(strategy, uo):
+    note(f"{strategy} uo={uo}")
+    arguments = {"sharding_strategy": TorchStrategy[strategy], "use_orig_params": uo}
+    models = [
+        wrap_blocks(make(), FSDP, **arguments),
+        wrap_blocks(make(), TorchFSDP, device_id=torch.device("cpu"), **arguments),
+    ]
+    names = [[(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()] for model in models]
+    assert names[0] == names[1]
+    for model in models:
+        optim = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(3):
+            loss_of(model, data(step)).backward()
+            norm = model.clip_grad_norm_(0.5)
+            optim.step()
+            optim.zero_grad()
+        model.norm = norm
+    assert torch.equal(models[0].norm, models[1].norm)
+    for ours, torchs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, torchs)
+    states = [model.state_dict() for model in models]
+    assert list(states[0]) == list(states[1])
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name])
 
 
-def test_the_same_bits_and_names_as_torch():
-    run_ranks(against_torch, 2)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES[:3], (False, True))))
+def test_the_same_bits_and_names_as_torch(strategy, uo):
+    run_ranks(against_torch, 2, strategy, uo)
 
 
-def accumulate():
+def accumulate(strategy, uo):
     """Micro-batches, each synced or not: the sum of what each gives."""
     plans = [(False, True), (False, False, True), (True, False, True), (True, True), (False, True, False, True)]
-    for (strategy, uo), plan in itertools.product(itertools.product(STRATEGIES, (False, True)), plans):
+    for plan in plans:
         note(f"{strategy} uo={uo} {plan}")
         module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
         ours, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module))
@@ -119,7 +121,10 @@ def accumulate():
                 optim.step()
                 optim.zero_grad()
         assert_same(model, module, f"{strategy} uo={uo} {plan}")
-    # gradients that were kept and then given up leave no trace
+
+
+def given_up():
+    """Gradients that were kept and then given up leave no trace."""
     for set_to_none in (True, False):
         module, model = make(), wrap_blocks(make(), use_orig_params=True)
         with model.no_sync():
@@ -130,80 +135,88 @@ def accumulate():
         assert_same_grads(model, module, f"set_to_none={set_to_none}")
 
 
-def test_micro_batches_add_up():
-    run_ranks(accumulate, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_micro_batches_add_up(strategy, uo):
+    run_ranks(accumulate, 2, strategy, uo)
 
 
-def graphs():
+def test_micro_batches_that_are_given_up():
+    run_ranks(given_up, 2)
+
+
+def graphs(strategy, uo):
     """Evaluation between steps, several graphs at once, retained ones."""
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
-        note(f"{strategy} uo={uo}")
-        module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
-        ours, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module))
-        oracle = Averaged(module, 2)
+    note(f"{strategy} uo={uo}")
+    module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    ours, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module))
+    oracle = Averaged(module, 2)
 
-        def step_both(ours=ours, plain=plain):
-            for optim in (ours, plain):
-                optim.step()
-                optim.zero_grad()
-
-        for step in range(2):  # a forward without backward, then a step: nothing stale is used
-            loss_of(model, data(step)).backward()
-            oracle.backward(lambda rank, step=step: [data(step, rank)])
-            with torch.no_grad():
-                loss_of(model, data(7))
-            unused = loss_of(model, data(8))
-            step_both()
-            assert torch.equal(loss_of(model, data(9)), loss_of(module, data(9)))
-            del unused
-        first, second = loss_of(model, data(20)), loss_of(model, data(21))
-        first.backward()
-        second.backward()
-        oracle.backward(lambda rank: [data(20, rank)])
-        oracle.backward(lambda rank: [data(21, rank)])
-        assert_same_grads(model, module, f"{strategy} two graphs")
-        step_both()
-        loss = loss_of(model, data(22))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        oracle.backward(lambda rank: [data(22, rank)])
-        oracle.backward(lambda rank: [data(22, rank)])
-        assert_same_grads(model, module, f"{strategy} retained graph")
-        step_both()
-        assert_same(model, module)
-        graph = loss_of(model, data(23))  # weights change between forward and backward: refused, as unsharded
-        if uo and strategy != "NO_SHARD":
-            for param in model.parameters():
-                param.detach().add_(1.0)
-            with pytest.raises(RuntimeError, match="modified"):
-                graph.backward()
-
-
-def test_graphs_that_outlive_a_pass():
-    run_ranks(graphs, 2)
-
-
-def four():
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
-        note(f"{strategy} uo={uo}")
-        module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
-        oracle = Averaged(module, 4)
-        for p, optim in ((module, torch.optim.SGD(module.parameters(), 0.1)),):
-            for step in range(2):
-                oracle.backward(lambda rank, step=step: [data(step, rank)])
-                optim.step()
-                p.zero_grad()
-        optim = torch.optim.SGD(model.parameters(), 0.1)
-        for step in range(2):
-            loss_of(model, data(step)).backward()
+    def step_both(ours=ours, plain=plain):
+        for optim in (ours, plain):
             optim.step()
-            model.zero_grad()
-        for name, value in full_params(model).items():
-            torch.testing.assert_close(value, dict(module.named_parameters())[name], rtol=1e-6, atol=1e-6)
+            optim.zero_grad()
+
+    for step in range(2):  # a forward without backward, then a step: nothing stale is used
+        loss_of(model, data(step)).backward()
+        oracle.backward(lambda rank, step=step: [data(step, rank)])
+        with torch.no_grad():
+            loss_of(model, data(7))
+        unused = loss_of(model, data(8))
+        step_both()
+        assert torch.equal(loss_of(model, data(9)), loss_of(module, data(9)))
+        del unused
+    first, second = loss_of(model, data(20)), loss_of(model, data(21))
+    first.backward()
+    second.backward()
+    oracle.backward(lambda rank: [data(20, rank)])
+    oracle.backward(lambda rank: [data(21, rank)])
+    assert_same_grads(model, module, f"{strategy} two graphs")
+    step_both()
+    loss = loss_of(model, data(22))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    oracle.backward(lambda rank: [data(22, rank)])
+    oracle.backward(lambda rank: [data(22, rank)])
+    assert_same_grads(model, module, f"{strategy} retained graph")
+    step_both()
+    assert_same(model, module)
+    graph = loss_of(model, data(23))  # weights change between forward and backward: refused, as unsharded
+    if uo and strategy != "NO_SHARD":
+        for param in model.parameters():
+            param.detach().add_(1.0)
+        with pytest.raises(RuntimeError, match="modified"):
+            graph.backward()
 
 
-def test_four_ranks():
-    run_ranks(four, 4)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_graphs_that_outlive_a_pass(strategy, uo):
+    run_ranks(graphs, 2, strategy, uo)
+
+
+def four(strategy, uo):
+    note(f"{strategy} uo={uo}")
+    module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    oracle = Averaged(module, 4)
+    for p, optim in ((module, torch.optim.SGD(module.parameters(), 0.1)),):
+        for step in range(2):
+            oracle.backward(lambda rank, step=step: [data(step, rank)])
+            optim.step()
+            p.zero_grad()
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        loss_of(model, data(step)).backward()
+        optim.step()
+        model.zero_grad()
+    for name, value in full_params(model).items():
+        torch.testing.assert_close(value, dict(module.named_parameters())[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_four_ranks(strategy, uo):
+    run_ranks(four, 4, strategy, uo)
 
 
 def test_the_model_has_padding_and_empty_shards():

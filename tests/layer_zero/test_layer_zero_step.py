@@ -54,9 +54,9 @@ def expected_bytes(mode, numels, count, world, inner):
     }
 
 
-def collectives():
+def collectives(mode, uo):
     """Which group, how often and how many bytes: once a step over the wide group, whatever the micro-batches."""
-    for mode, count, uo in itertools.product(MODES, (1, 2, 3), (False, True)):
+    for count in (1, 2, 3):
         note(f"{mode} {count} {uo}")
         model = layer_zero(2, mode, mixed_precision=LOW, use_orig_params=uo)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,59 +98,58 @@ def hold_back(model):
         loss_of(model, data(0)).backward()
 
 
-def buffers():
+def buffers(mode, uo):
     """What has memory after each phase, and what it holds."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    for mode, uo in itertools.product(MODES, (False, True)):
-        note(f"{mode} {uo}")
-        model = layer_zero(2, mode, mixed_precision=LOW, use_orig_params=uo)
-        numels = sizes(model)
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    note(f"{mode} {uo}")
+    model = layer_zero(2, mode, mixed_precision=LOW, use_orig_params=uo)
+    numels = sizes(model)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def state(model=model, numels=numels):
-            copies, kept, full = pieces_of(model)
-            assert all(copy is None or copy.numel() * 2 == n for copy, n in zip(copies, numels, strict=True))
-            return [copy is not None for copy in copies], [part is not None for part in kept], full
+    def state(model=model, numels=numels):
+        copies, kept, full = pieces_of(model)
+        assert all(copy is None or copy.numel() * 2 == n for copy, n in zip(copies, numels, strict=True))
+        return [copy is not None for copy in copies], [part is not None for part in kept], full
 
-        none, all_ = [False] * 4, [True] * 4
+    none, all_ = [False] * 4, [True] * 4
+    assert state() == (none, none, none)
+    for step in range(2):
+        output = loss_of(model, data(step))
+        root = mode == "LAYER_ZERO_NESTED"  # there the copy comes first
+        assert state() == ([root, True, True, True], none, [True, False, False, False])
+        values = {name: value.to(BF16) for name, value in full_params(model).items()}
+        with model.no_sync():
+            output.backward()
+            assert state() == (all_, all_, none)
+        plan = model.memory_plan()
+        assert [unit.copy for unit in plan.units] == [copy.nbytes for copy in pieces_of(model)[0]]
+        assert [unit.kept for unit in plan.units] == [kept.nbytes for kept in pieces_of(model)[1]]
+        assert plan.no_sync == sum(unit.kept for unit in plan.units)
+        for unit, copy, kept in zip(FSDP.fsdp_modules(model), *pieces_of(model)[:2], strict=True):
+            segment = unit._unit.segments[0]
+            part = segment.layout.padded_numel // 2
+            place = (rank % 2) * part
+            whole = torch.zeros(segment.layout.padded_numel, dtype=BF16)
+            mask = torch.zeros(segment.layout.padded_numel, dtype=torch.bool)
+            path = next(path for path, inner in model.named_modules() if inner is unit)
+            prefix = path.replace("_fsdp_wrapped_module", "").strip(".").replace("..", ".")
+            for original, view, held in zip(
+                segment.originals, segment.unsharded(whole), segment.unsharded(mask), strict=True
+            ):
+                view.copy_(values[f"{prefix}.{original.fqn}" if prefix else original.fqn])
+                held.fill_(True)
+            mine = slice(place, place + part)
+            assert torch.equal(copy[mask[mine]], whole[mine][mask[mine]])
+            assert kept.dtype == torch.float32
+            assert kept.numel() == (segment.layout.padded_numel if mode == "LAYER_ZERO" else part)
+            assert not kept[~(mask if mode == "LAYER_ZERO" else mask[mine])].any()
+        loss_of(model, data(step)).backward()
         assert state() == (none, none, none)
-        for step in range(2):
-            output = loss_of(model, data(step))
-            root = mode == "LAYER_ZERO_NESTED"  # there the copy comes first
-            assert state() == ([root, True, True, True], none, [True, False, False, False])
-            values = {name: value.to(BF16) for name, value in full_params(model).items()}
-            with model.no_sync():
-                output.backward()
-                assert state() == (all_, all_, none)
-            plan = model.memory_plan()
-            assert [unit.copy for unit in plan.units] == [copy.nbytes for copy in pieces_of(model)[0]]
-            assert [unit.kept for unit in plan.units] == [kept.nbytes for kept in pieces_of(model)[1]]
-            assert plan.no_sync == sum(unit.kept for unit in plan.units)
-            for unit, copy, kept in zip(FSDP.fsdp_modules(model), *pieces_of(model)[:2], strict=True):
-                segment = unit._unit.segments[0]
-                part = segment.layout.padded_numel // 2
-                place = (rank % 2) * part
-                whole = torch.zeros(segment.layout.padded_numel, dtype=BF16)
-                mask = torch.zeros(segment.layout.padded_numel, dtype=torch.bool)
-                path = next(path for path, inner in model.named_modules() if inner is unit)
-                prefix = path.replace("_fsdp_wrapped_module", "").strip(".").replace("..", ".")
-                for original, view, held in zip(
-                    segment.originals, segment.unsharded(whole), segment.unsharded(mask), strict=True
-                ):
-                    view.copy_(values[f"{prefix}.{original.fqn}" if prefix else original.fqn])
-                    held.fill_(True)
-                mine = slice(place, place + part)
-                assert torch.equal(copy[mask[mine]], whole[mine][mask[mine]])
-                assert kept.dtype == torch.float32
-                assert kept.numel() == (segment.layout.padded_numel if mode == "LAYER_ZERO" else part)
-                assert not kept[~(mask if mode == "LAYER_ZERO" else mask[mine])].any()
-            loss_of(model, data(step)).backward()
-            assert state() == (none, none, none)
-            for segment in (unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)):
-                assert all(param.grad is None or param.grad.dtype == torch.float32 for param in model.parameters())
-                assert segment.layout.padded_numel % world == 0
-            optim.step()
-            optim.zero_grad()
+        for segment in (unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)):
+            assert all(param.grad is None or param.grad.dtype == torch.float32 for param in model.parameters())
+            assert segment.layout.padded_numel % world == 0
+        optim.step()
+        optim.zero_grad()
 
 
 class Three(nn.Module):
@@ -182,68 +181,65 @@ PIECES = {  # rank: {parameter: (offset in the shard, elements, first of the par
 }
 
 
-def layout():
-    for mode in MODES:
-        model = layer_zero(2, mode, Three(), FSDP, mixed_precision=LOW, use_orig_params=True)
-        found = {rank: {} for rank in range(4)}
-        for piece in model.shard_map():
-            found[piece.rank][piece.fqn] = (piece.flat_start, piece.numel, piece.start)
-        assert found == PIECES[mode]
-        own = {name: param for name, param in model.named_parameters() if param.numel()}
-        assert {name.rsplit(".", 1)[-1]: param.numel() for name, param in own.items()} == {
-            name: numel for name, (_, numel, _) in PIECES[mode][dist.get_rank()].items()
-        }
-        segment = model._unit.segments[0]
-        assert segment.layout.offsets == (0, 8, 16)
-        assert (segment.layout.padded_numel, segment.layout.shard_numel) == (20, 5)
-        assert_same(model, Three())
-        with torch.no_grad():
-            model(torch.ones(1))
-        [copy] = model._unit.step.copies()
-        first = 10 * (dist.get_rank() % 2)
-        whole = torch.full((20,), -1.0)
-        for offset, param in zip(segment.layout.offsets, Three().parameters(), strict=True):
-            whole[offset : offset + param.numel()] = param.detach().flatten()
-        mine = whole[first : first + 10]
-        assert torch.equal(copy[mine >= 0].float(), mine[mine >= 0])
+def layout(mode, _uo):
+    model = layer_zero(2, mode, Three(), FSDP, mixed_precision=LOW, use_orig_params=True)
+    found = {rank: {} for rank in range(4)}
+    for piece in model.shard_map():
+        found[piece.rank][piece.fqn] = (piece.flat_start, piece.numel, piece.start)
+    assert found == PIECES[mode]
+    own = {name: param for name, param in model.named_parameters() if param.numel()}
+    assert {name.rsplit(".", 1)[-1]: param.numel() for name, param in own.items()} == {
+        name: numel for name, (_, numel, _) in PIECES[mode][dist.get_rank()].items()
+    }
+    segment = model._unit.segments[0]
+    assert segment.layout.offsets == (0, 8, 16)
+    assert (segment.layout.padded_numel, segment.layout.shard_numel) == (20, 5)
+    assert_same(model, Three())
+    with torch.no_grad():
+        model(torch.ones(1))
+    [copy] = model._unit.step.copies()
+    first = 10 * (dist.get_rank() % 2)
+    whole = torch.full((20,), -1.0)
+    for offset, param in zip(segment.layout.offsets, Three().parameters(), strict=True):
+        whole[offset : offset + param.numel()] = param.detach().flatten()
+    mine = whole[first : first + 10]
+    assert torch.equal(copy[mine >= 0].float(), mine[mine >= 0])
 
 
-def padding():
+def padding(mode, uo):
     """Weight decay leaves the padding alone; its gradient is zero."""
-    for mode in MODES:
-        model = layer_zero(2, mode, wrap=FSDP, use_orig_params=True)
-        optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-        shards = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
-        of = [torch.ones(segment.layout.shard_numel, dtype=torch.bool) for segment in shards]
-        for segment, mask in zip(shards, of, strict=True):
-            for start, numel in segment.piece_ranges():
-                mask[start : start + max(numel, 0)] = False
-        before = [segment.flat.detach()[mask].clone() for segment, mask in zip(shards, of, strict=True)]
-        assert sum(map(len, before)) > 0 or dist.get_rank() < 3
-        for step in range(100 if mode == "LAYER_ZERO" else 3):
-            loss_of(model, data(step)).backward()
-            optim.step()
-            optim.zero_grad()
-        for segment, mask, old in zip(shards, of, before, strict=True):
-            assert torch.equal(segment.flat.detach()[mask], old)
-        whole = layer_zero(2, mode)
-        micro_batches(whole, batches(0, 2))
-        for unit in FSDP.fsdp_modules(whole):
-            segment = unit._unit.segments[0]
-            end = segment.layout.numel - segment.placement.rank * segment.layout.shard_numel
-            assert not segment.flat.grad[max(0, end) :].any()
+    model = layer_zero(2, mode, wrap=FSDP, use_orig_params=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    shards = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
+    of = [torch.ones(segment.layout.shard_numel, dtype=torch.bool) for segment in shards]
+    for segment, mask in zip(shards, of, strict=True):
+        for start, numel in segment.piece_ranges():
+            mask[start : start + max(numel, 0)] = False
+    before = [segment.flat.detach()[mask].clone() for segment, mask in zip(shards, of, strict=True)]
+    assert sum(map(len, before)) > 0 or dist.get_rank() < 3
+    for step in range(30 if mode == "LAYER_ZERO" else 3):
+        loss_of(model, data(step)).backward()
+        optim.step()
+        optim.zero_grad()
+    for segment, mask, old in zip(shards, of, before, strict=True):
+        assert torch.equal(segment.flat.detach()[mask], old)
+    whole = layer_zero(2, mode)
+    micro_batches(whole, batches(0, 2))
+    for unit in FSDP.fsdp_modules(whole):
+        segment = unit._unit.segments[0]
+        end = segment.layout.numel - segment.placement.rank * segment.layout.shard_numel
+        assert not segment.flat.grad[max(0, end) :].any()
 
 
-def many_micro_batches():
-    """64 gradients in bf16 that are the same everywhere add up to 64 times one; in bf16 they would not."""
-    for mode in MODES:
-        low = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=True)
-        one, model = (layer_zero(2, mode, wrap=FSDP, mixed_precision=low) for _ in range(2))
-        loss_of(one, data(0, rank=0)).backward()
-        micro_batches(model, [data(0, rank=0)] * 64)
-        for a, b in zip(one.parameters(), model.parameters(), strict=True):
-            assert torch.equal(b.grad, 64 * a.grad)
-            assert torch.equal(a.grad, a.grad.to(BF16).float())
+def many_micro_batches(mode, uo):
+    """16 gradients in bf16 that are the same everywhere add up to 16 times one; in bf16 they would not."""
+    low = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=True)
+    one, model = (layer_zero(2, mode, wrap=FSDP, mixed_precision=low) for _ in range(2))
+    loss_of(one, data(0, rank=0)).backward()
+    micro_batches(model, [data(0, rank=0)] * 16)
+    for a, b in zip(one.parameters(), model.parameters(), strict=True):
+        assert torch.equal(b.grad, 16 * a.grad)
+        assert torch.equal(a.grad, a.grad.to(BF16).float())
 
 
 def accumulation():
@@ -501,15 +497,17 @@ def offloaded_memory():
         model.zero_grad()
 
 
-def on_four_ranks(checks):
+def on_four_ranks(checks, *setting):
     for check in checks:
         note(check.__name__)
-        check()
+        check(*setting)
         dist.barrier()
 
 
-def test_what_a_step_moves_and_keeps():
-    run_ranks(on_four_ranks, 4, [layout, collectives, buffers, padding, many_micro_batches])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("mode", "uo"), [(MODES[0], False), (MODES[0], True), (MODES[1], True), (MODES[1], False)])
+def test_what_a_step_moves_and_keeps(mode, uo):
+    run_ranks(on_four_ranks, 4, [layout, collectives, buffers, padding, many_micro_batches], mode, uo)
 
 
 @pytest.mark.thorough

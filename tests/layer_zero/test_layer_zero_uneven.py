@@ -235,41 +235,40 @@ def all_raise(culprit, error, message, call):
             call()
 
 
-def errors_of_one_rank():
+def errors_of_one_rank(mode, inner):
     """What one rank alone can see is raised by all, each naming it; then all go on."""
     wanted = make()
     loss_of(wanted, data(0, 0)).backward()
-    for mode, inner in (("LAYER_ZERO", 1), *((mode, 2) for mode in MODES)):
-        model = layer_zero(inner, mode, use_orig_params=True)
-        for culprit in (2, 3):
-            note(f"{mode} {inner} {culprit}")
-            owned = max(model.blocks[1].parameters(), key=torch.Tensor.numel)
-            kept = owned.data
+    model = layer_zero(inner, mode, use_orig_params=True)
+    for culprit in (2, 3):
+        note(f"{mode} {inner} {culprit}")
+        owned = max(model.blocks[1].parameters(), key=torch.Tensor.numel)
+        kept = owned.data
+        if dist.get_rank() == culprit:
+            owned.data = torch.zeros(kept.numel() + 1)
+        with torch.no_grad():
+            all_raise(culprit, ValueError, "expected the new data of parameter", functools.partial(model, data(0)))
+        owned.data = kept
+        if mode == "LAYER_ZERO_NESTED":
+            hold_back(model, data(0))
             if dist.get_rank() == culprit:
-                owned.data = torch.zeros(kept.numel() + 1)
-            with torch.no_grad():
-                all_raise(culprit, ValueError, "expected the new data of parameter", functools.partial(model, data(0)))
-            owned.data = kept
-            if mode == "LAYER_ZERO_NESTED":
-                hold_back(model, data(0))
-                if dist.get_rank() == culprit:
-                    owned.grad.mul_(0.5)
-                all_raise(
-                    culprit,
-                    ValueError,
-                    "was changed between micro-batches",
-                    functools.partial(hold_back, model, data(0)),
-                )
-                model.zero_grad()
-                hold_back(model, data(0))
-                if dist.get_rank() == culprit:
-                    owned.grad.mul_(0.5)
-                all_raise(culprit, ValueError, "was changed between micro-batches", loss_of(model, data(0)).backward)
-                model.zero_grad()
-            loss_of(model, data(0, 0)).backward()
-            for (name, grad), param in zip(full_grads(model).items(), wanted.parameters(), strict=True):
-                torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-6, msg=name)
+                owned.grad.mul_(0.5)
+            all_raise(
+                culprit,
+                ValueError,
+                "was changed between micro-batches",
+                functools.partial(hold_back, model, data(0)),
+            )
             model.zero_grad()
+            hold_back(model, data(0))
+            if dist.get_rank() == culprit:
+                owned.grad.mul_(0.5)
+            all_raise(culprit, ValueError, "was changed between micro-batches", loss_of(model, data(0)).backward)
+            model.zero_grad()
+        loss_of(model, data(0, 0)).backward()
+        for (name, grad), param in zip(full_grads(model).items(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad, rtol=1e-5, atol=1e-6, msg=name)
+        model.zero_grad()
 
 
 def counted_anew():
@@ -281,21 +280,20 @@ def counted_anew():
         layer_zero(inner, module=nn.Linear(2, 2), wrap=FSDP)
 
 
-def pickled():
+def pickled(mode, uo):
     """A model that was loaded knows what every rank holds without asking, also in a new process."""
-    for mode, uo in itertools.product(MODES, (False, True)):
-        model = layer_zero(2, mode, use_orig_params=uo)
-        loss_of(model, data(0)).backward()
-        wanted, grads = model.shard_map(), full_grads(model)
-        model.zero_grad()
-        text = pickle.dumps(model)
-        placement._cuts.clear()
-        loaded = pickle.loads(text)
-        assert loaded.shard_map() == wanted
-        loss_of(loaded, data(0)).backward()
-        for name, grad in full_grads(loaded).items():
-            assert torch.equal(grad, grads[name]), (mode, uo, name)
-        dist.barrier()
+    model = layer_zero(2, mode, use_orig_params=uo)
+    loss_of(model, data(0)).backward()
+    wanted, grads = model.shard_map(), full_grads(model)
+    model.zero_grad()
+    text = pickle.dumps(model)
+    placement._cuts.clear()
+    loaded = pickle.loads(text)
+    assert loaded.shard_map() == wanted
+    loss_of(loaded, data(0)).backward()
+    for name, grad in full_grads(loaded).items():
+        assert torch.equal(grad, grads[name]), (mode, uo, name)
+    dist.barrier()
 
 
 class Adapted(nn.Module):
@@ -311,38 +309,35 @@ class Adapted(nn.Module):
         return sum(parts)
 
 
-def frozen_in_low_precision():
+def frozen_in_low_precision(mode, inner, uo, low):
     """Frozen parameters need no master in full precision: they keep their own, in segments and units of their own."""
-    for (mode, inner), uo, low in itertools.product(
-        (("LAYER_ZERO", 1), *((mode, 2) for mode in MODES)), (False, True), (None, torch.bfloat16)
-    ):
-        note(f"{mode} {inner} {uo} {low}")
-        precision = None if low is None else MixedPrecision(param_dtype=low, cast_root_forward_inputs=False)
-        module = make(cls=Adapted)
-        arguments = {"use_orig_params": uo, "mixed_precision": precision}
-        model = layer_zero(inner, mode, make(cls=Adapted), FSDP, segments=True, **arguments)
-        optims = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, module)]
-        for _ in range(2):
-            for x in (data(1, 0), data(2, 0)):
-                hold_back(model, x)
-                if low is None:
-                    loss_of(module, x).backward()
-            loss_of(model, data(0, 0)).backward()
+    note(f"{mode} {inner} {uo} {low}")
+    precision = None if low is None else MixedPrecision(param_dtype=low, cast_root_forward_inputs=False)
+    module = make(cls=Adapted)
+    arguments = {"use_orig_params": uo, "mixed_precision": precision}
+    model = layer_zero(inner, mode, make(cls=Adapted), FSDP, segments=True, **arguments)
+    optims = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, module)]
+    for _ in range(2):
+        for x in (data(1, 0), data(2, 0)):
+            hold_back(model, x)
             if low is None:
-                loss_of(module, data(0, 0)).backward()
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
-        for (name, value), param in zip(full_params(model).items(), module.parameters(), strict=True):
-            assert value.dtype == param.dtype
-            if low is None or "frozen" in name:
-                torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-5)
-        alone = layer_zero(inner, mode, make(cls=Adapted).frozen, FSDP, **arguments)
-        with torch.no_grad():
-            alone(data(0).bfloat16())
-        alone.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"frozen when it was wrapped, of a low precision, require grad now"):
-            alone(data(0).bfloat16())
+                loss_of(module, x).backward()
+        loss_of(model, data(0, 0)).backward()
+        if low is None:
+            loss_of(module, data(0, 0)).backward()
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    for (name, value), param in zip(full_params(model).items(), module.parameters(), strict=True):
+        assert value.dtype == param.dtype
+        if low is None or "frozen" in name:
+            torch.testing.assert_close(value, param, rtol=1e-5, atol=1e-5)
+    alone = layer_zero(inner, mode, make(cls=Adapted).frozen, FSDP, **arguments)
+    with torch.no_grad():
+        alone(data(0).bfloat16())
+    alone.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"frozen when it was wrapped, of a low precision, require grad now"):
+        alone(data(0).bfloat16())
 
 
 def in_turn(checks):
@@ -362,5 +357,30 @@ def test_what_is_gathered_ahead_where_ranks_differ():
     run_ranks(in_turn, 4, [the_last_output, prefetched_after_skipping])
 
 
-def test_what_one_rank_alone_sees():
-    run_ranks(in_turn, 4, [cleared_in_part, errors_of_one_rank, counted_anew, pickled, frozen_in_low_precision])
+def test_what_one_rank_alone_clears():
+    run_ranks(in_turn, 4, [cleared_in_part, counted_anew])
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("mode", "inner"), [(MODES[1], 2), (MODES[0], 1), (MODES[0], 2)])
+def test_errors_of_one_rank_are_raised_by_all(mode, inner):
+    run_ranks(errors_of_one_rank, 4, mode, inner)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(("mode", "uo"), [(MODES[0], False), (MODES[0], True), (MODES[1], True), (MODES[1], False)])
+def test_a_pickle_knows_all_shards(mode, uo):
+    run_ranks(pickled, 4, mode, uo)
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize(
+    ("mode", "inner", "uo", "low"),
+    [
+        (mode, inner, uo, low)
+        for mode, inner in ((MODES[0], 1), (MODES[0], 2), (MODES[1], 2))
+        for uo, low in itertools.product((False, True), (None, torch.bfloat16))
+    ],
+)
+def test_frozen_parameters_keep_a_low_precision(mode, inner, uo, low):
+    run_ranks(frozen_in_low_precision, 4, mode, inner, uo, low)

@@ -151,7 +151,8 @@ LEVELS = {
 }
 
 
-def observe(kind, level):
-    """Return the events of the level's behaviours."""
+def observe(kind, level, behaviour, setting):
+    """Return the events of one of the level's behaviours in one setting."""
     assert dist.get_debug_level().name == level
-    return run_all(kind, LEVELS[level], SETTINGS)
+    [events] = run_all(kind, (behaviour,), (setting,)).values()
+    return events
