@@ -26,113 +26,115 @@ pytestmark = pytest.mark.multiprocess
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"]
 
 
-def summoning():
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
-        what = f"{strategy} uo={uo}"
-        note(what)
-        module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
-        before = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-        rank = torch.distributed.get_rank()
-        # each rank keeps its own shard of what it wrote; the same values everywhere are the new parameters
-        with FSDP.summon_full_params(model):
-            assert [name for name, _ in model.named_parameters()] == [name for name, _ in module.named_parameters()]
-            for param in model.parameters():
-                param.data.mul_(2.0)
-        with torch.no_grad():
-            for param in module.parameters():
-                param.mul_(2.0)
-        assert_same(model, module, what)
-        assert [(name, tuple(p.shape)) for name, p in model.named_parameters()] == before
-        with FSDP.summon_full_params(model, writeback=False):
-            for param in model.parameters():
-                param.data.add_(1.0)
-        kept = strategy == "NO_SHARD"
-        with torch.no_grad():
-            for param in module.parameters():
-                param.add_(1.0 if kept else 0.0)
-        assert_same(model, module, what)
-        with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
-            shapes = [tuple(p.shape) for p in model.parameters()]
-            if rank == 0 or kept or strategy == "NO_SHARD":
-                assert shapes == [tuple(p.shape) for p in module.parameters()]
-            else:
-                assert shapes == [shape for _, shape in before]
-        with FSDP.summon_full_params(model, recurse=False, writeback=False):
-            names = [name for name, _ in model.named_parameters()]
-            assert "first.weight" in names
-            assert uo == ("blocks.0.scale" in names)
-        # gradients, written too
-        loss_of(model, data(0)).backward()
-        Averaged(module, 2).backward(lambda rank: [data(0, rank)])
-        with FSDP.summon_full_params(model, with_grads=True):
-            for param in model.parameters():
-                param.grad.mul_(3.0)
+def summoning(strategy, uo):
+    what = f"{strategy} uo={uo}"
+    note(what)
+    module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    before = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    rank = torch.distributed.get_rank()
+    # each rank keeps its own shard of what it wrote; the same values everywhere are the new parameters
+    with FSDP.summon_full_params(model):
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in module.named_parameters()]
+        for param in model.parameters():
+            param.data.mul_(2.0)
+    with torch.no_grad():
         for param in module.parameters():
+            param.mul_(2.0)
+    assert_same(model, module, what)
+    assert [(name, tuple(p.shape)) for name, p in model.named_parameters()] == before
+    with FSDP.summon_full_params(model, writeback=False):
+        for param in model.parameters():
+            param.data.add_(1.0)
+    kept = strategy == "NO_SHARD"
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(1.0 if kept else 0.0)
+    assert_same(model, module, what)
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
+        shapes = [tuple(p.shape) for p in model.parameters()]
+        if rank == 0 or kept or strategy == "NO_SHARD":
+            assert shapes == [tuple(p.shape) for p in module.parameters()]
+        else:
+            assert shapes == [shape for _, shape in before]
+    with FSDP.summon_full_params(model, recurse=False, writeback=False):
+        names = [name for name, _ in model.named_parameters()]
+        assert "first.weight" in names
+        assert uo == ("blocks.0.scale" in names)
+    # gradients, written too
+    loss_of(model, data(0)).backward()
+    Averaged(module, 2).backward(lambda rank: [data(0, rank)])
+    with FSDP.summon_full_params(model, with_grads=True):
+        for param in model.parameters():
             param.grad.mul_(3.0)
-        assert_same_grads(model, module, what)
-        with pytest.raises(ValueError, match="writeback"), FSDP.summon_full_params(model, rank0_only=True):
-            pass
-        with (
-            FSDP.summon_full_params(model),
-            pytest.raises(AssertionError, match="IDLE"),
-            FSDP.summon_full_params(model),
-        ):
-            pass
-        visited = []
+    for param in module.parameters():
+        param.grad.mul_(3.0)
+    assert_same_grads(model, module, what)
+    with pytest.raises(ValueError, match="writeback"), FSDP.summon_full_params(model, rank0_only=True):
+        pass
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(AssertionError, match="IDLE"),
+        FSDP.summon_full_params(model),
+    ):
+        pass
+    visited = []
 
-        def visit(m, visited=visited):
-            if isinstance(m, nn.Linear):
-                visited.append((tuple(m.weight.shape), m.bias is None))
+    def visit(m, visited=visited):
+        if isinstance(m, nn.Linear):
+            visited.append((tuple(m.weight.shape), m.bias is None))
 
-        model.apply(visit)
-        assert len(visited) == 8
-        assert ((11, 5), False) in visited
-
-
-def test_full_parameters():
-    run_ranks(summoning, 2)
+    model.apply(visit)
+    assert len(visited) == 8
+    assert ((11, 5), False) in visited
 
 
-def state_dicts():
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
-        what = f"{strategy} uo={uo}"
-        note(what)
-        other = make(seed=5)
-        model = nn.Sequential(wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo))
-        wanted = nn.Sequential(make()).state_dict()
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_full_parameters(strategy, uo):
+    run_ranks(summoning, 2, strategy, uo)
+
+
+def state_dicts(strategy, uo):
+    what = f"{strategy} uo={uo}"
+    note(what)
+    other = make(seed=5)
+    model = nn.Sequential(wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo))
+    wanted = nn.Sequential(make()).state_dict()
+    got = model.state_dict()
+    assert list(got) == list(wanted), what
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert not any("_fsdp" in name for name in got._metadata)
+    model.load_state_dict(nn.Sequential(other).state_dict())
+    assert_same(model[0], other, what)
+    assert torch.equal(loss_of(model, data(0)), loss_of(other, data(0)))
+    with torch.no_grad():
+        loss_of(model, data(0))
+    # loading between a forward and the next: the new values are used
+    model.load_state_dict(wanted)
+    assert torch.equal(loss_of(model, data(0)), loss_of(make(), data(0)))
+    model[0].load_state_dict(make(seed=3).state_dict(), assign=True)
+    assert_same(model[0], make(seed=3), what)
+    broken = dict(wanted)
+    broken["0.more"] = broken.pop("0.blocks.1.scale")
+    with pytest.raises(RuntimeError, match=r'Missing.*"0.blocks.1.scale"(.|\n)*Unexpected.*"0.more"'):
+        model.load_state_dict(broken)
+    result = model.load_state_dict(broken, strict=False)
+    assert result.missing_keys == ["0.blocks.1.scale"]
+    assert result.unexpected_keys == ["0.more"]
+    loss_of(model, data(0)).backward()
+    config = flatparam.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, flatparam.StateDictType.FULL_STATE_DICT, config):
         got = model.state_dict()
-        assert list(got) == list(wanted), what
-        assert all(torch.equal(got[name], value) for name, value in wanted.items())
-        assert not any("_fsdp" in name for name in got._metadata)
-        model.load_state_dict(nn.Sequential(other).state_dict())
-        assert_same(model[0], other, what)
-        assert torch.equal(loss_of(model, data(0)), loss_of(other, data(0)))
-        with torch.no_grad():
-            loss_of(model, data(0))
-        # loading between a forward and the next: the new values are used
-        model.load_state_dict(wanted)
-        assert torch.equal(loss_of(model, data(0)), loss_of(make(), data(0)))
-        model[0].load_state_dict(make(seed=3).state_dict(), assign=True)
-        assert_same(model[0], make(seed=3), what)
-        broken = dict(wanted)
-        broken["0.more"] = broken.pop("0.blocks.1.scale")
-        with pytest.raises(RuntimeError, match=r'Missing.*"0.blocks.1.scale"(.|\n)*Unexpected.*"0.more"'):
-            model.load_state_dict(broken)
-        result = model.load_state_dict(broken, strict=False)
-        assert result.missing_keys == ["0.blocks.1.scale"]
-        assert result.unexpected_keys == ["0.more"]
-        loss_of(model, data(0)).backward()
-        config = flatparam.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        with FSDP.state_dict_type(model, flatparam.StateDictType.FULL_STATE_DICT, config):
-            got = model.state_dict()
-        rank = torch.distributed.get_rank()
-        assert len(got) == (len(wanted) if rank == 0 or strategy == "NO_SHARD" else 0)
-        with pytest.raises(ValueError, match="SHARDED_STATE_DICT"):
-            FSDP.set_state_dict_type(model, flatparam.StateDictType.SHARDED_STATE_DICT)
+    rank = torch.distributed.get_rank()
+    assert len(got) == (len(wanted) if rank == 0 or strategy == "NO_SHARD" else 0)
+    with pytest.raises(ValueError, match="SHARDED_STATE_DICT"):
+        FSDP.set_state_dict_type(model, flatparam.StateDictType.SHARDED_STATE_DICT)
 
 
-def test_full_state_dicts():
-    run_ranks(state_dicts, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_full_state_dicts(strategy, uo):
+    run_ranks(state_dicts, 2, strategy, uo)
 
 
 def clipping():
@@ -201,58 +203,57 @@ def precision():
     assert grad.item() == 512.0, (name, grad)
 
 
-def precision_fields():
+def precision_fields(strategy, uo):
     """Each setting alone: dtypes of the wire, of gradients, inputs and buffers."""
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
-        note(f"{strategy} uo={uo}")
+    note(f"{strategy} uo={uo}")
 
-        def build(strategy=strategy, uo=uo, **fields):
-            torch.manual_seed(0)
-            units = [nn.Linear(3, 3) for _ in range(2)]
-            arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
-            inner = FSDP(units[0], mixed_precision=MixedPrecision(**fields), **arguments)
-            return FSDP(nn.Sequential(inner, units[1]), mixed_precision=MixedPrecision(**fields), **arguments)
-
-        def dtypes(model):
-            model(data(0)).sum().backward()
-            return {param.grad.dtype for param in model.parameters() if param.grad is not None}
-
-        low = torch.bfloat16
-        assert dtypes(build(reduce_dtype=low)) == {torch.float32}
-        assert dtypes(build(reduce_dtype=low, keep_low_precision_grads=True)) == {low}
-        assert dtypes(build(param_dtype=low, keep_low_precision_grads=True)) == {low}
-        assert dtypes(build(param_dtype=low, reduce_dtype=torch.float32, keep_low_precision_grads=True)) == {
-            torch.float32
-        }
-        model = build(reduce_dtype=low)
-        assert model(data(0)).dtype == torch.float32
-        # the root casts its inputs, the others only if asked to
-        with pytest.raises(RuntimeError, match="dtype"):
-            build(param_dtype=low, cast_root_forward_inputs=False)(data(0))
-        assert build(param_dtype=low, cast_forward_inputs=True)(data(0).double()).dtype == low
-        seen = []
+    def build(strategy=strategy, uo=uo, **fields):
+        torch.manual_seed(0)
+        units = [nn.Linear(3, 3) for _ in range(2)]
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
-        inner = nn.Linear(3, 3)
-        inner.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].dtype))
-        half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True)
-        nested = FSDP(
-            nn.Sequential(nn.Linear(3, 3), FSDP(inner, mixed_precision=half, **arguments)),
-            mixed_precision=MixedPrecision(param_dtype=low),
-            **arguments,
-        )
-        assert nested(data(0)).dtype == torch.float16
-        assert seen == [torch.float16]
-        model = build(buffer_dtype=torch.float16)
-        model.module.register_buffer("mean", torch.ones(2))
-        model.module.register_buffer("count", torch.ones(2, dtype=torch.int64))
-        model(data(0))
-        assert (model.mean.dtype, model.count.dtype) == (torch.float16, torch.int64)
-        assert model.state_dict()["mean"].dtype == torch.float32
-        assert model.mean.dtype == torch.float16
+        inner = FSDP(units[0], mixed_precision=MixedPrecision(**fields), **arguments)
+        return FSDP(nn.Sequential(inner, units[1]), mixed_precision=MixedPrecision(**fields), **arguments)
+
+    def dtypes(model):
+        model(data(0)).sum().backward()
+        return {param.grad.dtype for param in model.parameters() if param.grad is not None}
+
+    low = torch.bfloat16
+    assert dtypes(build(reduce_dtype=low)) == {torch.float32}
+    assert dtypes(build(reduce_dtype=low, keep_low_precision_grads=True)) == {low}
+    assert dtypes(build(param_dtype=low, keep_low_precision_grads=True)) == {low}
+    assert dtypes(build(param_dtype=low, reduce_dtype=torch.float32, keep_low_precision_grads=True)) == {torch.float32}
+    model = build(reduce_dtype=low)
+    assert model(data(0)).dtype == torch.float32
+    # the root casts its inputs, the others only if asked to
+    with pytest.raises(RuntimeError, match="dtype"):
+        build(param_dtype=low, cast_root_forward_inputs=False)(data(0))
+    assert build(param_dtype=low, cast_forward_inputs=True)(data(0).double()).dtype == low
+    seen = []
+    arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+    inner = nn.Linear(3, 3)
+    inner.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].dtype))
+    half = MixedPrecision(param_dtype=torch.float16, cast_forward_inputs=True)
+    nested = FSDP(
+        nn.Sequential(nn.Linear(3, 3), FSDP(inner, mixed_precision=half, **arguments)),
+        mixed_precision=MixedPrecision(param_dtype=low),
+        **arguments,
+    )
+    assert nested(data(0)).dtype == torch.float16
+    assert seen == [torch.float16]
+    model = build(buffer_dtype=torch.float16)
+    model.module.register_buffer("mean", torch.ones(2))
+    model.module.register_buffer("count", torch.ones(2, dtype=torch.int64))
+    model(data(0))
+    assert (model.mean.dtype, model.count.dtype) == (torch.float16, torch.int64)
+    assert model.state_dict()["mean"].dtype == torch.float32
+    assert model.mean.dtype == torch.float16
 
 
-def test_each_precision_setting():
-    run_ranks(precision_fields, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_each_precision_setting(strategy, uo):
+    run_ranks(precision_fields, 2, strategy, uo)
 
 
 def test_mixed_precision():
@@ -324,11 +325,9 @@ class Boom(Exception):
     pass
 
 
-def exceptions():
+def exceptions(strategy, uo):
     """An exception in forward or backward: states are reset, and the next step is right."""
-    for (strategy, uo), where in itertools.product(
-        itertools.product(STRATEGIES, (False, True)), ("forward", "backward", "sibling")
-    ):
+    for where in ("forward", "backward", "sibling"):
         note(f"{strategy} uo={uo} {where}")
         module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
 
@@ -356,8 +355,10 @@ def exceptions():
         )
 
 
-def test_exceptions():
-    run_ranks(exceptions, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_exceptions(strategy, uo):
+    run_ranks(exceptions, 2, strategy, uo)
 
 
 def outside():

@@ -372,67 +372,66 @@ def ones_as_gradients(model):
         param.grad = torch.ones_like(param)
 
 
-def between_forward_and_backward():
-    for strategy, uo in SETTINGS:
-        module, model = make(), wrap(make(), strategy, uo)
-        step_both(model, module, 0)
-        for write in ("step", "load", "in place"):
-            note(f"{strategy} uo={uo} {write}")
-            loss = loss_of(model, data(1))
-            if write == "step":
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                ones_as_gradients(model)
-                optimizer.step()
-            elif write == "load":
-                model.load_state_dict(make(seed=7).state_dict())
-            else:
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.mul_(0.5)
-            with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
-                loss.backward()
-            model.zero_grad()
-            model.load_state_dict(module.state_dict())
-            step_both(model, module, 2)
-
-        # gradients of before are cleared, and data that are written are kept
-        note(f"{strategy} uo={uo} clearing")
-        loss_of(model, data(3)).backward()
-        loss = loss_of(model, data(4))
-        model.zero_grad()
-        loss.backward()
-        Averaged(module, 2).backward(lambda rank: [data(4, rank)])
-        assert_same_grads(model, module)
-        for m in (model, module):
-            m.zero_grad()
-        loss = loss_of(model, data(5))
-        for param in (*model.parameters(), *module.parameters()):
-            param.data.mul_(0.5)
-        loss.backward()
-        model.zero_grad()
-        assert_same(model, module)
-        step_both(model, module, 6)
-
-        # other data, and other objects
-        note(f"{strategy} uo={uo} replacing")
-        loss = loss_of(model, data(7))
-        model.blocks[0].scale.data = torch.full((5,), 0.25)
-        with pytest.raises(
-            RuntimeError, match=r"`scale` of a Block was replaced, or given other data, between forward"
-        ):
+def between_forward_and_backward(strategy, uo):
+    module, model = make(), wrap(make(), strategy, uo)
+    step_both(model, module, 0)
+    for write in ("step", "load", "in place"):
+        note(f"{strategy} uo={uo} {write}")
+        loss = loss_of(model, data(1))
+        if write == "step":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ones_as_gradients(model)
+            optimizer.step()
+        elif write == "load":
+            model.load_state_dict(make(seed=7).state_dict())
+        else:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
             loss.backward()
         model.zero_grad()
         model.load_state_dict(module.state_dict())
-        step_both(model, module, 8)
+        step_both(model, module, 2)
+
+    # gradients of before are cleared, and data that are written are kept
+    note(f"{strategy} uo={uo} clearing")
+    loss_of(model, data(3)).backward()
+    loss = loss_of(model, data(4))
+    model.zero_grad()
+    loss.backward()
+    Averaged(module, 2).backward(lambda rank: [data(4, rank)])
+    assert_same_grads(model, module)
+    for m in (model, module):
+        m.zero_grad()
+    loss = loss_of(model, data(5))
+    for param in (*model.parameters(), *module.parameters()):
+        param.data.mul_(0.5)
+    loss.backward()
+    model.zero_grad()
+    assert_same(model, module)
+    step_both(model, module, 6)
+
+    # other data, and other objects
+    note(f"{strategy} uo={uo} replacing")
+    loss = loss_of(model, data(7))
+    model.blocks[0].scale.data = torch.full((5,), 0.25)
+    with pytest.raises(RuntimeError, match=r"`scale` of a Block was replaced, or given other data, between forward"):
+        loss.backward()
+    model.zero_grad()
+    model.load_state_dict(module.state_dict())
+    step_both(model, module, 8)
 
 
-def test_weights_written_between_forward_and_backward():
-    run_ranks(between_forward_and_backward, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), SETTINGS)
+def test_weights_written_between_forward_and_backward(strategy, uo):
+    run_ranks(between_forward_and_backward, 2, strategy, uo)
 
 
-def averages():
+def averages(strategy, uo):
     """Weights that are exchanged through .data, which torch does not count."""
-    for strategy, uo, told in itertools.product(STRATEGIES, (False, True), (False, True)):
+    for told in (False, True):
         note(f"{strategy} uo={uo} told={told}")
         module, model = make(), wrap(make(), strategy, uo)
         step_both(model, module, 0)
@@ -469,5 +468,7 @@ def averages():
             model.blocks[0].refresh()
 
 
-def test_averages_that_are_copied_into_weights():
-    run_ranks(averages, 2)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+def test_averages_that_are_copied_into_weights(strategy, uo):
+    run_ranks(averages, 2, strategy, uo)

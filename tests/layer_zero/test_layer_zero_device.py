@@ -7,7 +7,7 @@ import simulated
 import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make
-from gloo import note, run_ranks
+from gloo import run_ranks
 from layer_zero_driver import Driver, full_grads, full_params
 
 pytestmark = pytest.mark.multiprocess
@@ -50,19 +50,22 @@ def trained(device, inner, outer, dtype, offload):
     return seen + [param.cpu() for param in full_params(driver.handles, model)]
 
 
-def as_on_the_cpu(library):
+def as_on_the_cpu(library, inner, dtype, offload):
     simulated.use(library)
     sim, rank = torch.device("sim", 0), dist.get_rank()
     wide = simulated.new_group()
     alone = [(dist.new_group([r]), simulated.new_group([r])) for r in range(2)][rank]
     both = dist.new_group([0, 1]), simulated.new_group([0, 1])
-    for (on_cpu, on_sim), dtype, offload in itertools.product((alone, both), (None, torch.bfloat16), (False, True)):
-        note((dist.get_world_size(on_cpu), dtype, offload))
-        expected = trained(torch.device("cpu"), on_cpu, dist.group.WORLD, dtype, False)
-        found = trained(sim, on_sim, wide, dtype, offload)
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b)
+    on_cpu, on_sim = alone if inner == 1 else both
+    expected = trained(torch.device("cpu"), on_cpu, dist.group.WORLD, dtype, False)
+    found = trained(sim, on_sim, wide, dtype, offload)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
-def test_it_trains_as_on_the_cpu():
-    run_ranks(as_on_the_cpu, 2, str(simulated.build()))
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("inner", "dtype", "offload"), list(itertools.product((1, 2), (None, torch.bfloat16), (False, True)))
+)
+def test_it_trains_as_on_the_cpu(inner, dtype, offload):
+    run_ranks(as_on_the_cpu, 2, str(simulated.build()), inner, dtype, offload)

@@ -378,27 +378,26 @@ def refreshes():
             assert torch.equal(copy, whole[inner * copy.numel() : (inner + 1) * copy.numel()])
 
 
-def degenerate(world):
+def degenerate(mode, inner, uo, low):
     """Inner groups of one rank and of all: ZERO_1 and FULL_SHARD bit for bit, and without further collectives."""
-    same = {1: "ZERO_1", world: "FULL_SHARD"}
-    for (mode, inner), uo, low in itertools.product(itertools.product(MODES, (1, world)), (False, True), (False, True)):
-        note(f"{mode} {inner} {uo} {low}")
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
-        arguments = {"mixed_precision": precision, "use_orig_params": uo}
-        model = layer_zero(inner, mode, **arguments)
-        plain = wrap_blocks(make(), sharding_strategy=ShardingStrategy[same[inner]], **arguments)
-        logs = []
-        for m in (model, plain):
-            with counted(inner) as log:
-                train(m)
-            logs.append(log)
-        wanted = full_params(plain)
-        assert all(torch.equal(value, wanted[name]) for name, value in full_params(model).items())
-        assert logs[0] == logs[1]
-        assert {group for _, group, _, _ in logs[0]} == {"wide"}
-        for unit in FSDP.fsdp_modules(model):
-            assert unit._unit.step.copies() == [None]
-            assert unit._unit.step.is_full == (inner == 1)
+    same = {1: "ZERO_1", 2: "FULL_SHARD"}
+    note(f"{mode} {inner} {uo} {low}")
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
+    arguments = {"mixed_precision": precision, "use_orig_params": uo}
+    model = layer_zero(inner, mode, **arguments)
+    plain = wrap_blocks(make(), sharding_strategy=ShardingStrategy[same[inner]], **arguments)
+    logs = []
+    for m in (model, plain):
+        with counted(inner) as log:
+            train(m)
+        logs.append(log)
+    wanted = full_params(plain)
+    assert all(torch.equal(value, wanted[name]) for name, value in full_params(model).items())
+    assert logs[0] == logs[1]
+    assert {group for _, group, _, _ in logs[0]} == {"wide"}
+    for unit in FSDP.fsdp_modules(model):
+        assert unit._unit.step.copies() == [None]
+        assert unit._unit.step.is_full == (inner == 1)
 
 
 def degenerate_as_torch():
@@ -418,11 +417,6 @@ def degenerate_as_torch():
         with Torchs.summon_full_params(torchs):
             wanted = [param.detach().clone() for param in torchs.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(full_params(ours).values(), wanted, strict=True))
-
-
-def on_two_ranks():
-    degenerate(2)
-    degenerate_as_torch()
 
 
 def refused():
@@ -555,14 +549,28 @@ def test_groups_norms_and_what_is_refused():
     run_ranks(in_turn, 4, [refused, objects, clipping, grids, refreshes, orders], timeout=90)
 
 
-def test_degenerate_groups_are_the_plain_strategies():
-    run_ranks(on_two_ranks, 2)
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize(
+    ("mode", "inner", "uo", "low"), list(itertools.product(MODES, (1, 2), (False, True), (False, True)))
+)
+def test_degenerate_groups_are_the_plain_strategies(mode, inner, uo, low):
+    run_ranks(degenerate, 2, mode, inner, uo, low)
+
+
+def test_one_inner_group_of_all_ranks_gives_torchs_bits():
+    run_ranks(degenerate_as_torch, 2)
+
+
+def test_one_rank_communicates_nothing():
     with fake_world(1):
         for mode in MODES:
             model = layer_zero(1, mode)
             train(model)
             assert run_of(model).gathers == 0
             assert model.placement == Placement(reshard_after_forward=True, full_precision=True)
+
+
+def test_an_outer_group_that_is_not_the_worlds_is_said():
     with fake_world(8):
         groups = dist.new_group([0, 1]), dist.new_group([0, 1, 2, 3])
         with pytest.raises(ValueError, match=r"is not the world.*the last of ranks \[0, 2\]"):
