@@ -149,7 +149,7 @@ class Summoned:
             if grad is not None:
                 for original, value, is_there in zip(segment.originals, segment.unsharded(grad), has, strict=True):
                     if is_there:
-                        set_gradient(_shown(original), value)
+                        _C.set_grad(_shown(original), value)
 
     def _show(self, original: Original, value: Tensor, trained: bool) -> None:
         if self.unit.options.use_orig_params:
@@ -229,7 +229,7 @@ class Summoned:
                 self._put_gradient_back(k, segment, self.gradients[k], grads)
             elif self.with_grads:
                 for param, grad in zip(_owners(unit, segment), self.held[k], strict=True):
-                    set_gradient(param, grad)
+                    _C.set_grad(param, grad)
         unit.register_flat()
         unit.step.put(self.had_views or not unit.options.use_orig_params)
         if misfit is not None:
@@ -300,10 +300,10 @@ class Summoned:
                     place.copy_(grad)
         shard = segment.own(whole).to(flat.device, copy=segment.is_sharded)
         if not unit.options.use_orig_params:
-            set_gradient(flat, None if all(grad is None for grad in grads) else shard)
+            _C.set_grad(flat, None if all(grad is None for grad in grads) else shard)
             return
         for here, grad in zip(segment.here(), grads, strict=True):
-            set_gradient(here.original.param, None if grad is None or here.numel < 0 else here.of(shard))
+            _C.set_grad(here.original.param, None if grad is None or here.numel < 0 else here.of(shard))
 
 
 def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
@@ -353,11 +353,6 @@ def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
         if grad is not None and here.numel >= 0:
             here.of(shard).copy_(grad)
     return shard
-
-
-def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
-    """``param.grad = grad``, also in another dtype or shape than torch allows."""
-    _C.set_grad(param, grad)
 
 
 @contextlib.contextmanager
