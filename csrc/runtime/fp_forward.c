@@ -156,55 +156,42 @@ note_opaque(fp_unit *unit, PyObject *output, int found)
     return 0;
 }
 
-static PyObject *
+/* All that comes before the forward's end, which is the last thing to happen: meanwhile other threads are refused. */
+static int
 post_forward(fp_unit *unit, PyObject *output)
 {
     fp_root *root = unit->root;
+    const int is_inner = unit->depth > 1, is_outermost = root->depth == 1;
     int hooked = 0, found = 0;
-    if (fp_unshard_take_requires_grad(unit) < 0 ||
-        (!fp_unit_is_in_forward(unit) && fp_unshard_take_written_in_forward(unit) < 0)) {
-        return NULL;
+    if (fp_unshard_take_requires_grad(unit) < 0 || (!is_inner && fp_unshard_take_written_in_forward(unit) < 0)) {
+        return -1;
     }
     if (fp_graph_grad_enabled() &&
         (hook_outputs(unit, output, &hooked, &found) < 0 || note_opaque(unit, output, found) < 0)) {
-        return NULL;
+        return -1;
     }
     if (root->in_backward) { /* recomputed: its backward comes at once */
-        return Py_NewRef(output);
+        return 0;
     }
     if (hooked) {
         if (fp_iteration_move(unit, FP_PASS_EXPECT_BACKWARD) < 0 || fp_iteration_append_order(root, unit) < 0) {
-            return NULL;
+            return -1;
         }
     }
-    if (root->depth == 0 && fp_iteration_wait_until_read(root) < 0) {
-        return NULL;
+    if (is_outermost && fp_iteration_wait_until_read(root) < 0) {
+        return -1;
     }
-    if (fp_unit_is_in_forward(unit)) {
-        return Py_NewRef(output);
+    if (is_inner) {
+        return 0;
     }
-    const int stays = hooked && (root->depth == 0 || !unit->reshard_after_forward);
+    const int stays = hooked && (is_outermost || !unit->reshard_after_forward);
     if (!stays && fp_unshard_release(unit) < 0) {
-        return NULL;
+        return -1;
     }
     if ((!stays || unit->reshard_after_forward || !unit->sharded) && fp_unshard_show_params(unit) < 0) {
-        return NULL;
+        return -1;
     }
-    if (root->depth == 0 && list_params(root) < 0) {
-        return NULL;
-    }
-    return Py_NewRef(output);
-}
-
-/* The forward has not ended after all: an exception is under way. */
-static void
-reopen(fp_unit *unit)
-{
-    PyObject *error = PyErr_GetRaisedException();
-    if (fp_iteration_move(unit, FP_PASS_BEGIN_FORWARD) < 0) {
-        PyErr_Clear();
-    }
-    PyErr_SetRaisedException(error);
+    return is_outermost ? list_params(root) : 0;
 }
 
 PyObject *
@@ -215,15 +202,12 @@ fp_forward_post(PyObject *self, PyObject *output)
         return NULL;
     }
     fp_root *locked = fp_iteration_lock_in_backward(unit->root);
-    PyObject *result = NULL;
-    if (fp_iteration_move(unit, FP_PASS_END_FORWARD) == 0) {
-        result = post_forward(unit, output);
-        if (result == NULL) { /* abort_forward ends it */
-            reopen(unit);
-        }
-    }
+    /* Of one that fails abort_forward is the end. */
+    const int status = fp_iteration_check(unit, FP_PASS_END_FORWARD) < 0 || post_forward(unit, output) < 0
+                           ? -1
+                           : fp_iteration_move(unit, FP_PASS_END_FORWARD);
     fp_iteration_unlock(locked);
-    return result;
+    return status < 0 ? NULL : Py_NewRef(output);
 }
 
 /* A forward with inputs that require grad begins. True if inputs_done is to be called when they have it. */

@@ -63,16 +63,33 @@ fp_iteration_check_backward(const fp_unit *unit)
                                                                                                    : 0;
 }
 
+/* Write what the unit's state is after event to *next, or raise; nothing is changed. */
+static int
+next_pass(const fp_unit *unit, fp_pass_event event, int *next)
+{
+    if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_is_elsewhere(unit->root)) {
+        return refuse_thread(unit);
+    }
+    if (fp_state_next(&fp_pass_moves, unit->pass, event, next) != FP_OK) {
+        fp_unit_refuse_move(unit, &fp_pass_moves, unit->pass, event);
+        return -1;
+    }
+    return 0;
+}
+
+int
+fp_iteration_check(const fp_unit *unit, fp_pass_event event)
+{
+    int next;
+    return next_pass(unit, event, &next);
+}
+
 int
 fp_iteration_move(fp_unit *unit, fp_pass_event event)
 {
     fp_root *root = unit->root;
     int next;
-    if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_is_elsewhere(root)) {
-        return refuse_thread(unit);
-    }
-    if (fp_state_next(&fp_pass_moves, unit->pass, event, &next) != FP_OK) {
-        fp_unit_refuse_move(unit, &fp_pass_moves, unit->pass, event);
+    if (next_pass(unit, event, &next) < 0) {
         return -1;
     }
     if (event == FP_PASS_BEGIN_FORWARD) {
@@ -162,8 +179,21 @@ fp_iteration_wait_until_read(fp_root *root)
     return status;
 }
 
-/* Forget whatever a pass that was broken off has left. After a backward that is also what no_sync has kept before: of some
- * units the gradients of that backward are in it, of others not. */
+/* Keep the first error of what is done for all units, whether it fails for one or not. */
+static void
+keep_first(PyObject **first, int status)
+{
+    PyObject *error = status < 0 ? PyErr_GetRaisedException() : NULL;
+    if (*first == NULL) {
+        *first = error;
+    }
+    else {
+        Py_XDECREF(error);
+    }
+}
+
+/* Forget whatever a pass that was broken off has left, of every unit. After a backward that is also what no_sync has kept
+ * before: of some units the gradients of that backward are in it, of others not. Other threads stay out meanwhile. */
 int
 fp_iteration_recover(fp_root *root)
 {
@@ -172,18 +202,19 @@ fp_iteration_recover(fp_root *root)
         return -1;
     }
     const int in_backward = root->in_backward;
+    PyObject *first = NULL; /* owned */
     root->in_backward = 0;
-    root->depth = 0;
+    root->thread = PyThread_get_thread_ident();
+    root->depth = 1;
     root->n_order = 0;
     root->reducing = root->halfway = root->last_forward = root->last_refreshed = NULL;
     fp_reduce_order_forget(root);
-    int status = 0;
-    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+    for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        status = fp_iteration_move(unit, FP_PASS_RESET) < 0 ? -1 : fp_iteration_rest(unit);
+        keep_first(&first, fp_iteration_move(unit, FP_PASS_RESET) < 0 ? -1 : fp_iteration_rest(unit));
     }
-    status = status < 0 ? -1 : fp_iteration_wait_until_read(root);
-    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+    keep_first(&first, fp_iteration_wait_until_read(root));
+    for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
         const fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             if (fp_flat_buffer_give_up(unit->flat_params[k].flat) < 0) {
@@ -191,24 +222,31 @@ fp_iteration_recover(fp_root *root)
             }
         }
     }
-    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+    for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
             flat_param->deferred = 0;
             fp_flat_buffer_forget_written(flat_param->flat);
             fp_flat_buffer_drop_grads(flat_param->flat, !flat_param->shows_kept);
-            status = in_backward ? fp_flat_param_drop_kept(flat_param) : 0;
-            if (status == 0 && flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
+            keep_first(&first, in_backward ? fp_flat_param_drop_kept(flat_param) : 0);
+            if (flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
             }
         }
-        if (status == 0) {
-            status = fp_unshard_release(unit) < 0 || fp_unshard_show_params(unit) < 0 ? -1 : 0;
+        if (fp_unshard_release(unit) < 0) {
+            PyErr_Clear(); /* the same */
+            keep_first(&first, fp_unshard_release(unit));
         }
+        keep_first(&first, fp_unshard_show_params(unit));
     }
+    root->depth = 0;
     Py_DECREF(units);
-    return status;
+    if (first != NULL) {
+        PyErr_SetRaisedException(first);
+        return -1;
+    }
+    return 0;
 }
 
 static int
@@ -252,6 +290,8 @@ fp_iteration_begin(fp_root *root)
 int
 fp_iteration_refresh(fp_root *root)
 {
+    root->thread = PyThread_get_thread_ident(); /* others stay out */
+    root->depth = 1;
     int status = fp_iteration_begin(root);
     PyObject *units = status == 0 ? fp_root_units(root) : NULL;
     status = units == NULL ? -1 : 0;
@@ -262,7 +302,9 @@ fp_iteration_refresh(fp_root *root)
         }
     }
     Py_XDECREF(units);
-    return status == 0 ? fp_iteration_wait_until_read(root) : -1;
+    status = status == 0 ? fp_iteration_wait_until_read(root) : -1;
+    root->depth = 0;
+    return status;
 }
 
 int

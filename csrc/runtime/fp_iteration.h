@@ -5,7 +5,7 @@
 #include "runtime/fp_types.h"
 
 int fp_iteration_begin(fp_root *root);
-/* Forget whatever an iteration that was broken off has left. */
+/* Forget whatever an iteration that was broken off has left. What fails for one unit is raised when all are done. */
 int fp_iteration_recover(fp_root *root);
 /* Gather anew, and free, what is out of date of the units with a secondary shard. Nothing may be under way. */
 int fp_iteration_refresh(fp_root *root);
@@ -20,7 +20,8 @@ int fp_iteration_check_joined(const fp_unit *unit); /* RuntimeError: the unit is
 /* The only way to another state of a unit in an iteration, for the threads that fp_iteration.c names. -1 with RuntimeError
  * that names the unit, and nothing changed, from another thread or where the core's table has no such move. */
 int fp_iteration_move(fp_unit *unit, fp_pass_event event);
-int fp_iteration_is_elsewhere(const fp_root *root); /* whether another thread than this is in the model */
+int fp_iteration_check(const fp_unit *unit, fp_pass_event event); /* the same, without the move */
+int fp_iteration_is_elsewhere(const fp_root *root);               /* whether another thread than this is in the model */
 /* RuntimeError where this thread may not begin a backward, or go on in one. */
 int fp_iteration_check_backward(const fp_unit *unit);
 

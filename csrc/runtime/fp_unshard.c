@@ -315,8 +315,12 @@ fp_unshard_make_full(fp_unit *unit)
         fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_flat_buffer_wait(flat_param->flat) < 0) {
             if (!fp_flat_buffer_is_gathered(flat_param->flat)) {
+                PyObject *error = PyErr_GetRaisedException();
                 flat_param->gathered = 0;
-                unit->state = FP_UNIT_PARTLY; /* from GATHERING, with an exception under way */
+                if (fp_unshard_move(unit, FP_UNIT_FAIL) < 0) { /* a watcher has freed it meanwhile */
+                    PyErr_Clear();
+                }
+                PyErr_SetRaisedException(error);
             }
             return -1; /* whoever comes next waits again, or gathers what has failed */
         }
@@ -327,12 +331,14 @@ fp_unshard_make_full(fp_unit *unit)
 int
 fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
 {
-    flat_param->gathered = 0;
-    if (fp_unshard_move(unit, fp_unshard_is_partly_full(unit) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE) < 0) {
-        return -1;
+    PyObject *const *views = flat_param->views == NULL ? NULL : fp_items(flat_param->views);
+    const int status = fp_flat_buffer_release(flat_param->flat, views, freed_reason(unit));
+    if (status < 0 && fp_flat_buffer_is_gathered(flat_param->flat)) {
+        return -1; /* the wait was interrupted: all is as before */
     }
-    return fp_flat_buffer_release(flat_param->flat, flat_param->views == NULL ? NULL : fp_items(flat_param->views),
-                                  freed_reason(unit));
+    flat_param->gathered = 0;
+    const fp_unit_event event = fp_unshard_is_partly_full(unit) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE;
+    return fp_unshard_move(unit, event) < 0 ? -1 : status; /* -1 too where its gather has failed */
 }
 
 int

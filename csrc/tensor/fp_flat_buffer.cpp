@@ -55,10 +55,12 @@ leave_storage(fp_flat_buffer &flat, PyObject *const *views, const char *reason)
 void
 set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
 {
-    move(flat, borrowed ? FP_DATA_BORROW : FP_DATA_PREPARE);
     const int64_t total = flat.geometry->total, offset = borrowed ? source.storage_offset() : 0;
-    flat.unsharded = alias(source, total, int64_t{1}, offset);
-    flat.unsharded_data = alias(source, total, int64_t{1}, offset);
+    at::Tensor unsharded = alias(source, total, int64_t{1}, offset);
+    at::Tensor unsharded_data = alias(source, total, int64_t{1}, offset);
+    move(flat, borrowed ? FP_DATA_BORROW : FP_DATA_PREPARE);
+    flat.unsharded = std::move(unsharded);
+    flat.unsharded_data = std::move(unsharded_data);
     flat.shown_version = flat.seen_version = flat.unsharded._version();
 }
 

@@ -14,13 +14,14 @@ start_reload(fp_flat_buffer &flat)
         return;
     }
     const c10::Device device = flat.unsharded.device();
-    flat.reload_buffer = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
-    if (has_streams(flat.reload_buffer)) {
-        flat.has_come = copy_over(flat.reload_buffer, flat.host, device);
+    at::Tensor buffer = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
+    if (has_streams(buffer)) {
+        flat.has_come = copy_over(buffer, flat.host, device);
     }
     else {
-        flat.reload_buffer.copy_(flat.host);
+        buffer.copy_(flat.host);
     }
+    flat.reload_buffer = std::move(buffer);
 }
 
 } // namespace

@@ -120,22 +120,28 @@ as_reduce_input(at::Tensor source, const at::TensorOptions &options, std::option
 void
 send(fp_flat_buffer &flat, const at::Tensor &shard)
 {
-    at::Tensor result = std::move(flat.reduce_output);
+    check(flat, FP_GRADIENT_SEND);
+    const at::Tensor &reduced = flat.reduce_output;
+    const at::ScalarType dtype = flat.keep_reduce_dtype ? reduced.scalar_type() : shard.scalar_type();
+    const bool same_dtype = dtype == reduced.scalar_type(), same_device = reduced.device() == shard.device();
+    at::Tensor result = same_dtype ? reduced : at::empty(reduced.sizes(), reduced.options().dtype(dtype));
+    at::Tensor there = result;
+    if (!same_device) {
+        there = at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
+    }
+    if (flat.postdivide != 1.0) {
+        reduced.div_(flat.postdivide);
+    }
+    if (!same_dtype) {
+        result.copy_(reduced);
+    }
+    if (!same_device) {
+        there.copy_(result, /*non_blocking=*/true);
+        flat.has_arrived = recorded_now(result.device());
+    }
+    flat.arriving_grad = std::move(there);
     flat.reduce_output.reset();
     flat.reduce_input.reset();
-    if (flat.postdivide != 1.0) {
-        result.div_(flat.postdivide);
-    }
-    result = result.to(flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type());
-    if (result.device() == shard.device()) {
-        flat.arriving_grad = std::move(result);
-        move(flat, FP_GRADIENT_SEND);
-        return;
-    }
-    flat.arriving_grad =
-        at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
-    flat.arriving_grad.copy_(result, /*non_blocking=*/true);
-    flat.has_arrived = recorded_now(result.device());
     move(flat, FP_GRADIENT_SEND);
 }
 
@@ -186,6 +192,7 @@ accumulate_partial(fp_flat_buffer &flat, const at::Tensor &shard)
 void
 reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
+    check(flat, FP_GRADIENT_REDUCE);
     reload(flat, flat.partial_reduce_output);
     const at::TensorOptions options = reduce_options(flat, shard);
     flat.reduce_input = flat.partial_reduce_output.defined()
@@ -350,8 +357,13 @@ fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObj
             fp::send(*flat, shard);
         }
         fp::wait_until(flat->has_arrived);
-        fp::move(*flat, FP_GRADIENT_TAKE);
-        return THPVariable_Wrap(std::exchange(flat->arriving_grad, at::Tensor()));
+        fp::check(*flat, FP_GRADIENT_TAKE);
+        PyObject *grad = THPVariable_Wrap(flat->arriving_grad);
+        if (grad != nullptr) {
+            flat->arriving_grad.reset();
+            fp::move(*flat, FP_GRADIENT_TAKE);
+        }
+        return grad;
     });
 }
 
@@ -388,7 +400,7 @@ fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too)
     flat->reduce_output.reset();
     flat->arriving_grad.reset();
     flat->has_arrived.reset();
-    flat->gradient = FP_GRADIENT_NONE; /* from any state */
+    fp::move(*flat, FP_GRADIENT_FORGET); /* from any state */
     if (kept_too) {
         flat->accumulated_grad.reset();
         flat->partial_reduce_output.reset();

@@ -9,6 +9,7 @@ from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import fake_world
 from test_fsdp_threads import ELSEWHERE, gradients, in_thread, unsharded
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
@@ -121,3 +122,79 @@ def test_a_forward_that_was_refused_has_nothing_to_abort():
             unit.abort_forward()  # as that of another thread, which comes to it when this forward has ended
         assert [unit.is_full for unit in units] == full
         loss.backward()
+
+
+class Output:
+    """What a forward returns; pytree looks into it by ``flatten``."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Returns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return Output(self.inner(x))
+
+
+looked = []  # what happens while pytree looks into an output
+
+
+def look(output):
+    looked.append(looked[0]() if looked and callable(looked[0]) else None)
+    return [output.tensor], None
+
+
+pytree.register_pytree_node(Output, look, lambda children, context: Output(*children))
+
+
+def test_no_other_thread_comes_in_while_a_forward_ends():
+    with fake_world(2):
+        model = FSDP(Returns())
+        looked[:] = [lambda: in_thread(lambda: model(torch.ones(1, 3)))]
+        try:
+            model(torch.ones(1, 3)).tensor.sum().backward()
+        finally:
+            raised, looked[:] = looked[1:], []
+        assert ELSEWHERE in str(raised[0])
+        assert model._unit.step.root.state == "IDLE"
+
+
+def test_an_output_that_cannot_be_looked_into_leaves_the_model_usable():
+    def fail():
+        raise KeyError("in flatten")
+
+    with fake_world(2):
+        model = FSDP(Returns())
+        looked[:] = [fail]
+        try:
+            with pytest.raises(KeyError, match="in flatten"):
+                model(torch.ones(1, 3))
+        finally:
+            looked.clear()
+        assert not model._unit.step.is_full
+        model(torch.ones(1, 3)).tensor.sum().backward()
+        assert model._unit.step.root.state == "IDLE"
+
+
+def test_no_other_thread_comes_in_while_all_is_gathered_anew(monkeypatch):
+    with fake_world(2):
+        model = FSDP(nn.Linear(3, 2), sharding_strategy=ShardingStrategy.ZERO_1)
+        model(torch.ones(1, 3))
+        root = model._unit.step.root
+        root.always_python = 1
+        raised = []
+        agree = collectives.agree
+
+        def meanwhile(output, own, group):
+            raised.append(in_thread(lambda: model(torch.ones(1, 3))))
+            agree(output, own, group)
+
+        monkeypatch.setattr(collectives, "agree", meanwhile)
+        root.refresh()
+        assert len(raised) == 1
+        assert ELSEWHERE in str(raised[0])
+        assert root.state == "IDLE"
