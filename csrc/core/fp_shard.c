@@ -7,8 +7,9 @@ min64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-fp_status
-fp_shard_numel(int64_t numel, int64_t world_size, int64_t *out)
+/* Elements of every rank's padded shard. */
+static fp_status
+shard_numel_of(int64_t numel, int64_t world_size, int64_t *out)
 {
     if (numel < 1 || world_size < 1) {
         return FP_EINVAL;
@@ -24,7 +25,7 @@ fp_status
 fp_shard_of_rank(int64_t numel, int64_t world_size, int64_t rank, fp_shard *out)
 {
     int64_t shard_numel;
-    const fp_status status = fp_shard_numel(numel, world_size, &shard_numel);
+    const fp_status status = shard_numel_of(numel, world_size, &shard_numel);
     if (status != FP_OK) {
         return status;
     }
@@ -41,7 +42,7 @@ fp_status
 fp_ranks_of_range(int64_t numel, int64_t world_size, int64_t begin, int64_t end, int64_t *first, int64_t *last)
 {
     int64_t shard_numel;
-    const fp_status status = fp_shard_numel(numel, world_size, &shard_numel);
+    const fp_status status = shard_numel_of(numel, world_size, &shard_numel);
     if (status != FP_OK) {
         return status;
     }

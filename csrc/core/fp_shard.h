@@ -23,18 +23,15 @@ typedef struct {
     int64_t offset_in_shard; /* the same element, counted in the rank's shard */
 } fp_rank_piece;
 
-/* Elements of every rank's padded shard.
- *   numel       elements of the unsharded tensor, >= 1
- *   world_size  ranks that share it, >= 1
- * Returns FP_OK; FP_EINVAL for an argument out of range; FP_EOVERFLOW if world_size such shards do not fit 64 bits.
+/* The shard of one rank.
+ *   numel             elements of the unsharded tensor, >= 1
+ *   world_size, rank  ranks that share it, >= 1; 0 <= rank < world_size
+ * Returns FP_OK; FP_EINVAL for an argument out of range; FP_EOVERFLOW if world_size padded shards do not fit 64 bits.
  * *out is written only when FP_OK is returned. */
-fp_status fp_shard_numel(int64_t numel, int64_t world_size, int64_t *out);
-
-/* The shard of one rank, 0 <= rank < world_size. Results as fp_shard_numel. */
 fp_status fp_shard_of_rank(int64_t numel, int64_t world_size, int64_t rank, fp_shard *out);
 
 /* The ranks [*first, *last) that hold elements of the range [begin, end), 0 <= begin <= end <= numel: consecutive ones,
- * none (*first == *last) for an empty range. Results as fp_shard_numel. */
+ * none (*first == *last) for an empty range. Results as fp_shard_of_rank. */
 fp_status fp_ranks_of_range(int64_t numel, int64_t world_size, int64_t begin, int64_t end, int64_t *first,
                             int64_t *last);
 

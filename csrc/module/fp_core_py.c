@@ -115,7 +115,8 @@ fp_py_ranks_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     for (int64_t rank = first; rank < last; rank++) {
         fp_rank_piece piece;
-        if (fp_check(module, fp_piece_of_rank(in[0], in[1], in[2], in[3], rank, &piece)) < 0) {
+        if (fp_fail(module, fp_piece_of_rank(in[0], in[1], in[2], in[3], rank, &piece), "rank %lld holds nothing",
+                    (long long)rank) < 0) {
             goto fail;
         }
         const int64_t out[4] = {piece.rank, piece.start, piece.numel, piece.offset_in_shard};

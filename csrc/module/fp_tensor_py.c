@@ -23,7 +23,6 @@ resize_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     const char *reason = NULL;
     int64_t numel;
-    int keeps_size = 0;
     if (fp_check_nargs_between("resize_storage", nargs, 2, 4) < 0 || fp_as_int64(args[1], &numel) < 0) {
         return NULL;
     }
@@ -33,13 +32,8 @@ resize_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             return NULL;
         }
     }
-    if (nargs > 3) {
-        keeps_size = PyObject_IsTrue(args[3]);
-        if (keeps_size < 0) {
-            return NULL;
-        }
-    }
-    if (fp_torch_resize_storage(args[0], numel, reason, keeps_size) < 0) {
+    const int keeps_size = nargs > 3 ? PyObject_IsTrue(args[3]) : 0;
+    if (keeps_size < 0 || fp_torch_resize_storage(args[0], numel, reason, keeps_size) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

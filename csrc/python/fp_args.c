@@ -151,12 +151,6 @@ exception_of(PyObject *module, fp_status status)
 }
 
 int
-fp_check(PyObject *module, fp_status status)
-{
-    return fp_fail(module, status, "%s", fp_status_message(status));
-}
-
-int
 fp_fail(PyObject *module, fp_status status, const char *format, ...)
 {
     if (status == FP_OK) {

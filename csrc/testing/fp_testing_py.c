@@ -139,7 +139,8 @@ packing_init(PyObject *module, packing *call, PyObject *segments, size_t segment
     call->buffers = fp_calloc((size_t)PyTuple_GET_SIZE(call->items), sizeof *call->buffers);
     call->segments = fp_calloc((size_t)PyTuple_GET_SIZE(call->items), sizeof *call->segments);
     if (call->buffers == NULL || call->segments == NULL) {
-        return fp_check(module, FP_ENOMEM);
+        PyErr_NoMemory();
+        return -1;
     }
     call->n = PyTuple_GET_SIZE(call->items);
     for (Py_ssize_t i = 0; i < call->n; i++) {
