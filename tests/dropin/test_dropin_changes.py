@@ -170,7 +170,7 @@ def assert_equal_training(scenarios, world, name, when):
             assert difference is None, f"{scenario}, rank {rank}: {difference}"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "when"),
     [

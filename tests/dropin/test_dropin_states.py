@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("behaviour", "world", "strategy", "orig"),
     [pytest.param(*case, marks=pytest.mark.thorough) if case[1] == 4 else case for case in CASES],

@@ -143,7 +143,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_trains_as_torchs_handle_does(scenario):
     for rank, (expected, got) in enumerate(run_both(train, scenario.world, scenario)):

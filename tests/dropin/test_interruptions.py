@@ -57,7 +57,7 @@ def assert_all_right(setting, where, first, stride, at_least):
         assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("setting", BASIC + OTHERS, ids=str)
 def test_an_exception_anywhere_in_the_handle(setting):
     assert_all_right(setting, "handle", (BASIC + OTHERS).index(setting), 127, at_least=4)
@@ -92,7 +92,7 @@ def _step_after_a_forward_that_has_no_backward(setting, evaluates):
     return equal(*results)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("evaluates", [True, False], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("setting", SHARDED, ids=str)
 def test_weights_are_gathered_anew_after_a_step(setting, evaluates):
@@ -147,7 +147,7 @@ def _full_weights_after_a_step(setting, evaluates):
     return equal(*results)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("evaluates", [True, False], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("setting", SHARDED, ids=str)
 def test_full_weights_are_gathered_anew_after_a_step(setting, evaluates):
@@ -202,6 +202,7 @@ def _collectives_of_both(setting):
     return [_collectives_of_passes(kind, setting) for kind in ("torch", "flatparam")]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("setting", SHARDED[::2], ids=str)
 def test_no_more_is_gathered_where_nothing_has_changed(setting):
     for torchs, ours in run_ranks(_collectives_of_both, 2, setting):
@@ -281,6 +282,7 @@ def _cleared_after_no_sync(setting):
     return equal(*results)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("setting", [setting for setting in SHARDED if setting.orig], ids=str)
 def test_cleared_gradients_do_not_come_back(setting):
     """With torch those of the synchronised backward do."""
@@ -328,7 +330,7 @@ def _failing_summon(setting, name, at_call, grads):
     return equal(*results)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("setting", "name", "at_call"),
     [(setting, "all_gather", 1 + 2 * (i % 2)) for i, setting in enumerate(SHARDED)]
@@ -353,7 +355,7 @@ def _failing_collective_in_a_step(setting, name, at_call):
     return equal(*results)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("setting", "name", "at_call"),
     [(setting, *call) for setting in SHARDED for call in (("all_gather", 2), ("reduce_scatter_single", 2))]
@@ -383,6 +385,7 @@ def _replaced_parameter(setting):
         return all(bool((weight == 0.5).all()) for weight in weights(model))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("setting", [setting for setting in SHARDED if setting.orig], ids=str)
 def test_a_replaced_parameter_keeps_its_value(setting):
     assert run_ranks(_replaced_parameter, 2, setting) == [True, True]
@@ -404,7 +407,7 @@ def _full_weights_after_an_interruption(setting, phase):
         return equal(before, weights(model))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("setting", BASIC, ids=str)
 def test_weights_can_be_saved_after_a_forward(setting, phase):

@@ -43,7 +43,7 @@ def pictures_of(case, kind, group, names_of=None):
     return pictures, handle, module
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_parameter_lists(seed):
     source = random.Random(seed)

@@ -58,6 +58,7 @@ def test_a_switch_is_warned_of_once(switch):
         assert torchs[1] == ours[1] == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("strategy", "orig"), SETTINGS[:4], ids=lambda value: str(value).lower())
 def test_nobody_is_waited_for_without_collectives(strategy, orig):
     both = {"FSDP_USE_FAKE_ALL_GATHER": "1", "FSDP_USE_FAKE_REDUCE": "1"}
