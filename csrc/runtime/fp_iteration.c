@@ -234,10 +234,7 @@ fp_iteration_recover(fp_root *root)
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
             }
         }
-        if (fp_unshard_release(unit) < 0) {
-            PyErr_Clear(); /* the same */
-            keep_first(&first, fp_unshard_release(unit));
-        }
+        keep_first(&first, fp_unshard_release(unit));
         keep_first(&first, fp_unshard_show_params(unit));
     }
     root->depth = 0;

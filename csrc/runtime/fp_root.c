@@ -109,6 +109,10 @@ root_tell(PyObject *self, PyObject *model_traces)
 static PyObject *
 root_recover(PyObject *self, PyObject *ignored)
 {
+    if (fp_iteration_is_elsewhere((fp_root *)self)) {
+        PyErr_SetString(PyExc_RuntimeError, "recover: another thread is in a forward or backward of this model");
+        return NULL;
+    }
     return fp_iteration_recover((fp_root *)self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 

@@ -25,7 +25,23 @@ gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tenso
 void
 gather_all(fp_flat_buffer &flat, fp_group &group, at::Tensor &input, PyObject *collectives)
 {
-    move(flat, gather_over(flat, group, flat.unsharded_data, input, collectives) ? FP_DATA_GATHER : FP_DATA_FILL);
+    if (gather_over(flat, group, flat.unsharded_data, input, collectives)) {
+        move(flat, FP_DATA_GATHER);
+        return;
+    }
+    TORCH_CHECK(memory_of(storage_of(flat.unsharded)) >= bytes_of(flat),
+                flat.unit ? flat.unit->name : "a flat parameter",
+                ": it was freed while it was gathered: a hook of a collective cannot free it");
+    move(flat, FP_DATA_FILL);
+}
+
+// The gather under way has failed.
+void
+fail(fp_flat_buffer &flat)
+{
+    flat.work.reset();
+    flat.next_secondary_shard.reset();
+    move(flat, FP_DATA_FAIL);
 }
 
 // slot = shard, from the host too.
@@ -51,9 +67,7 @@ is_lost(fp_flat_buffer &flat)
     }
     move(flat, FP_DATA_ABANDON);
     if (flat.work->isCompleted()) {
-        flat.work.reset();
-        flat.next_secondary_shard.reset();
-        move(flat, FP_DATA_FAIL);
+        fail(flat);
         return false;
     }
     return true;
@@ -70,8 +84,7 @@ wait_for_gather(fp_flat_buffer &flat)
     }
     catch (...) {
         if (!flat.work && flat.is_under_way()) {
-            move(flat, FP_DATA_FAIL);
-            flat.next_secondary_shard.reset();
+            fail(flat);
         }
         throw;
     }
@@ -154,8 +167,25 @@ int
 fp_flat_buffer_give_up(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        if (flat->work && flat->work_group != nullptr && !fp::give_up(*flat->work, *flat->work_group)) {
+        const c10::intrusive_ptr<c10d::Work> work = flat->work; /* while nobody holds the GIL it may be replaced */
+        if (!work || flat->work_group == nullptr) {
+            return 0;
+        }
+        bool ended = true;
+        try {
+            ended = fp::give_up(*work, *flat->work_group);
+        }
+        catch (...) {
+            if (flat->work == work && work->isCompleted()) {
+                fp::fail(*flat);
+            }
+            throw;
+        }
+        if (!ended) {
             fp::move(*flat, FP_DATA_ABANDON);
+        }
+        else if (work->isCompleted()) {
+            fp::wait_for_gather(*flat); /* at once; what has failed is forgotten */
         }
         return 0;
     });

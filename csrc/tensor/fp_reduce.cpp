@@ -123,23 +123,21 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
     check(flat, FP_GRADIENT_SEND);
     const at::Tensor &reduced = flat.reduce_output;
     const at::ScalarType dtype = flat.keep_reduce_dtype ? reduced.scalar_type() : shard.scalar_type();
-    const bool same_dtype = dtype == reduced.scalar_type(), same_device = reduced.device() == shard.device();
-    at::Tensor result = same_dtype ? reduced : at::empty(reduced.sizes(), reduced.options().dtype(dtype));
-    at::Tensor there = result;
+    const bool same_device = reduced.device() == shard.device();
+    at::Tensor result = reduced;
+    if (flat.postdivide != 1.0) { // in place where nothing after it can fail: it must not be divided twice
+        result = same_device && dtype == reduced.scalar_type() ? reduced.div_(flat.postdivide)
+                                                               : reduced.div(flat.postdivide);
+    }
+    result = result.to(dtype);
     if (!same_device) {
-        there = at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
-    }
-    if (flat.postdivide != 1.0) {
-        reduced.div_(flat.postdivide);
-    }
-    if (!same_dtype) {
-        result.copy_(reduced);
-    }
-    if (!same_device) {
+        at::Tensor there =
+            at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
         there.copy_(result, /*non_blocking=*/true);
         flat.has_arrived = recorded_now(result.device());
+        result = std::move(there);
     }
-    flat.arriving_grad = std::move(there);
+    flat.arriving_grad = std::move(result);
     flat.reduce_output.reset();
     flat.reduce_input.reset();
     move(flat, FP_GRADIENT_SEND);
@@ -195,11 +193,11 @@ reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collecti
     check(flat, FP_GRADIENT_REDUCE);
     reload(flat, flat.partial_reduce_output);
     const at::TensorOptions options = reduce_options(flat, shard);
+    flat.reduce_output = at::empty({flat.shard_numel}, options);
     flat.reduce_input = flat.partial_reduce_output.defined()
-                            ? as_reduce_input(std::move(flat.partial_reduce_output), options, std::nullopt)
+                            ? as_reduce_input(flat.partial_reduce_output, options, std::nullopt)
                             : at::zeros({flat.part_numel()}, options);
     flat.partial_reduce_output.reset();
-    flat.reduce_output = at::empty({flat.shard_numel}, options);
     reduce_over(flat, *flat.refresh_group, collectives);
     move(flat, FP_GRADIENT_REDUCE);
 }
