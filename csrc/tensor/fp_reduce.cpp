@@ -121,25 +121,27 @@ void
 send(fp_flat_buffer &flat, const at::Tensor &shard)
 {
     check(flat, FP_GRADIENT_SEND);
-    const at::Tensor &reduced = flat.reduce_output;
-    const at::ScalarType dtype = flat.keep_reduce_dtype ? reduced.scalar_type() : shard.scalar_type();
-    const bool same_device = reduced.device() == shard.device();
-    at::Tensor result = reduced;
-    if (flat.postdivide != 1.0) { // in place where nothing after it can fail: it must not be divided twice
-        result = same_device && dtype == reduced.scalar_type() ? reduced.div_(flat.postdivide)
-                                                               : reduced.div(flat.postdivide);
-    }
-    result = result.to(dtype);
-    if (!same_device) {
-        at::Tensor there =
-            at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
-        there.copy_(result, /*non_blocking=*/true);
-        flat.has_arrived = recorded_now(result.device());
-        result = std::move(there);
-    }
-    flat.arriving_grad = std::move(result);
+    at::Tensor result = std::move(flat.reduce_output);
     flat.reduce_output.reset();
     flat.reduce_input.reset();
+    try {
+        if (flat.postdivide != 1.0) {
+            result.div_(flat.postdivide);
+        }
+        result = result.to(flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type());
+        if (result.device() != shard.device()) {
+            at::Tensor there =
+                at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
+            there.copy_(result, /*non_blocking=*/true);
+            flat.has_arrived = recorded_now(result.device());
+            result = std::move(there);
+        }
+    }
+    catch (...) {
+        move(flat, FP_GRADIENT_FORGET); // it may be divided already
+        throw;
+    }
+    flat.arriving_grad = std::move(result);
     move(flat, FP_GRADIENT_SEND);
 }
 
