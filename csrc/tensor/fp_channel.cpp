@@ -207,7 +207,11 @@ bool
 give_up(c10d::Work &work, fp_group &group)
 {
     if (group.sliced && !work.isCompleted()) {
-        group.given_up = group.given_up || !wait_a_while(work);
+        try {
+            group.given_up = group.given_up || !wait_a_while(work);
+        }
+        catch (...) { // it has ended, and raises that to whoever waits for it
+        }
         return work.isCompleted();
     }
     return true;

@@ -171,17 +171,7 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
         if (!work || flat->work_group == nullptr) {
             return 0;
         }
-        bool ended = true;
-        try {
-            ended = fp::give_up(*work, *flat->work_group);
-        }
-        catch (...) {
-            if (flat->work == work && work->isCompleted()) {
-                fp::fail(*flat);
-            }
-            throw;
-        }
-        if (!ended) {
+        if (!fp::give_up(*work, *flat->work_group)) {
             fp::move(*flat, FP_DATA_ABANDON);
         }
         else if (work->isCompleted()) {

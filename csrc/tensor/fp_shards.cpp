@@ -183,7 +183,8 @@ fp_torch_set_shards(PyObject *const *params, const fp_geometry *geometry, PyObje
             }
             at::Tensor piece = numels[i] < 0 ? at::empty(shape, shard.options())
                                              : fp::alias(shard, shape, stride, shard.storage_offset() + starts[i]);
-            if (targets[i].unsafeGetTensorImpl()->has_compatible_shallow_copy_type(keys)) { /* not of all devices */
+            if (marked &&
+                targets[i].unsafeGetTensorImpl()->has_compatible_shallow_copy_type(keys)) { /* not of all devices */
                 const auto *made = piece.unsafeGetTensorImpl();
                 at::Tensor same = at::detail::make_tensor<c10::TensorImpl>(
                     c10::TensorImpl::VIEW, c10::Storage(piece.storage()), keys, piece.dtype());
