@@ -20,10 +20,8 @@ begin_backward(fp_unit *unit)
     if (root->in_backward && fp_graph_is_running(root->ref)) {
         return 0;
     }
-    if (root->in_backward && fp_iteration_recover(root) < 0) { /* an exception ended the one before */
-        return -1;
-    }
-    if (fp_graph_at_end(root->ref) < 0) {
+    if ((root->in_backward && fp_iteration_recover(root) < 0) || /* an exception ended the one before */
+        fp_graph_at_end(root->ref) < 0) {
         return -1;
     }
     root->in_backward = 1;
@@ -76,9 +74,8 @@ before_backward_of(fp_unit *unit, uint64_t began)
         return -1;
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        fp_flat_param *flat_param = &unit->flat_params[k];
-        if (flat_param->shows == FP_SHOWS_PARAMS &&
-            fp_flat_param_show_views(flat_param) < 0) { /* for a forward recomputed in parts */
+        const int hidden = unit->flat_params[k].shows == FP_SHOWS_PARAMS;
+        if (hidden && fp_flat_param_show_views(&unit->flat_params[k]) < 0) { /* for a forward recomputed in parts */
             return -1;
         }
     }
@@ -185,7 +182,7 @@ before_accumulation(void *object, int index)
 }
 
 static int
-finish_step(fp_unit *unit)
+finish_step_of(fp_unit *unit)
 {
     fp_root *root = unit->root;
     if (fp_iteration_rest(unit) < 0) {
@@ -239,22 +236,23 @@ finish_step(fp_unit *unit)
 }
 
 static int
+finish_step(fp_root *root, fp_unit *unit)
+{
+    if (unit->root != root) {
+        return 0; /* what ran for the others has let it join another model */
+    }
+    fp_range *range = fp_range_begin("end of backward", unit->name);
+    const int status = finish_step_of(unit);
+    fp_range_end(range);
+    return status;
+}
+
+static int
 finish(void *root_pointer, uint64_t ignored)
 {
     fp_root *root = root_pointer;
     fp_iteration_enter(root);
-    int status = fp_reduce_order_end(root);
-    PyObject *units = status == 0 ? fp_root_units(root) : NULL;
-    status = units == NULL ? -1 : 0;
-    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
-        fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        if (unit->root == root) {
-            fp_range *range = fp_range_begin("end of backward", unit->name);
-            status = finish_step(unit);
-            fp_range_end(range);
-        }
-    }
-    Py_XDECREF(units);
+    int status = fp_reduce_order_end(root) < 0 ? -1 : fp_root_each(root, finish_step);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_end_backward(PyTuple_GET_ITEM(root->model_traces, i), !root->synchronize);
     }

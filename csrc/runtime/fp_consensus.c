@@ -33,9 +33,8 @@ static fp_exchange *
 make_exchanges(const fp_root *root, int nested, Py_ssize_t *n)
 {
     *n = 0;
-    fp_exchange *exchanges = fp_calloc((size_t)root->n_units, sizeof *exchanges);
+    fp_exchange *exchanges = fp_new_array(root->n_units, sizeof *exchanges);
     if (exchanges == NULL) {
-        PyErr_NoMemory();
         return NULL;
     }
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
@@ -49,9 +48,8 @@ make_exchanges(const fp_root *root, int nested, Py_ssize_t *n)
         }
         fp_exchange *exchange = &exchanges[g];
         if (g == *n) {
-            exchange->units = fp_calloc((size_t)root->n_units, sizeof(fp_unit *));
+            exchange->units = fp_new_array(root->n_units, sizeof(fp_unit *));
             if (exchange->units == NULL) {
-                PyErr_NoMemory();
                 goto fail;
             }
             (*n)++;
@@ -71,12 +69,8 @@ static int
 make_flags(fp_exchange *exchange, Py_ssize_t n)
 {
     exchange->n_flags = n + exchange->ranks;
-    exchange->flags = fp_calloc((size_t)exchange->n_flags, sizeof *exchange->flags);
-    if (exchange->flags == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    return 0;
+    exchange->flags = fp_new_array(exchange->n_flags, sizeof *exchange->flags);
+    return exchange->flags == NULL ? -1 : 0;
 }
 
 static int
@@ -188,9 +182,7 @@ fp_consensus_on_stale(fp_root *root)
     for (Py_ssize_t g = 0; status == 0 && g < n; g++) {
         status = agree_with(&exchanges[g]);
     }
-    if (exchanges != NULL) {
-        free_exchanges(exchanges, n);
-    }
+    free_exchanges(exchanges, n);
     return status;
 }
 
@@ -316,9 +308,7 @@ fp_consensus_drop(fp_root *root)
     const Py_ssize_t n = root->n_exchanges;
     root->exchanges = NULL;
     root->n_exchanges = 0;
-    if (exchanges != NULL) {
-        free_exchanges(exchanges, n);
-    }
+    free_exchanges(exchanges, n);
     root->error_unit = NULL;
     Py_CLEAR(root->error);
 }

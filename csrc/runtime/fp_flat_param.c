@@ -474,10 +474,9 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
         PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
-    flat_param->cleared = fp_calloc((size_t)n, 5);
-    flat_param->starts = fp_calloc((size_t)n, 2 * sizeof *flat_param->starts);
-    if (flat_param->cleared == NULL || flat_param->starts == NULL) {
-        PyErr_NoMemory();
+    flat_param->cleared = fp_new_array(n, 5);
+    flat_param->starts = flat_param->cleared == NULL ? NULL : fp_new_array(n, 2 * sizeof *flat_param->starts);
+    if (flat_param->starts == NULL) {
         return -1;
     }
     flat_param->numels = flat_param->starts + n;

@@ -51,15 +51,8 @@ pre_forward(fp_unit *unit)
         unit->entered = root->n_order;
         unit->entry = root->entries++;
     }
-    if (fp_unshard_make_full(unit) < 0) {
-        return NULL;
-    }
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (fp_flat_param_show_views(&unit->flat_params[k]) < 0) {
-            return NULL;
-        }
-    }
-    if (!root->in_backward && root->forward_prefetch && prefetch_forward(unit, first) < 0) {
+    if (fp_unshard_make_full(unit) < 0 || fp_unit_each(unit, fp_flat_param_show_views) < 0 ||
+        (!root->in_backward && root->forward_prefetch && prefetch_forward(unit, first) < 0)) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -67,18 +60,9 @@ pre_forward(fp_unit *unit)
 
 /* A forward is over: parameters() are the original ones from now on, of units that stay full too. */
 static int
-list_params(fp_root *root)
+list_params(fp_root *root, fp_unit *unit)
 {
-    PyObject *units = fp_root_units(root);
-    int status = units == NULL ? -1 : 0;
-    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
-        fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
-            status = fp_flat_param_list_params(&unit->flat_params[k]);
-        }
-    }
-    Py_XDECREF(units);
-    return status;
+    return fp_unit_each(unit, fp_flat_param_list_params);
 }
 
 PyObject *
@@ -191,7 +175,7 @@ post_forward(fp_unit *unit, PyObject *output)
     if ((!stays || unit->reshard_after_forward || !unit->sharded) && fp_unshard_show_params(unit) < 0) {
         return -1;
     }
-    return is_outermost ? list_params(root) : 0;
+    return is_outermost ? fp_root_each(root, list_params) : 0;
 }
 
 PyObject *

@@ -163,20 +163,22 @@ fp_iteration_rest(fp_unit *unit)
     return fp_iteration_move(unit, FP_PASS_FINISH_BACKWARD);
 }
 
-/* Shards on the host that the device has gathered from may be written to from now on. */
+static int
+wait_until_read(fp_flat_param *flat_param)
+{
+    return fp_flat_buffer_wait_read(flat_param->flat);
+}
+
+static int
+wait_until_all_read(fp_root *root, fp_unit *unit)
+{
+    return fp_unit_each(unit, wait_until_read);
+}
+
 int
 fp_iteration_wait_until_read(fp_root *root)
 {
-    PyObject *units = fp_root_units(root);
-    int status = units == NULL ? -1 : 0;
-    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
-        fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
-            status = fp_flat_buffer_wait_read(unit->flat_params[k].flat);
-        }
-    }
-    Py_XDECREF(units);
-    return status;
+    return fp_root_each(root, wait_until_all_read);
 }
 
 /* Keep the first error of what is done for all units, whether it fails for one or not. */
@@ -284,22 +286,20 @@ fp_iteration_begin(fp_root *root)
                : 0;
 }
 
+static int
+refresh(fp_root *root, fp_unit *unit)
+{
+    const int is_due = unit->root == root && unit->has_secondary_shard && unit->stale;
+    return is_due && (fp_unshard_make_full(unit) < 0 || fp_unshard_release(unit) < 0) ? -1 : 0;
+}
+
 int
 fp_iteration_refresh(fp_root *root)
 {
     root->thread = PyThread_get_thread_ident(); /* others stay out */
     root->depth = 1;
-    int status = fp_iteration_begin(root);
-    PyObject *units = status == 0 ? fp_root_units(root) : NULL;
-    status = units == NULL ? -1 : 0;
-    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
-        fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
-        if (unit->root == root && unit->has_secondary_shard && unit->stale) {
-            status = fp_unshard_make_full(unit) < 0 || fp_unshard_release(unit) < 0 ? -1 : 0;
-        }
-    }
-    Py_XDECREF(units);
-    status = status == 0 ? fp_iteration_wait_until_read(root) : -1;
+    const int done = fp_iteration_begin(root) == 0 && fp_root_each(root, refresh) == 0;
+    const int status = done ? fp_iteration_wait_until_read(root) : -1;
     root->depth = 0;
     return status;
 }
@@ -309,9 +309,8 @@ fp_iteration_append_order(fp_root *root, fp_unit *unit)
 {
     if (root->n_order == root->room_order) {
         const Py_ssize_t room = root->room_order == 0 ? 64 : 2 * root->room_order;
-        fp_unit **order = fp_calloc((size_t)room, sizeof *order);
+        fp_unit **order = fp_new_array(room, sizeof *order);
         if (order == NULL) {
-            PyErr_NoMemory();
             return -1;
         }
         for (Py_ssize_t i = 0; i < root->n_order; i++) {
@@ -351,21 +350,11 @@ fp_iteration_leave_root(fp_unit *unit)
     for (Py_ssize_t i = 0; i < root->n_order; i++) {
         root->order[i] = root->order[i] == unit ? NULL : root->order[i];
     }
-    if (root->error_unit == unit) {
-        root->error_unit = NULL;
+    fp_unit **const borrowed[] = {&root->last_forward, &root->last_refreshed, &root->reducing, &root->halfway};
+    for (size_t i = 0; i < sizeof borrowed / sizeof *borrowed; i++) {
+        *borrowed[i] = *borrowed[i] == unit ? NULL : *borrowed[i];
     }
-    if (root->last_forward == unit) {
-        root->last_forward = NULL;
-    }
-    if (root->last_refreshed == unit) {
-        root->last_refreshed = NULL;
-    }
-    if (root->reducing == unit) {
-        root->reducing = NULL;
-    }
-    if (root->halfway == unit) {
-        root->halfway = NULL;
-    }
+    root->error_unit = root->error_unit == unit ? NULL : root->error_unit;
     unit->root = NULL;
     Py_DECREF(root);
 }

@@ -31,9 +31,8 @@ is_coming(const fp_unit *unit)
 int
 fp_reduce_order_join(fp_root *root, fp_unit *unit)
 {
-    fp_unit **joined = fp_calloc((size_t)root->n_units + 1, sizeof *joined);
+    fp_unit **joined = fp_new_array(root->n_units + 1, sizeof *joined);
     if (joined == NULL) {
-        PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < root->n_units; i++) {
@@ -139,10 +138,7 @@ fp_reduce_order_begin(fp_root *root)
         }
     }
     Py_XDECREF(units);
-    if (status < 0) {
-        return -1;
-    }
-    if ((root->synchronize || nested) && fp_consensus_on_gradients(root) < 0) {
+    if (status < 0 || ((root->synchronize || nested) && fp_consensus_on_gradients(root) < 0)) {
         return -1;
     }
     return shown ? fp_consensus_read(root) : 0; /* before anything is added to what was cleared elsewhere */

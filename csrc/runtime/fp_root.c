@@ -147,8 +147,7 @@ static PyMethodDef root_methods[] = {
      "then."},
     {"refresh", root_refresh, METH_NOARGS,
      "refresh($self, /)\n--\n\nGather from the shards what is out of date of the units with a secondary shard. A "
-     "collective "
-     "call."},
+     "collective call."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,6 +19,28 @@ fp_root_units(const fp_root *root)
     return units;
 }
 
+int
+fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param))
+{
+    int status = 0;
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        status = call(&unit->flat_params[k]);
+    }
+    return status;
+}
+
+int
+fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit))
+{
+    PyObject *units = fp_root_units(root);
+    int status = units == NULL ? -1 : 0;
+    for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
+        status = call(root, (fp_unit *)PyTuple_GET_ITEM(units, s));
+    }
+    Py_XDECREF(units);
+    return status;
+}
+
 void
 fp_unit_refuse_move(const fp_unit *unit, const fp_state_table *table, int state, int event)
 {

@@ -128,4 +128,9 @@ fp_unit_is_full(const fp_unit *unit)
 PyObject *fp_root_units(const fp_root *root);       /* tuple of all units, for loops in which one may take itself out */
 PyObject *fp_unit_collectives(const fp_unit *unit); /* what does collectives in Python's way; NULL: nobody */
 
+/* Call each flat parameter of a unit, or each unit that is a root's when this begins, until one call gives another value than 0,
+ * which is returned; -1 too where there is no memory. */
+int fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param));
+int fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit));
+
 #endif

@@ -34,12 +34,8 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     unit->reason = Py_NewRef(reason);
     unit->reshard_after_forward = reshard_after_forward;
     unit->position = -1;
-    unit->flat_params = fp_calloc((size_t)PyTuple_GET_SIZE(flat_params), sizeof *unit->flat_params);
-    if (unit->flat_params == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    const char *text = PyUnicode_AsUTF8(name);
+    unit->flat_params = fp_new_array(PyTuple_GET_SIZE(flat_params), sizeof *unit->flat_params);
+    const char *text = unit->flat_params == NULL ? NULL : PyUnicode_AsUTF8(name);
     unit->ref = text == NULL ? NULL : fp_params_ref_new(unit, text, &fp_backward_unit_calls);
     if (unit->ref == NULL) {
         goto fail;
@@ -138,11 +134,8 @@ unit_join(PyObject *self, PyObject *root_object)
         PyErr_Format(PyExc_RuntimeError, "%U cannot join another model in the middle of a pass", unit->name);
         return NULL;
     }
-    fp_unit **units = fp_calloc((size_t)root->n_units + 1, sizeof *units);
-    if (units == NULL) {
-        return PyErr_NoMemory();
-    }
-    if (fp_reduce_order_join(root, unit) < 0) {
+    fp_unit **units = fp_new_array(root->n_units + 1, sizeof *units);
+    if (units == NULL || fp_reduce_order_join(root, unit) < 0) {
         fp_free(units);
         return NULL;
     }
@@ -259,13 +252,7 @@ unit_look_over(PyObject *self, PyObject *ignored)
 static PyObject *
 unit_point_params(PyObject *self, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (fp_flat_param_point(&unit->flat_params[k]) < 0) {
-            return NULL;
-        }
-    }
-    Py_RETURN_NONE;
+    return fp_unit_each((fp_unit *)self, fp_flat_param_point) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* The part whose number is the first of nargs arguments, of which n are expected. NULL with an exception set. */
@@ -326,19 +313,6 @@ unit_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-unit_is_written(PyObject *self, void *ignored)
-{
-    const fp_unit *unit = (fp_unit *)self;
-    int written = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        const fp_flat_param *flat_param = &unit->flat_params[k];
-        written = written || (flat_param->views != NULL &&
-                              fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views)));
-    }
-    return PyBool_FromLong(written);
-}
-
-static PyObject *
 unit_compute_in_full(PyObject *self, PyObject *argument)
 {
     fp_unit *unit = (fp_unit *)self;
@@ -391,37 +365,48 @@ unit_doubt(PyObject *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-static PyObject *
-unit_has_frozen(PyObject *self, void *ignored)
+static int
+is_written(fp_flat_param *flat_param)
 {
-    const fp_unit *unit = (fp_unit *)self;
-    int frozen = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        frozen = frozen || unit->flat_params[k].untracked;
-    }
-    return PyBool_FromLong(frozen);
+    return flat_param->views != NULL && fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views));
 }
 
-static PyObject *
-unit_is_partly_full(PyObject *self, void *ignored)
+static int
+is_frozen(fp_flat_param *flat_param)
 {
-    const fp_unit *unit = (fp_unit *)self;
-    int full = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        full = full || fp_flat_buffer_is_allocated(unit->flat_params[k].flat);
-    }
-    return PyBool_FromLong(full);
+    return flat_param->untracked;
 }
 
-static PyObject *
-unit_unreduced(PyObject *self, void *ignored)
+static int
+is_allocated(fp_flat_param *flat_param)
 {
-    const fp_unit *unit = (fp_unit *)self;
-    int unreduced = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        unreduced = unreduced || unit->flat_params[k].unreduced;
-    }
-    return PyBool_FromLong(unreduced);
+    return fp_flat_buffer_is_allocated(flat_param->flat);
+}
+
+static int
+is_freed(fp_flat_param *flat_param)
+{
+    return !is_allocated(flat_param);
+}
+
+static int
+is_unreduced(fp_flat_param *flat_param)
+{
+    return flat_param->unreduced;
+}
+
+/* What a getter asks of each flat parameter. */
+typedef struct {
+    int (*holds)(fp_flat_param *flat_param);
+} question;
+static question ask_written = {is_written}, ask_frozen = {is_frozen}, ask_allocated = {is_allocated},
+                ask_unreduced = {is_unreduced};
+
+/* Whether the question holds for some flat parameter. */
+static PyObject *
+unit_any(PyObject *self, void *asked)
+{
+    return PyBool_FromLong(fp_unit_each((fp_unit *)self, ((question *)asked)->holds));
 }
 
 static PyObject *
@@ -434,7 +419,7 @@ unit_settle(PyObject *self, PyObject *ignored)
             return NULL;
         }
     }
-    return unit_unreduced(self, NULL);
+    return unit_any(self, &ask_unreduced);
 }
 
 static PyObject *
@@ -456,21 +441,27 @@ unit_views(PyObject *self, PyObject *ignored)
     return list;
 }
 
+/* A list of what read gives of each flat parameter. */
 static PyObject *
-unit_read_kept(PyObject *self, PyObject *ignored)
+list_of(const fp_unit *unit, PyObject *(*read)(fp_flat_buffer *))
 {
-    fp_unit *unit = (fp_unit *)self;
     PyObject *list = PyList_New(unit->n_flat_params);
     for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
-        PyObject *kept = fp_flat_buffer_accumulated_grad(unit->flat_params[k].flat);
-        if (kept == NULL) {
+        PyObject *item = read(unit->flat_params[k].flat);
+        if (item == NULL) {
             Py_CLEAR(list);
         }
         else {
-            PyList_SET_ITEM(list, k, kept);
+            PyList_SET_ITEM(list, k, item);
         }
     }
     return list;
+}
+
+static PyObject *
+unit_read_kept(PyObject *self, PyObject *ignored)
+{
+    return list_of((fp_unit *)self, fp_flat_buffer_accumulated_grad);
 }
 
 static PyObject *
@@ -490,29 +481,14 @@ unit_kept_bytes(PyObject *self, PyObject *ignored)
 static PyObject *
 unit_copies(PyObject *self, PyObject *ignored)
 {
-    const fp_unit *unit = (fp_unit *)self;
-    PyObject *list = PyList_New(unit->n_flat_params);
-    for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
-        PyObject *copy = fp_flat_buffer_secondary_shard(unit->flat_params[k].flat);
-        if (copy == NULL) {
-            Py_CLEAR(list);
-        }
-        else {
-            PyList_SET_ITEM(list, k, copy);
-        }
-    }
-    return list;
+    return list_of((fp_unit *)self, fp_flat_buffer_secondary_shard);
 }
 
 static PyObject *
 unit_is_full(PyObject *self, void *ignored)
 {
     const fp_unit *unit = (fp_unit *)self;
-    int full = unit->n_flat_params > 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        full = full && fp_flat_buffer_is_allocated(unit->flat_params[k].flat);
-    }
-    return PyBool_FromLong(full);
+    return PyBool_FromLong(unit->n_flat_params > 0 && !fp_unit_each(unit, is_freed));
 }
 
 static PyObject *
@@ -537,9 +513,8 @@ static PyMethodDef unit_methods[] = {
     {"follow", FP_FASTCALL(unit_follow), METH_FASTCALL,
      "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
      "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the secondary shard, 3 the one "
-     "that "
-     "refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell it "
-     "also while one is waited for."},
+     "that refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell "
+     "it also while one is waited for."},
     {"pre_forward", unit_pre_forward, METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
     {"post_forward", unit_post_forward, METH_O,
@@ -592,8 +567,7 @@ static PyMethodDef unit_methods[] = {
      "kept_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host memory."},
     {"copies", unit_copies, METH_NOARGS,
      "copies($self, /)\n--\n\nThis rank's part of the secondary shard that forward and backward gather from, for each "
-     "part, or "
-     "None."},
+     "part, or None."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -621,12 +595,12 @@ unit_set_name(PyObject *self, PyObject *name, void *ignored)
 static PyGetSetDef unit_getset[] = {
     {"name", unit_name, unit_set_name, "What messages call the unit.", NULL},
     {"is_full", unit_is_full, NULL, "Whether the unsharded data have memory.", NULL},
-    {"is_partly_full", unit_is_partly_full, NULL, "Whether some of the unsharded data have memory.", NULL},
-    {"is_written", unit_is_written, NULL,
-     "Whether somebody has changed a view in place, or its data, since that was looked over.", NULL},
-    {"has_frozen", unit_has_frozen, NULL, "Whether some part has no parameter that requires grad.", NULL},
-    {"unreduced", unit_unreduced, NULL,
-     "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", NULL},
+    {"is_partly_full", unit_any, NULL, "Whether some of the unsharded data have memory.", &ask_allocated},
+    {"is_written", unit_any, NULL,
+     "Whether somebody has changed a view in place, or its data, since that was looked over.", &ask_written},
+    {"has_frozen", unit_any, NULL, "Whether some part has no parameter that requires grad.", &ask_frozen},
+    {"unreduced", unit_any, NULL, "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.",
+     &ask_unreduced},
     {"reason", unit_reason, unit_set_reason, "What is said when freed data is used.", NULL},
     {"shows_views", unit_shows_views, NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

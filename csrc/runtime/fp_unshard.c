@@ -30,10 +30,7 @@ static int
 make_views(fp_unit *unit, Py_ssize_t index, int made)
 {
     fp_flat_param *flat_param = &unit->flat_params[index];
-    if (made < 0) {
-        return -1;
-    }
-    if (fp_flat_param_take_requires_grad(flat_param, unit->name) < 0) {
+    if (made < 0 || fp_flat_param_take_requires_grad(flat_param, unit->name) < 0) {
         return -1;
     }
     int untracked = 1, same = made == 0 && flat_param->views != NULL;
@@ -50,9 +47,8 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
                      unit->name);
         return -1;
     }
-    PyObject **made_views = fp_calloc((size_t)flat_param->n, sizeof *made_views);
+    PyObject **made_views = fp_new_array(flat_param->n, sizeof *made_views);
     if (made_views == NULL) {
-        PyErr_NoMemory();
         return -1;
     }
     PyObject *views = NULL;
@@ -76,10 +72,7 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
     if (fp_flat_param_forward_requires_grad(flat_param) < 0) {
         return -1;
     }
-    if (flat_param->shows != FP_SHOWS_PARAMS || flat_param->params == NULL) {
-        return fp_flat_param_show(flat_param, 1);
-    }
-    return 0;
+    return flat_param->shows != FP_SHOWS_PARAMS || flat_param->params == NULL ? fp_flat_param_show(flat_param, 1) : 0;
 }
 
 int
@@ -352,25 +345,22 @@ fp_unshard_release(fp_unit *unit)
     return fp_unshard_move(unit, FP_UNIT_FREE);
 }
 
+static int
+is_gathered(fp_flat_param *flat_param)
+{
+    return flat_param->gathered;
+}
+
 int
 fp_unshard_is_partly_full(const fp_unit *unit)
 {
-    int full = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        full = full || unit->flat_params[k].gathered;
-    }
-    return full;
+    return fp_unit_each(unit, is_gathered);
 }
 
 int
 fp_unshard_show_params(fp_unit *unit)
 {
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (fp_flat_param_show_params(&unit->flat_params[k]) < 0) {
-            return -1;
-        }
-    }
-    return 0;
+    return fp_unit_each(unit, fp_flat_param_show_params);
 }
 
 int
