@@ -1,12 +1,15 @@
-/* core/fp_cast_kernels.h -- the 64 kernels of one SIMD level and their table, made from the level's few vector
- * operations. Included once by each fp_cast_<level>.c, so it has no include guard. The including file defines
- *   FP_TABLE    the name of the table
- *   FP_TARGET   the function attribute that lets the compiler use the instruction set (may be empty)
- * and, unless the level has no vectors of its own, FP_VECTORS and
- *   vec_f32, VEC_F32, f32_set, f32_load, f32_store, f32_round   floats, VEC_F32 of them at a time
- *   vec_f64, VEC_F64, f64_set, f64_load                         doubles
- * where load and store take a pointer and a dtype, which is a constant in every kernel, so that switches fold away. The
- * compilers know * and + of vectors.
+/* core/fp_cast_kernels.h -- the 64 kernels of one SIMD level and their table. Included once by each fp_cast_<level>.c, so it
+ * has no include guard. The including file defines
+ *   FP_TABLE   the name of the table
+ *   FP_TARGET  the function attribute that lets the compiler use the instruction set (may be empty)
+ * and, unless the level has no vectors of its own,
+ *   FP_VECTOR_BYTES                how long a vector is
+ *   FP_F32_OF_F16, FP_F16_OF_F32   a vector of floats from and to as many fp16, rounded to nearest even
+ *   FP_WIDE, FP_NARROW             a vector of 32-bit integers from and to as many of 16 bits
+ *   FP_IF_NAN                      bits where floats are NaN, others elsewhere
+ *   FP_LOAD_FEW, FP_FEW            so many halves, and floats, as a vector has doubles
+ *   FP_F64_OF_F32                  those floats as doubles
+ * All else is the compilers' own vectors. A dtype is a constant in every kernel, so that switches fold away.
  * Floats compute for the destinations fp32, bf16 and fp16; doubles for fp64. The last few elements go one by one.
  * Multiplication and addition round separately: the build must not fuse them (-ffp-contract=off, as -std=c11 sets). */
 #include <stdint.h>
@@ -42,18 +45,100 @@ cast_one(const void *source, fp_dtype from, void *destination, fp_dtype to, size
     fp_store_f32(destination, i, to, value);
 }
 
-#if defined(FP_VECTORS)
+#if defined(FP_VECTOR_BYTES)
+typedef float vec_f32 __attribute__((vector_size(FP_VECTOR_BYTES)));
+typedef double vec_f64 __attribute__((vector_size(FP_VECTOR_BYTES)));
+typedef uint32_t vec_bits __attribute__((vector_size(FP_VECTOR_BYTES)));       /* of as many floats */
+typedef uint16_t vec_halves __attribute__((vector_size(FP_VECTOR_BYTES / 2))); /* as many as floats */
+typedef float few_f32 __attribute__((vector_size(FP_VECTOR_BYTES / 2)));       /* as many as doubles */
+typedef double many_f64 __attribute__((vector_size(FP_VECTOR_BYTES * 2)));     /* as many as floats */
+enum { VEC_F32 = FP_VECTOR_BYTES / 4, VEC_F64 = FP_VECTOR_BYTES / 8 };
+
+/* As integers; see fp_bf16_of_f32. */
+FP_INLINE vec_bits
+bf16_of_f32(vec_f32 value)
+{
+    const vec_bits bits = (vec_bits)value, not_a_number = {0};
+    const vec_bits rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return (vec_bits)FP_IF_NAN(value, not_a_number + 0x7FC0u, rounded);
+}
+
+FP_INLINE vec_f32
+f32_of_halves(vec_halves halves, fp_dtype dtype)
+{
+    return dtype == FP_BF16 ? (vec_f32)((vec_bits)FP_WIDE(halves) << 16) : (vec_f32)FP_F32_OF_F16(halves);
+}
+
+FP_INLINE vec_f32
+f32_load(const char *from, fp_dtype dtype)
+{
+    vec_f32 value;
+    many_f64 doubles;
+    vec_halves halves;
+    switch (dtype) {
+        case FP_F64:
+            memcpy(&doubles, from, sizeof doubles);
+            return __builtin_convertvector(doubles, vec_f32);
+        case FP_F32:
+            memcpy(&value, from, sizeof value);
+            return value;
+        case FP_BF16:
+        case FP_F16:
+            break;
+    }
+    memcpy(&halves, from, sizeof halves);
+    return f32_of_halves(halves, dtype);
+}
+
+FP_INLINE vec_f64
+f64_load(const char *from, fp_dtype dtype)
+{
+    vec_f64 value;
+    few_f32 floats;
+    if (dtype == FP_F64) {
+        memcpy(&value, from, sizeof value);
+        return value;
+    }
+    if (dtype == FP_F32) {
+        memcpy(&floats, from, sizeof floats);
+    }
+    else {
+        floats = (few_f32)FP_FEW(f32_of_halves((vec_halves)FP_LOAD_FEW(from), dtype));
+    }
+    return (vec_f64)FP_F64_OF_F32(floats);
+}
+
+FP_INLINE void
+f32_store(char *to, fp_dtype dtype, vec_f32 value)
+{
+    if (dtype == FP_F32) {
+        memcpy(to, &value, sizeof value);
+        return;
+    }
+    const vec_halves halves =
+        dtype == FP_BF16 ? (vec_halves)FP_NARROW(bf16_of_f32(value)) : (vec_halves)FP_F16_OF_F32(value);
+    memcpy(to, &halves, sizeof halves);
+}
+
+FP_INLINE vec_f32
+f32_round(vec_f32 value, fp_dtype dtype)
+{
+    if (dtype == FP_BF16) {
+        return (vec_f32)(bf16_of_f32(value) << 16);
+    }
+    return dtype == FP_F16 ? (vec_f32)FP_F32_OF_F16(FP_F16_OF_F32(value)) : value;
+}
+
 /* The kernel for whole vectors of doubles; returns how many elements it did. */
 FP_INLINE size_t
 cast_f64(const char *source, fp_dtype from, char *destination, size_t n, int op, double scale)
 {
     const size_t from_bytes = fp_dtype_bytes(from);
-    const vec_f64 factor = f64_set(scale);
     size_t i = 0;
     for (; i + VEC_F64 <= n; i += VEC_F64) {
         vec_f64 value = f64_load(source + i * from_bytes, from);
         if (op & FP_OP_SCALE) {
-            value *= factor;
+            value *= scale;
         }
         if (op & FP_OP_ADD) {
             value += f64_load(destination + i * sizeof(double), FP_F64);
@@ -69,12 +154,11 @@ cast_f32(const char *source, fp_dtype from, char *destination, fp_dtype to, size
 {
     const size_t from_bytes = fp_dtype_bytes(from);
     const size_t to_bytes = fp_dtype_bytes(to);
-    const vec_f32 factor = f32_set((float)scale);
     size_t i = 0;
     for (; i + VEC_F32 <= n; i += VEC_F32) {
         vec_f32 value = f32_load(source + i * from_bytes, from);
         if (op & FP_OP_SCALE) {
-            value = (from == to ? value : f32_round(value, to)) * factor;
+            value = (from == to ? value : f32_round(value, to)) * (float)scale;
         }
         if (op & FP_OP_ADD) {
             const int is_exact = from == to && !(op & FP_OP_SCALE);
@@ -90,7 +174,7 @@ FP_INLINE void
 cast_any(const void *source, fp_dtype from, void *destination, fp_dtype to, size_t n, int op, double scale)
 {
     size_t i = 0;
-#if defined(FP_VECTORS)
+#if defined(FP_VECTOR_BYTES)
     i = to == FP_F64 ? cast_f64(source, from, destination, n, op, scale)
                      : cast_f32(source, from, destination, to, n, op, scale);
 #endif
