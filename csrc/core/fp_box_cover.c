@@ -40,7 +40,7 @@ typedef struct {
     unsigned char coordinates[MOST_CELLS][FP_TILING_DIMS];
     unsigned char used[MOST_CELLS];
     unsigned char marks[MOST_CELLS];                 /* IS_HEAD, IS_TAIL */
-    unsigned char fits[MOST_CELLS];                  /* scratch of for_each_free_box */
+    unsigned char fits[MOST_CELLS];                  /* scratch of list_free_boxes */
     uint32_t choices[FP_TILING_MOST][2][MOST_CELLS]; /* for each depth and direction: volume << 16 | corner */
 } tiling;
 
@@ -265,17 +265,20 @@ lower_bound(tiling *t)
     return corners - most_disjoint(t, free_spans);
 }
 
-/* What for_each_free_box calls with the far corner of each box and its number of cells. */
-typedef void (*visit_box)(tiling *t, int corner, uint32_t volume, void *context);
+static int
+corner_of(uint32_t choice)
+{
+    return (int)(choice & 0xFFFFu);
+}
 
-/* Visit the free boxes with one corner at cell whose other corner lies above it in every dimension (direction 1), or
- * below (-1). A box is free if its far corner is, and the boxes one step shorter in each dimension are: t->fits keeps
- * that. */
-static void
-for_each_free_box(tiling *t, int cell, int direction, visit_box visit, void *context)
+/* List the free boxes with one corner at cell whose other corner lies above it in every dimension (direction 1), or below
+ * (-1), and bears the mark unless mark is 0: volume << 16 | that corner. A box is free if its far corner is, and the boxes
+ * one step shorter in each dimension are: t->fits keeps that. Returns how many. */
+static int
+list_free_boxes(tiling *t, int cell, int direction, unsigned char mark, uint32_t *choices)
 {
     int steps[FP_TILING_DIMS] = {0}, room[FP_TILING_DIMS];
-    int corner = cell;
+    int corner = cell, n = 0;
     for (int d = 0; d < t->ndim; d++) {
         room[d] = direction > 0 ? t->classes[d] - 1 - coordinate(t, cell, d) : coordinate(t, cell, d);
     }
@@ -289,8 +292,8 @@ for_each_free_box(tiling *t, int cell, int direction, visit_box visit, void *con
             }
         }
         t->fits[corner] = fits;
-        if (fits) {
-            visit(t, corner, volume, context);
+        if (fits && (mark == 0 || (t->marks[corner] & mark))) {
+            choices[n++] = volume << 16 | (uint32_t)corner;
         }
         int d = t->ndim - 1;
         while (d >= 0 && steps[d] == room[d]) {
@@ -298,18 +301,11 @@ for_each_free_box(tiling *t, int cell, int direction, visit_box visit, void *con
             steps[d--] = 0;
         }
         if (d < 0) {
-            break;
+            return n;
         }
         steps[d]++;
         corner += direction * t->strides[d];
     }
-}
-
-static void
-reach(tiling *t, int corner, uint32_t volume, void *context)
-{
-    (void)volume;
-    ((unsigned char *)context)[corner] = 1;
 }
 
 /* 1 if each free cell can share a box with a free head or a free tail. */
@@ -317,9 +313,12 @@ static int
 all_reached(tiling *t)
 {
     unsigned char reached[MOST_CELLS] = {0};
+    uint32_t boxes[MOST_CELLS];
     for (int i = 0; i < t->num_ends; i++) {
-        if (t->used[t->ends[i].cell] == FREE) {
-            for_each_free_box(t, t->ends[i].cell, t->ends[i].direction, reach, reached);
+        const int is_free_end = t->used[t->ends[i].cell] == FREE;
+        const int n = is_free_end ? list_free_boxes(t, t->ends[i].cell, t->ends[i].direction, 0, boxes) : 0;
+        for (int b = 0; b < n; b++) {
+            reached[corner_of(boxes[b])] = 1;
         }
     }
     for (int cell = t->first; cell <= t->last; cell++) {
@@ -330,22 +329,6 @@ all_reached(tiling *t)
     return 1;
 }
 
-/* The boxes that list_choices collects. */
-typedef struct {
-    unsigned char mark;
-    int n;
-    uint32_t *choices;
-} choice_list;
-
-static void
-collect(tiling *t, int corner, uint32_t volume, void *context)
-{
-    choice_list *list = context;
-    if (list->mark == 0 || (t->marks[corner] & list->mark)) {
-        list->choices[list->n++] = volume << 16 | (uint32_t)corner;
-    }
-}
-
 static int
 by_volume_descending(const void *a, const void *b)
 {
@@ -353,19 +336,8 @@ by_volume_descending(const void *a, const void *b)
     return (x < y) - (x > y);
 }
 
-/* List the free boxes with a corner at cell that reach up (direction 1) or down (-1): their other corners, which must
- * bear the mark unless mark is 0, the biggest box first. Returns how many. */
-static int
-list_choices(tiling *t, int cell, int direction, unsigned char mark, uint32_t *choices)
-{
-    choice_list list = {.mark = mark, .choices = choices};
-    for_each_free_box(t, cell, direction, collect, &list);
-    qsort(choices, (size_t)list.n, sizeof *choices, by_volume_descending);
-    return list.n;
-}
-
-/* Tile what is free with at most `left` more boxes, numbered from depth on. Returns the number of boxes in all, or 0.
- * */
+/* Tile what is free with at most `left` more boxes, numbered from depth on; each time the biggest box first. Returns the
+ * number of boxes in all, or 0. */
 static int
 place(tiling *t, int depth, int left)
 {
@@ -387,11 +359,13 @@ place(tiling *t, int depth, int left)
     const unsigned char up_mark = any || (t->marks[low] & IS_HEAD) ? 0 : IS_TAIL;
     const unsigned char down_mark = any || (t->marks[high] & IS_TAIL) ? 0 : IS_HEAD;
     uint32_t *up = t->choices[depth][0], *down = t->choices[depth][1];
-    const int num_up = list_choices(t, low, 1, up_mark, up);
-    const int num_down = list_choices(t, high, -1, down_mark, down);
-    const int upwards = num_up <= num_down;
-    for (int i = 0; i < (upwards ? num_up : num_down); i++) {
-        const int corner = (int)((upwards ? up[i] : down[i]) & 0xFFFFu);
+    const int num_up = list_free_boxes(t, low, 1, up_mark, up);
+    const int num_down = list_free_boxes(t, high, -1, down_mark, down);
+    const int upwards = num_up <= num_down, n = upwards ? num_up : num_down;
+    uint32_t *choices = upwards ? up : down;
+    qsort(choices, (size_t)n, sizeof *choices, by_volume_descending);
+    for (int i = 0; i < n; i++) {
+        const int corner = corner_of(choices[i]);
         t->lower[depth] = upwards ? low : corner;
         t->upper[depth] = upwards ? corner : high;
         mark_box(t, t->lower[depth], t->upper[depth], USED);
