@@ -84,6 +84,19 @@ static const char *const gradient_events[] = {"pack",       "reduce_inner", "red
                                               "accumulate", "send",         "take",           "forget"};
 const fp_state_table fp_gradient_moves = TABLE(gradient_moves, gradient_states, gradient_events);
 
+/* ---- its turn in the order of reductions ---- */
+
+enum { OPEN = 1 + FP_TURN_OPEN, COMING, WAITING, PASSED };
+static const unsigned char turn_moves[FP_TURN_EVENTS][FP_TURN_STATES] = {
+    [FP_TURN_EXPECT] = {COMING, 0, COMING, 0},            /* again where a reentrant checkpoint gives more */
+    [FP_TURN_PACK] = {WAITING, WAITING, WAITING, PASSED}, /* kept in no_sync after its turn */
+    [FP_TURN_PASS] = {PASSED, PASSED, PASSED, PASSED},
+    [FP_TURN_FORGET] = {OPEN, OPEN, OPEN, OPEN},
+};
+static const char *const turn_states[] = {"OPEN", "COMING", "PACKED", "PASSED"};
+static const char *const turn_events[] = {"expect", "pack", "pass", "forget"};
+const fp_state_table fp_turn_moves = TABLE(turn_moves, turn_states, turn_events);
+
 /* ---- moves ---- */
 
 fp_status

@@ -12,7 +12,7 @@
  *
  * FORWARD_AGAIN is a forward of a unit whose earlier forward awaits its backward. RECOMPUTING is a forward that runs after
  * backward came to the unit, as activation checkpointing does. The unsharded data of a unit: fp_unit_state. The storage of
- * one flat parameter: fp_data_state. Its gradient: fp_gradient_state. */
+ * one flat parameter: fp_data_state. Its gradient: fp_gradient_state, and in the order of reductions: fp_turn_state. */
 #ifndef FP_STATE_H
 #define FP_STATE_H
 
@@ -106,13 +106,29 @@ typedef enum {
     FP_GRADIENT_EVENTS,
 } fp_gradient_event;
 
+typedef enum {
+    FP_TURN_OPEN = 0, /* no gradient was foreseen, and none has come */
+    FP_TURN_COMING,   /* this backward gives it a gradient on this rank */
+    FP_TURN_PACKED,   /* that has come, and waits for its turn */
+    FP_TURN_PASSED,   /* its turn has come in this backward */
+    FP_TURN_STATES,
+} fp_turn_state;
+
+typedef enum {
+    FP_TURN_EXPECT = 0,
+    FP_TURN_PACK,
+    FP_TURN_PASS,
+    FP_TURN_FORGET,
+    FP_TURN_EVENTS,
+} fp_turn_event;
+
 /* The states and events of one of these, by number; moves: [event][state], 1 + the next state, 0 for an illegal move. */
 typedef struct {
     const char *const *states, *const *events;
     const unsigned char *moves;
     int n_states, n_events;
 } fp_state_table;
-extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves;
+extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_turn_moves;
 
 /* The state after event. FP_ESTATE if it may not happen in state, FP_EINVAL for a value that is no state or event;
  * *next is written only when FP_OK is returned. */

@@ -14,7 +14,7 @@ static int
 begin_backward(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (fp_iteration_check_backward(unit) < 0) {
+    if (fp_iteration_check_thread(unit) < 0) {
         return -1;
     }
     if (root->in_backward && fp_graph_is_running(root->ref)) {
@@ -25,7 +25,7 @@ begin_backward(fp_unit *unit)
         return -1;
     }
     root->in_backward = 1;
-    root->backward = fp_graph_backward();
+    root->caller = fp_graph_caller();
     return fp_reduce_order_begin(root);
 }
 
@@ -129,17 +129,23 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
     }
     if (!reduces || more) {
         flat_param->deferred = reduces;
-        flat_param->packed = !more;
-        return fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->master);
+        if (fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->master) < 0) {
+            return -1;
+        }
+        return more && flat_param->turn != FP_TURN_PACKED
+                   ? 0
+                   : fp_reduce_order_move(unit, flat_param, more ? FP_TURN_EXPECT : FP_TURN_PACK);
     }
     if (fp_reduce_order_has(unit, flat_param)) {
-        flat_param->packed = 1;
         return fp_reduction_finish(unit, flat_param) < 0 ||
-                       fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->master) < 0
+                       fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->master) < 0 ||
+                       fp_reduce_order_move(unit, flat_param, FP_TURN_PACK) < 0
                    ? -1
                    : fp_reduce_order_flush(root, root->cursor);
     }
-    flat_param->passed = 1;
+    if (fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0) {
+        return -1;
+    }
     return fp_reduction_start(unit, flat_param, gradients, root->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER);
 }
 

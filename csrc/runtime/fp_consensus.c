@@ -224,7 +224,7 @@ tell(const fp_root *root, fp_exchange *exchange)
         fp_unit *unit = exchange->units[i];
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             const fp_flat_param *flat_param = &unit->flat_params[k];
-            *flag++ = flat_param->coming;
+            *flag++ = flat_param->turn == FP_TURN_COMING;
             *flag++ = fp_flat_buffer_has_accumulated(flat_param->flat);
             for (Py_ssize_t owner = 0; owner < n_owners(flat_param); owner++) {
                 *flag++ = flat_param->cleared[owner];

@@ -2,6 +2,7 @@
 #ifndef FP_FLAT_PARAM_H
 #define FP_FLAT_PARAM_H
 
+#include "core/fp_state.h"
 #include "tensor/fp_flat_buffer.h"
 #include "tensor/fp_gradients.h"
 #include "python/fp_attributes.h"
@@ -46,10 +47,8 @@ typedef struct {
     int64_t synced_steps;    /* optimizer steps then */
     int64_t kept_first, own; /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
     char *cleared;           /* nested, of the owners: what other ranks are to clear of what they have kept too */
-    int coming;              /* this backward gives it a gradient on this rank */
-    int wanted, wanted_kept; /* the same on some rank; some rank has kept one before */
-    int packed;              /* its gradient has come, and waits for its turn */
-    int passed;              /* its turn has come in this backward */
+    fp_turn_state turn;      /* in the order of reductions; changed by fp_reduce_order_move() alone */
+    int wanted, wanted_kept; /* this backward gives some rank a gradient of it; some rank has kept one before */
 } fp_flat_param;
 
 /* Read one from Python into zeroed memory; give it to fp_flat_param_free also after a failure. See the docstring of _C.Unit. */

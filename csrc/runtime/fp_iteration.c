@@ -22,53 +22,38 @@ fp_iteration_check_joined(const fp_unit *unit)
     return 0;
 }
 
-/* Which threads may move the units of a model. One rule for each moment:
- *     nobody is in the model    any thread: it begins a forward or a backward
- *     a forward is under way    the thread that began it. Threads of autograd may begin a backward too, as a backward that
- *                               is called in a forward runs in them; nothing tells which thread has called it
- *     a backward is under way   the threads that run tasks of it: the user's, one for each device, and those that run what
- *                               it recomputes. They take turns under root->lock
- * Whoever else comes is refused and has changed nothing. */
+/* A model is in one iteration at a time, which runs for one thread of the user: the forward in it, the backward that it calls,
+ * the engine's threads that run nodes of that backward and what they recompute. In a backward these take turns under
+ * root->lock. For another thread nothing may begin before the iteration has ended, and during a recovery for none. */
 int
 fp_iteration_is_elsewhere(const fp_root *root)
 {
-    return root->in_backward
-               ? fp_graph_is_running(root->ref) && !fp_graph_is_within(fp_graph_backward(), root->backward)
-               : root->depth > 0 && root->thread != PyThread_get_thread_ident();
-}
-
-static int
-refuse_thread(const fp_unit *unit)
-{
-    PyErr_Format(PyExc_RuntimeError,
-                 "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
-                 "reductions of two would come in another order on each rank",
-                 unit->name);
-    return -1;
-}
-
-/* Whether this thread was started by autograd, for whichever backward. */
-static int
-is_of_autograd(void)
-{
-    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
-    Py_XDECREF(frame);
-    return frame == NULL;
+    const int runs = root->in_backward ? fp_graph_is_running(root->ref) : root->depth > 0;
+    return root->closed || (runs && root->caller != fp_graph_caller());
 }
 
 int
-fp_iteration_check_backward(const fp_unit *unit)
+fp_iteration_check_thread(const fp_unit *unit)
 {
-    return fp_iteration_is_elsewhere(unit->root) && (unit->root->in_backward || !is_of_autograd()) ? refuse_thread(unit)
-                                                                                                   : 0;
+    if (!fp_iteration_is_elsewhere(unit->root)) {
+        return 0;
+    }
+    PyErr_Format(
+        PyExc_RuntimeError,
+        unit->root->closed
+            ? "%U: the model is being recovered, or refreshed: a forward or backward may begin after that"
+            : "%U: another thread is in a forward or backward of this model. One thread at a time: gathers and "
+              "reductions of two would come in another order on each rank",
+        unit->name);
+    return -1;
 }
 
 /* Write what the unit's state is after event to *next, or raise; nothing is changed. */
 static int
 next_pass(const fp_unit *unit, fp_pass_event event, int *next)
 {
-    if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_is_elsewhere(unit->root)) {
-        return refuse_thread(unit);
+    if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_check_thread(unit) < 0) {
+        return -1;
     }
     if (fp_state_next(&fp_pass_moves, unit->pass, event, next) != FP_OK) {
         fp_unit_refuse_move(unit, &fp_pass_moves, unit->pass, event);
@@ -89,11 +74,12 @@ fp_iteration_move(fp_unit *unit, fp_pass_event event)
 {
     fp_root *root = unit->root;
     int next;
-    if (next_pass(unit, event, &next) < 0) {
+    if (next_pass(unit, event, &next) < 0 ||
+        (event == FP_PASS_BEGIN_FORWARD && root->depth == 0 && fp_graph_keep_caller() < 0)) {
         return -1;
     }
     if (event == FP_PASS_BEGIN_FORWARD) {
-        root->thread = root->depth == 0 ? PyThread_get_thread_ident() : root->thread;
+        root->caller = fp_graph_caller();
         root->depth++;
         unit->depth++;
     }
@@ -181,13 +167,15 @@ fp_iteration_wait_until_read(fp_root *root)
     return fp_root_each(root, wait_until_all_read);
 }
 
-/* Keep the first error of what is done for all units, whether it fails for one or not. */
+/* Keep the first error of what is done for all units, whether it fails for one or not; an interruption before an Exception. */
 static void
 keep_first(PyObject **first, int status)
 {
     PyObject *error = status < 0 ? PyErr_GetRaisedException() : NULL;
-    if (*first == NULL) {
-        *first = error;
+    const int goes_first = error != NULL && !PyErr_GivenExceptionMatches(error, PyExc_Exception) &&
+                           PyErr_GivenExceptionMatches(*first, PyExc_Exception);
+    if (*first == NULL || goes_first) {
+        Py_XSETREF(*first, error);
     }
     else {
         Py_XDECREF(error);
@@ -195,7 +183,7 @@ keep_first(PyObject **first, int status)
 }
 
 /* Forget whatever a pass that was broken off has left, of every unit. After a backward that is also what no_sync has kept
- * before: of some units the gradients of that backward are in it, of others not. Other threads stay out meanwhile. */
+ * before: of some units the gradients of that backward are in it, of others not. */
 int
 fp_iteration_recover(fp_root *root)
 {
@@ -205,9 +193,9 @@ fp_iteration_recover(fp_root *root)
     }
     const int in_backward = root->in_backward;
     PyObject *first = NULL; /* owned */
+    root->closed = 1;
     root->in_backward = 0;
-    root->thread = PyThread_get_thread_ident();
-    root->depth = 1;
+    root->depth = 0;
     root->n_order = 0;
     root->reducing = root->halfway = root->last_forward = root->last_refreshed = NULL;
     fp_reduce_order_forget(root);
@@ -239,7 +227,7 @@ fp_iteration_recover(fp_root *root)
         keep_first(&first, fp_unshard_release(unit));
         keep_first(&first, fp_unshard_show_params(unit));
     }
-    root->depth = 0;
+    root->closed = 0;
     Py_DECREF(units);
     if (first != NULL) {
         PyErr_SetRaisedException(first);
@@ -296,11 +284,10 @@ refresh(fp_root *root, fp_unit *unit)
 int
 fp_iteration_refresh(fp_root *root)
 {
-    root->thread = PyThread_get_thread_ident(); /* others stay out */
-    root->depth = 1;
+    root->closed = 1;
     const int done = fp_iteration_begin(root) == 0 && fp_root_each(root, refresh) == 0;
     const int status = done ? fp_iteration_wait_until_read(root) : -1;
-    root->depth = 0;
+    root->closed = 0;
     return status;
 }
 

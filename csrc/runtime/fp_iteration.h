@@ -21,9 +21,9 @@ int fp_iteration_check_joined(const fp_unit *unit); /* RuntimeError: the unit is
  * that names the unit, and nothing changed, from another thread or where the core's table has no such move. */
 int fp_iteration_move(fp_unit *unit, fp_pass_event event);
 int fp_iteration_check(const fp_unit *unit, fp_pass_event event); /* the same, without the move */
-int fp_iteration_is_elsewhere(const fp_root *root);               /* whether another thread than this is in the model */
-/* RuntimeError where this thread may not begin a backward, or go on in one. */
-int fp_iteration_check_backward(const fp_unit *unit);
+/* Whether the model is in an iteration of another thread, or in a recovery; RuntimeError then. */
+int fp_iteration_is_elsewhere(const fp_root *root);
+int fp_iteration_check_thread(const fp_unit *unit);
 
 /* One thread at a time works on the units in a backward: autograd has a thread for each device. */
 void fp_iteration_enter(fp_root *root);

@@ -21,7 +21,7 @@ is_coming(const fp_unit *unit)
     int coming = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
-        coming = coming || (flat_param->coming && !flat_param->packed && !flat_param->passed);
+        coming = coming || flat_param->turn == FP_TURN_COMING;
     }
     return coming;
 }
@@ -83,6 +83,18 @@ learn(fp_root *root)
 
 /* ---- a backward ---- */
 
+int
+fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_turn_event event)
+{
+    int next;
+    if (fp_state_next(&fp_turn_moves, flat_param->turn, event, &next) != FP_OK) {
+        fp_unit_refuse_move(unit, &fp_turn_moves, flat_param->turn, event);
+        return -1;
+    }
+    flat_param->turn = next;
+    return 0;
+}
+
 void
 fp_reduce_order_forget(fp_root *root)
 {
@@ -92,8 +104,8 @@ fp_reduce_order_forget(fp_root *root)
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         for (Py_ssize_t k = 0; k < root->units[s]->n_flat_params; k++) {
             fp_flat_param *flat_param = &root->units[s]->flat_params[k];
-            flat_param->coming = flat_param->wanted = flat_param->wanted_kept = flat_param->packed =
-                flat_param->passed = 0;
+            flat_param->turn = FP_TURN_OPEN;
+            flat_param->wanted = flat_param->wanted_kept = 0;
         }
     }
 }
@@ -111,7 +123,10 @@ read_kept(fp_root *root, fp_unit *unit, int tells, int *shown)
             }
             fp_consensus_note_error(root, unit);
         }
-        flat_param->coming = !flat_param->untracked && fp_flat_buffer_is_reached(flat_param->flat);
+        if (!flat_param->untracked && fp_flat_buffer_is_reached(flat_param->flat) &&
+            fp_reduce_order_move(unit, flat_param, FP_TURN_EXPECT) < 0) {
+            return -1;
+        }
     }
     return 0;
 }
@@ -149,7 +164,7 @@ static int
 how_far(fp_root *root, const fp_flat_param *flat_param, int took)
 {
     const int nested = flat_param->refresh_group != NULL;
-    const int has = flat_param->packed || flat_param->deferred;
+    const int has = flat_param->turn == FP_TURN_PACKED || flat_param->deferred;
     if (!root->synchronize && !nested) {
         return 0;
     }
@@ -171,9 +186,8 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
 {
     fp_root *root = unit->root;
     const int far = how_far(root, flat_param, took);
-    flat_param->passed = 1;
-    flat_param->packed = 0;
-    if (far < 0 || (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
+    if (fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0 || far < 0 ||
+        (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
         return -1;
     }
     if (took && !flat_param->untracked && flat_param->gathered && (root->synchronize || unit->reshard_after_forward)) {
@@ -201,7 +215,8 @@ fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
         Py_INCREF(unit);
         for (Py_ssize_t k = 0; status == 0 && unit->has_secondary_shard && k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
-            if (!flat_param->passed && (took || !comes)) { /* else it is reduced when its gradient comes */
+            if (flat_param->turn != FP_TURN_PASSED &&
+                (took || !comes)) { /* else it is reduced when its gradient comes */
                 status = pass_part(unit, flat_param, took);
             }
         }
@@ -224,7 +239,7 @@ fp_reduce_order_start_reload(fp_root *root)
         }
         ahead++;
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-            if (unit->flat_params[k].coming && !unit->flat_params[k].packed &&
+            if (unit->flat_params[k].turn == FP_TURN_COMING &&
                 fp_flat_buffer_start_reload(unit->flat_params[k].flat) < 0) {
                 return -1;
             }
@@ -270,7 +285,7 @@ fp_reduce_order_reach(fp_unit *unit)
     }
     int passed = unit->has_secondary_shard;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        passed = passed && unit->flat_params[k].passed && !unit->flat_params[k].untracked;
+        passed = passed && unit->flat_params[k].turn == FP_TURN_PASSED && !unit->flat_params[k].untracked;
     }
     return passed;
 }
@@ -278,7 +293,7 @@ fp_reduce_order_reach(fp_unit *unit)
 int
 fp_reduce_order_has(const fp_unit *unit, const fp_flat_param *flat_param)
 {
-    return unit->has_secondary_shard && !flat_param->passed && took_part(unit);
+    return unit->has_secondary_shard && flat_param->turn != FP_TURN_PASSED && took_part(unit);
 }
 
 int

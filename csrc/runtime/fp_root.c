@@ -120,7 +120,7 @@ static PyObject *
 root_refresh(PyObject *self, PyObject *ignored)
 {
     fp_root *root = (fp_root *)self;
-    if (root->in_backward || root->depth > 0) {
+    if (root->in_backward || root->depth > 0 || root->closed) {
         PyErr_SetString(PyExc_RuntimeError, "refresh: expected no forward or backward to be under way");
         return NULL;
     }

@@ -10,7 +10,6 @@
 #ifndef FP_TYPES_H
 #define FP_TYPES_H
 
-#include "core/fp_state.h"
 #include "runtime/fp_flat_param.h"
 
 struct fp_unit;
@@ -45,9 +44,9 @@ typedef struct {
     int through_python;            /* for this pass */
     int always_python;             /* a hook is set */
     int in_backward;               /* between the first before_backward and the end of that pass */
-    fp_backward backward;          /* which one that is */
+    int closed;                    /* during a recovery or refresh: nothing may begin */
     Py_ssize_t depth;              /* units whose forward is under way */
-    unsigned long thread;          /* in which it began */
+    uintptr_t caller;              /* the thread that the iteration runs for: see fp_graph_caller */
     PyThread_type_lock lock;       /* who has it works on units in a backward, which has a thread for each device */
     unsigned long holder;          /* that thread */
     int held;                      /* how often it has it; 0: nobody */

@@ -150,25 +150,20 @@ wait_a_while(c10d::Work &work)
     }
 }
 
+static bool
+wait_to_the_end(c10d::Work &work)
+{
+    const WithoutGil released;
+    work.wait();
+    return true;
+}
+
 // While it was waited for, somebody else may have ended work and begun other work in its place.
 static void
 forget(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::Work> &waited)
 {
     if (work == waited) {
         work.reset();
-    }
-}
-
-// The same for work that is forgotten if it has failed.
-static bool
-wait_a_while(const c10::intrusive_ptr<c10d::Work> &waited, c10::intrusive_ptr<c10d::Work> &owner)
-{
-    try {
-        return wait_a_while(*waited);
-    }
-    catch (...) {
-        forget(owner, waited);
-        throw;
     }
 }
 
@@ -179,26 +174,20 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
         return;
     }
     const c10::intrusive_ptr<c10d::Work> waited = work;
-    if (group != nullptr && group->sliced) {
-        while (!explained(group, [&] { return wait_a_while(waited, work); })) {
-            for (PyObject *watcher : group->watchers) {
-                if (watcher != nullptr && group->calls->waiting(watcher) < 0) {
-                    throw python_error();
-                }
+    const bool sliced = group != nullptr && group->sliced;
+    for (bool ended = false; !ended;) {
+        try {
+            ended = explained(group, [&] { return sliced ? wait_a_while(*waited) : wait_to_the_end(*waited); });
+        }
+        catch (...) {
+            forget(work, waited);
+            throw;
+        }
+        for (size_t i = 0; !ended && i < group->watchers.size(); i++) {
+            if (group->watchers[i] != nullptr && group->calls->waiting(group->watchers[i]) < 0) {
+                throw python_error();
             }
         }
-        forget(work, waited);
-        return;
-    }
-    try {
-        explained(group, [&] {
-            const WithoutGil released;
-            waited->wait();
-        });
-    }
-    catch (...) {
-        forget(work, waited);
-        throw;
     }
     forget(work, waited);
 }
@@ -235,7 +224,7 @@ namespace {
 // The stream for copies, and what the last unit has copied out over it: freed when the next one comes or the backward ends,
 // so that beside the gradient that is added to one comes and one goes at most.
 struct Copying {
-    std::mutex mutex;
+    std::recursive_mutex mutex; // models of several threads share a device
     std::optional<c10::Stream> stream;
     at::Tensor leaving;
     std::optional<c10::Event> has_left;
@@ -247,12 +236,20 @@ copying_of(const c10::Device &device)
     static std::array<Copying, 64> all;
     const auto index = static_cast<size_t>(device.index());
     TORCH_CHECK(index < all.size(), "flatparam: gradients on ", device, " cannot be offloaded");
-    const std::lock_guard<std::mutex> lock(all[index].mutex);
+    const std::lock_guard<std::recursive_mutex> lock(all[index].mutex);
     if (!all[index].stream) {
         const c10::impl::VirtualGuardImpl guard(device.type());
         all[index].stream = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false);
     }
     return all[index];
+}
+
+// What was copied out last, which may be freed now: the device's work from here on comes after the copy. The mutex is held.
+at::Tensor
+settle(Copying &copying, const c10::Device &device)
+{
+    block_on(copying.has_left, device);
+    return std::exchange(copying.leaving, at::Tensor());
 }
 
 } // namespace
@@ -277,9 +274,11 @@ c10::Event
 copy_out(const at::Tensor &target, at::Tensor &&source)
 {
     const c10::Device device = source.device();
-    settle_copies(device);
-    c10::Event has_left = copy_over(target, source, device);
     Copying &copying = copying_of(device);
+    at::Tensor left; // goes after the lock, as freeing a tensor may take the GIL
+    const std::lock_guard<std::recursive_mutex> lock(copying.mutex);
+    left = settle(copying, device);
+    c10::Event has_left = copy_over(target, source, device);
     copying.has_left.emplace(device.type());
     copying.has_left->record(*copying.stream);
     copying.leaving = std::move(source);
@@ -290,8 +289,9 @@ void
 settle_copies(const c10::Device &device)
 {
     Copying &copying = copying_of(device);
-    block_on(copying.has_left, device);
-    copying.leaving.reset();
+    at::Tensor left;
+    const std::lock_guard<std::recursive_mutex> lock(copying.mutex);
+    left = settle(copying, device);
 }
 
 void

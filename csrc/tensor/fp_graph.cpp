@@ -3,6 +3,7 @@
 #include "tensor/fp_graph.hpp"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -87,6 +88,15 @@ struct BeforeAccumulation final : torch::autograd::FunctionPreHook {
         }
         return grads;
     }
+};
+
+// What fp_graph_keep_caller leaves among this thread's states, which autograd gives to the threads of a backward. A task that
+// was called by a thread without it is told by that thread's queue.
+struct Caller final : c10::SafePyObject {
+    static constexpr const char *key = "flatparam";
+    uintptr_t number;
+
+    explicit Caller(uintptr_t thread) : SafePyObject(nullptr, nullptr), number(thread) {}
 };
 
 // The graph task that runs in this thread; libtorch tells where some of its members are.
@@ -244,17 +254,25 @@ fp_graph_task(void) noexcept
     return torch::autograd::get_current_graph_task_id();
 }
 
-fp_backward
-fp_graph_backward(void) noexcept
+uintptr_t
+fp_graph_caller(void) noexcept
 {
-    const torch::autograd::GraphTask *task = fp::current_task();
-    if (task == nullptr) {
-        return {.task = -1, .depth = 0, .device = -1, .queue = nullptr};
+    if (at::impl::ThreadLocalPythonObjects::contains(fp::Caller::key)) {
+        return static_cast<const fp::Caller *>(at::impl::ThreadLocalPythonObjects::get(fp::Caller::key).get())->number;
     }
-    return {.task = torch::autograd::get_current_graph_task_id(),
-            .depth = task->reentrant_depth_,
-            .device = task->owner_,
-            .queue = task->cpu_ready_queue_.get()};
+    const torch::autograd::GraphTask *task = fp::current_task();
+    return task == nullptr ? PyThread_get_thread_ident() : reinterpret_cast<uintptr_t>(task->cpu_ready_queue_.get());
+}
+
+int
+fp_graph_keep_caller(void)
+{
+    return fp::guarded(-1, [] {
+        if (!at::impl::ThreadLocalPythonObjects::contains(fp::Caller::key)) {
+            at::impl::ThreadLocalPythonObjects::set(fp::Caller::key, std::make_shared<fp::Caller>(fp_graph_caller()));
+        }
+        return 0;
+    });
 }
 
 int

@@ -31,20 +31,11 @@ int fp_graph_hook(PyObject *tensor, fp_params_ref *ref, uint64_t began);
 /* From now on call ref's unit before autograd adds to .grad of one of the params, those of flat index. It may be called
  * again: torch drops such hooks when the user registers one. */
 int fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index);
-/* The graph task that runs in this thread, task -1: none. A backward is made of the task that the user has started and
- * of those that it starts itself (reentrant checkpoints), each deeper than the one it is in. Tasks that a backward starts
- * on the CPU share its queue; of one that a device's thread starts it is not known in which backward. */
-typedef struct {
-    int task, depth, device; /* device: of the thread that has started it; < 0: none */
-    const void *queue;
-} fp_backward;
-fp_backward fp_graph_backward(void) FP_NOEXCEPT;
-static inline int
-fp_graph_is_within(fp_backward inner, fp_backward outer)
-{
-    return inner.task == outer.task ||
-           (inner.task >= 0 && inner.depth > outer.depth && (inner.queue == outer.queue || inner.device >= 0));
-}
+/* The user's thread that this code runs for, as a number. A backward runs for the thread that has called it, in whichever
+ * threads its nodes run and whatever backwards these call. */
+uintptr_t fp_graph_caller(void) FP_NOEXCEPT;
+/* Let backwards that are called in this thread from here on run for the thread that it runs for now. */
+int fp_graph_keep_caller(void);
 /* The graph task that runs in this thread, -1: none. */
 int fp_graph_task(void) FP_NOEXCEPT;
 /* Call ref's unit's before_backward when the running graph task ends. */

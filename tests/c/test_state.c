@@ -6,7 +6,8 @@
 
 #include "check.h"
 
-static const fp_state_table *const tables[] = {&fp_pass_moves, &fp_unit_moves, &fp_data_moves, &fp_gradient_moves};
+static const fp_state_table *const tables[] = {&fp_pass_moves, &fp_unit_moves, &fp_data_moves, &fp_gradient_moves,
+                                               &fp_turn_moves};
 
 /* The state after events, which end with -1; -1 if one of them is illegal. */
 static int
@@ -97,6 +98,9 @@ check_steps(void)
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_PACK, FP_GRADIENT_PACK), -1); /* the first one would be lost */
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_REDUCE), -1);
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_TAKE, FP_GRADIENT_TAKE), -1);
+    CHECK_EQ(AFTER(fp_turn_moves, FP_TURN_EXPECT, FP_TURN_PACK, FP_TURN_EXPECT, FP_TURN_PASS), FP_TURN_PASSED);
+    CHECK_EQ(AFTER(fp_turn_moves, FP_TURN_PASS, FP_TURN_PACK), FP_TURN_PASSED);
+    CHECK_EQ(AFTER(fp_turn_moves, FP_TURN_PASS, FP_TURN_EXPECT), -1); /* others are reduced since */
 }
 
 int

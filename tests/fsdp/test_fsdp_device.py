@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from test_fsdp_threads import ELSEWHERE, in_thread
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
@@ -218,6 +219,35 @@ class Scale(nn.Module):
 
     def forward(self, x):
         return x * (self.a * self.b).sum() * (self.c * self.d).sum()
+
+
+def backwards_in_a_forward(library):
+    """A forward may call a backward, whose nodes the device's thread runs; another thread may not."""
+    simulated.use(library)
+    device = torch.device("sim", 0)
+    for run, refused in ((lambda call: call(), False), (in_thread, True)):
+        model = wrap_blocks(make(), process_group=simulated.new_group(), use_orig_params=True, device_id=device)
+        earlier = loss_of(model, data(0).to(device))
+        raised = []
+
+        def meanwhile(*_, raised=raised, run=run, earlier=earlier):
+            raised.append(run(earlier.backward))
+
+        hook = model.module.blocks[1].register_forward_hook(meanwhile)
+        model(data(1).to(device))
+        hook.remove()
+        assert (ELSEWHERE in str(raised[0])) == refused, raised
+        grads = [param.grad for param in model.parameters()]
+        assert all((grad is None) == refused for grad in grads)
+        if not refused:
+            module = make()
+            loss_of(module, data(0)).backward()
+            assert_equal([grad.cpu() for grad in grads], [param.grad for param in module.parameters()], "in a forward")
+
+
+@pytest.mark.multiprocess
+def test_a_backward_in_a_forward_is_of_its_thread(library):
+    run_ranks(backwards_in_a_forward, 1, library)
 
 
 def peaks(library):
