@@ -11,10 +11,8 @@
 
 typedef struct {
     PyObject_HEAD
-    fp_attributes attributes; /* n parameters, then n_shared further names of them */
+    fp_attributes attributes;
     Py_ssize_t n;
-    Py_ssize_t n_shared;
-    Py_ssize_t *primary; /* n_shared: which parameter each shared name stands for */
     fp_geometry *geometry;
     fp_last_pieces last; /* read */
     PyObject **spare;    /* n: the views of the last forward, owned; or NULL */
@@ -52,8 +50,7 @@ module_params_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     PyObject_GC_UnTrack(table); /* nobody finds it before it is complete */
     table->n = PyTuple_GET_SIZE(parameters);
-    table->n_shared = PyTuple_GET_SIZE(shared);
-    if (fp_entries_read(parameters, shared, numel, &table->attributes, &table->primary, &table->geometry) < 0) {
+    if (fp_entries_read(parameters, shared, numel, &table->attributes, &table->geometry) < 0) {
         goto fail;
     }
     PyObject_GC_Track(table);
@@ -99,7 +96,6 @@ module_params_dealloc(PyObject *self)
     (void)module_params_clear(self);
     fp_attributes_free(&table->attributes);
     fp_torch_geometry_free(table->geometry);
-    fp_free(table->primary);
     fp_pieces_release(table->last.pieces);
     type->tp_free(self);
     Py_DECREF(type);
@@ -112,7 +108,7 @@ static PyObject **
 get_all(fp_module_params *table, const char *wanted)
 {
     PyObject **values = fp_new_array(table->n, sizeof *values);
-    if (values != NULL && fp_attributes_get(&table->attributes, 0, table->n, wanted, values) < 0) {
+    if (values != NULL && fp_attributes_get(&table->attributes, wanted, values) < 0) {
         fp_free(values);
         values = NULL;
     }
@@ -177,7 +173,7 @@ forward_views(fp_module_params *table, PyObject *flat, PyObject *held, int *show
     char *idle = kept == NULL ? NULL : fp_new_array(table->n, 1);
     int status = -1;
     table->spare = NULL; /* Python code may run here, and come to this unit */
-    *shown_already = spare != NULL && table->n_shared == 0;
+    *shown_already = spare != NULL && table->attributes.n_shared == 0;
     if (idle == NULL) {
         goto done;
     }
@@ -240,23 +236,14 @@ module_params_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 static int
 register_all(fp_module_params *table, PyObject *const *values, PyObject *const *shared_values, fp_place place)
 {
-    const Py_ssize_t n_values = table->n + (shared_values == NULL ? 0 : table->n_shared);
+    const Py_ssize_t n_values = table->n + (shared_values == NULL ? 0 : table->attributes.n_shared);
     for (Py_ssize_t i = 0; i < n_values; i++) {
         PyObject *value = i < table->n ? values[i] : shared_values[i - table->n];
         if (fp_attributes_check(value, place.is_parameter) < 0) {
             return -1;
         }
     }
-    if (fp_attributes_put(&table->attributes, 0, values, table->n, place) < 0) {
-        return -1;
-    }
-    for (Py_ssize_t k = 0; k < table->n_shared; k++) {
-        PyObject *const *value = shared_values == NULL ? &values[table->primary[k]] : &shared_values[k];
-        if (fp_attributes_put(&table->attributes, table->n + k, value, 1, place) < 0) {
-            return -1;
-        }
-    }
-    return 0;
+    return fp_attributes_put(&table->attributes, values, shared_values, place);
 }
 
 /* What a call is given: copies of ours of the parameters, and of the shared parameters. Owned, NULL until it is there. */
@@ -269,7 +256,7 @@ static int
 read_given(const fp_module_params *table, PyObject *params, PyObject *shared, given_tensors *given)
 {
     given->params = fp_as_tuple(params, table->n, "parameters");
-    given->shared = given->params == NULL ? NULL : fp_as_tuple(shared, table->n_shared, "shared parameters");
+    given->shared = given->params == NULL ? NULL : fp_as_tuple(shared, table->attributes.n_shared, "shared parameters");
     return given->shared == NULL ? -1 : 0;
 }
 
@@ -326,9 +313,9 @@ module_params_register_parameters(PyObject *self, PyObject *const *args, Py_ssiz
 static int
 point_shared(fp_module_params *table, const given_tensors *given)
 {
-    for (Py_ssize_t k = 0; k < table->n_shared; k++) {
+    for (Py_ssize_t k = 0; k < table->attributes.n_shared; k++) {
         PyObject *target = PyTuple_GET_ITEM(given->shared, k);
-        PyObject *source = PyTuple_GET_ITEM(given->params, table->primary[k]);
+        PyObject *source = PyTuple_GET_ITEM(given->params, table->attributes.primary[k]);
         if (target != source && fp_torch_point_like(target, source) < 0) {
             return -1;
         }

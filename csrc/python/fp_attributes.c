@@ -66,11 +66,23 @@ fp_attributes_exec(void)
 }
 
 int
-fp_attributes_init(fp_attributes *attributes, Py_ssize_t n)
+fp_attributes_init(fp_attributes *attributes, Py_ssize_t n, Py_ssize_t n_shared)
 {
-    attributes->items = fp_new_array(n, sizeof *attributes->items);
-    attributes->n = attributes->items == NULL ? 0 : n;
-    return attributes->items == NULL ? -1 : 0;
+    attributes->primary = fp_new_array(n_shared, sizeof *attributes->primary);
+    attributes->items = attributes->primary == NULL ? NULL : fp_new_array(n + n_shared, sizeof *attributes->items);
+    if (attributes->items == NULL) {
+        return -1;
+    }
+    attributes->n = n;
+    attributes->n_shared = n_shared;
+    return 0;
+}
+
+/* Which parameter item i is. */
+static Py_ssize_t
+param_of(const fp_attributes *attributes, Py_ssize_t i)
+{
+    return i < attributes->n ? i : attributes->primary[i - attributes->n];
 }
 
 int
@@ -260,12 +272,14 @@ put(fp_attribute *item, PyObject *value, fp_place place, module_dicts *dicts)
 }
 
 int
-fp_attributes_put(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n, fp_place place)
+fp_attributes_put(fp_attributes *attributes, PyObject *const *values, PyObject *const *shared, fp_place place)
 {
     module_dicts dicts = {NULL, NULL, NULL};
+    const Py_ssize_t n = attributes->n;
     int status = 0;
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        status = put(&attributes->items[first + i], values[i], place, &dicts);
+    for (Py_ssize_t i = 0; status == 0 && i < n + attributes->n_shared; i++) {
+        PyObject *value = i >= n && shared != NULL ? shared[i - n] : values[param_of(attributes, i)];
+        status = put(&attributes->items[i], value, place, &dicts);
     }
     forget_dicts(&dicts);
     return status;
@@ -297,14 +311,14 @@ get(fp_attribute *item, module_dicts *dicts)
 }
 
 int
-fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, const char *wanted, PyObject **values)
+fp_attributes_get(fp_attributes *attributes, const char *wanted, PyObject **values)
 {
     module_dicts dicts = {NULL, NULL, NULL};
     int status = 0;
     Py_ssize_t got = 0;
-    for (; status == 0 && got < n; got++) {
+    for (; status == 0 && got < attributes->n; got++) {
         const int skip = wanted != NULL && !wanted[got];
-        values[got] = skip ? NULL : get(&attributes->items[first + got], &dicts);
+        values[got] = skip ? NULL : get(&attributes->items[got], &dicts);
         status = !skip && values[got] == NULL && PyErr_Occurred() ? -1 : 0;
     }
     forget_dicts(&dicts);
@@ -339,28 +353,28 @@ is_put(fp_attribute *item, const PyObject *object, const PyObject *listed, int i
 }
 
 Py_ssize_t
-fp_attributes_find_other(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, PyObject *const *listed,
-                         Py_ssize_t n, int is_parameter)
+fp_attributes_find_other(fp_attributes *attributes, PyObject *const *values, PyObject *const *listed, int is_parameter)
 {
     module_dicts dicts = {NULL, NULL, NULL};
     int same = 1;
-    Py_ssize_t i = 0;
-    for (; same == 1 && i < n; i += same == 1) {
-        PyObject *in_list = listed == NULL ? NULL : listed[i];
-        same = is_put(&attributes->items[first + i], values[i], in_list, is_parameter, &dicts);
+    Py_ssize_t found = attributes->n;
+    for (Py_ssize_t i = 0; same == 1 && i < attributes->n + attributes->n_shared; i++) {
+        const Py_ssize_t at = param_of(attributes, i);
+        same = is_put(&attributes->items[i], values[at], listed == NULL ? NULL : listed[at], is_parameter, &dicts);
+        found = same == 0 ? at : found;
     }
     forget_dicts(&dicts);
-    return same < 0 ? -1 : i;
+    return same < 0 ? -1 : found;
 }
 
 int
-fp_attributes_list(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n)
+fp_attributes_list(fp_attributes *attributes, PyObject *const *values)
 {
     int status = 0;
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        const fp_attribute *item = &attributes->items[first + i];
+    for (Py_ssize_t i = 0; status == 0 && i < attributes->n + attributes->n_shared; i++) {
+        const fp_attribute *item = &attributes->items[i];
         PyObject *parameters = PyObject_GetAttr(item->module, nn.parameters);
-        status = parameters == NULL ? -1 : PyObject_SetItem(parameters, item->name, values[i]);
+        status = parameters == NULL ? -1 : PyObject_SetItem(parameters, item->name, values[param_of(attributes, i)]);
         Py_XDECREF(parameters);
     }
     return status;
@@ -399,7 +413,7 @@ fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i)
 int
 fp_attributes_traverse(fp_attributes *attributes, visitproc visit, void *arg)
 {
-    for (Py_ssize_t i = 0; i < attributes->n; i++) {
+    for (Py_ssize_t i = 0; i < attributes->n + attributes->n_shared; i++) {
         Py_VISIT(attributes->items[i].module);
         Py_VISIT(attributes->items[i].name);
     }
@@ -409,7 +423,7 @@ fp_attributes_traverse(fp_attributes *attributes, visitproc visit, void *arg)
 void
 fp_attributes_clear(fp_attributes *attributes)
 {
-    for (Py_ssize_t i = 0; i < attributes->n; i++) {
+    for (Py_ssize_t i = 0; i < attributes->n + attributes->n_shared; i++) {
         Py_CLEAR(attributes->items[i].module);
         Py_CLEAR(attributes->items[i].name);
     }
@@ -419,4 +433,5 @@ void
 fp_attributes_free(fp_attributes *attributes)
 {
     fp_free(attributes->items);
+    fp_free(attributes->primary);
 }

@@ -18,8 +18,9 @@ typedef struct {
 } fp_attribute;
 
 typedef struct {
-    fp_attribute *items;
-    Py_ssize_t n;
+    fp_attribute *items; /* n parameters, then n_shared further names of them */
+    Py_ssize_t n, n_shared;
+    Py_ssize_t *primary; /* n_shared: which parameter each further name stands for */
 } fp_attributes;
 
 typedef struct {
@@ -40,24 +41,24 @@ int fp_attributes_check(PyObject *value, int is_parameter);
 /* A new list of the n tensors, which nobody else has, each made an nn.Parameter. NULL with an exception set. */
 PyObject *fp_attributes_as_parameters(PyObject *const *tensors, Py_ssize_t n);
 
-/* Room for n attributes, all empty. -1 with MemoryError. */
-int fp_attributes_init(fp_attributes *attributes, Py_ssize_t n);
+/* Room for n parameters and n_shared further names, all empty. -1 with MemoryError. */
+int fp_attributes_init(fp_attributes *attributes, Py_ssize_t n, Py_ssize_t n_shared);
 /* Name item i. TypeError unless module is an nn.Module and name a str. */
 int fp_attributes_set(fp_attributes *attributes, Py_ssize_t i, PyObject *module, PyObject *name);
-/* Make the n values, which were checked, the attributes of the items from first on. On failure those before the one that
- * failed have theirs; its module has the old value, or what delattr and setattr of its own class left. */
-int fp_attributes_put(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n,
-                      fp_place place);
-/* values[i] = a new reference to the attribute of item first + i, for n items; NULL if its module has none, or wanted[i] is
- * 0 (wanted may be NULL). On failure none is left. */
-int fp_attributes_get(fp_attributes *attributes, Py_ssize_t first, Py_ssize_t n, const char *wanted, PyObject **values);
-/* The first of the n items from first on, counted from it, whose attribute is not values[i], or which does not stand among
- * its module's parameters as listed[i] (NULL: as none); n: all are. is_parameter: it stands there only, and is no plain
- * attribute; others are not looked for where a class has rules of its own. -1: error. */
-Py_ssize_t fp_attributes_find_other(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values,
-                                    PyObject *const *listed, Py_ssize_t n, int is_parameter);
-/* Let the n items stand among the parameters of their modules as values; the attributes stay. */
-int fp_attributes_list(fp_attributes *attributes, Py_ssize_t first, PyObject *const *values, Py_ssize_t n);
+/* Make the n values, which were checked, the attributes of the parameters, and the n_shared values shared (NULL: those of
+ * the parameters) that of their further names. On failure those before the one that failed have theirs; its module has
+ * the old value, or what delattr and setattr of its own class left. */
+int fp_attributes_put(fp_attributes *attributes, PyObject *const *values, PyObject *const *shared, fp_place place);
+/* values[i] = a new reference to the attribute of parameter i, for all n; NULL if its module has none, or wanted[i] is 0
+ * (wanted may be NULL). On failure none is left. */
+int fp_attributes_get(fp_attributes *attributes, const char *wanted, PyObject **values);
+/* The first parameter whose attribute, under one of its names, is not values[i], or which does not stand among its module's
+ * parameters as listed[i] (NULL: as none); n: all are. is_parameter: it stands there only, and is no plain attribute;
+ * others are not looked for where a class has rules of its own. -1: error. */
+Py_ssize_t fp_attributes_find_other(fp_attributes *attributes, PyObject *const *values, PyObject *const *listed,
+                                    int is_parameter);
+/* Let all stand among the parameters of their modules as values; the attributes stay. */
+int fp_attributes_list(fp_attributes *attributes, PyObject *const *values);
 /* 1 if nn.Module's own rules hold for item i, so that it is read and written in the module's dictionaries; 0 if its class
  * has rules of its own, or somebody watches parameters being registered; -1. */
 int fp_attributes_is_direct(fp_attributes *attributes, Py_ssize_t i);

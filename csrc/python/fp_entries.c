@@ -56,10 +56,10 @@ read_parameters(PyObject *parameters, fp_attributes *attributes, fp_view *views)
     return 0;
 }
 
-/* n: how many parameters there are. */
 static int
-read_shared(PyObject *shared, Py_ssize_t n, fp_attributes *attributes, Py_ssize_t *primary)
+read_shared(PyObject *shared, fp_attributes *attributes)
 {
+    const Py_ssize_t n = attributes->n;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shared); i++) {
         PyObject *entry = PyTuple_GET_ITEM(shared, i);
         int64_t index;
@@ -73,21 +73,20 @@ read_shared(PyObject *shared, Py_ssize_t n, fp_attributes *attributes, Py_ssize_
                          (long long)index, n - 1);
             return -1;
         }
-        primary[i] = (Py_ssize_t)index;
+        attributes->primary[i] = (Py_ssize_t)index;
     }
     return 0;
 }
 
 int
-fp_entries_read(PyObject *parameters, PyObject *shared, int64_t numel, fp_attributes *attributes, Py_ssize_t **primary,
+fp_entries_read(PyObject *parameters, PyObject *shared, int64_t numel, fp_attributes *attributes,
                 fp_geometry **geometry)
 {
-    const Py_ssize_t n = PyTuple_GET_SIZE(parameters), n_shared = PyTuple_GET_SIZE(shared);
+    const Py_ssize_t n = PyTuple_GET_SIZE(parameters);
     int status = -1;
     fp_view *views = fp_new_array(n, sizeof *views);
-    *primary = views == NULL ? NULL : fp_new_array(n_shared, sizeof **primary);
-    if (*primary != NULL && fp_attributes_init(attributes, n + n_shared) == 0 &&
-        read_parameters(parameters, attributes, views) == 0 && read_shared(shared, n, attributes, *primary) == 0) {
+    if (views != NULL && fp_attributes_init(attributes, n, PyTuple_GET_SIZE(shared)) == 0 &&
+        read_parameters(parameters, attributes, views) == 0 && read_shared(shared, attributes) == 0) {
         *geometry = fp_torch_geometry_new(views, n, numel);
         status = *geometry == NULL ? -1 : 0;
     }

@@ -25,13 +25,8 @@ fp_flat_param_show(fp_flat_param *flat_param, int views)
 {
     PyObject *values =
         Py_NewRef(views ? flat_param->views : flat_param->params); /* ours: what is replaced may run code */
-    PyObject *const *items = &PyTuple_GET_ITEM(values, 0);
     const fp_place place = {.is_parameter = !views, .listed = flat_param->params != NULL, .unsafe = 0};
-    int status = fp_attributes_put(&flat_param->attributes, 0, items, flat_param->n, place);
-    for (Py_ssize_t k = 0; status == 0 && k < flat_param->n_shared; k++) {
-        status =
-            fp_attributes_put(&flat_param->attributes, flat_param->n + k, &items[flat_param->primary[k]], 1, place);
-    }
+    const int status = fp_attributes_put(&flat_param->attributes, fp_items(values), NULL, place);
     Py_DECREF(values);
     if (status == 0) {
         flat_param->shows = views ? FP_SHOWS_VIEWS : FP_SHOWS_PARAMS;
@@ -52,11 +47,7 @@ fp_flat_param_list_params(fp_flat_param *flat_param)
         return 0;
     }
     PyObject *params = Py_NewRef(flat_param->params); /* ours: what is replaced may run code */
-    PyObject *const *items = &PyTuple_GET_ITEM(params, 0);
-    int status = fp_attributes_list(&flat_param->attributes, 0, items, flat_param->n);
-    for (Py_ssize_t k = 0; status == 0 && k < flat_param->n_shared; k++) {
-        status = fp_attributes_list(&flat_param->attributes, flat_param->n + k, &items[flat_param->primary[k]], 1);
-    }
+    const int status = fp_attributes_list(&flat_param->attributes, fp_items(params));
     Py_DECREF(params);
     flat_param->shows = FP_SHOWS_BOTH;
     return status;
@@ -144,18 +135,10 @@ fp_flat_param_find_other(fp_flat_param *flat_param)
     PyObject *listed = flat_param->params == NULL            ? NULL
                        : flat_param->shows == FP_SHOWS_VIEWS ? flat_param->views
                                                              : flat_param->params;
-    PyObject *const *value = &PyTuple_GET_ITEM(values, 0);
-    PyObject *const *in_list = listed == NULL ? NULL : &PyTuple_GET_ITEM(listed, 0);
     Py_INCREF(values);
     Py_XINCREF(listed);
-    Py_ssize_t found =
-        fp_attributes_find_other(&flat_param->attributes, 0, value, in_list, flat_param->n, is_parameter);
-    for (Py_ssize_t k = 0; found == flat_param->n && k < flat_param->n_shared; k++) {
-        const Py_ssize_t i = flat_param->primary[k];
-        const Py_ssize_t at = fp_attributes_find_other(&flat_param->attributes, flat_param->n + k, &value[i],
-                                                       in_list == NULL ? NULL : &in_list[i], 1, is_parameter);
-        found = at < 0 ? -1 : at == 0 ? i : flat_param->n;
-    }
+    const Py_ssize_t found = fp_attributes_find_other(&flat_param->attributes, fp_items(values),
+                                                      listed == NULL ? NULL : fp_items(listed), is_parameter);
     Py_DECREF(values);
     Py_XDECREF(listed);
     return found;
@@ -190,14 +173,8 @@ fp_flat_param_is_summoned(fp_flat_param *flat_param, PyObject *params, PyObject 
     PyObject *const *values = fp_items(params);
     int same = fp_torch_lie_in(values, flat_param->geometry, whole);
     if (same > 0) {
-        const Py_ssize_t other = fp_attributes_find_other(&flat_param->attributes, 0, values, values, flat_param->n, 1);
+        const Py_ssize_t other = fp_attributes_find_other(&flat_param->attributes, values, values, 1);
         same = other < 0 ? -1 : other == flat_param->n;
-    }
-    for (Py_ssize_t k = 0; same > 0 && k < flat_param->n_shared; k++) {
-        PyObject *const *value = &values[flat_param->primary[k]];
-        const Py_ssize_t other =
-            fp_attributes_find_other(&flat_param->attributes, flat_param->n + k, value, value, 1, 1);
-        same = other < 0 ? -1 : other == 1;
     }
     return same;
 }
@@ -565,9 +542,7 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     flat_param->master = Py_NewRef(master);
     flat_param->params = params == Py_None ? NULL : Py_NewRef(params);
     flat_param->n = PyTuple_GET_SIZE(entries);
-    flat_param->n_shared = PyTuple_GET_SIZE(shared);
-    if (fp_entries_read(entries, shared, total, &flat_param->attributes, &flat_param->primary, &flat_param->geometry) <
-            0 ||
+    if (fp_entries_read(entries, shared, total, &flat_param->attributes, &flat_param->geometry) < 0 ||
         check_tensors(flat_param) < 0 || read_owners(flat_param, pieces, numel, total) < 0 ||
         read_group(shard_group, &flat_param->shard_group) < 0 ||
         read_group(replicate_group, &flat_param->replicate_group) < 0 ||
@@ -635,7 +610,6 @@ fp_flat_param_free(fp_flat_param *flat_param)
         fp_torch_geometry_free(flat_param->owner_geometry);
     }
     fp_torch_geometry_free(flat_param->geometry);
-    fp_free(flat_param->primary);
     fp_free(flat_param->starts);
     fp_free(flat_param->cleared);
 }

@@ -15,9 +15,8 @@ enum { FP_GROUP_SHARD = 0, FP_GROUP_REPLICATE = 1, FP_GROUP_PARAM = 2, FP_GROUP_
 enum { FP_SHOWS_NOTHING = 0, FP_SHOWS_PARAMS = 1, FP_SHOWS_VIEWS = 2, FP_SHOWS_BOTH = 3 };
 
 typedef struct {
-    fp_attributes attributes; /* n parameters, then n_shared further names of them */
-    Py_ssize_t n, n_shared;
-    Py_ssize_t *primary;         /* n_shared: which parameter each further name stands for */
+    fp_attributes attributes;
+    Py_ssize_t n;                /* parameters */
     fp_geometry *geometry;       /* of the parameters */
     fp_geometry *owner_geometry; /* of the owners */
     fp_group *shard_group, *replicate_group, *param_group, *refresh_group;
