@@ -26,7 +26,7 @@ demo:
 
 test: MARKED = -m "not thorough"
 test test-all:
-	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	@$(call ENVIRONMENT,build demo test) $(BUILD) "$$py" -m pytest -n auto --maxprocesses 5 --dist loadfile \
 		--no-loadscope-reorder $(MARKED) $(ARGS)
 
 equality:

@@ -1,6 +1,7 @@
 """What all tests share: failed assertions in the helper modules show their values, as in the tests themselves."""
 
 import gc
+import os
 import signal
 from collections import defaultdict
 
@@ -11,10 +12,19 @@ pytest.register_assert_rewrite("gloo", "one_handle", "random_modules", "recordin
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONGEST = ("test_build.py", "test_upstream_runner.py", "test_demo_run.py")  # first, so that no worker ends long last
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One more than there are processors: tests wait for each other's ranks, for timeouts and for files."""
+    return len(os.sched_getaffinity(0)) + 1
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of the cases of a ``sweep(n)``, n that are spread over it stay as they are; the others become ``thorough``."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     sweeps = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sweep") is not None:

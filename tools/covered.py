@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     settings = FOLDER / "coveragerc"
     settings.write_text(SETTINGS)
     coverage = [sys.executable, "-m", "coverage"]
-    pytest = ["-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
+    pytest = ["-m", "pytest", "-n", "auto", "--maxprocesses", "5", "--dist", "loadfile"]
     pytest += ["-o", f"pythonpath={FOLDER} . tests/support", *arguments]
     environment = os.environ | {"PYTHONPATH": str(FOLDER.resolve())}
     status = subprocess.run([*coverage, "run", f"--rcfile={settings}", *pytest], env=environment).returncode

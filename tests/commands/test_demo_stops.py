@@ -41,10 +41,13 @@ def children_of(parent):
     return [pid for _, pid in sorted((int(fields[19]), pid) for fields, pid in alive if int(fields[1]) == parent)]
 
 
+STARTING, TRAINING = "starting", "step    6"  # how lines begin that the demo prints then
+
+
 @pytest.fixture
 def endless(tmp_path, request):
-    """A demo in the middle of an endless training on some ranks: (its process, its children, its out folder)."""
-    ranks = getattr(request, "param", 2)
+    """A demo that trains for ever, on (so many ranks), at (a moment): (its process, its children, its out folder)."""
+    ranks, moment = getattr(request, "param", (1, TRAINING))
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     out.mkdir()
     scratch.mkdir()
@@ -60,10 +63,10 @@ def endless(tmp_path, request):
     children = []
     try:
         for line in process.stdout:
-            if line.startswith("step    6"):
+            if line.startswith(moment):
                 break
+        wait_until(lambda: len(children_of(process.pid)) == 1 + 2 * ranks, 10)
         children = children_of(process.pid)
-        assert len(children) == 1 + 2 * ranks, process.stderr.read()
         yield process, children, out
     finally:
         for pid in (process.pid, *children):
@@ -84,10 +87,10 @@ def leaves_nothing_broken(out):
 @pytest.mark.parametrize(
     ("endless", "which", "name"),
     [
-        pytest.param(2, 0, "unsharded", marks=pytest.mark.thorough),
-        pytest.param(2, 2, "torch FSDP1 rank 1", marks=pytest.mark.thorough),
-        pytest.param(2, 3, "flatparam rank 0", marks=pytest.mark.thorough),
-        (1, 2, "flatparam rank 0"),
+        ((1, STARTING), 2, "flatparam rank 0"),
+        pytest.param((1, TRAINING), 0, "unsharded", marks=pytest.mark.thorough),
+        pytest.param((2, TRAINING), 2, "torch FSDP1 rank 1", marks=pytest.mark.thorough),
+        pytest.param((2, TRAINING), 3, "flatparam rank 0", marks=pytest.mark.thorough),
     ],
     indirect=["endless"],
 )

@@ -64,7 +64,6 @@ def nothing_stays_registered(world):
     """No reduction is left in ``copyreg``: other pickles are what they were."""
     before = dict(copyreg.dispatch_table)
     yield
-    gc.collect()
     assert copyreg.dispatch_table == before
 
 

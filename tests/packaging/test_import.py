@@ -83,6 +83,6 @@ def test_what_is_imported_when(name):
 
 
 def test_the_import_takes_less_than_50_ms_over_torch():
-    """Of processor time, the least of three: others may use the machine."""
+    """Of processor time, in one of three processes: others may use the machine."""
     code = "import torch, time; begin = time.process_time(); import flatparam; print(time.process_time() - begin)"
-    assert min(float(python(code)) for _ in range(3)) < 0.05
+    assert any(float(python(code)) < 0.05 for _ in range(3))
