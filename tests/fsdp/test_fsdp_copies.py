@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Averaged, Model, assert_same, data, loss_of, make, wrap_blocks
+from fsdp_models import SETTINGS, STRATEGIES, Averaged, Model, assert_same, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -18,7 +18,6 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, Placement, ShardingStrategy, defer_init
 
 pytestmark = pytest.mark.multiprocess
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "NO_SHARD")
 
 
 def by_pickle(thing):
@@ -158,7 +157,7 @@ def test_a_pickle_keeps_the_settings():
 
 
 def averages():
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
+    for strategy, uo in SETTINGS:
         note(f"{strategy} uo={uo}")
         module = make()
         model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)

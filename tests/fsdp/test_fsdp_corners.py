@@ -8,7 +8,18 @@ import pytest
 import replacing
 import torch
 import torch.distributed as dist
-from fsdp_models import Averaged, assert_same, assert_same_grads, data, full_grads, loss_of, make, wrap_blocks
+from fsdp_models import (
+    SETTINGS,
+    Averaged,
+    assert_same,
+    assert_same_grads,
+    data,
+    every_setting,
+    full_grads,
+    loss_of,
+    make,
+    wrap_blocks,
+)
 from gloo import run_ranks
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
@@ -18,9 +29,6 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from flatparam import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.fsdp.placement import averaging_factors
-
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"]
-BOTH = list(itertools.product(STRATEGIES, (False, True)))
 
 
 def test_what_a_gradient_is_divided_by():
@@ -46,7 +54,7 @@ class Constant(nn.Module):
 def beginnings():
     """At any number of ranks: whole after wrapping, and constant gradients average exactly."""
     ranks = dist.get_world_size()
-    for strategy, uo in BOTH:
+    for strategy, uo in SETTINGS:
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
         wanted, found = make().state_dict(), wrap_blocks(make(), **arguments).state_dict()
         assert list(found) == list(wanted)
@@ -177,7 +185,7 @@ def ignored_is_local():
 def own_shards():
     """Of what ranks write differently in a summon, each keeps its own shard."""
     rank = dist.get_rank()
-    for strategy, uo in BOTH[:4]:
+    for strategy, uo in SETTINGS[:4]:
         model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
         with FSDP.summon_full_params(model):
             for param in model.parameters():
@@ -284,7 +292,7 @@ def test_corners(part):
 
 @pytest.mark.multiprocess
 @pytest.mark.sweep(5)
-@pytest.mark.parametrize(("strategy", "uo"), BOTH)
+@every_setting
 @pytest.mark.parametrize("part", [wire, offloaded, nan_gradients], ids=lambda part: part.__name__)
 def test_corners_of_each_strategy(part, strategy, uo):
     run_ranks(part, 2, strategy, uo)

@@ -5,14 +5,22 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Averaged, assert_same_grads, data, full_grads, full_params, loss_of, make, wrap_blocks
+from fsdp_models import (
+    Averaged,
+    assert_same_grads,
+    data,
+    every_setting,
+    full_grads,
+    full_params,
+    loss_of,
+    make,
+    wrap_blocks,
+)
 from gloo import fake_world, note, run_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 
 
 class Square(nn.Module):
@@ -218,7 +226,7 @@ def test_what_one_rank_adds_up_in_no_sync_is_exact_and_can_be_stepped_with(dtype
 
 @pytest.mark.multiprocess
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_gradients_in_users_hands(strategy, uo):
     run_ranks(gradients, 2, strategy, uo)
 

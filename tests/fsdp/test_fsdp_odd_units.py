@@ -5,14 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import full_grads
+from fsdp_models import STRATEGIES, full_grads
 from gloo import note, run_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1", "NO_SHARD")
 
 
 def layers(dtype):

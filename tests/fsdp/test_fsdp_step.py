@@ -15,11 +15,13 @@ import replacing
 import torch
 import torch.distributed as dist
 from fsdp_models import (
+    SETTINGS,
     Averaged,
     Block,
     assert_same,
     assert_same_grads,
     data,
+    every_setting,
     full_grads,
     full_params,
     loss_of,
@@ -36,7 +38,6 @@ from flatparam import FullyShardedDataParallel as FSDP
 
 pytestmark = pytest.mark.multiprocess
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"]
 NAMES = {
     "all_gather_single": "AG",
     "all_gather_into_tensor": "AG",
@@ -260,7 +261,7 @@ def oracle_backward(oracle, step):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_units_used_unevenly(strategy, uo):
     run_ranks(uneven, 2, strategy, uo)
 
@@ -334,7 +335,7 @@ def recomputation(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_activation_checkpointing(strategy, uo):
     run_ranks(recomputation, 2, strategy, uo)
 
@@ -483,7 +484,7 @@ def test_communication_hooks():
 
 def scaling():
     rank = dist.get_rank()
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
+    for strategy, uo in SETTINGS:
         note(f"{strategy} uo={uo}")
         model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
         module = make()
@@ -562,7 +563,7 @@ def frozen_beside_trained():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 6), Adapted(), Adapted())
 
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
+    for strategy, uo in SETTINGS:
         arguments = {"use_orig_params": uo, "segments": True, "sharding_strategy": ShardingStrategy[strategy]}
         note(str(arguments))
         module, model = build(), build()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from consumers import BY_ADDRESS, Taking, values
-from fsdp_models import Averaged, assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
+from fsdp_models import STRATEGIES, Averaged, assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
@@ -79,9 +79,6 @@ def memory_kept(strategy, orig, ways):
         model(data(0))
     full = [unit._unit.step.is_partly_full for unit in FSDP.fsdp_modules(model)]
     assert not any(full) or strategy in ("NO_SHARD", "ZERO_1"), full  # it went with those who took it
-
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 
 
 WAYS = ((True, (*BY_ADDRESS, "storage")), (False, (*BY_ADDRESS, "storage")), (True, ("shared",)))

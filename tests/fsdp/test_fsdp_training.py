@@ -4,7 +4,20 @@ import itertools
 
 import pytest
 import torch
-from fsdp_models import Averaged, Model, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
+from fsdp_models import (
+    SETTINGS,
+    STRATEGIES,
+    Averaged,
+    Model,
+    assert_same,
+    assert_same_grads,
+    data,
+    every_setting,
+    full_params,
+    loss_of,
+    make,
+    wrap_blocks,
+)
 from gloo import note, run_ranks
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -15,7 +28,6 @@ from flatparam import ShardingStrategy
 
 pytestmark = pytest.mark.multiprocess
 
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"]
 PREFETCH = [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -26,7 +38,7 @@ OPTIMIZERS = {
 def settings():
     """Every pair of values of two settings occurs in some row."""
     rows = []
-    for i, (strategy, uo) in enumerate(itertools.product(STRATEGIES, (False, True))):
+    for i, (strategy, uo) in enumerate(SETTINGS):
         for j, prefetch in enumerate(PREFETCH):
             rows.append((strategy, uo, prefetch, (i + j) % 2 == 0, ("SGD", "Adam")[(i // 2 + j) % 2]))
     return rows
@@ -136,7 +148,7 @@ def given_up():
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_micro_batches_add_up(strategy, uo):
     run_ranks(accumulate, 2, strategy, uo)
 
@@ -190,7 +202,7 @@ def graphs(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_graphs_that_outlive_a_pass(strategy, uo):
     run_ranks(graphs, 2, strategy, uo)
 
@@ -214,7 +226,7 @@ def four(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_four_ranks(strategy, uo):
     run_ranks(four, 4, strategy, uo)
 

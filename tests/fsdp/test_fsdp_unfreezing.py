@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from fsdp_models import assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
+from fsdp_models import STRATEGIES, assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 FROZEN = {  # by a part of their names
     "whole units": ("blocks.0", "blocks.1"),
     "parts of units": ("inner", "first.weight"),

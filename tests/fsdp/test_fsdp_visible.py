@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 from fsdp_models import (
+    SETTINGS,
     Averaged,
     assert_same,
     assert_same_grads,
     data,
+    every_setting,
     loss_of,
     make,
     wrap_blocks,
@@ -22,8 +24,6 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
 
 pytestmark = pytest.mark.multiprocess
-
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"]
 
 
 def summoning(strategy, uo):
@@ -89,7 +89,7 @@ def summoning(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_full_parameters(strategy, uo):
     run_ranks(summoning, 2, strategy, uo)
 
@@ -132,15 +132,13 @@ def state_dicts(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_full_state_dicts(strategy, uo):
     run_ranks(state_dicts, 2, strategy, uo)
 
 
 def clipping():
-    for norm, (strategy, uo) in itertools.product(
-        (1.0, 2.0, 3.0, math.inf), itertools.product(STRATEGIES, (False, True))
-    ):
+    for norm, (strategy, uo) in itertools.product((1.0, 2.0, 3.0, math.inf), SETTINGS):
         what = f"{strategy} uo={uo} norm={norm}"
         note(what)
         module, model = make(), wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
@@ -166,7 +164,7 @@ def test_clipping():
 
 def precision():
     """bf16 for parameters and reduction: a module that casts by hand gives the same gradients."""
-    for strategy, uo in itertools.product(STRATEGIES, (False, True)):
+    for strategy, uo in SETTINGS:
         note(f"{strategy} uo={uo}")
         low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
         model = wrap_blocks(
@@ -251,7 +249,7 @@ def precision_fields(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_each_precision_setting(strategy, uo):
     run_ranks(precision_fields, 2, strategy, uo)
 
@@ -356,7 +354,7 @@ def exceptions(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_exceptions(strategy, uo):
     run_ranks(exceptions, 2, strategy, uo)
 

@@ -11,7 +11,19 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Averaged, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
+from fsdp_models import (
+    SETTINGS,
+    STRATEGIES,
+    Averaged,
+    assert_same,
+    assert_same_grads,
+    data,
+    every_setting,
+    full_params,
+    loss_of,
+    make,
+    wrap_blocks,
+)
 from gloo import note, run_ranks
 from torch import nn
 from torch.func import functional_call
@@ -21,8 +33,6 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
 
 pytestmark = pytest.mark.multiprocess
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
-SETTINGS = tuple(itertools.product(STRATEGIES, (False, True)))
 
 
 def wrap(module, strategy, uo, **arguments):
@@ -424,7 +434,7 @@ def between_forward_and_backward(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), SETTINGS)
+@every_setting
 def test_weights_written_between_forward_and_backward(strategy, uo):
     run_ranks(between_forward_and_backward, 2, strategy, uo)
 
@@ -469,6 +479,6 @@ def averages(strategy, uo):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(STRATEGIES, (False, True))))
+@every_setting
 def test_averages_that_are_copied_into_weights(strategy, uo):
     run_ranks(averages, 2, strategy, uo)

@@ -1,11 +1,18 @@
 """The model of the runtime's tests, and training it unsharded, on torch's FSDP and on ours, each on its rank's data."""
 
+import itertools
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
+SETTINGS = tuple(itertools.product(STRATEGIES, (False, True)))  # (strategy, use_orig_params)
+every_setting = pytest.mark.parametrize(("strategy", "uo"), SETTINGS)
 
 
 class Block(nn.Module):
