@@ -115,15 +115,14 @@ get_all(fp_module_params *table, const char *wanted)
     return values;
 }
 
-/* A list of n values, which are taken over, also on failure. */
+/* A list of n values. */
 static PyObject *
-list_of(PyObject **values, Py_ssize_t n)
+list_of(PyObject *const *values, Py_ssize_t n)
 {
     PyObject *list = PyList_New(n);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
         PyList_SET_ITEM(list, i, Py_NewRef(values[i]));
     }
-    drop_all(values, n);
     return list;
 }
 
@@ -144,7 +143,9 @@ module_params_views(PyObject *self, PyObject *flat)
 {
     const fp_module_params *table = (fp_module_params *)self;
     PyObject **views = new_views(table, flat);
-    return views == NULL ? NULL : list_of(views, table->n);
+    PyObject *list = views == NULL ? NULL : list_of(views, table->n);
+    drop_all(views, table->n);
+    return list;
 }
 
 /* Whether view is known to Python only by so many references, and has no attributes of its own. -1 on failure. */
@@ -394,9 +395,9 @@ module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t na
             goto done;
         }
     }
-    if (views != NULL && ((shown_already && !listed) || register_all(table, views, NULL, place) == 0)) {
-        result = list_of(views, table->n);
-        views = NULL;
+    result = views == NULL ? NULL : list_of(views, table->n); /* before the modules have them: it may fail */
+    if (result != NULL && !(shown_already && !listed) && register_all(table, views, NULL, place) < 0) {
+        Py_CLEAR(result);
     }
 done:
     drop_all(views, table->n);

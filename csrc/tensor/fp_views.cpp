@@ -153,7 +153,8 @@ make_each(size_t n, PyObject **out, Make &&make)
         return 0;
     });
     while (status < 0 && made > 0) {
-        Py_CLEAR(out[--made]);
+        made--;
+        Py_CLEAR(out[made]); // a macro, which may evaluate this twice
     }
     return status;
 }
