@@ -72,13 +72,19 @@ class Targets {
     size_t n_;
 };
 
-// The barrier: runs body; a C++ exception becomes a Python one and failure is returned.
+// The barrier: runs body, which may return nothing for 0; a C++ exception becomes a Python one and failure is returned.
 template <class Result, class Body>
 Result
 guarded(Result failure, Body &&body) noexcept
 {
     try {
-        return std::forward<Body>(body)();
+        if constexpr (std::is_void_v<decltype(body())>) {
+            body();
+            return Result{};
+        }
+        else {
+            return body();
+        }
     }
     catch (const std::exception &) {
         torch::translate_exception_to_python(std::current_exception());

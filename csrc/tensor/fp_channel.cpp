@@ -440,7 +440,6 @@ fp_sum_read(fp_sum *sum, int32_t *flags)
         }
         const int32_t *read = sum->here.const_data_ptr<int32_t>();
         std::copy(read, read + sum->here.numel(), flags);
-        return 0;
     });
 }
 

@@ -5,9 +5,7 @@
 
 #include "tensor/fp_torch.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+FP_BEGIN_C
 
 /* Ranks that share something. Counted by nobody: whoever made it frees it. */
 typedef struct fp_group fp_group;
@@ -62,7 +60,5 @@ fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_s
 int fp_sum_read(fp_sum *sum, int32_t *flags); /* all n of them */
 void fp_sum_free(fp_sum *sum);                /* NULL is allowed */
 
-#ifdef __cplusplus
-}
-#endif
+FP_END_C
 #endif

@@ -152,25 +152,14 @@ fp_torch_convert(PyObject *target_object, PyObject *source_object, int accumulat
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &target = fp::unpack(target_object), &source = fp::unpack(source_object);
-        for (const at::Tensor *tensor : {&target, &source}) {
-            const auto bytes = static_cast<int64_t>(tensor->storage().nbytes());
-            TORCH_CHECK_VALUE(tensor->dim() == 1 && tensor->is_contiguous() && tensor->numel() == target.numel(),
-                              "expected two contiguous 1-D tensors of one length, got sizes ", target.sizes(), " and ",
-                              source.sizes());
-            TORCH_CHECK_VALUE(tensor->numel() == 0 ||
-                                  (fp::address_of(tensor->storage().unsafeGetStorageImpl()) != nullptr &&
-                                   bytes / static_cast<int64_t>(tensor->element_size()) >=
-                                       tensor->storage_offset() + tensor->numel()),
-                              "expected two tensors with memory, got a storage of ", bytes,
-                              " bytes that is freed or "
-                              "too small for ",
-                              tensor->sizes());
-        }
+        TORCH_CHECK_VALUE(target.dim() == 1 && source.dim() == 1 && target.is_contiguous() && source.is_contiguous() &&
+                              target.numel() == source.numel(),
+                          "expected two contiguous 1-D tensors of one length, got sizes ", target.sizes(), " and ",
+                          source.sizes());
         TORCH_CHECK_VALUE(!target.is_alias_of(source), "expected two tensors in separate memory");
         const at::NoGradGuard no_grad;
         const at::Tensor values = target.detach(); // shares target's version counter
         fp::convert(values, source, {.scale = std::nullopt, .accumulate = accumulate != 0});
         values.unsafeGetTensorImpl()->bump_version();
-        return 0;
     });
 }

@@ -13,7 +13,7 @@ namespace {
 std::optional<at::ScalarType>
 dtype_from(PyObject *object)
 {
-    if (object == nullptr || object == Py_None) {
+    if (object == Py_None) {
         return std::nullopt;
     }
     TORCH_CHECK_TYPE(THPDtype_Check(object), "expected a torch.dtype, got ", Py_TYPE(object)->tp_name);
@@ -23,7 +23,7 @@ dtype_from(PyObject *object)
 std::optional<c10::Device>
 device_from(PyObject *object)
 {
-    if (object == nullptr || object == Py_None) {
+    if (object == Py_None) {
         return std::nullopt;
     }
     TORCH_CHECK_TYPE(THPDevice_Check(object), "expected a torch.device, got ", Py_TYPE(object)->tp_name);
@@ -104,45 +104,28 @@ fp_flat_buffer *
 fp_flat_buffer_new(const fp_flat_buffer_options *options)
 {
     return fp::guarded<fp_flat_buffer *>(nullptr, [&] {
-        TORCH_CHECK_VALUE(options->shards >= 1 && options->rank >= 0 && options->rank < options->shards &&
-                              options->shard_numel >= 1,
-                          "expected 0 <= rank < shards and a shard of at least 1 element, got rank ", options->rank,
-                          ", shards ", options->shards, ", shard_numel ", options->shard_numel);
-        TORCH_CHECK_VALUE(options->geometry->shared->total == options->shards * options->shard_numel, "expected ",
-                          options->shards, " shards of ", options->shard_numel, " elements, got ",
-                          options->geometry->shared->total);
-        TORCH_CHECK_VALUE((options->shards == 1) == (options->shard_group == nullptr),
+        const fp_flat_buffer_plan &plan = options->plan;
+        TORCH_CHECK_VALUE(plan.shards >= 1 && plan.rank >= 0 && plan.rank < plan.shards && plan.shard_numel >= 1,
+                          "expected 0 <= rank < shards and a shard of at least 1 element, got rank ", plan.rank,
+                          ", shards ", plan.shards, ", shard_numel ", plan.shard_numel);
+        TORCH_CHECK_VALUE(options->geometry->shared->total == plan.shards * plan.shard_numel, "expected ", plan.shards,
+                          " shards of ", plan.shard_numel, " elements, got ", options->geometry->shared->total);
+        TORCH_CHECK_VALUE((plan.shards == 1) == (plan.shard_group == nullptr),
                           "a group to shard over goes with more than one shard");
-        const int per_part = options->param_shards >= 1 ? options->shards / options->param_shards : 0;
-        TORCH_CHECK_VALUE(per_part >= 1 && options->shards % options->param_shards == 0 && options->param_rank >= 0 &&
-                              options->param_rank < options->param_shards,
-                          "expected the copy to be shared by a divisor of ", options->shards, " ranks, got rank ",
-                          options->param_rank, " of ", options->param_shards);
-        TORCH_CHECK_VALUE((options->param_shards == 1) == (options->param_group == nullptr) &&
-                              (options->param_group != nullptr || options->refresh_group == nullptr),
+        const int per_part = plan.param_shards >= 1 ? plan.shards / plan.param_shards : 0;
+        TORCH_CHECK_VALUE(per_part >= 1 && plan.shards % plan.param_shards == 0 && plan.param_rank >= 0 &&
+                              plan.param_rank < plan.param_shards,
+                          "expected the copy to be shared by a divisor of ", plan.shards, " ranks, got rank ",
+                          plan.param_rank, " of ", plan.param_shards);
+        TORCH_CHECK_VALUE((plan.param_shards == 1) == (plan.param_group == nullptr) &&
+                              (plan.param_group != nullptr || plan.refresh_group == nullptr),
                           "a group to gather over goes with a copy that is shared");
-        TORCH_CHECK_VALUE(options->refresh_group == nullptr || options->rank / per_part == options->param_rank,
-                          "expected shard ", options->rank, " to lie in part ", options->param_rank, " of ",
-                          options->param_shards);
-        auto flat = std::make_unique<fp_flat_buffer>();
+        TORCH_CHECK_VALUE(plan.refresh_group == nullptr || plan.rank / per_part == plan.param_rank, "expected shard ",
+                          plan.rank, " to lie in part ", plan.param_rank, " of ", plan.param_shards);
+        auto flat = std::make_unique<fp_flat_buffer>(plan);
         flat->geometry = options->geometry->shared;
-        flat->shard_numel = options->shard_numel;
-        flat->rank = options->rank;
-        flat->shards = options->shards;
-        flat->shard_group = options->shard_group;
-        flat->replicate_group = options->replicate_group;
-        flat->param_rank = options->param_rank;
-        flat->param_shards = options->param_shards;
-        flat->param_group = options->param_group;
-        flat->refresh_group = options->refresh_group;
-        flat->predivide = options->predivide;
-        flat->postdivide = options->postdivide;
         flat->compute_dtype = fp::dtype_from(options->compute_dtype);
         flat->reduce_dtype = fp::dtype_from(options->reduce_dtype);
-        flat->full_precision = options->full_precision != 0;
-        flat->keep_reduce_dtype = options->keep_reduce_dtype != 0;
-        flat->stays_full = options->stays_full != 0;
-        flat->offloads = options->offloads != 0;
         flat->device = fp::device_from(options->device);
         return flat.release();
     });
@@ -237,7 +220,7 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
 {
     return fp::guarded(-1, [&] {
         if (fp::is_lost(*flat)) {
-            return 0; /* it may still be written to */
+            return; /* it may still be written to */
         }
         fp::wait_for_gather(*flat);
         if (flat->data != FP_DATA_BORROWED && !flat->stays_full && flat->unsharded.defined()) {
@@ -258,7 +241,6 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
                 fp::resize_storage(fp::storage_of(flat->unsharded), 0, reason, true);
             }
         }
-        return 0;
     });
 }
 
@@ -304,7 +286,6 @@ fp_flat_buffer_forget_gathered(fp_flat_buffer *flat)
             fp::wait_for_gather(*flat);
             fp::move(*flat, FP_DATA_FORGET);
         }
-        return 0;
     });
 }
 

@@ -14,12 +14,10 @@
 #include "tensor/fp_channel.h"
 #include "tensor/fp_graph.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+FP_BEGIN_C
 
+/* What does not change of it. */
 typedef struct {
-    const fp_geometry *geometry; /* its total is shards * shard_numel */
     int64_t shard_numel;
     int rank, shards;             /* which shard is ours, and how many there are */
     fp_group *shard_group;        /* NULL if shards == 1; borrowed, outlives the flat, as the other groups */
@@ -28,12 +26,16 @@ typedef struct {
     fp_group *param_group;        /* the ranks that share the secondary shard; NULL: there is none */
     fp_group *refresh_group;      /* nested: the ranks whose shards make up our secondary shard, in their order */
     double predivide, postdivide;
-    PyObject *compute_dtype, *reduce_dtype; /* torch.dtype, or NULL: the shard's; reduce: compute_dtype */
-    int full_precision;                     /* reduce_dtype NULL: the shard's */
-    int keep_reduce_dtype;                  /* the gradient stays in reduce_dtype */
-    int stays_full;                         /* free() keeps the memory */
-    int offloads;                           /* what is kept lies in host memory between backwards */
-    PyObject *device;                       /* torch.device to compute on; NULL: where the shard is */
+    int full_precision;    /* without a reduce_dtype, gradients are reduced in the shard's */
+    int keep_reduce_dtype; /* the gradient stays in reduce_dtype */
+    int stays_full;        /* free() keeps the memory */
+    int offloads;          /* what is kept lies in host memory between backwards */
+} fp_flat_buffer_plan;
+typedef struct {
+    fp_flat_buffer_plan plan;
+    const fp_geometry *geometry;            /* its total is shards * shard_numel */
+    PyObject *compute_dtype, *reduce_dtype; /* torch.dtype, or None: the shard's; reduce: compute_dtype */
+    PyObject *device;                       /* torch.device to compute on; None: where the shard is */
 } fp_flat_buffer_options;
 
 typedef struct fp_flat_buffer fp_flat_buffer;
@@ -133,7 +135,5 @@ int fp_flat_buffer_settle_copies(fp_flat_buffer *flat);
 /* Bytes of what is kept: on the device that the shard is on, and of the buffer for it in host memory. */
 void fp_flat_buffer_accumulated_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;
 
-#ifdef __cplusplus
-}
-#endif
+FP_END_C
 #endif

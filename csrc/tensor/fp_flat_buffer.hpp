@@ -10,16 +10,9 @@ extern "C" {
 #include "core/fp_state.h"
 }
 
-struct fp_flat_buffer {
+struct fp_flat_buffer : fp_flat_buffer_plan {
     std::shared_ptr<const fp::Geometry> geometry;
-    int64_t shard_numel = 0;
-    int rank = 0, shards = 1;
-    fp_group *shard_group = nullptr, *replicate_group = nullptr;
-    int param_rank = 0, param_shards = 1;
-    fp_group *param_group = nullptr, *refresh_group = nullptr;
-    double predivide = 1.0, postdivide = 1.0;
     std::optional<at::ScalarType> compute_dtype, reduce_dtype;
-    bool full_precision = false, keep_reduce_dtype = false, stays_full = false;
     bool in_full = false;              // everything is in the shard's dtype for the time being
     std::optional<c10::Device> device; // to compute on, where it is not the shard's
 
@@ -39,7 +32,6 @@ struct fp_flat_buffer {
     at::Tensor arriving_grad;                        // the reduced gradient on the host, once has_arrived
     std::optional<c10::Event> was_read, has_arrived; // recorded after copies from and to a shard on the host
     fp_gradient_state gradient = FP_GRADIENT_NONE;   // see fp::move
-    bool offloads = false;
     at::Tensor host;                    // where what was accumulated is between backwards; pinned beside an accelerator
     bool host_valid = false;            // it is there now
     std::optional<c10::Event> has_left; // recorded after the copy to it
@@ -52,6 +44,8 @@ struct fp_flat_buffer {
     fp::NodePtr node;                                                // behind the views; null if they have none
     int64_t shown_version = 0; // the version of unsharded that autograd knows of the views
     int64_t seen_version = 0;  // up to which what was written to them in place has been taken into the shard
+
+    explicit fp_flat_buffer(const fp_flat_buffer_plan &plan) : fp_flat_buffer_plan(plan) {}
 
     // Somebody outside reads the memory of unsharded, which may not be freed or written to then.
     bool is_lent() const

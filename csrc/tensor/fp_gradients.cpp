@@ -44,6 +44,14 @@ shape_of(const View &view, const at::Tensor &target, size_t i, int64_t numel)
     return {target.sizes(), target.strides()};
 }
 
+// What the shard's gradient has for the i-th parameter, in the shape that it has here.
+at::Tensor
+piece_of(const at::Tensor &grad, const at::Tensor &param, const View &view, size_t i, int64_t start, int64_t numel)
+{
+    const Shape shape = shape_of(view, param, i, numel);
+    return alias(grad, shape.sizes, shape.strides, grad.storage_offset() + start);
+}
+
 // Whether grad is the elements of whole from offset of its storage on, in this shape and no other order.
 bool
 is_shown(const at::Tensor &grad, const at::Tensor &whole, c10::IntArrayRef sizes, c10::IntArrayRef strides,
@@ -90,9 +98,7 @@ put_aside(const fp_put_aside &aside, size_t i, const View &view, const at::Tenso
         *aside.tensor = THPVariable_Wrap(zeros_like_shard(unpack(aside.like), own));
     }
     if (numel > 0) {
-        const at::Tensor &whole = unpack(*aside.tensor);
-        const Shape shape = shape_of(view, param, i, numel);
-        take(alias(whole, shape.sizes, shape.strides, whole.storage_offset() + start), own, i);
+        take(piece_of(unpack(*aside.tensor), param, view, i, start, numel), own, i);
     }
     aside.has[i] = static_cast<char>(numel >= 0);
 }
@@ -140,14 +146,6 @@ shown_together(const std::vector<at::Tensor> &params, const Geometry &geometry, 
     return whole;
 }
 
-// What the shard's gradient has for the i-th parameter, in the shape that it has here.
-at::Tensor
-piece_of(const at::Tensor &grad, const at::Tensor &param, const View &view, size_t i, int64_t start, int64_t numel)
-{
-    const Shape shape = shape_of(view, param, i, numel);
-    return alias(grad, shape.sizes, shape.strides, grad.storage_offset() + start);
-}
-
 // What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
 void
 call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad)
@@ -176,7 +174,6 @@ fp_gradients_set(PyObject *tensor, PyObject *grad)
         else {
             fp::unpack(tensor).mutable_grad() = fp::unpack(grad);
         }
-        return 0;
     });
 }
 
@@ -217,8 +214,7 @@ fp_gradients_add_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry
                 hooked.push_back(targets[i]);
             }
             if (!meta->hooks_.empty()) {
-                fp::call_hooks(*meta,
-                               fp::piece_of(grad, targets[i], geometry->shared->views[i], i, starts[i], numels[i]));
+                fp::call_hooks(*meta, fp::piece_of(grad, targets[i], places.views[i], i, starts[i], numels[i]));
             }
         }
         const at::Tensor together = fp::shown_together(targets, places, starts, numels, which, grad);
@@ -229,7 +225,7 @@ fp_gradients_add_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry
             if (numels[i] < 0 || which[i] == 0) {
                 continue;
             }
-            at::Tensor piece = fp::piece_of(grad, targets[i], geometry->shared->views[i], i, starts[i], numels[i]);
+            at::Tensor piece = fp::piece_of(grad, targets[i], places.views[i], i, starts[i], numels[i]);
             at::Tensor &slot = targets[i].mutable_grad();
             if (slot.defined()) {
                 TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
@@ -244,7 +240,6 @@ fp_gradients_add_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry
                 (*hook)(target);
             }
         }
-        return 0;
     });
 }
 
@@ -273,8 +268,7 @@ fp_gradients_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *g
         all = fp::zeros_like_shard(shard, some);
         for (size_t i = 0; i < targets.size(); i++) {
             if (has[i] != 0 && numels[i] > 0) {
-                const fp::Shape shape = fp::shape_of(places.views[i], targets[i], i, numels[i]);
-                fp::take(fp::alias(all, shape.sizes, shape.strides, starts[i]), targets[i].grad(), i);
+                fp::take(fp::piece_of(all, targets[i], places.views[i], i, starts[i], numels[i]), targets[i].grad(), i);
             }
         }
         return THPVariable_Wrap(std::move(all));
@@ -287,7 +281,6 @@ fp_gradients_add(PyObject *target, PyObject *source)
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         fp::convert(fp::unpack(target), fp::unpack(source), {.scale = std::nullopt, .accumulate = true});
-        return 0;
     });
 }
 
@@ -304,7 +297,6 @@ fp_gradients_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry 
                 targets[i].mutable_grad() = fp::alias(kept, view);
             }
         }
-        return 0;
     });
 }
 
@@ -378,7 +370,6 @@ fp_gradients_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *s
                     fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
             }
         }
-        return 0;
     });
 }
 
@@ -430,7 +421,6 @@ fp_gradients_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kep
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         fp::clear_range(fp::unpack(kept), geometry->shared->views[static_cast<size_t>(i)], first);
-        return 0;
     });
 }
 
@@ -444,7 +434,6 @@ fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ss
                 grad.reset();
             }
         }
-        return 0;
     });
 }
 

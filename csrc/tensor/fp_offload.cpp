@@ -72,7 +72,6 @@ fp_flat_buffer_start_reload(fp_flat_buffer *flat)
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         fp::start_reload(*flat);
-        return 0;
     });
 }
 
@@ -84,7 +83,6 @@ fp_flat_buffer_drop_reload(fp_flat_buffer *flat)
             fp::block_on(flat->has_come, flat->reload_buffer.device()); /* its memory is used next */
             flat->reload_buffer.reset();
         }
-        return 0;
     });
 }
 
@@ -95,7 +93,6 @@ fp_flat_buffer_settle_copies(fp_flat_buffer *flat)
         if (flat->offloads && flat->unsharded.defined() && fp::has_streams(flat->unsharded)) {
             fp::settle_copies(flat->unsharded.device());
         }
-        return 0;
     });
 }
 

@@ -105,43 +105,23 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library)
     library.fallback(torch::CppFunction::makeFallthrough());
 }
 
+// What only modules do, with whole parameters.
+constexpr const char *whole_operations[] = {
+    // layers
+    "linear", "bilinear", "embedding", "embedding_bag", "embedding_bag.padding_idx", "prelu",
+    "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+    // convolutions
+    "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
+    // norms
+    "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
+    // recurrent ones
+    "lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
+    "rnn_relu.data", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"};
+
 TORCH_LIBRARY_IMPL(aten, DeferredInit, library)
 {
-    for (const char *name : {"linear",
-                             "bilinear",
-                             "conv1d",
-                             "conv1d.padding",
-                             "conv2d",
-                             "conv2d.padding",
-                             "conv3d",
-                             "conv3d.padding",
-                             "conv_transpose1d",
-                             "conv_transpose2d.input",
-                             "conv_transpose3d.input",
-                             "convolution",
-                             "embedding",
-                             "embedding_bag",
-                             "embedding_bag.padding_idx",
-                             "layer_norm",
-                             "rms_norm",
-                             "group_norm",
-                             "batch_norm",
-                             "instance_norm",
-                             "prelu",
-                             "lstm.input",
-                             "lstm.data",
-                             "gru.input",
-                             "gru.data",
-                             "rnn_tanh.input",
-                             "rnn_tanh.data",
-                             "rnn_relu.input",
-                             "rnn_relu.data",
-                             "lstm_cell",
-                             "gru_cell",
-                             "rnn_tanh_cell",
-                             "rnn_relu_cell",
-                             "_native_multi_head_attention",
-                             "_transformer_encoder_layer_fwd"}) {
+    for (const char *name : whole_operations) {
         library.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_all>());
     }
     library.impl("addmm", TORCH_FN(Tried<at::_ops::addmm>::call));
@@ -194,7 +174,6 @@ fp_torch_set_shards(PyObject *const *params, const fp_geometry *geometry, PyObje
             }
             targets[i].set_data(piece);
         }
-        return 0;
     });
 }
 

@@ -261,7 +261,6 @@ fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *
             const fp::View &view = shape.views[i];
             fp::point(targets[i], flat, view.shape, view.stride, flat.storage_offset() + view.offset);
         }
-        return 0;
     });
 }
 
@@ -288,7 +287,6 @@ fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_ob
                 fp::set_data(target, empty);
             }
         }
-        return 0;
     });
 }
 
@@ -315,7 +313,6 @@ fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t nume
                           "expected a 1-D tensor of at least ", wanted, " elements, got shape ", source.sizes());
         fp::check_targets({&flat_object, 1}, source);
         fp::point(flat, source, wanted, fp::unit_stride, source.storage_offset());
-        return 0;
     });
 }
 
@@ -326,7 +323,6 @@ fp_torch_point_like(PyObject *tensor, PyObject *source)
         const at::Tensor &origin = fp::unpack(source);
         fp::check_targets({&tensor, 1}, origin);
         fp::point(fp::unpack(tensor), origin, origin.sizes(), origin.strides(), origin.storage_offset());
-        return 0;
     });
 }
 
@@ -389,7 +385,6 @@ fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyObjec
             const fp::View &view = shape.views[i];
             fp::set_grad(targets[i], grad, view.shape, view.stride, grad.storage_offset() + view.offset, false);
         }
-        return 0;
     });
 }
 
@@ -494,10 +489,9 @@ fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reas
         c10::StorageImpl *storage = fp::storage_of(tensor);
         if (numel == 0 && !storage->resizable() && fp::is_reused(storage)) {
             fp::move_to_storage(tensor, fp::freed_source(tensor.options(), storage->nbytes(), reason, keeps_size != 0));
-            return 0;
+            return;
         }
         fp::resize_storage(storage, static_cast<size_t>(numel * item_bytes), reason, keeps_size != 0);
-        return 0;
     });
 }
 
@@ -529,7 +523,6 @@ fp_torch_digest(PyObject *object, uint64_t *out)
         TORCH_CHECK(bytes == 0 || fp::bytes_for(tensor) <= fp::memory_of(fp::storage_of(tensor)),
                     "the tensor's storage is freed, or too small for it");
         *out = fp_digest(bytes == 0 ? nullptr : tensor.const_data_ptr(), bytes);
-        return 0;
     });
 }
 
