@@ -270,15 +270,4 @@ static PyType_Slot layout_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec layout_spec = {
-    .name = "flatparam._C.Layout",
-    .basicsize = sizeof(layout_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = layout_slots,
-};
-
-PyObject *
-fp_layout_type_new(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &layout_spec, NULL);
-}
+PyType_Spec fp_layout_type = FP_TYPE("Layout", layout_object, 0, layout_slots);

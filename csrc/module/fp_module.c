@@ -16,17 +16,8 @@ static PyMethodDef *const fp_method_tables[] = {
     fp_overrides_methods,
 };
 
-/* The heap types; each function returns a new reference, or NULL with an exception. */
-static const struct {
-    const char *name;
-    PyObject *(*new_type)(PyObject *module);
-} fp_types[] = {
-    {"Layout", fp_layout_type_new},
-    {"ModuleParams", fp_module_params_type_new},
-    {"Root", fp_root_type_new},
-    {"Unit", fp_unit_type_new},
-    {"CollectiveTrace", fp_trace_type_new},
-    {"ModelTrace", fp_model_trace_type_new},
+static PyType_Spec *const fp_types[] = {
+    &fp_layout_type, &fp_module_params_type, &fp_root_type, &fp_unit_type, &fp_trace_type, &fp_model_trace_type,
 };
 
 /* Numbers that Python passes to C, or gets from it. */
@@ -64,8 +55,8 @@ fp_exec(PyObject *module)
         return -1;
     }
     for (size_t i = 0; i < sizeof fp_types / sizeof fp_types[0]; i++) {
-        PyObject *type = fp_types[i].new_type(module);
-        const int failed = PyModule_AddObjectRef(module, fp_types[i].name, type) < 0; /* also when it is NULL */
+        PyObject *type = PyType_FromModuleAndSpec(module, fp_types[i], NULL);
+        const int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
         Py_XDECREF(type);
         if (failed) {
             return -1;

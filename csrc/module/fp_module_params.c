@@ -600,15 +600,4 @@ static PyType_Slot module_params_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec module_params_spec = {
-    .name = "flatparam._C.ModuleParams",
-    .basicsize = sizeof(fp_module_params),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = module_params_slots,
-};
-
-PyObject *
-fp_module_params_type_new(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &module_params_spec, NULL);
-}
+PyType_Spec fp_module_params_type = FP_TYPE("ModuleParams", fp_module_params, Py_TPFLAGS_HAVE_GC, module_params_slots);

@@ -1,5 +1,4 @@
-/* module/fp_tables.h -- what the files of the module give it: method tables, and types (new references; NULL with
- * an exception). */
+/* module/fp_tables.h -- what the files of the module give it: method tables, and specs of types. */
 #ifndef FP_TABLES_H
 #define FP_TABLES_H
 
@@ -7,7 +6,7 @@
 
 extern PyMethodDef fp_core_methods[];
 extern PyMethodDef fp_tensor_methods[];
-PyObject *fp_layout_type_new(PyObject *module);
-PyObject *fp_module_params_type_new(PyObject *module);
+extern PyType_Spec fp_layout_type;
+extern PyType_Spec fp_module_params_type;
 
 #endif

@@ -27,6 +27,13 @@ fp_module_state *fp_get_state(PyObject *module);
 /* The cast that a METH_FASTCALL function needs in a method table. */
 #define FP_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 
+/* The spec of a heap type of the module. more_flags: Py_TPFLAGS_HAVE_GC or 0. */
+#define FP_TYPE(type_name, object, more_flags, type_slots)                                                             \
+    {.name = "flatparam._C." type_name,                                                                                \
+     .basicsize = sizeof(object),                                                                                      \
+     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | more_flags,                                              \
+     .slots = type_slots}
+
 /* Whether object is of the heap type with this tp_dealloc, which has no subclasses. The types are made anew when the module
  * is executed again, and objects of both stay in use. */
 static inline int

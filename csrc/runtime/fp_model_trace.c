@@ -121,15 +121,4 @@ static PyType_Slot model_trace_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec model_trace_spec = {
-    .name = "flatparam._C.ModelTrace",
-    .basicsize = sizeof(model_trace_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = model_trace_slots,
-};
-
-PyObject *
-fp_model_trace_type_new(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &model_trace_spec, NULL);
-}
+PyType_Spec fp_model_trace_type = FP_TYPE("ModelTrace", model_trace_object, Py_TPFLAGS_HAVE_GC, model_trace_slots);

@@ -5,8 +5,7 @@
 #include "tensor/fp_channel.h"
 #include "python/fp_args.h"
 
-/* New reference; NULL with an exception set. */
-PyObject *fp_model_trace_type_new(PyObject *module);
+extern PyType_Spec fp_model_trace_type;
 int fp_model_trace_check(PyObject *object); /* whether it is one */
 
 extern const fp_group_calls fp_model_trace_calls; /* with a ModelTrace as watcher */

@@ -183,18 +183,7 @@ static PyType_Slot root_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec root_spec = {
-    .name = "flatparam._C.Root",
-    .basicsize = sizeof(fp_root),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = root_slots,
-};
-
-PyObject *
-fp_root_type_new(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &root_spec, NULL);
-}
+PyType_Spec fp_root_type = FP_TYPE("Root", fp_root, Py_TPFLAGS_HAVE_GC, root_slots);
 
 int
 fp_root_check(PyObject *object)

@@ -4,8 +4,7 @@
 
 #include "python/fp_args.h"
 
-/* New reference; NULL with an exception set. */
-PyObject *fp_root_type_new(PyObject *module);
+extern PyType_Spec fp_root_type;
 int fp_root_check(PyObject *object); /* whether it is one */
 
 #endif

@@ -220,15 +220,4 @@ static PyType_Slot trace_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec trace_spec = {
-    .name = "flatparam._C.CollectiveTrace",
-    .basicsize = sizeof(trace_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = trace_slots,
-};
-
-PyObject *
-fp_trace_type_new(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &trace_spec, NULL);
-}
+PyType_Spec fp_trace_type = FP_TYPE("CollectiveTrace", trace_object, Py_TPFLAGS_HAVE_GC, trace_slots);

@@ -5,8 +5,7 @@
 #include "tensor/fp_channel.h"
 #include "python/fp_args.h"
 
-/* New reference; NULL with an exception set. */
-PyObject *fp_trace_type_new(PyObject *module);
+extern PyType_Spec fp_trace_type;
 int fp_trace_check(PyObject *object); /* whether it is one */
 
 /* The following are of a CollectiveTrace. An event comes; one is waited for, again; one has failed; whether those under

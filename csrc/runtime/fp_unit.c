@@ -630,18 +630,7 @@ static PyType_Slot unit_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec unit_spec = {
-    .name = "flatparam._C.Unit",
-    .basicsize = sizeof(fp_unit),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = unit_slots,
-};
-
-PyObject *
-fp_unit_type_new(PyObject *module)
-{
-    return PyType_FromModuleAndSpec(module, &unit_spec, NULL);
-}
+PyType_Spec fp_unit_type = FP_TYPE("Unit", fp_unit, Py_TPFLAGS_HAVE_GC, unit_slots);
 
 /* ---- functions of the module ---- */
 

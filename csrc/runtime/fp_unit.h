@@ -4,8 +4,7 @@
 
 #include "python/fp_args.h"
 
-/* New reference; NULL with an exception set. */
-PyObject *fp_unit_type_new(PyObject *module);
+extern PyType_Spec fp_unit_type;
 
 extern PyMethodDef fp_unit_methods_of_module[];
 
