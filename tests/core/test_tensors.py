@@ -24,7 +24,7 @@ def test_the_fused_addition_gives_torchs_bits():
     freed = torch.ones(4)
     flatparam._C.resize_storage(freed, 0)
     for bad in (whole[:4], whole.view(2, 4), freed, whole[:8:2], torch.ones(5)):
-        with pytest.raises(ValueError, match="expected two|with memory for"):
+        with pytest.raises(ValueError, match=r"expected two|with memory for"):
             flatparam._C.convert(whole[:4], bad, True)
     with pytest.raises(TypeError, match="plain"):
         flatparam._C.convert(whole, None, True)
