@@ -30,12 +30,16 @@ first_after(const fp_segment *segments, size_t n, int64_t position)
     return low;
 }
 
-/* Check segments[first..] as far as they begin before end; *last gets the index after the last of those. */
+/* What fp_pack and fp_pack_raw check: fills *first and *last, the segments that meet [begin, end), which are valid. */
 static fp_status
-check_between(const fp_segment *segments, size_t n, size_t first, int64_t end, size_t *last)
+find_segments(const fp_segment *segments, size_t n, const void *flat, int64_t begin, int64_t end, size_t *first,
+              size_t *last)
 {
+    if ((segments == NULL && n > 0) || begin < 0 || begin > end || (flat == NULL && begin < end)) {
+        return FP_EINVAL;
+    }
     int64_t previous_end = 0;
-    size_t i = first;
+    size_t i = *first = first_after(segments, n, begin);
     for (; i < n; i++) {
         const fp_segment *segment = &segments[i];
         if (segment->start < previous_end || segment->numel < 0 || segment->start > INT64_MAX - segment->numel) {
@@ -48,18 +52,6 @@ check_between(const fp_segment *segments, size_t n, size_t first, int64_t end, s
     }
     *last = i;
     return FP_OK;
-}
-
-/* What fp_pack and fp_pack_raw check: fills *first and *last, the segments that meet [begin, end). */
-static fp_status
-find_segments(const fp_segment *segments, size_t n, const void *flat, int64_t begin, int64_t end, size_t *first,
-              size_t *last)
-{
-    if ((segments == NULL && n > 0) || begin < 0 || begin > end || (flat == NULL && begin < end)) {
-        return FP_EINVAL;
-    }
-    *first = first_after(segments, n, begin);
-    return check_between(segments, n, *first, end, last);
 }
 
 /* Write n copies of the item; all bytes zero when item is NULL. */

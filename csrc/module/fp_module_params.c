@@ -441,8 +441,7 @@ module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     fp_module_params *table = (fp_module_params *)self;
     PyObject *params = NULL, *found = NULL; /* owned */
     PyObject **values = NULL;
-    char *selected = NULL; /* in the shard; then: plain, and what params says */
-    unsigned char *flags = NULL;
+    char *selected = NULL; /* in the shard; then: it is no plain tensor, not what params says, or not at its place */
     if (fp_check_nargs("scan", nargs, 4) < 0) {
         return NULL;
     }
@@ -451,8 +450,7 @@ module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     selected = fp_new_array(table->n, 1);
-    flags = selected == NULL ? NULL : fp_new_array(table->n, 1);
-    if (flags == NULL) {
+    if (selected == NULL) {
         goto fail;
     }
     for (Py_ssize_t i = 0; i < table->n; i++) {
@@ -468,16 +466,14 @@ module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         goto fail;
     }
     for (Py_ssize_t i = 0; i < table->n; i++) {
-        selected[i] =
-            values[i] != NULL && values[i] == PySequence_Fast_GET_ITEM(params, i) && fp_torch_is_plain(values[i]);
+        selected[i] = values[i] != PySequence_Fast_GET_ITEM(params, i) || !fp_torch_is_plain(values[i]);
     }
-    if (fp_torch_scan(values, table->geometry, args[1], args[2] == Py_None ? NULL : args[2], selected, flags) < 0) {
+    if (fp_torch_scan(values, table->geometry, args[1], args[2] == Py_None ? NULL : args[2], selected) < 0) {
         goto fail;
     }
     found = PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i < table->n; i++) {
-        const int deregistered = values[i] == NULL; /* as in a checkpoint, or not here */
-        if (!deregistered && (!selected[i] || flags[i])) {
+        if (values[i] != NULL && selected[i]) { /* NULL: deregistered, as in a checkpoint, or not here */
             PyObject *index = PyLong_FromSsize_t(i);
             if (index == NULL || PyList_Append(found, index) < 0) {
                 Py_CLEAR(found);
@@ -488,7 +484,6 @@ module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 fail:
     drop_all(values, table->n);
     fp_free(selected);
-    fp_free(flags);
     fp_pieces_release(pieces);
     Py_XDECREF(params);
     return found;

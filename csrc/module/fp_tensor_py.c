@@ -180,16 +180,14 @@ PyMethodDef fp_tensor_methods[] = {
      "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
     {"resize_storage", FP_FASTCALL(resize_storage), METH_FASTCALL,
      "resize_storage($module, tensor, numel, reason=None, keeps_size=False, /)\n--\n\nGive the storage of tensor room "
-     "for "
-     "numel elements of its dtype; 0 frees it. Contents are not kept. "
+     "for numel elements of its dtype; 0 frees it. Contents are not kept. "
      "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
      "size."},
     {"storage_numel", storage_numel, METH_O,
      "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
     {"digest", digest, METH_O,
      "digest($module, tensor, /)\n--\n\nA number of 64 bits that tells the values of dense tensors on the host apart, "
-     "of "
-     "one size and strides. Of more than 16 KiB it reads a line of 64 bytes in each 8 KiB."},
+     "of one size and strides. Of more than 16 KiB it reads a line of 64 bytes in each 8 KiB."},
     {"same_storage", FP_FASTCALL(same_storage), METH_FASTCALL,
      "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
     {"clear_grads", clear_grads, METH_O,

@@ -28,36 +28,6 @@ as_sent(const at::Tensor &tensor)
     return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
 }
 
-// The collectives; async, on the C++ group, under the names this torch has. Without the GIL: gloo's threads take it under
-// the lock of the queue that these calls wait for.
-template <class Group>
-c10::intrusive_ptr<c10d::Work>
-all_gather_on(Group &group, const at::Tensor &gathered, const at::Tensor &own)
-{
-    const WithoutGil released;
-    at::Tensor output = as_sent(gathered), input = as_sent(own);
-    if constexpr (requires { group.all_gather_single(output, input); }) {
-        return group.all_gather_single(output, input);
-    }
-    else {
-        return group._allgather_base(output, input);
-    }
-}
-
-template <class Group>
-c10::intrusive_ptr<c10d::Work>
-reduce_scatter_on(Group &group, const at::Tensor &reduced, const at::Tensor &whole)
-{
-    const WithoutGil released;
-    at::Tensor output = as_sent(reduced), input = as_sent(whole);
-    if constexpr (requires { group.reduce_scatter_single(output, input); }) {
-        return group.reduce_scatter_single(output, input);
-    }
-    else {
-        return group._reduce_scatter_base(output, input);
-    }
-}
-
 constexpr std::chrono::milliseconds patience{300};
 
 // What call gives; if it fails, the watchers may know better why.
@@ -81,6 +51,18 @@ explained(const fp_group *group, Call &&call)
     }
 }
 
+// The work that start begins on the C++ group, under the names this torch has. Without the GIL: gloo's threads take it under
+// the lock of the queue that these calls wait for.
+template <class Start>
+c10::intrusive_ptr<c10d::Work>
+started(const fp_group &group, Start &&start)
+{
+    return explained(&group, [&] {
+        const WithoutGil released;
+        return start(*group.native);
+    });
+}
+
 } // namespace
 
 void
@@ -98,23 +80,36 @@ announce(fp_group &group, unsigned kind, uint32_t trained)
 c10::intrusive_ptr<c10d::Work>
 all_gather(const fp_group &group, const at::Tensor &gathered, const at::Tensor &own)
 {
-    return explained(&group, [&] { return all_gather_on(*group.native, gathered, own); });
+    at::Tensor output = as_sent(gathered), input = as_sent(own);
+    return started(group, [&](auto &native) {
+        if constexpr (requires { native.all_gather_single(output, input); }) {
+            return native.all_gather_single(output, input);
+        }
+        else {
+            return native._allgather_base(output, input);
+        }
+    });
 }
 
 c10::intrusive_ptr<c10d::Work>
 reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole)
 {
-    return explained(&group, [&] { return reduce_scatter_on(*group.native, reduced, whole); });
+    at::Tensor output = as_sent(reduced), input = as_sent(whole);
+    return started(group, [&](auto &native) {
+        if constexpr (requires { native.reduce_scatter_single(output, input); }) {
+            return native.reduce_scatter_single(output, input);
+        }
+        else {
+            return native._reduce_scatter_base(output, input);
+        }
+    });
 }
 
 c10::intrusive_ptr<c10d::Work>
 all_reduce(const fp_group &group, const at::Tensor &tensor)
 {
-    return explained(&group, [&] {
-        std::vector<at::Tensor> tensors = {as_sent(tensor)};
-        const WithoutGil released;
-        return group.native->allreduce(tensors);
-    });
+    std::vector<at::Tensor> tensors = {as_sent(tensor)};
+    return started(group, [&](auto &native) { return native.allreduce(tensors); });
 }
 
 void
@@ -434,10 +429,7 @@ fp_sum_read(fp_sum *sum, int32_t *flags)
 {
     return fp::guarded(-1, [&] {
         fp::wait_for(sum->work, sum->group);
-        if (sum->is_here) {
-            const fp::WithoutGil released;
-            sum->is_here->synchronize();
-        }
+        fp::wait_until(sum->is_here);
         const int32_t *read = sum->here.const_data_ptr<int32_t>();
         std::copy(read, read + sum->here.numel(), flags);
     });

@@ -123,12 +123,7 @@ convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &ho
     if (how.scale) {
         values = values.mul(*how.scale);
     }
-    if (how.accumulate) {
-        target.add_(values);
-    }
-    else {
-        target.copy_(values);
-    }
+    how.accumulate ? target.add_(values) : target.copy_(values);
 }
 
 void

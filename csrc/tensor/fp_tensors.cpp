@@ -328,7 +328,7 @@ fp_torch_point_like(PyObject *tensor, PyObject *source)
 
 int
 fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner_object, PyObject *grad_object,
-              const char *selected, unsigned char *flags)
+              char *needed)
 {
     return fp::guarded(-1, [&] {
         const fp::Geometry &shape = *geometry->shared;
@@ -351,15 +351,14 @@ fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *ow
             return true;
         };
         for (size_t i = 0; i < shape.views.size(); i++) {
-            flags[i] = 0;
-            if (!selected[i]) {
+            if (needed[i]) {
                 continue;
             }
             const at::Tensor &param = fp::unpack(params[i]);
             const at::Tensor &own = param.unsafeGetTensorImpl()->grad();
             const bool moved = is_moved(param, owner, i);
             const bool grad_moved = own.defined() ? !grad.defined() || is_moved(own, grad, i) : grad.defined();
-            flags[i] = moved || grad_moved ? 1 : 0;
+            needed[i] = moved || grad_moved;
         }
         const fp::Plainly plainly;
         std::vector<at::Tensor> copies;
@@ -514,8 +513,7 @@ int
 fp_torch_digest(PyObject *object, uint64_t *out)
 {
     return fp::guarded(-1, [&] {
-        TORCH_CHECK_TYPE(fp_torch_is_plain(object), "expected a plain dense tensor, got ", Py_TYPE(object)->tp_name);
-        const at::Tensor &tensor = THPVariable_Unpack(object);
+        const at::Tensor &tensor = fp::unpack(object);
         TORCH_CHECK_TYPE(tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense(),
                          "expected a dense tensor on the host, got strides ", tensor.strides(), " on ",
                          tensor.device());

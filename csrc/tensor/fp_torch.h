@@ -79,13 +79,12 @@ int fp_torch_point_flat(PyObject *flat, PyObject *source, int64_t numel);
 /* Set tensor.data to the place of source. */
 int fp_torch_point_like(PyObject *tensor, PyObject *source);
 
-/* flags[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or, where
+/* needed[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or, where
  * those are whole, it lies there otherwise than geometry says; or only one of it and the flat parameter has a gradient
  * (grad NULL: the flat parameter has none). Storages are compared by identity, then by data pointer. What lies otherwise
- * gets data of its own, with the same values: writing one back does not change the next. Only where selected[i] != 0;
- * others get 0. */
-int fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner, PyObject *grad,
-                  const char *selected, unsigned char *flags);
+ * gets data of its own, with the same values: writing one back does not change the next. Where needed[i] is 1 already,
+ * params[i] is not looked at. */
+int fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *owner, PyObject *grad, char *needed);
 
 /* params[i].grad = its view of the unsharded flat gradient. Where shape, dtype or device differ from the parameter's,
  * the existing gradient's data is set instead (made first if there is none), as FSDP does past torch's checks. */
