@@ -3,7 +3,6 @@
 #include "python/fp_attributes.h"
 #include "python/fp_overrides.h"
 #include "runtime/fp_flat_param.h"
-#include "runtime/fp_model_trace.h"
 #include "runtime/fp_root.h"
 #include "runtime/fp_trace_py.h"
 #include "runtime/fp_unit.h"

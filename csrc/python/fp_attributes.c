@@ -322,8 +322,8 @@ fp_attributes_get(fp_attributes *attributes, const char *wanted, PyObject **valu
         status = !skip && values[got] == NULL && PyErr_Occurred() ? -1 : 0;
     }
     forget_dicts(&dicts);
-    while (status < 0 && got > 0) {
-        Py_CLEAR(values[--got]);
+    while (status < 0 && got-- > 0) {
+        Py_CLEAR(values[got]);
     }
     return status;
 }

@@ -5,7 +5,7 @@
 #include "runtime/fp_backward.h"
 
 #include "runtime/fp_iteration.h"
-#include "runtime/fp_model_trace.h"
+#include "runtime/fp_trace_py.h"
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_reduction.h"
 #include "runtime/fp_unshard.h"

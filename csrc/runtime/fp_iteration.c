@@ -5,7 +5,7 @@
 
 #include "core/fp_alloc.h"
 #include "runtime/fp_consensus.h"
-#include "runtime/fp_model_trace.h"
+#include "runtime/fp_trace_py.h"
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_unshard.h"
 

@@ -7,7 +7,7 @@
 #include "runtime/fp_backward.h"
 #include "runtime/fp_consensus.h"
 #include "runtime/fp_iteration.h"
-#include "runtime/fp_model_trace.h"
+#include "runtime/fp_trace_py.h"
 
 static PyObject *
 root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -4,7 +4,7 @@
 #include <stddef.h>
 
 #include "core/fp_alloc.h"
-#include "runtime/fp_model_trace.h"
+#include "runtime/fp_trace_py.h"
 #include "runtime/fp_backward.h"
 #include "runtime/fp_forward.h"
 #include "runtime/fp_iteration.h"

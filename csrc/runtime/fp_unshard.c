@@ -47,24 +47,10 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
                      unit->name);
         return -1;
     }
-    PyObject **made_views = fp_new_array(flat_param->n, sizeof *made_views);
-    if (made_views == NULL) {
-        return -1;
-    }
-    PyObject *views = NULL;
-    if (fp_flat_buffer_views(flat_param->flat, unit->ref, (int)index, untracked, made_views) == 0) {
-        views = PyTuple_New(flat_param->n);
-        for (Py_ssize_t i = 0; i < flat_param->n; i++) {
-            if (views != NULL) {
-                PyTuple_SET_ITEM(views, i, made_views[i]); /* steals it */
-            }
-            else {
-                Py_DECREF(made_views[i]);
-            }
-        }
-    }
-    fp_free(made_views);
-    if (views == NULL) {
+    PyObject *views = PyTuple_New(flat_param->n); /* its items are set at once */
+    if (views == NULL ||
+        fp_flat_buffer_views(flat_param->flat, unit->ref, (int)index, untracked, &PyTuple_GET_ITEM(views, 0)) < 0) {
+        Py_XDECREF(views);
         return -1;
     }
     flat_param->untracked = untracked;

@@ -241,3 +241,26 @@ def test_nn_module_methods_replaced_before_the_import_are_called():
         assert seen == ["weight", "weight"], seen
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+
+
+class Keeps(nn.Module):
+    """Has rules of its own: its parameters are found by __getattr__ alone."""
+
+    def __getattr__(self, name):
+        if name == "p2" and self.__dict__.get("refuses"):
+            raise ValueError("not now")
+        return super().__getattr__(name)
+
+
+def test_an_attribute_that_cannot_be_read_leaves_those_before_it_as_they_are():
+    module = Keeps()
+    for i in range(4):
+        module.register_parameter(f"p{i}", nn.Parameter(torch.zeros(1)))
+    unit, params = unit_of(module)
+    flat = nn.Parameter(torch.zeros(4))
+    module.refuses = True
+    counts = [sys.getrefcount(param) for param in params]
+    for _ in range(10):
+        with pytest.raises(ValueError, match="not now"):
+            unit.scan(params, flat, None, tuple((True, i, 1) for i in range(4)))
+    assert [sys.getrefcount(param) for param in params] == counts
