@@ -12,10 +12,11 @@ from torch import Tensor
 
 from .. import _C
 from ..common.tensors import free, has_memory, same_storage
-from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, is_torchdynamo_compiling
+from ..common.torch_private import HandleShardingStrategy, is_torchdynamo_compiling, torch_flat_param
 from .recovery import Interruptible
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle  # before install() replaces it
 
 # Fast paths: each does the work of several methods without calling them. Those name it by step_of(), and the handle
 # takes it only while none of them was replaced, on the class or on the handle.
@@ -75,6 +76,8 @@ class HandleBase(Interruptible):
     _fully_sharded_module: nn.Module
     _fwd_bwd_param_dtype: torch.dtype
     _keep_low_precision_grads: bool
+    _low_prec_param_dtype_specified: bool
+    _low_prec_reduce_dtype_specified: bool
     _offload_params: bool
     _orig_param_dtype: torch.dtype
     _reduce_dtype: torch.dtype
@@ -97,7 +100,19 @@ class HandleBase(Interruptible):
     _own_methods: ClassVar[dict[str, Any]] = {}  # and properties, by name, as defined here
     _steps: ClassVar[dict[str, tuple[str, ...]]] = {}  # that a fast path passes by; see step_of()
 
-    # What follows from them
+    # What follows from them, as in torch's handle
+
+    _uses_param_mixed_precision: bool = TORCH_HANDLE._uses_param_mixed_precision
+    _uses_reduce_mixed_precision: bool = TORCH_HANDLE._uses_reduce_mixed_precision
+    _force_full_precision: bool = TORCH_HANDLE._force_full_precision
+    # Whether the modules still have forward's unsharded views although `flat_param` is sharded
+    _skipped_use_sharded_views: bool = TORCH_HANDLE._skipped_use_sharded_views
+    _fqns_in_shard: list[str] = TORCH_HANDLE._fqns_in_shard
+    _get_modules = TORCH_HANDLE._get_modules
+    param_module_names = TORCH_HANDLE.param_module_names  # pairs of every original parameter's names
+    shared_param_module_names = TORCH_HANDLE.shared_param_module_names  # of the further places of shared ones
+    _init_param_reduce_dtypes = TORCH_HANDLE._init_param_reduce_dtypes
+    __repr__ = TORCH_HANDLE.__repr__
 
     def _layout_of(self, numels: Sequence[int], aligned_numel: int) -> _C.Layout:
         """Where parameters of these sizes lie, padded if ``aligned_numel`` > 0. They have at least one element."""
@@ -121,26 +136,6 @@ class HandleBase(Interruptible):
     @property
     def uses_sharded_strategy(self) -> bool:
         return self._sharding_strategy is not HandleShardingStrategy.NO_SHARD
-
-    @property
-    def _uses_param_mixed_precision(self) -> bool:
-        return self._fwd_bwd_param_dtype != self._orig_param_dtype
-
-    @property
-    def _uses_reduce_mixed_precision(self) -> bool:
-        return self._reduce_dtype != self._orig_param_dtype
-
-    @property
-    def _force_full_precision(self) -> bool:
-        return (self._uses_param_mixed_precision or self._uses_reduce_mixed_precision) and (
-            self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
-            or (self._use_full_prec_in_eval and not self._fully_sharded_module.training)
-        )
-
-    @property
-    def _skipped_use_sharded_views(self) -> bool:
-        """Whether the modules still have forward's unsharded views although ``flat_param`` is sharded."""
-        return self._unsharded_flat_param_for_skipped_views is not None
 
     def is_sharded(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has the size of the sharded flat parameter; False before ``shard()`` and for NO_SHARD."""

@@ -23,7 +23,7 @@ from ..common.torch_private import (
     HandleTrainingState,
     _no_dispatch_record_stream,
 )
-from .base import RESHARD, UNSHARD, step_of
+from .base import RESHARD, TORCH_HANDLE, UNSHARD, step_of
 from .gradients import Gradients
 from .views import SETATTR_IN_C
 
@@ -202,11 +202,7 @@ class Gathering(Gradients):
         elif in_forward:
             self._use_unsharded_views(as_params=False)
 
-    def post_unshard(self) -> None:
-        """Free the low-precision shard, which has been gathered."""
-        if self._uses_param_mixed_precision and self.uses_sharded_strategy:
-            self._free_low_precision_sharded_param()
-        self._check_on_compute_device(self.flat_param)
+    post_unshard = TORCH_HANDLE.post_unshard  # frees the low-precision shard, which has been gathered
 
     def _free_low_precision_sharded_param(self) -> None:
         self._check_low_precision_shard()
@@ -260,10 +256,7 @@ class Gathering(Gradients):
         if not free_unsharded_flat_param and self._training_state is HandleTrainingState.FORWARD:
             self._left_gathered = (self._sum_of_versions(), self._modes())
 
-    def post_reshard(self) -> None:
-        """NO_SHARD: free the low-precision copy, which was the unsharded parameter of the computation."""
-        if self._uses_param_mixed_precision and not self.uses_sharded_strategy and not self._force_full_precision:
-            self._free_low_precision_sharded_param()
+    post_reshard = TORCH_HANDLE.post_reshard  # NO_SHARD: frees the low-precision copy that was computed with
 
     @step_of(RESHARD)
     def _free_unsharded_flat_param(self) -> None:

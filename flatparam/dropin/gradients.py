@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _C
 from ..common.collectives import all_gather_single, all_reduce
 from ..common.torch_private import HandleTrainingState
-from .base import RESHARD, step_of
+from .base import RESHARD, TORCH_HANDLE, step_of
 from .writeback import Writeback
 
 
@@ -71,13 +71,7 @@ class Gradients(Writeback):
         flat_param.grad = padded[: size.numel()].view(size)
         self._use_unsharded_grad_views()
 
-    def reshard_grad(self) -> None:
-        """Go back to the sharded gradient that ``unshard_grad()`` saved."""
-        if self._use_orig_params:
-            self._use_sharded_grad_views()
-        if self.uses_sharded_strategy:
-            self.flat_param.grad = self.flat_param._saved_grad_shard
-            del self.flat_param._saved_grad_shard
+    reshard_grad = TORCH_HANDLE.reshard_grad  # back to the sharded gradient that unshard_grad() saved
 
     # In a step
 

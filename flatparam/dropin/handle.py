@@ -1,7 +1,6 @@
 """FlatParamHandle: the life cycle of one flat parameter: construct, shard, unshard, reshard."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..common.torch_private import (
     temporarily_clear_interpreter_stack,
 )
 from . import copying
-from .base import STREAM, environment_is_on, step_of, steps_by_path
+from .base import STREAM, TORCH_HANDLE, environment_is_on, step_of, steps_by_path
 from .flatten import Flattening, is_sharded_next
 from .gathering import Gathering
 
@@ -145,9 +144,6 @@ class FlatParamHandle(Flattening, Gathering):
     def __setstate__(self, state: dict[str, Any]) -> None:
         copying.restore_handle(self, state)
 
-    def __repr__(self) -> str:
-        return f"FlatParamHandle(flat_param.fqns={self.flat_param._fqns})"
-
     def _read_environment(self) -> None:
         self._skip_writeback_check = environment_is_on("FSDP_SKIP_WRITEBACK_CHECK")
         self._use_full_prec_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
@@ -167,15 +163,6 @@ class FlatParamHandle(Flattening, Gathering):
             _warn_use_fake_reduce(
                 logger, "FSDP_USE_FAKE_REDUCE=1: nothing is reduced; training is wrong, only its time counts."
             )
-
-    def _init_param_reduce_dtypes(
-        self, mp_param_dtype: torch.dtype | None, mp_reduce_dtype: torch.dtype | None
-    ) -> None:
-        """Set the dtypes of computation and of reduction; without a reduce dtype, a param dtype counts for both."""
-        self._low_prec_param_dtype_specified = mp_param_dtype is not None
-        self._low_prec_reduce_dtype_specified = mp_reduce_dtype is not None
-        self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
-        self._reduce_dtype = mp_reduce_dtype or self._fwd_bwd_param_dtype
 
     @step_of(STREAM)
     def _take_over_attributes(self) -> None:
@@ -238,19 +225,12 @@ class FlatParamHandle(Flattening, Gathering):
 
     def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[_ShardParamInfo, ...]:
         """The part of each original parameter in elements ``[start, end]`` (inclusive) of the unsharded flat one."""
-        offsets, mask = self._get_flat_param_offsets(), self.flat_param._is_padding_mask
-        if len(offsets) != len(mask):
-            raise self._wrong(f"Expects {len(mask)} offsets but got {len(offsets)}")
         if self._padded_to is not None and not self._is_replaced("_get_flat_param_offsets"):
             return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
-        infos = []
-        for start, end in (place for place, is_padding in zip(offsets, mask, strict=True) if not is_padding):
-            held: list[int | None] = [None] * 4
-            if start <= unsharded_end_idx and unsharded_start_idx <= end:
-                first, last = max(start, unsharded_start_idx), min(end, unsharded_end_idx)
-                held = [first - unsharded_start_idx, last - first + 1, first - start, last - start]
-            infos.append(_ShardParamInfo(held[0] is not None, *held))
-        return tuple(infos)
+        infos: tuple[_ShardParamInfo, ...] = TORCH_HANDLE._get_shard_metadata(
+            self, unsharded_start_idx, unsharded_end_idx
+        )
+        return infos
 
     @staticmethod
     @step_of(STREAM)
@@ -268,20 +248,14 @@ class FlatParamHandle(Flattening, Gathering):
         shard = chunk.clone()
         return (F.pad(shard, [0, numel_to_pad]) if numel_to_pad > 0 else shard), numel_to_pad
 
-    @staticmethod
-    def _get_sharded_size(tensor: Tensor, rank: int, world_size: int) -> torch.Size:
-        """The size of the padded shard of a 1-D ``tensor``."""
-        if tensor.dim() != 1:
-            raise AssertionError(f"Expected 1D tensor shape, got {tensor.shape}")
-        chunk, numel_to_pad = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
-        return torch.Size([chunk.numel() + numel_to_pad])
+    _get_sharded_size = staticmethod(TORCH_HANDLE._get_sharded_size)
 
     def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
         """First and last element (inclusive) in the unsharded flat parameter of each original one, and of padding."""
         if self._padded_to is not None and any(self.flat_param._numels):
             return self._layout.item_ranges
-        ends = list(accumulate(self.flat_param._numels_with_padding))
-        return [(end - numel, end - 1) for end, numel in zip(ends, self.flat_param._numels_with_padding, strict=True)]
+        offsets: list[tuple[int, int]] = TORCH_HANDLE._get_flat_param_offsets(self)
+        return offsets
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What this rank's shard holds of each original parameter; those that it does not hold are left out."""
@@ -352,23 +326,6 @@ class FlatParamHandle(Flattening, Gathering):
             if not self._skip_writeback_check:
                 self._writeback_orig_params()
         super()._deregister_orig_params()
-
-    def _get_modules(self) -> set[nn.Module]:
-        return {info.module for info in self._all_infos}
-
-    def param_module_names(self) -> Iterator[tuple[str, str]]:
-        """``(parameter name, module name)`` of every original parameter, shared ones under each name."""
-        return ((info.param_name, info.module_name) for info in self._all_infos)
-
-    def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
-        """The same for the further names of shared parameters only."""
-        return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
-
-    @property
-    def _fqns_in_shard(self) -> list[str]:
-        flat_param = self.flat_param
-        pieces = zip(flat_param._fqns, flat_param._shard_param_infos, strict=True)
-        return [fqn for fqn, piece in pieces if piece.in_shard]
 
 
 _constructor = FlatParamHandle.__init__

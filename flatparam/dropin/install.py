@@ -29,9 +29,8 @@ from ..common.torch_private import (
     torch_flat_param,
 )
 from . import copying, flat_param, flatten
+from .base import TORCH_HANDLE
 from .handle import FlatParamHandle
-
-TORCH_HANDLE: Any = torch_flat_param.FlatParamHandle
 
 # What the handle can deal with: a member or field that torch adds would be met in the middle of training.
 KNOWN_NAMES = {

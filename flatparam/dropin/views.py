@@ -5,8 +5,7 @@ Where a tensor has a subclass, an extension or a mode is active, or a step that 
 is done parameter by parameter with torch's operations (``*_by_ops``).
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..common.torch_private import (
     _unsafe_setattr_param,
     _unsafe_setattr_tensor,
 )
-from .base import RESHARD, STREAM, UNSHARD, VIEWS, HandleBase, environment_is_on, step_of
+from .base import RESHARD, STREAM, TORCH_HANDLE, UNSHARD, VIEWS, HandleBase, environment_is_on, step_of
 
 
 class Views(HandleBase):
@@ -200,17 +199,7 @@ class Views(HandleBase):
                 value.data = shared
             put(info.module, info.param_name, value)
 
-    @contextmanager
-    def unflatten_as_params(self) -> Generator[None, None, None]:
-        """In the context the modules have their original parameters; after it, tensors again.
-
-        The flat parameter must be unsharded.
-        """
-        self._use_unsharded_views(as_params=True)
-        try:
-            yield
-        finally:
-            self._use_unsharded_views(as_params=False)
+    unflatten_as_params = TORCH_HANDLE.unflatten_as_params  # a context: parameters in it, tensors after it
 
     # Sharded
 
@@ -255,11 +244,7 @@ class Views(HandleBase):
             self._setattr_param(info.module, info.param_name, param)
             param.data = getattr(info.prim_module, info.prim_param_name)
 
-    def _deregister_orig_params(self) -> None:
-        """Take the original parameters off their modules, for as long as the flat one is registered in their place."""
-        for info in self._all_infos:
-            if hasattr(info.module, info.param_name):
-                delattr(info.module, info.param_name)
+    _deregister_orig_params = TORCH_HANDLE._deregister_orig_params
 
 
 SETATTR_IN_C = (
