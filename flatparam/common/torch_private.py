@@ -70,7 +70,3 @@ def leave_out_of_graphs() -> None:
     import torch._dynamo.trace_rules as rules
 
     rules.add("flatparam")
-
-
-def register_fake_backend() -> None:
-    """Let ``init_process_group("fake")`` work: a backend whose collectives return at once."""

@@ -7,7 +7,6 @@ import time
 import torch
 from torch import nn
 
-from flatparam.common.torch_private import register_fake_backend
 from flatparam.demo.config import Config
 from flatparam.demo.model import GPT, loss_of
 from flatparam.demo.train import Wrapper, shard
@@ -17,7 +16,6 @@ class HostCost:
     """A bare and a wrapped model to time in turn. Making one is a collective call; timing is not."""
 
     def __init__(self, config: Config, wrapper: Wrapper) -> None:
-        register_fake_backend()
         self._repeats = config.host_repeats
         self._models = (GPT(config), shard(GPT(config), config, wrapper, backend="fake"))
         self._rows = torch.zeros(1, min(8, config.context) + 1, dtype=torch.int64)
