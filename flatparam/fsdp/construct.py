@@ -131,6 +131,8 @@ def check_types(**arguments: object) -> None:
     for name, value in arguments.items():
         if name in _FLAGS:
             wanted, fits = "True or False", isinstance(value, int)
+        elif name not in _CLASSES:
+            continue
         else:
             cls = _CLASSES[name]
             wanted = f"{cls.__module__.split('.')[0]}'s {cls.__name__}{'' if name == 'module' else ' or None'}"

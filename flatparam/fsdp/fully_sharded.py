@@ -96,6 +96,26 @@ class FullyShardedDataParallel(Stepping, FullStates, Copies):
         watch()
         peers.enter()
         watch_registrations()
+        arguments = {  # of each unit that a policy makes
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+            "placement": placement,
+            "segments": segments,
+            "shard_alignment": shard_alignment,
+            "atomic": atomic,
+            "offload_grads": offload_grads,
+            "check_values": check_values,
+        }
         building = Building(default_groups(process_group, device_mesh, placement))
         with telling(building):
             self._strategy = ShardingStrategy.of(sharding_strategy)
@@ -105,18 +125,7 @@ class FullyShardedDataParallel(Stepping, FullStates, Copies):
             if placement is not None and placement.outer is not None:
                 outer_group(placement.param, placement.optim, placement.outer)
             building.groups = groups_of_placement(self._placement)
-            check_types(
-                module=module,
-                cpu_offload=cpu_offload,
-                mixed_precision=mixed_precision,
-                sync_module_states=sync_module_states,
-                forward_prefetch=forward_prefetch,
-                limit_all_gathers=limit_all_gathers,
-                use_orig_params=use_orig_params,
-                segments=segments,
-                offload_grads=offload_grads,
-                check_values=check_values,
-            )
+            check_types(module=module, **arguments)
             if isinstance(module, FullyShardedDataParallel):
                 wrapped: Unit = vars(module)["_unit"]
                 raise ValueError(
@@ -153,32 +162,7 @@ class FullyShardedDataParallel(Stepping, FullStates, Copies):
                 )
             self._ignored_params = ignored_params
             if auto_wrap_policy is not None:
-                self._wrap_descendants(
-                    module,
-                    auto_wrap_policy,
-                    ignored_modules_set,
-                    ignored_params,
-                    {
-                        "process_group": process_group,
-                        "sharding_strategy": sharding_strategy,
-                        "cpu_offload": cpu_offload,
-                        "backward_prefetch": backward_prefetch,
-                        "mixed_precision": mixed_precision,
-                        "param_init_fn": param_init_fn,
-                        "device_id": device_id,
-                        "sync_module_states": sync_module_states,
-                        "forward_prefetch": forward_prefetch,
-                        "limit_all_gathers": limit_all_gathers,
-                        "use_orig_params": use_orig_params,
-                        "device_mesh": device_mesh,
-                        "placement": placement,
-                        "segments": segments,
-                        "shard_alignment": shard_alignment,
-                        "atomic": atomic,
-                        "offload_grads": offload_grads,
-                        "check_values": check_values,
-                    },
-                )
+                self._wrap_descendants(module, auto_wrap_policy, ignored_modules_set, ignored_params, arguments)
             for inner in module.modules():
                 if isinstance(inner, FullyShardedDataParallel):
                     ignored_params |= inner._ignored_params
