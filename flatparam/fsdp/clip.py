@@ -17,6 +17,8 @@ from .owners import segment_of
 from .segment import Segment
 from .unit import Unit
 
+Members = tuple[Segment, list[Any]]  # the parameters that a group shares, and the segment of the first
+
 
 def clip_grad_norm(
     units: Iterable[Unit], others: Iterable[Any], max_norm: float, norm_type: float, device: torch.device
@@ -35,20 +37,21 @@ def clip_grad_norm(
     return clip(*by_group(found.values()), max_norm, norm_type, device)
 
 
-def by_group(params: Iterable[tuple[Segment | None, Any]]) -> tuple[dict[Any, list[Any]], list[Any]]:
+def by_group(params: Iterable[tuple[Segment | None, Any]]) -> tuple[list[Members], list[Any]]:
     """The sharded ones of ``params``, each behind its segment, by the group that shares them, and the others."""
-    sharded: dict[Any, list[Any]] = {}
+    sharded: dict[Any, Members] = {}
     whole: list[Any] = []
     members: dict[Segment | None, list[Any]] = {None: whole}
     for segment, param in params:
         if segment is not None and segment not in members:
-            members[segment] = sharded.setdefault(segment.placement.optim, []) if segment.is_sharded else whole
+            shared = sharded.setdefault(segment.placement.optim, (segment, [])) if segment.is_sharded else None
+            members[segment] = whole if shared is None else shared[1]
         members[segment].append(param)
-    return sharded, whole
+    return list(sharded.values()), whole
 
 
 def clip(
-    sharded: dict[Any, list[Any]],
+    sharded: list[Members],
     whole: list[Any],
     max_norm: float,
     norm_type: float,
@@ -61,20 +64,17 @@ def clip(
     """
     if not sharded:
         return nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
-    groups = [*sharded.values(), whole]
-    dtypes = {param.dtype for group in groups for param in group}
-    is_wide = any(dtype.to_real() == torch.float64 for dtype in dtypes)  # on every rank alike
+    groups = [*sharded, *([(None, whole)] if whole else [])]
+    dtypes = {param.dtype for _, members in groups for param in members}
+    is_wide = not dtypes.isdisjoint((torch.float64, torch.complex128))  # on every rank alike
     precision = torch.float64 if is_wide else torch.float32
     is_max = norm_type == math.inf
     total: Tensor | None = None
-    every = [_by_kind(group) for group in groups]
-    for members, kinds in zip(groups, every, strict=True):
-        if not members:
-            continue
+    every = [_by_kind(members) for _, members in groups]
+    for (first, _), kinds in zip(groups, every, strict=True):
         norm = _norm(kinds, norm_type, precision, device)
         norm = norm if is_max else norm**norm_type
-        if members is not whole:
-            first: Any = segment_of(members[0])
+        if first is not None:
             if is_max:  # a MAX may drop NaN: whether there is any goes along
                 norm = torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan().to(precision)])
                 order.all_reduce(norm, dist.ReduceOp.MAX, first, _C.EVENT_CLIPS)
@@ -124,6 +124,8 @@ def _norm(kinds: Kinds, norm_type: float, precision: torch.dtype, device: torch.
     if not found:
         return torch.zeros((), dtype=precision, device=device)
     each = list(found.values())
+    if len(each) == 1 and norm_type in (2.0, math.inf):
+        return each[0].to(device, precision)  # is its own norm
     if len(kinds) > 1:
         each = [found[i].to(device, precision) for i in sorted(found)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
