@@ -179,6 +179,17 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     return bool(_same_storage(a, b))
 
 
+def is_at(value: Tensor, place: Tensor) -> bool:
+    """Whether ``value`` is ``place``: the same elements of memory, in the same shape."""
+    return (
+        value.device == place.device
+        and value.dtype == place.dtype
+        and value.data_ptr() == place.data_ptr()
+        and value.shape == place.shape
+        and value.stride() == place.stride()
+    )
+
+
 @functools.cache
 def watch_exports() -> None:
     """Lend what DLPack exports from now on: who takes a full parameter by its address keeps the memory.

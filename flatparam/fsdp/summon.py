@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
+from ..common.tensors import is_at
 from . import order
 from .errors import StateError
 from .names import FLAT_PARAM
@@ -255,7 +256,7 @@ class Summoned:
                     if other is not None:
                         replaced.append((k, i, original, other))
                     now = _shown(original)
-                    if _is_at(now, place):
+                    if is_at(now, place):
                         continue
                     if not _C.is_plain_tensor(now) or now.shape != place.shape:
                         raise ValueError(
@@ -328,16 +329,6 @@ def _shown(original: Original) -> nn.Parameter:
     place = original.names[0]
     value = place.module._parameters.get(place.name)
     return original.param if value is None else value
-
-
-def _is_at(value: Tensor, place: Tensor) -> bool:
-    return (
-        value.device == place.device
-        and value.dtype == place.dtype
-        and value.data_ptr() == place.data_ptr()
-        and value.shape == place.shape
-        and value.stride() == place.stride()
-    )
 
 
 def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:

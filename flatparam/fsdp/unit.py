@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.tensors import lacks_memory
+from ..common.tensors import is_at, lacks_memory
 from .errors import StateError
 from .names import FLAT_PARAM, listed
 from .originals import Name, Options, Original, by_segment, check_not_rounded, check_tensors, in_order
@@ -195,7 +195,7 @@ class Unit:
                     value = here.original.param.detach() if now is None else now.detach()
                     held = max(here.numel, 0)
                     target = shard.narrow(0, here.start, held)
-                    if value.numel() + held and not _lies_at(value, here, target):
+                    if value.numel() + held and not is_at(value, here.of(shard)):
                         writes.append((target, self._fit(here, piece.intra_param_start_idx or 0, value, target)))
         except ValueError:
             self.step.point_params()
@@ -328,17 +328,6 @@ def _let_swap_back() -> None:
                 given = place.module._parameters.pop(place.name, None)
                 if given is not None:
                     vars(place.module)[place.name] = given
-
-
-def _lies_at(value: Tensor, here: Here, target: Tensor) -> bool:
-    """Whether ``value`` is ``target``, the piece of the shard, as ``point_params`` has made it."""
-    return (
-        value.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
-        and value.storage_offset() == target.storage_offset()
-        and value.dtype == target.dtype
-        and value.shape == torch.Size(here.shape)
-        and value.stride() == here.stride
-    )
 
 
 def _take_back(unit: "weakref.ref[Unit]") -> None:
