@@ -118,10 +118,9 @@ def test_the_checkpoint_is_that_of_a_plain_loop_which_goes_on_from_it(quick):
 @pytest.mark.parametrize(
     "options",
     [
-        "--no-orig-params --precision bf16",
+        "--no-orig-params --precision bf16 --strategy hybrid-shard",
         "--strategy no-shard",
         "--strategy layer-zero --micro-batches 2",
-        "--strategy hybrid-shard",
         "--ranks 3 --strategy shard-grad-op --clip 1",
         "--runtime dropin --strategy hybrid-shard-zero2",
     ],
