@@ -227,9 +227,12 @@ class FlatParamHandle(Flattening, Gathering):
         """The part of each original parameter in elements ``[start, end]`` (inclusive) of the unsharded flat one."""
         if self._padded_to is not None and not self._is_replaced("_get_flat_param_offsets"):
             return parts_of(self._layout, unsharded_start_idx, unsharded_end_idx + 1, _ShardParamInfo)
-        infos: tuple[_ShardParamInfo, ...] = TORCH_HANDLE._get_shard_metadata(
-            self, unsharded_start_idx, unsharded_end_idx
-        )
+        try:
+            infos: tuple[_ShardParamInfo, ...] = TORCH_HANDLE._get_shard_metadata(
+                self, unsharded_start_idx, unsharded_end_idx
+            )
+        except AssertionError as error:
+            raise self._wrong(str(error)) from None
         return infos
 
     @staticmethod
