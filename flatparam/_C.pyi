@@ -170,8 +170,6 @@ class Unit:
     name: str
     reason: str
     reduced: Callable[[int], object] | None
-    is_full: Final[bool]
-    is_partly_full: Final[bool]
     has_frozen: Final[bool]
     shows_views: Final[bool]
     is_written: Final[bool]

@@ -82,22 +82,39 @@ before_backward_of(fp_unit *unit, uint64_t began)
     return root->backward_prefetch == FP_PREFETCH_PRE ? prefetch_backward(unit) : 0;
 }
 
+/* What autograd's threads do one at a time in a model, which they hold meanwhile. */
+typedef struct {
+    fp_unit *unit;
+    fp_root *root;
+    fp_range *range;
+} turn;
+
+/* Take the turn of a unit that is in a model. */
+static turn
+begin_turn(fp_unit *unit, const char *what)
+{
+    Py_INCREF(unit);
+    fp_iteration_enter(unit->root);
+    return (turn){.unit = unit, .root = unit->root, .range = fp_range_begin(what, unit->name)};
+}
+
+static int
+end_turn(turn ours, int status)
+{
+    fp_range_end(ours.range);
+    fp_iteration_leave(ours.root);
+    Py_DECREF(ours.unit);
+    return status;
+}
+
 static int
 before_backward(void *object, uint64_t began)
 {
-    fp_unit *unit = object;
-    if (fp_iteration_check_joined(unit) < 0) {
+    if (fp_iteration_check_joined(object) < 0) {
         return -1;
     }
-    Py_INCREF(unit);
-    fp_root *root = unit->root;
-    fp_iteration_enter(root);
-    fp_range *range = fp_range_begin("pre_backward", unit->name);
-    const int status = before_backward_of(unit, began);
-    fp_range_end(range);
-    fp_iteration_leave(root);
-    Py_DECREF(unit);
-    return status;
+    const turn ours = begin_turn(object, "pre_backward");
+    return end_turn(ours, before_backward_of(ours.unit, began));
 }
 
 static int
@@ -152,19 +169,11 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
 static int
 gradients_ready(void *object, int index, fp_gradients *gradients)
 {
-    fp_unit *unit = object;
-    if (fp_iteration_check_joined(unit) < 0) {
+    if (fp_iteration_check_joined(object) < 0) {
         return -1;
     }
-    Py_INCREF(unit);
-    fp_root *root = unit->root;
-    fp_iteration_enter(root);
-    fp_range *range = fp_range_begin("post_backward", unit->name);
-    const int status = gradients_ready_of(unit, &unit->flat_params[index], gradients);
-    fp_range_end(range);
-    fp_iteration_leave(root);
-    Py_DECREF(unit);
-    return status;
+    const turn ours = begin_turn(object, "post_backward");
+    return end_turn(ours, gradients_ready_of(ours.unit, &ours.unit->flat_params[index], gradients));
 }
 
 /* A loss has parameters in it as they are (a penalty on weights): what no_sync has kept goes out of .grad, so that autograd
@@ -177,14 +186,10 @@ before_accumulation(void *object, int index)
     if (unit->root == NULL || !flat_param->shows_kept) {
         return 0;
     }
-    Py_INCREF(unit);
-    fp_root *root = unit->root;
-    fp_iteration_enter(root);
-    const int status =
-        begin_backward(unit) < 0 || fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ? -1 : 0;
-    fp_iteration_leave(root);
-    Py_DECREF(unit);
-    return status;
+    const turn ours = begin_turn(unit, "before_accumulation");
+    return end_turn(
+        ours,
+        begin_backward(unit) < 0 || fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ? -1 : 0);
 }
 
 static int

@@ -72,9 +72,11 @@ fp_forward_pre(PyObject *self, PyObject *ignored)
     if (fp_iteration_check_joined(unit) < 0) {
         return NULL;
     }
+    fp_range *range = fp_range_begin("pre_forward", unit->name);
     fp_root *locked = fp_iteration_lock_in_backward(unit->root);
     PyObject *result = pre_forward(unit);
     fp_iteration_unlock(locked);
+    fp_range_end(range);
     return result;
 }
 
@@ -185,12 +187,14 @@ fp_forward_post(PyObject *self, PyObject *output)
     if (fp_iteration_check_joined(unit) < 0) {
         return NULL;
     }
+    fp_range *range = fp_range_begin("post_forward", unit->name);
     fp_root *locked = fp_iteration_lock_in_backward(unit->root);
     /* Of one that fails abort_forward is the end. */
     const int status = fp_iteration_check(unit, FP_PASS_END_FORWARD) < 0 || post_forward(unit, output) < 0
                            ? -1
                            : fp_iteration_move(unit, FP_PASS_END_FORWARD);
     fp_iteration_unlock(locked);
+    fp_range_end(range);
     return status < 0 ? NULL : Py_NewRef(output);
 }
 

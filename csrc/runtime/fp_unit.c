@@ -188,24 +188,6 @@ unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-unit_pre_forward(PyObject *self, PyObject *ignored)
-{
-    fp_range *range = fp_range_begin("pre_forward", ((fp_unit *)self)->name);
-    PyObject *result = fp_forward_pre(self, ignored);
-    fp_range_end(range);
-    return result;
-}
-
-static PyObject *
-unit_post_forward(PyObject *self, PyObject *output)
-{
-    fp_range *range = fp_range_begin("post_forward", ((fp_unit *)self)->name);
-    PyObject *result = fp_forward_post(self, output);
-    fp_range_end(range);
-    return result;
-}
-
-static PyObject *
 unit_release(PyObject *self, PyObject *ignored)
 {
     fp_unit *unit = (fp_unit *)self;
@@ -378,18 +360,6 @@ is_frozen(fp_flat_param *flat_param)
 }
 
 static int
-is_allocated(fp_flat_param *flat_param)
-{
-    return fp_flat_buffer_is_allocated(flat_param->flat);
-}
-
-static int
-is_freed(fp_flat_param *flat_param)
-{
-    return !is_allocated(flat_param);
-}
-
-static int
 is_unreduced(fp_flat_param *flat_param)
 {
     return flat_param->unreduced;
@@ -399,8 +369,7 @@ is_unreduced(fp_flat_param *flat_param)
 typedef struct {
     int (*holds)(fp_flat_param *flat_param);
 } question;
-static question ask_written = {is_written}, ask_frozen = {is_frozen}, ask_allocated = {is_allocated},
-                ask_unreduced = {is_unreduced};
+static question ask_written = {is_written}, ask_frozen = {is_frozen}, ask_unreduced = {is_unreduced};
 
 /* Whether the question holds for some flat parameter. */
 static PyObject *
@@ -485,13 +454,6 @@ unit_copies(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
-unit_is_full(PyObject *self, void *ignored)
-{
-    const fp_unit *unit = (fp_unit *)self;
-    return PyBool_FromLong(unit->n_flat_params > 0 && !fp_unit_each(unit, is_freed));
-}
-
-static PyObject *
 unit_reason(PyObject *self, void *ignored)
 {
     return Py_NewRef(((fp_unit *)self)->reason);
@@ -515,9 +477,9 @@ static PyMethodDef unit_methods[] = {
      "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the secondary shard, 3 the one "
      "that refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell "
      "it also while one is waited for."},
-    {"pre_forward", unit_pre_forward, METH_NOARGS,
+    {"pre_forward", fp_forward_pre, METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
-    {"post_forward", unit_post_forward, METH_O,
+    {"post_forward", fp_forward_post, METH_O,
      "post_forward($self, output, /)\n--\n\nPut hooks on the tensors in output, free what is not kept; returns "
      "output."},
     {"abort_forward", fp_forward_abort, METH_NOARGS,
@@ -594,8 +556,6 @@ unit_set_name(PyObject *self, PyObject *name, void *ignored)
 
 static PyGetSetDef unit_getset[] = {
     {"name", unit_name, unit_set_name, "What messages call the unit.", NULL},
-    {"is_full", unit_is_full, NULL, "Whether the unsharded data have memory.", NULL},
-    {"is_partly_full", unit_any, NULL, "Whether some of the unsharded data have memory.", &ask_allocated},
     {"is_written", unit_any, NULL,
      "Whether somebody has changed a view in place, or its data, since that was looked over.", &ask_written},
     {"has_frozen", unit_any, NULL, "Whether some part has no parameter that requires grad.", &ask_frozen},

@@ -210,12 +210,6 @@ fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard_object)
 }
 
 int
-fp_flat_buffer_is_allocated(const fp_flat_buffer *flat) noexcept
-{
-    return flat->unsharded.defined() && fp::memory_of(fp::storage_of(flat->unsharded)) != 0;
-}
-
-int
 fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char *reason)
 {
     return fp::guarded(-1, [&] {

@@ -90,7 +90,6 @@ void fp_flat_buffer_refuse_graphs(fp_flat_buffer *flat, PyObject *const *views);
 int fp_flat_buffer_wait_read(fp_flat_buffer *flat);
 /* How often the shard was seen to have another storage than before. */
 int64_t fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard);
-int fp_flat_buffer_is_allocated(const fp_flat_buffer *flat) FP_NOEXCEPT;
 int fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) FP_NOEXCEPT; /* what was gathered is still there */
 int fp_flat_buffer_has_values(const fp_flat_buffer *flat) FP_NOEXCEPT;  /* the same, or a secondary shard is */
 /* 1 if what was gathered, or the secondary shard, has the values of shard for our part; 0: it has others, or is not

@@ -5,7 +5,7 @@ Oracle: the gradients of the unsharded module. The tables of moves by themselves
 
 import pytest
 import torch
-from fsdp_models import data, loss_of, make, wrap_blocks
+from fsdp_models import data, have_memory, loss_of, make, wrap_blocks
 from gloo import fake_world
 from test_fsdp_threads import ELSEWHERE, gradients, in_thread, unsharded
 from torch import nn
@@ -68,7 +68,7 @@ def test_a_unit_that_a_hook_frees_while_it_is_gathered_is_not_computed_with(monk
         monkeypatch.setattr(collectives, "all_gather", free)
         with pytest.raises(RuntimeError, match=r"^the unit of Linear.*: it was freed while it was gathered"):
             model(torch.ones(1, 3))
-        assert not unit.step.is_full
+        assert not all(have_memory(unit.step))
         monkeypatch.undo()
         model(torch.ones(1, 3)).sum().backward()
         assert unit.step.root.state == "IDLE"
@@ -116,11 +116,11 @@ def test_a_forward_that_was_refused_has_nothing_to_abort():
         model = wrap_blocks(make(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
         loss = loss_of(model, data(0, 0))
         units = [unit._unit.step for unit in FSDP.fsdp_modules(model)]
-        full = [unit.is_full for unit in units]
+        full = [all(have_memory(unit)) for unit in units]
         assert any(full)
         for unit in units:
             unit.abort_forward()  # as that of another thread, which comes to it when this forward has ended
-        assert [unit.is_full for unit in units] == full
+        assert [all(have_memory(unit)) for unit in units] == full
         loss.backward()
 
 
@@ -182,7 +182,7 @@ def test_an_output_that_cannot_be_looked_into_leaves_the_model_usable():
                 model(torch.ones(1, 3))
         finally:
             looked.clear()
-        assert not model._unit.step.is_full
+        assert not all(have_memory(model._unit.step))
         model(torch.ones(1, 3)).tensor.sum().backward()
         assert model._unit.step.root.state == "IDLE"
 

@@ -24,6 +24,7 @@ from fsdp_models import (
     every_setting,
     full_grads,
     full_params,
+    have_memory,
     loss_of,
     make,
     wrap_blocks,
@@ -147,7 +148,7 @@ def test_the_order_of_collectives(strategy, prefetch, uo):
 
 
 def full(model):
-    return [unit._unit.step.is_full for unit in FSDP.fsdp_modules(model)]
+    return [all(have_memory(unit._unit.step)) for unit in FSDP.fsdp_modules(model)]
 
 
 def record(model, seen, *_args):
@@ -328,7 +329,7 @@ def recomputation(strategy, uo):
                 assert_same_grads(model, module, what)
         if strategy == "FULL_SHARD":
             assert gathers - before == 1 + 2 * 3, what  # no second gather for the recomputation in backward
-        assert not any(unit._unit.step.is_full for unit in FSDP.fsdp_modules(model)) or strategy in (
+        assert not any(all(have_memory(unit._unit.step)) for unit in FSDP.fsdp_modules(model)) or strategy in (
             "NO_SHARD",
             "ZERO_1",
         )
@@ -524,7 +525,7 @@ def frozen_in_backward():
         most = []
 
         def look(grad, units=units, most=most):
-            most.append(sum(unit._unit.step.is_partly_full for unit in units))
+            most.append(sum(any(have_memory(unit._unit.step)) for unit in units))
 
         def watch(module, args, output, look=look):
             output.register_hook(look)
@@ -535,10 +536,10 @@ def frozen_in_backward():
             model(data(step)).sum().backward()
             assert len(most) == 6 * (step + 1)
             assert max(most) <= 3, most
-            assert not any(unit._unit.step.is_partly_full for unit in units)
+            assert not any(any(have_memory(unit._unit.step)) for unit in units)
         if adapters:  # no input requires grad: freed when backward ends
             units[0](data(0)).sum().backward()
-            assert not units[0]._unit.step.is_partly_full
+            assert not any(have_memory(units[0]._unit.step))
 
 
 def test_frozen_parameters_are_freed_in_backward():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import assert_same, assert_same_grads, data, full_params, loss_of, make
+from fsdp_models import assert_same, assert_same_grads, data, full_params, have_memory, loss_of, make
 from gloo import note, run_ranks
 from layer_zero_ranks import MODES, Reference, counted, layer_zero, micro_batches, run_of
 from torch import nn
@@ -33,7 +33,11 @@ def sizes(model):
 def pieces_of(model):
     """The copies and kept gradients of all units, and who is full."""
     steps = [unit._unit.step for unit in FSDP.fsdp_modules(model)]
-    return [step.copies()[0] for step in steps], [step.kept()[0] for step in steps], [step.is_full for step in steps]
+    return (
+        [step.copies()[0] for step in steps],
+        [step.kept()[0] for step in steps],
+        [all(have_memory(step)) for step in steps],
+    )
 
 
 def expected_bytes(mode, numels, count, world, inner):

@@ -8,11 +8,17 @@ import torch.distributed as dist
 from torch import nn
 
 import flatparam
+from flatparam import _C
 from flatparam import FullyShardedDataParallel as FSDP
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
 SETTINGS = tuple(itertools.product(STRATEGIES, (False, True)))  # (strategy, use_orig_params)
 every_setting = pytest.mark.parametrize(("strategy", "uo"), SETTINGS)
+
+
+def have_memory(step):
+    """Of each flat parameter of a unit, whether its unsharded data have memory."""
+    return [views is not None and _C.storage_numel(views[0]) > 0 for views in step.views()]
 
 
 class Block(nn.Module):
