@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.api import FullOptimStateDictConfig
 
 from ..common.torch_private import _override_module_mixed_precision, leave_out_of_graphs
+from ..states.optimizer import OptimizerStates
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
@@ -51,7 +52,7 @@ __all__ = ["FullyShardedDataParallel", "StateError", "WritebackError"]
 _HOST = torch.device("cpu")
 
 
-class FullyShardedDataParallel(Stepping, FullStates, Copies):
+class FullyShardedDataParallel(Stepping, FullStates, OptimizerStates, Copies):
     """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
 
     Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13), and

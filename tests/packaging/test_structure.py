@@ -13,7 +13,8 @@ PRIVATE = "flatparam.common.torch_private"  # the one file that imports torch's 
 LAYERS = {
     "common": set(),
     "dropin": {"common"},
-    "fsdp": {"common"},
+    "fsdp": {"common", "states"},  # the wrapper is made of states too, which know its units
+    "states": {"common", "fsdp"},
     "layer_zero": {"common", "dropin", "fsdp"},
 }
 

@@ -1,0 +1,188 @@
+"""A state of the unwrapped model's optimizer, cut into what this rank's optimizer keeps.
+
+Everything is checked before anything is cut: the checks see shapes and dtypes, which all ranks know alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fsdp.errors import StateError
+from ..fsdp.originals import in_order
+from .table import Param, Stepped, Table
+from .values import Described, Like, Scalar, classify, same
+
+# fetch(segment's number, key, dtype, parameters): of each parameter the elements that are here, 1-D, in memory order
+Fetch = Callable[[int, str, torch.dtype, list[Param]], Iterator[tuple[Param, Tensor]]]
+
+
+def cut(
+    table: Table,
+    full: Mapping[str, Any],
+    groups: list[list[Stepped]],
+    fetch: Fetch,
+    *,
+    own: Any = None,
+    named: bool = False,
+) -> dict[str, Any]:
+    """``full``, an optimizer's state dict by names of the unwrapped model, as this rank's optimizer loads it.
+
+    Args: ``full``: tensors in it may be what ``described`` gives: ``fetch`` brings their values. ``groups``: what the
+    optimizer steps; ``own``: its own ``param_groups``, which the result has the order of; None: those of ``full``;
+    ``named``: keys are names, not numbers.
+    Raises: ValueError naming parameter and key.
+    """
+    stepped = [one for group in groups for one in group]
+    keys: dict[Stepped, Any] = {one: one.key if named else number for number, one in enumerate(stepped)}
+    state = by_first_name(table, full.get("state", {}))
+    described = classify(table, state)
+    plan = {one: found for one in stepped if (found := _plan(one, described)) is not None}
+    result: dict[str, Any] = {"state": {}}
+    if "param_groups" in full:
+        result["param_groups"] = _param_groups(table, full["param_groups"], groups, keys, own)
+    cut_state: dict[Stepped, dict[str, Any]] = {
+        one: {key: _own(value, one) for key, value in values.items()} for one, values in plan.items()
+    }
+    members: dict[tuple[int, str, torch.dtype], list[Stepped]] = {}
+    for one, values in plan.items():
+        for key, value in values.items():
+            if isinstance(value, Like) and one.place is not None:
+                members.setdefault((one.place[0], key, value.dtype), []).append(one)
+    for (number, key, dtype), owners in sorted(members.items(), key=lambda item: item[0][0]):
+        owner_of = {param: one for one in owners for param in one.params if param.name in described}
+        for param, piece in fetch(number, key, dtype, list(owner_of)):
+            _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
+    for one in stepped:
+        if one in cut_state and (one.is_flat or one.params[0].numel or not one.is_sharded):
+            result["state"][keys[one]] = cut_state[one]
+    for key, value in full.get("state", {}).items():
+        if key not in table.by_name:
+            warnings.warn(
+                f"the optimizer's state has {key!r}, which is no parameter of the model: it is copied as it is",
+                stacklevel=4,
+            )
+            result["state"][key] = value
+    return result
+
+
+def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
+    """What ``state`` has of the model's parameters, each under the first of its names."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, values in state.items():
+        if name in table.by_name:
+            found.setdefault(table.by_name[name].name, values)
+    return found
+
+
+def _plan(one: Stepped, state: dict[str, Described]) -> Described | None:
+    """What ``one`` shall have. Raises: ValueError for parameters of one flat one that differ."""
+    having = [param for param in one.params if param.name in state]
+    if not having:
+        return None
+    first = having[0]
+    values = state[first.name]
+    for param in having[1:]:
+        others = state[param.name]
+        for key in {**values, **others}:
+            if key not in values or key not in others:
+                has, lacks = (first, param) if key in values else (param, first)
+                raise StateError(
+                    f"optimizer state `{key}`: parameter `{has.name}` has it and `{lacks.name}` does not, and they are "
+                    "of one flat parameter: use use_orig_params=True"
+                )
+            mine, theirs = values[key], others[key]
+            if isinstance(mine, Like) and isinstance(theirs, Like):
+                fits = mine.dtype == theirs.dtype
+            else:
+                fits = same(mine, theirs)
+            if not fits:
+                raise StateError(
+                    f"optimizer state `{key}` of parameters `{first.name}` and `{param.name}` differs, and they are of "
+                    "one flat parameter: use use_orig_params=True"
+                )
+    return values
+
+
+def _own(value: Any, one: Stepped) -> Any:
+    """A copy of what is not cut."""
+    if isinstance(value, Like):
+        return torch.zeros(one.shape, dtype=value.dtype) if one.is_flat else None
+    if isinstance(value, Scalar):
+        return value.tensor()
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _put(values: dict[str, Any], key: str, one: Stepped, param: Param, piece: Tensor) -> None:
+    here = param.here
+    assert here is not None
+    if not one.is_flat:
+        stride = here.stride if len(here.stride) == len(one.shape) else (1,)
+        values[key] = piece.clone().as_strided(one.shape, stride)
+    elif piece.numel():
+        values[key].narrow(0, here.start, here.numel).copy_(piece)
+
+
+def _param_groups(
+    table: Table, given: list[dict[str, Any]], groups: list[list[Stepped]], keys: dict[Stepped, Any], own: Any
+) -> list[dict[str, Any]]:
+    """Raises: ValueError naming a parameter for groups that are cut otherwise."""
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(given):
+        for name in group["params"]:
+            if name in table.by_name:
+                group_of.setdefault(table.by_name[name].name, number)
+    places: dict[Stepped, int | None] = {}
+    for one in keys:
+        found = {group_of[param.name]: param for param in one.params if param.name in group_of}
+        if len(found) > 1:
+            first, second = list(found.values())[:2]
+            raise StateError(
+                f"parameters `{first.name}` and `{second.name}` are of one flat parameter, and in two groups of the "
+                "optimizer's state: use use_orig_params=True"
+            )
+        places[one] = next(iter(found), None)
+    if own is None:
+        return [
+            {**_settings(group), "params": [keys[one] for one, place in places.items() if place == number]}
+            for number, group in enumerate(given)
+        ]
+    result = []
+    for number, (members, mine) in enumerate(zip(groups, own, strict=True)):
+        sources = dict.fromkeys(place for one in members if (place := places[one]) is not None)
+        missing = next((one for one in members if places[one] is None), None)
+        if missing is not None:
+            raise StateError(
+                f"parameter `{missing.params[0].name}` is in group {number} of the optimizer, and in no group of the "
+                "state that is loaded"
+            )
+        if len(sources) > 1:
+            raise StateError(
+                f"the parameters of group {number} of the optimizer are in groups {sorted(sources)} of the state that "
+                "is loaded: group them alike"
+            )
+        source = given[next(iter(sources))] if sources else given[number] if number < len(given) else mine
+        result.append({**_settings(source), "params": [keys[one] for one in members]})
+    return result
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+
+
+def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
+    """Of a state that is whole on this rank. No communication."""
+    whole = by_first_name(table, state)
+
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Param]) -> Iterator[tuple[Param, Tensor]]:
+        for param in params:
+            assert param.here is not None
+            value = in_order(whole[param.name][key].detach(), param.here.original.stride)
+            yield param, value.narrow(0, param.begin, param.numel)
+
+    return fetch

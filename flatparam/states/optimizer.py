@@ -1,0 +1,174 @@
+"""The wrapper's functions for optimizer states, of torch 1.12 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+
+from .exchange import from_first
+from .ids import rekeyed
+from .loading import cut, from_here
+from .saving import Sink, unsharded_state
+from .table import Param, Table, settings_of
+
+OptimInput = Iterable[Any] | None
+
+
+class OptimizerStates:
+    """The part of the wrapper that saves and loads optimizer states.
+
+    A state has ``"state"``, by names of the unwrapped model, and ``"param_groups"``. Tensors like a parameter have its
+    shape; what is the same for all of it is as the optimizer has it. Parameters without state are left out.
+    """
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The whole state on the host of rank 0 of ``group``, ``{}`` on the others; or on all. A collective call.
+
+        Extra memory is that of one unit's largest state tensor.
+        Raises: ValueError naming parameter and key for state that ranks do not have alike.
+        """
+        return _full(model, optim, optim.state_dict(), optim_input, rank0_only, group, to_cpu=True)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The state in the form that ``state_dict_type`` says. A collective call.
+
+        ``optim_state_dict``: what ``optim.state_dict()`` gave; None: what it gives now.
+        """
+        settings, given = settings_of(model), optim_state_dict
+        config = settings.optim_state_dict_config
+        if given is None:
+            given = optim.state_dict()
+        return _full(
+            model, optim, given, None, getattr(config, "rank0_only", False), group, to_cpu=config.offload_to_cpu
+        )
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What this rank's optimizer loads of a full state, which every rank has. No communication.
+
+        Raises: ValueError naming parameter and key for what does not fit.
+        """
+        table = Table(model)
+        fetch = from_here(table, full_optim_state_dict.get("state", {}))
+        return _cut(table, full_optim_state_dict, fetch, optim, optim_input)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: Any = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The same of a state that only rank 0 of ``group`` has; the others pass None. A collective call.
+
+        ``optim`` may be the group, as with torch 1.12.
+        """
+        if isinstance(optim, dist.ProcessGroup):
+            optim, group = None, optim
+        table = Table(model)
+        header, fetch = from_first(table, full_optim_state_dict, _or_world(group))
+        return _cut(table, header, fetch, optim, optim_input)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A full state with names for keys, or with the numbers that the optimizer of the unwrapped ``model`` has.
+
+        The same object, if it has these keys. Raises: ValueError for keys of both kinds, or of no parameter.
+        """
+        return rekeyed(optim_state_dict, optim_state_key_type, model, optim if optim is not None else optim_input)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What this rank's optimizer loads of a state in the form that ``state_dict_type`` says.
+
+        With ``rank0_only`` a collective call, in which rank 0 has the state. ``load_directly``: load it, too.
+        Raises: ValueError naming parameter and key for what does not fit; then nothing is changed.
+        """
+        first: Any = model
+        if isinstance(first, Mapping):  # torch 2.0 has it first
+            model, optim, optim_state_dict = optim, optim_state_dict, first  # type: ignore[assignment]
+        settings, table = settings_of(model), Table(model)
+        full: Mapping[str, Any] = optim_state_dict
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            raise ValueError(f"{settings.state_dict_type} of optimizers is not supported yet")
+        if getattr(settings.optim_state_dict_config, "rank0_only", False):
+            full, fetch = from_first(table, optim_state_dict, _or_world(group))
+        else:
+            fetch = from_here(table, full.get("state", {}))
+        result = _cut(table, full, fetch, optim, None, named=is_named_optimizer)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+
+def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
+def _full(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    optim_input: OptimInput,
+    rank0_only: bool,
+    group: dist.ProcessGroup | None,
+    *,
+    to_cpu: bool,
+) -> dict[str, Any]:
+    def take(param: Param, whole: Tensor) -> Tensor:
+        copied = whole.cpu() if to_cpu else whole
+        return copied.clone() if copied.data_ptr() == whole.data_ptr() else copied
+
+    table = Table(model)
+    groups = table.groups(optim if optim_input is None else optim_input)
+    shown = not rank0_only or dist.get_rank(group) == 0
+    result: dict[str, Any] = unsharded_state(table, given, groups, Sink(take, to_cpu) if shown else None)
+    return result
+
+
+def _cut(
+    table: Table, full: Mapping[str, Any], fetch: Any, optim: Any, optim_input: OptimInput, named: bool = False
+) -> dict[str, Any]:
+    groups = table.groups(optim if optim is not None else optim_input)
+    own = None if optim is None else optim.param_groups
+    return cut(table, full, groups, fetch, own=own, named=named)

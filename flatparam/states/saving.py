@@ -1,0 +1,204 @@
+"""Optimizer states as the unwrapped model's optimizer would have them: whole, or in rows.
+
+What ranks hold is told in one exchange of small objects; then there is one gather a unit and key.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..fsdp.errors import StateError
+from ..fsdp.order import gather_objects
+from ..fsdp.segment import Segment
+from .table import Param, Stepped, Table
+from .values import Described, Like, Scalar, described, same
+
+Place = tuple[int, int]  # which segment, which original; -1: all of them
+_NOTHING = "nothing"  # of a parameter lies on a rank
+
+
+class Sink(NamedTuple):
+    """What becomes of whole tensors, which are another's memory, and whether of others copies on the host."""
+
+    take: Callable[[Param, Tensor], Any]
+    to_cpu: bool
+
+
+def unsharded_state(table: Table, given: Mapping[str, Any], groups: list[list[Stepped]], sink: Sink | None) -> Any:
+    """``given``, an optimizer's state dict, by names of the unwrapped model, tensors as ``sink`` gives them.
+
+    A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
+    Raises: ValueError naming parameter and key, on all ranks that share the parameter.
+    """
+    stepped = [one for group in groups for one in group]
+    state = given.get("state", {})
+    named = any(isinstance(key, str) for key in state)
+    keyed = {one.key if named else number: one for number, one in enumerate(stepped)}
+    held = {one: state[key] for key, one in keyed.items() if key in state}
+    result: dict[str, Any] = {"state": _states(table, stepped, held, sink)}
+    if sink is None:
+        return {}
+    for key, value in state.items():
+        if key not in keyed:
+            warnings.warn(
+                f"the optimizer has state under {key!r}, which is of no parameter of the model: it is copied as it is",
+                stacklevel=4,
+            )
+            result["state"][key] = value
+    if "param_groups" in given:
+        result["param_groups"] = [
+            {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": names}
+            for group, names in zip(given["param_groups"], _names(groups), strict=True)
+        ]
+    return result
+
+
+def _names(groups: list[list[Stepped]]) -> Iterator[list[str]]:
+    for group in groups:
+        yield [param.name for one in group for param in one.params]
+
+
+def _states(
+    table: Table, stepped: list[Stepped], held: dict[Stepped, Mapping[str, Any]], sink: Sink | None
+) -> dict[str, dict[str, Any]]:
+    at = {one.place: one for one in stepped if one.place is not None}
+    found = {one: _described(one, values) for one, values in held.items()}
+    for one in stepped:
+        if one.segment is not None and one.segment.is_sharded:
+            found.pop(one, None)
+    for place, values in _agreed(table, at, held).items():
+        found[at[place]] = values
+    result: dict[str, dict[str, Any]] = {}
+    for one in stepped:
+        for param in one.params if one in found else ():
+            if sink is not None:
+                mine = held.get(one, {})
+                result[param.name] = {key: _own(value, mine.get(key), sink) for key, value in found[one].items()}
+    keys = _keys_of(found)
+    for number, segment in enumerate(table.segments):
+        for (key, dtype), members in keys.get(number, {}).items():
+            _gather(segment, key, dtype, members, held, sink, result)
+    return result
+
+
+def _own(value: Any, held: Any, sink: Sink) -> Any:
+    """A copy of what is not gathered: ``value`` as it was told, ``held`` as this rank has it."""
+    if isinstance(held, Tensor):
+        return held.detach().cpu().clone() if sink.to_cpu else held.detach().clone()
+    return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
+
+
+def _keys_of(found: dict[Stepped, Described]) -> dict[int, dict[tuple[str, torch.dtype], list[Stepped]]]:
+    """What one gather brings: by segment, then by key and dtype, the owners of such tensors."""
+    members: dict[int, dict[tuple[str, torch.dtype], list[Stepped]]] = {}
+    for one, values in found.items():
+        for key, value in values.items() if one.place is not None else ():
+            if isinstance(value, Like) and one.place is not None:
+                members.setdefault(one.place[0], {}).setdefault((key, value.dtype), []).append(one)
+    return members
+
+
+def _described(one: Stepped, values: Mapping[str, Any]) -> Described:
+    return {key: described(value, one.shape) for key, value in values.items()}
+
+
+def _agreed(table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[str, Any]]) -> dict[Place, Described]:
+    """What all ranks have of sharded parameters, in the same order on all of them. A collective call."""
+    groups: dict[int, tuple[Any, list[int]]] = {}
+    for number, segment in enumerate(table.segments):
+        if segment.is_sharded:
+            groups.setdefault(id(segment.placement.optim), (segment.placement.optim, []))[1].append(number)
+    result: dict[Place, Described] = {}
+    for group, numbers in groups.values():
+        mine: dict[Place, Described | None] = {}
+        share: dict[Any, Any] = {}  # equal descriptions are told once
+        for place, one in at.items():
+            if place[0] not in numbers:
+                continue
+            if one in held:
+                values = _described(one, held[one])
+                mine[place] = share.setdefault(repr(values), values) if _is_small(values) else values
+            elif one.is_flat or one.params[0].numel:
+                mine[place] = None
+        everyone, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
+        places = dict.fromkeys(place for other in everyone for place, values in other.items() if values is not None)
+        for place in places:
+            result[place] = _merged(at[place], ranks, [other.get(place, _NOTHING) for other in everyone])
+    return result
+
+
+def _is_small(values: Described) -> bool:
+    return all(isinstance(value, Like | Scalar | int | float | str | None) for value in values.values())
+
+
+def _merged(one: Stepped, ranks: list[int], everyone: list[Any]) -> Described:
+    """What the ranks have of one parameter. None: a rank that holds a part of it has no state."""
+    name = one.params[0].name
+    first, values = next((rank, other) for rank, other in zip(ranks, everyone, strict=True) if isinstance(other, dict))
+    for rank, other in zip(ranks, everyone, strict=True):
+        if other is None:
+            raise StateError(f"rank {first} has optimizer state of parameter `{name}`, and rank {rank} has none")
+        if other == _NOTHING or other is values:
+            continue
+        for key in {**values, **other}:
+            if key not in values or key not in other:
+                has, lacks = (first, rank) if key in values else (rank, first)
+                raise StateError(f"optimizer state `{key}` of parameter `{name}`: rank {has} has it, not rank {lacks}")
+            expected, found = values[key], other[key]
+            if isinstance(expected, Like) and isinstance(found, Like) and expected.dtype == found.dtype:
+                continue
+            if not same(expected, found):
+                raise StateError(
+                    f"optimizer state `{key}` of parameter `{name}` is {_said(expected)} on rank {first} and "
+                    f"{_said(found)} on rank {rank}: what is not of the shape of the parameter's piece there must be "
+                    "the same on all ranks"
+                )
+    return dict(values)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Like | Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return repr(value.value if isinstance(value, Scalar) else value)
+
+
+@torch.no_grad()
+def _gather(
+    segment: Segment,
+    key: str,
+    dtype: torch.dtype,
+    members: list[Stepped],
+    held: dict[Stepped, Mapping[str, Any]],
+    sink: Sink | None,
+    result: dict[str, dict[str, Any]],
+) -> None:
+    """Gather one key of a segment, and give each parameter its part."""
+    if members[0].is_flat:
+        shard = held[members[0]][key].detach()
+    elif segment.is_sharded:
+        shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
+        for one in members:
+            if one in held and one.params[0].numel:
+                one.params[0].piece_of(shard).copy_(held[one][key])
+    else:
+        return  # it is whole, and was copied
+    whole = gathered(segment, shard)
+    if sink is None:
+        return
+    for param in (param for one in members for param in one.params):
+        place = segment.view(whole, segment.originals[param.number], segment.layout.offsets[param.number])
+        result[param.name][key] = sink.take(param, place)
+
+
+def gathered(segment: Segment, shard: Tensor) -> Tensor:
+    """``shard`` of all ranks ``[padded_numel]``. Dtypes of one byte, which not every backend moves, go as bytes."""
+    if shard.dtype.itemsize == 1:
+        return segment.gather(shard.contiguous().view(torch.uint8)).view(shard.dtype)
+    return segment.gather(shard)

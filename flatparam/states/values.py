@@ -1,0 +1,140 @@
+"""What an optimizer keeps for a parameter: tensors like it, which are cut and gathered as it is, and other values."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fsdp.errors import StateError
+from .table import Param, Table
+
+
+class Like(NamedTuple):
+    """A tensor that has an element for each of the parameter's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Scalar(NamedTuple):
+    """A tensor without dimensions."""
+
+    dtype: torch.dtype
+    value: Any
+    device: str
+
+    def tensor(self) -> Tensor:
+        return torch.tensor(self.value, dtype=self.dtype, device=self.device)
+
+
+Described = dict[str, Any]  # by key: a Like, a Scalar, or the value itself
+
+
+def described(value: Any, whole: tuple[int, ...]) -> Any:
+    """``value`` as other ranks are told of it. ``whole``: the shape of a tensor that is like the parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    if tuple(value.shape) == whole and whole:
+        return Like(whole, value.dtype)
+    if value.dim() == 0:
+        return Scalar(value.dtype, value.item(), "cpu" if value.is_cpu else value.device.type)
+    return value.detach().cpu()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, NaN to itself too, and tensors bit for bit."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return False
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.equal(one.cpu().reshape(-1).view(torch.uint8), other.cpu().reshape(-1).view(torch.uint8))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Scalar):
+        return one.dtype == other.dtype and repr(one.value) == repr(other.value)
+    try:
+        if one is other or bool(one == other):
+            return True
+    except Exception:
+        return False
+    return bool(pickle.dumps(one) == pickle.dumps(other))
+
+
+def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Described]:
+    """Which values of a full state are like their parameters, and the others: by the parameter's name and key.
+
+    ``state`` has tensors, or what ``described`` made of them. Raises: ValueError naming parameter and key for a tensor
+    that is like another parameter.
+    """
+    held = {name: values for name, values in state.items() if name in table.by_name}
+    likes = _keys_like_params(table, held)
+    found: dict[str, Described] = {}
+    for name, values in held.items():
+        param = table.by_name[name]
+        if param.segment is None:
+            found[name] = {key: _plain(value) for key, value in values.items()}
+            continue
+        found[name] = {}
+        for key, value in values.items():
+            shape = shape_of(value)
+            if shape is not None and key in likes and (shape or shape == param.shape):
+                if shape != param.shape:
+                    raise StateError(
+                        f"optimizer state `{key}` of parameter `{name}` has shape {shape}, the parameter's is "
+                        f"{param.shape}"
+                    )
+                found[name][key] = Like(shape, value.dtype)
+            else:
+                if shape and not _may_be_other(param, shape, likes[None], key):
+                    raise StateError(
+                        f"optimizer state `{key}` of parameter `{name}` has shape {shape}, which does not fit the "
+                        f"parameter's {param.shape}"
+                    )
+                found[name][key] = _plain(value)
+    return found
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor, or of what stands for one; None: it is another value."""
+    if isinstance(value, Tensor | Like):
+        return tuple(value.shape)
+    return () if isinstance(value, Scalar) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return described(value, (1,))
+    return value
+
+
+def _keys_like_params(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[Any, set[str]]:
+    """Keys whose tensors have the shapes of parameters; under None: those that have one shape for all of them."""
+    shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for name, values in state.items():
+        param = table.by_name[name]
+        if param.segment is not None:
+            for key, value in values.items():
+                shape = shape_of(value)
+                if shape is not None:
+                    shapes.setdefault(key, []).append((param.shape, shape))
+    found: dict[Any, set[str]] = {None: set()}
+    for key, pairs in shapes.items():
+        with_dims = [pair for pair in pairs if pair[0]]
+        of_params, of_values = ({pair[i] for pair in with_dims} for i in (0, 1))
+        if len(of_values) == 1 and len(of_params) > 1:
+            found[None].add(key)
+        elif any(one == other for one, other in with_dims) or (not with_dims and key != "step"):
+            found[key] = {key}
+    return found
+
+
+def _may_be_other(param: Param, shape: tuple[int, ...], constant: Iterable[str], key: str) -> bool:
+    """Whether a tensor may be of another shape than its parameter by intent, and not that of another model."""
+    if key in constant or len(shape) != len(param.shape):
+        return True
+    return all(one in (1, other) for one, other in zip(shape, param.shape, strict=True))
