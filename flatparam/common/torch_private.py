@@ -54,6 +54,7 @@ from torch.distributed.fsdp._flat_param import (
     logger,
 )
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.utils import _alloc_storage, _free_storage, _p_assert
 from torch.nn.modules.module import _IncompatibleKeys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -42,7 +43,8 @@ def placement_of(
 ) -> Placement:
     """The placement that the arguments say. Raises: ValueError for both ways at once."""
     if placement is None:
-        return place(strategy, groups_of(strategy, process_group, device_mesh))
+        placed = place(strategy, groups_of(strategy, process_group, device_mesh))
+        return placed if device_mesh is None else dataclasses.replace(placed, mesh=device_mesh)
     check_types(placement=placement)
     if process_group is not None or device_mesh is not None or sharding_strategy is not None:
         raise ValueError("placement= replaces process_group, device_mesh and sharding_strategy: pass only one")

@@ -8,17 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullStateDictConfig,
-    MixedPrecision,
-    StateDictSettings,
-    StateDictType,
-)
-from torch.distributed.fsdp.api import FullOptimStateDictConfig
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
 from ..common.torch_private import _override_module_mixed_precision, leave_out_of_graphs
+from ..states.kinds import first_settings
+from ..states.model import ModelStates, after_load, before_load
 from ..states.optimizer import OptimizerStates
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
@@ -36,7 +30,7 @@ from .construct import (
 from .copies import Copies
 from .errors import StateError, WritebackError
 from .foreign import refuse_wrapped, watch
-from .full_states import FullStates, _after_load, _before_load
+from .full_params import FullParams
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, find_originals
@@ -52,7 +46,7 @@ __all__ = ["FullyShardedDataParallel", "StateError", "WritebackError"]
 _HOST = torch.device("cpu")
 
 
-class FullyShardedDataParallel(Stepping, FullStates, OptimizerStates, Copies):
+class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerStates, Copies):
     """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
 
     Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13), and
@@ -212,11 +206,9 @@ class FullyShardedDataParallel(Stepping, FullStates, OptimizerStates, Copies):
             self._moves_to = None
             self._loading = None
             self._comm_hook = None
-            self._settings = StateDictSettings(
-                StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-            )
-            self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-            self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+            self._settings = first_settings()
+            self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
 
     def _wrap_descendants(
         self,

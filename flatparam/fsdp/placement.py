@@ -4,7 +4,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -62,7 +62,8 @@ class Placement:
     reduce-scattered; ``optim``: over which the optimizer's shard and state are spread; ``replicate``: over which the
     gradient of the shard is all-reduced as well; ``reshard_after_forward``: free the parameter between forward and
     backward; ``outer``: nested (see docs/layerzero.md): the ranks of ``optim`` that have this one's place in ``param``;
-    ``full_precision``: reduce gradients in the precision of the shard, which must not be a low one.
+    ``full_precision``: reduce gradients in the precision of the shard, which must not be a low one; ``mesh``: what
+    the groups are of, if that is a device mesh: sharded states are DTensors on it.
     Raises: ValueError for groups that do not fit together.
     """
 
@@ -73,6 +74,7 @@ class Placement:
     reshard_after_forward: bool = True
     outer: dist.ProcessGroup | None = None
     full_precision: bool = False
+    mesh: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for group in (self.param, self.grad, self.optim, self.replicate, self.outer):

@@ -11,9 +11,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
+from ..fsdp.loading import Values, agree_on_loading
 from .exchange import from_first
 from .ids import rekeyed
 from .loading import cut, from_here
+from .rows import check_rows, cut_rows, from_rows, is_rows
 from .saving import Sink, unsharded_state
 from .table import Param, Table, settings_of
 
@@ -53,13 +55,34 @@ class OptimizerStates:
 
         ``optim_state_dict``: what ``optim.state_dict()`` gave; None: what it gives now.
         """
-        settings, given = settings_of(model), optim_state_dict
+        settings = settings_of(model)
         config = settings.optim_state_dict_config
-        if given is None:
-            given = optim.state_dict()
-        return _full(
-            model, optim, given, None, getattr(config, "rank0_only", False), group, to_cpu=config.offload_to_cpu
-        )
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            return _sharded(model, optim, given, to_cpu=config.offload_to_cpu)
+        rank0_only = getattr(config, "rank0_only", False)
+        return _full(model, optim, given, None, rank0_only, group, to_cpu=config.offload_to_cpu)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """The state with rows of each tensor on each rank: as SHARDED_STATE_DICT has parameters. A collective call.
+
+        Raises: ValueError naming parameter and key for state that ranks do not have alike.
+        """
+        return _sharded(model, optim, optim.state_dict(), to_cpu=False)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What this rank's optimizer loads of a sharded state, saved over the same ranks. A collective call.
+
+        Raises: ValueError naming parameter and key for what does not fit, on all ranks.
+        """
+        table = Table(model)
+        return _cut(table, sharded_optim_state_dict, _checked_rows(table, sharded_optim_state_dict), optim, None)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -128,8 +151,8 @@ class OptimizerStates:
         settings, table = settings_of(model), Table(model)
         full: Mapping[str, Any] = optim_state_dict
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-            raise ValueError(f"{settings.state_dict_type} of optimizers is not supported yet")
-        if getattr(settings.optim_state_dict_config, "rank0_only", False):
+            fetch = _checked_rows(table, full)
+        elif getattr(settings.optim_state_dict_config, "rank0_only", False):
             full, fetch = from_first(table, optim_state_dict, _or_world(group))
         else:
             fetch = from_here(table, full.get("state", {}))
@@ -164,6 +187,41 @@ def _full(
     shown = not rank0_only or dist.get_rank(group) == 0
     result: dict[str, Any] = unsharded_state(table, given, groups, Sink(take, to_cpu) if shown else None)
     return result
+
+
+def _sharded(
+    model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any], *, to_cpu: bool
+) -> dict[str, Any]:
+    def take(param: Param, whole: Tensor) -> Any:
+        segment = param.segment
+        assert segment is not None
+        return cut_rows(segment, whole, to_cpu=to_cpu)
+
+    table = Table(model)
+    result: dict[str, Any] = unsharded_state(table, given, table.groups(optim), Sink(take, to_cpu))
+    return result
+
+
+def _checked_rows(table: Table, state: Mapping[str, Any]) -> Any:
+    """The fetches of a sharded state. Raises: RuntimeError on every rank, if it does not fit on one of them."""
+    said: str | None = None
+    values: Values = {}
+    unit_of = {segment: unit for unit in table.units for segment in unit.segments}
+    try:
+        for name, by_key in state.get("state", {}).items():
+            param = table.by_name.get(name)
+            if param is None or param.segment is None:
+                continue
+            for key, value in by_key.items():
+                what = f"{key} of {param.name}"
+                if is_rows(value) and param.segment.is_sharded and tuple(value.shape) == param.shape:
+                    check_rows(what, param.segment, value)
+                described = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                values[what] = (unit_of[param.segment], described)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    agree_on_loading("optim_state_dict_to_load", table.units, said, values)
+    return from_rows(table, state.get("state", {}))
 
 
 def _cut(

@@ -43,7 +43,8 @@ class Param:
 
     def piece_of(self, shard: Tensor) -> Tensor:
         """What a tensor like the shard has of it, in the shape that an optimizer sees."""
-        assert self.here is not None and self.segment is not None
+        assert self.here is not None
+        assert self.segment is not None
         piece = self.here.of(shard)
         return piece.view(1) if self.segment.is_sharded and not piece.dim() else piece
 

@@ -1,0 +1,83 @@
+"""The wrapper's full parameters, summoned."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+from typing_extensions import Self
+
+from .errors import WritebackError
+from .names import without_units
+from .summon import refuse_unreduced, summon
+from .wrapper import Wrapper
+
+
+class FullParams(Wrapper):
+    """The part of the wrapper that shows full parameters."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Within the block the parameters of the units under ``module`` are whole, in full precision.
+
+        A collective call. ``writeback``: each rank keeps its own shard of what was written. ``rank0_only``: rank 0 of
+        the group that shares a unit sees them, the others their shards. ``with_grads``: ``.grad`` too.
+        Raises: ValueError in a forward, a backward or another summon, for ``writeback`` with ``rank0_only``, and for
+        ``with_grads`` with gradients of ``no_sync`` that are not reduced yet.
+        """
+        if writeback and rank0_only:
+            raise WritebackError(
+                "writeback=True with rank0_only=True would leave the ranks with different parameters: pass one of them"
+            )
+        wrappers = [inner for inner in module.modules() if isinstance(inner, Wrapper)] if recurse else [module]
+        units = []
+        for wrapper in wrappers:
+            if isinstance(wrapper, Wrapper):
+                wrapper._check_idle("summon_full_params")
+                units.append(wrapper._unit)
+        if with_grads:
+            refuse_unreduced(units, "summon_full_params(with_grads=True)")
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "summon_full_params(offload_to_cpu=True) without rank0_only=True holds every parameter once a rank in "
+                "the memory of each host",
+                stacklevel=3,
+            )
+        with summon(
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        ):
+            yield
+
+    def _summon_full_params(
+        self, recurse: bool = True, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """``summon_full_params`` of this unit, and with ``recurse`` those below it."""
+        return self.summon_full_params(self, recurse, writeback, rank0_only, offload_to_cpu)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` on every module, while the parameters of its unit are whole; what it writes is kept."""
+        self._check_idle("apply")
+        with summon([self._unit], writeback=True):
+            super().apply(fn)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; while this unit is summoned, with the names of the unwrapped model."""
+        self._forget_interrupted()
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (without_units(name) if self._unit.summoned is not None else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; while this unit is summoned, with the names of the unwrapped model."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (without_units(name) if self._unit.summoned is not None else name), buffer

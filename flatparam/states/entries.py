@@ -1,0 +1,154 @@
+"""The entries of one unit in a state dict: their names, and what they are on this rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+from ..fsdp.errors import StateError
+from ..fsdp.names import FSDP_PREFIX
+from ..fsdp.originals import Original
+from ..fsdp.segment import Segment
+from ..fsdp.unit import Unit
+from ..fsdp.wrapper import Wrapper
+
+Take = Callable[[Segment, Tensor], Any]  # what becomes of a whole parameter
+
+_OLD_FLAT_PARAM = "flat_param"  # of torch 1.12
+
+
+def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, Segment, Original]]:
+    """Every name of each original parameter, with ``prefix``: of the unit's module in the state dict."""
+    for segment in unit.segments:
+        for original in segment.originals:
+            for place in original.names:
+                yield prefix + place.fqn, segment, original
+
+
+def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:
+    """Make the entries of ``unit``'s parameters what ``take`` gives; None: drop them."""
+    for key, segment, _ in own_names(unit, prefix):
+        value = destination.get(key)
+        if not isinstance(value, Tensor):
+            continue
+        if take is None:
+            del destination[key]
+            continue
+        taken = take(segment, value.detach())
+        is_parameter = keep_vars and type(taken) is Tensor
+        destination[key] = nn.Parameter(taken, requires_grad=value.requires_grad) if is_parameter else taken
+
+
+def put_flat(unit: Unit, destination: dict[str, Any], prefix: str, to_cpu: bool) -> None:
+    """The entries of a unit in local form: its flat parameters, in place of those that are in them."""
+    for key, _, _ in own_names(unit, prefix):
+        destination.pop(key, None)
+    for name, segment in zip(unit.flat_names(), unit.segments, strict=True):
+        destination[prefix + name] = _as_sharded(segment, to_cpu)
+
+
+def _as_sharded(segment: Segment, to_cpu: bool) -> ShardedTensor:
+    """A flat parameter whose shards, without padding, are those of the ranks. The same memory; no communication."""
+    placement, layout, flat = segment.placement, segment.layout, segment.flat.detach()
+    group: Any = placement.optim
+    devices = 1 if flat.is_cpu else torch.accelerator.device_count()
+    metadata = []
+    for number in range(placement.shards):
+        numel = layout.shard(number).numel
+        if numel:
+            rank = dist.get_global_rank(group, placement.holder(number))
+            where = f"rank:{rank}/cpu" if flat.is_cpu else f"rank:{rank}/{flat.device.type}:{rank % devices}"
+            metadata.append(ShardMetadata([number * layout.shard_numel], [numel], where))
+    mine = layout.shard(placement.rank).numel
+    offsets = [placement.rank * layout.shard_numel]
+    local = [Shard.from_tensor_and_offsets(flat[:mine], offsets, dist.get_rank(group))] if mine else []
+    for shard in local:
+        shard.metadata = next(one for one in metadata if one.shard_offsets == offsets)
+    sharded = ShardedTensor._init_from_local_shards_and_global_metadata(
+        local,
+        ShardedTensorMetadata(metadata, torch.Size([layout.numel]), TensorProperties(dtype=flat.dtype)),
+        process_group=group,
+    )
+    return sharded.cpu() if to_cpu else sharded
+
+
+def take_flat(unit: Unit, state: dict[str, Any], prefix: str) -> None:
+    """The other way: the entries that torch copies into what the modules have. In place.
+
+    Raises: StateError naming the key for what does not fit.
+    """
+    for name, segment in zip(unit.flat_names(), unit.segments, strict=True):
+        key = prefix + name
+        old = prefix + _OLD_FLAT_PARAM + name.removeprefix(unit.flat_names()[0])
+        value = state.pop(key, None)
+        if value is None:
+            value = state.pop(old, None)
+        if value is None:
+            continue
+        shard = _shard_of(key.replace(FSDP_PREFIX, ""), segment, value)
+        if not segment.use_orig_params:
+            state[key] = shard
+            continue
+        for here in segment.here():
+            for place in here.original.names:
+                piece = here.of(shard)
+                state[prefix + place.fqn] = piece.view(here.original.param.shape)
+
+
+def _shard_of(key: str, segment: Segment, value: Any) -> Tensor:
+    if not isinstance(value, ShardedTensor):
+        raise StateError(f"`{key}` of a local state dict is expected to be a ShardedTensor, got {type(value).__name__}")
+    mine = segment.layout.shard(segment.placement.rank).numel
+    shards = value.local_shards()
+    if value.size() != torch.Size([segment.layout.numel]):
+        raise StateError(f"`{key}` has {value.size().numel()} elements, the flat parameter has {segment.layout.numel}")
+    found = sum(shard.tensor.numel() for shard in shards)
+    at = [segment.placement.rank * segment.layout.shard_numel]
+    if found != mine or (mine and (len(shards) != 1 or list(shards[0].metadata.shard_offsets) != at)):
+        raise StateError(
+            f"`{key}` has {found} elements on this rank, expected {mine} from {at[0]} on: it was saved over other "
+            "ranks, and a local state dict is for the same ones"
+        )
+    whole = segment.flat.detach().clone()
+    if mine:
+        whole[:mine].copy_(shards[0].tensor)
+    return whole
+
+
+def units_below(module: nn.Module, path: str) -> Iterator[tuple[str, Wrapper]]:
+    """The outermost units in ``module``, which is at ``path``, each under every path that it has there."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        below = f"{path}{name}."
+        if isinstance(child, Wrapper):
+            yield below, child
+        else:
+            yield from units_below(child, below)
+
+
+def rename_last(mapping: dict[str, Any], before: int, inner: str, outer: str) -> None:
+    """Rename what was added to ``mapping`` since it had ``before`` entries, from under ``inner`` to under ``outer``."""
+    for key in list(itertools.islice(reversed(mapping), len(mapping) - before))[::-1]:
+        value = mapping.pop(key)
+        if key.startswith(inner):
+            key = outer + key[len(inner) :]
+        elif key + "." == inner:
+            key = outer[:-1]
+        mapping[key] = value
+
+
+def put_units_in(state: dict[str, Any], prefix: str) -> None:
+    """Rename the entries of a state dict of the unwrapped model in place, for the unit at ``prefix``."""
+    inner = prefix + FSDP_PREFIX
+    for key in list(state):
+        if key.startswith(prefix) and not key.startswith(inner):
+            state[inner + key[len(prefix) :]] = state.pop(key)

@@ -1,0 +1,257 @@
+"""The wrapper's state dicts: whole, sharded by rows, or local."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+
+from ..fsdp.errors import StateError
+from ..fsdp.loading import Values, agree_on_loading, check_kinds, values_of
+from ..fsdp.names import FSDP_PREFIX, clean_tensor_name, without_units
+from ..fsdp.segment import Segment
+from ..fsdp.summon import Summoned, summon
+from ..fsdp.unit import Unit, units_of
+from .before import Before
+from .entries import own_names, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
+from .kinds import Kinds
+from .rows import check_rows, cut_rows, gathered_rows, has_rows, is_rows
+from .table import Param, Table
+
+# What units gave before the one that holds them was gathered: by the unit's id and where it is to go
+_ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
+
+
+class ModelStates(Kinds):
+    """The part of the wrapper that saves and loads parameters and buffers."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Parameters and buffers under the names of the unwrapped model, in the form that ``state_dict_type`` says.
+
+        A collective call, but for LOCAL_STATE_DICT. Units are gathered one after the other, so it takes the memory of
+        one unit beside the result. FULL: every parameter whole, in its own precision. SHARDED: rows of it, a DTensor
+        where the unit was made with a device mesh, else a ShardedTensor. LOCAL: each flat parameter as a ShardedTensor,
+        whose shard is the parameter's memory. What no unit shards is whole in all of them.
+        """
+        kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
+        ready = _ready.pop((id(self), prefix), None)
+        if ready is not None and destination is not None:
+            _move(ready, destination)
+            return destination
+        unit = self._unit
+        already = unit.summoned is not None
+        if not already:
+            self._check_idle_here("state_dict")
+        kind = _kind(unit, self._settings.state_dict_type)
+        config = self._settings.state_dict_config
+        to_cpu, keep_vars = config.offload_to_cpu, kwargs.get("keep_vars", False)
+        drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
+        gathers = not already and kind is not StateDictType.LOCAL_STATE_DICT
+
+        def take(segment: Segment, value: Tensor) -> Any:
+            if kind is StateDictType.SHARDED_STATE_DICT:
+                return cut_rows(segment, value, to_cpu=to_cpu)
+            copied = value.cpu() if to_cpu else value
+            return copied.clone() if copied.data_ptr() == value.data_ptr() else copied
+
+        if destination is None:
+            destination = kwargs["destination"] = _empty()
+        below: list[tuple[int, str]] = []
+        try:
+            for path, inner in units_below(self, prefix) if gathers else ():
+                given = _empty()
+                inner.state_dict(destination=given, prefix=path, keep_vars=keep_vars)
+                below.append((id(inner), path))
+                _ready[below[-1]] = given
+            metadata = getattr(destination, "_metadata", {})
+            counts = len(destination), len(metadata)
+            whole = kind is StateDictType.FULL_STATE_DICT
+            on_host = whole and to_cpu and unit.options.device is not None  # where the parameters are
+            with summon([unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
+                super().state_dict(**kwargs)
+                if kind is StateDictType.LOCAL_STATE_DICT:
+                    put_flat(unit, destination, prefix + FSDP_PREFIX, to_cpu)
+                else:
+                    take_own(unit, destination, prefix + FSDP_PREFIX, keep_vars, None if drops else take)
+        finally:
+            for key in below:
+                _ready.pop(key, None)
+        for mapping, count in zip((destination, metadata), counts, strict=True):
+            rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
+        for name, dtype in self._buffer_dtypes.items():  # that are kept in a lower precision
+            value = destination.get(prefix + name)
+            if isinstance(value, Tensor) and value.dtype != dtype:
+                destination[prefix + name] = value.to(dtype)
+        return destination
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict in any of the forms; all ranks load all of it, or none anything. A collective call.
+
+        A whole one is the same on every rank; a sharded or local one was saved over the same ranks. Names in messages
+        are those of the unwrapped model. Until it is done this takes the bytes of this rank's shards, and of what no
+        unit manages, once more.
+        Raises: RuntimeError on every rank for keys, shapes or kinds of dtype that do not fit on one of them, and for
+        whole values that differ between ranks.
+        """
+        self._check_idle("load_state_dict")
+        units = list(units_of(self.modules()))
+        _check_all_rows(self, units, state_dict)
+        before, error, result = Before(self, units), None, None
+        values: Values = {}
+        try:
+            try:
+                result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+                check_kinds(self, {key: _stand_in(value) for key, value in state_dict.items()})
+                values = values_of(self, {key: value for key, value in state_dict.items() if not is_rows(value)})
+            finally:
+                for wrapper in self.fsdp_modules(self):
+                    wrapper._end_loading()
+        except Exception as caught:
+            error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
+        try:
+            said = None if error is None else f"{type(error).__name__}: {error}"
+            agree_on_loading("load_state_dict", units, said, values)
+        except RuntimeError as told:
+            before.restore()
+            raise (told if error is None else error) from None
+        return result
+
+    def _end_loading(self) -> None:
+        if self._loading is not None:
+            loading, self._loading = self._loading, None
+            loading.leave()
+
+    # Names of torch 1.12
+
+    def _local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self.state_dict_type(self, StateDictType.LOCAL_STATE_DICT):
+            return self.state_dict(*args, **kwargs)
+
+    def _sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self.state_dict_type(self, StateDictType.SHARDED_STATE_DICT):
+            return self.state_dict(*args, **kwargs)
+
+    def _load_local_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.state_dict_type(self, StateDictType.LOCAL_STATE_DICT):
+            return self.load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_sharded_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.state_dict_type(self, StateDictType.SHARDED_STATE_DICT):
+            return self.load_state_dict(state_dict, *args, **kwargs)
+
+
+def _kind(unit: Unit, kind: StateDictType) -> StateDictType:
+    """``kind``, but that what is not sharded is always whole."""
+    sharded = all(segment.is_sharded for segment in unit.segments)
+    if sharded or kind is StateDictType.FULL_STATE_DICT:
+        return kind
+    warnings.warn(
+        f"{unit.name} is not sharded: its state dict is whole, as with FULL_STATE_DICT, and not {kind}", stacklevel=3
+    )
+    return StateDictType.FULL_STATE_DICT
+
+
+def _empty() -> OrderedDict[str, Any]:
+    found: Any = OrderedDict()
+    found._metadata = OrderedDict()
+    return found  # type: ignore[no-any-return]
+
+
+def _move(ready: Any, destination: Any) -> None:
+    destination.update(ready)
+    if hasattr(destination, "_metadata"):
+        destination._metadata.update(ready._metadata)
+
+
+def _stand_in(value: Any) -> Any:
+    return torch.empty(0, dtype=value.dtype) if is_rows(value) else value
+
+
+def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """As torch comes to a unit: make the entries what the unit's modules have, and let them have it."""
+    assert isinstance(module, ModelStates)
+    put_units_in(state_dict, prefix)
+    unit, kind = module._unit, module._settings.state_dict_type
+    if unit.summoned is not None:
+        return
+    if kind is StateDictType.LOCAL_STATE_DICT and all(segment.is_sharded for segment in unit.segments):
+        take_flat(unit, state_dict, prefix + FSDP_PREFIX)
+        if unit.options.use_orig_params:
+            unit.step.put(False)
+        return
+    _make_whole(unit, state_dict, prefix + FSDP_PREFIX)
+    on_host = unit.options.device is not None  # as the shards are
+    loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
+    loading.enter()
+    module._loading = loading
+
+
+def after_load(module: nn.Module, incompatible: Any) -> None:
+    """As torch has loaded a unit."""
+    assert isinstance(module, ModelStates)
+    if module._loading is None and module._unit.summoned is None:
+        module._unit.filled()
+    module._end_loading()
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [without_units(key) for key in keys]
+
+
+def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
+    """Replace the rows in ``state`` of what ``unit`` has. A collective call, if there are any."""
+    groups: dict[tuple[int, torch.dtype], dict[Param, Any]] = {}
+    names: dict[Param, list[str]] = {}
+    of_originals: dict[int, Param] = {}
+    for key, segment, original in own_names(unit, prefix):
+        value: Any = state.get(key)
+        if is_rows(value):
+            number = next(i for i, one in enumerate(unit.segments) if one is segment)
+            param = of_originals.get(id(original))
+            if param is None:
+                param = of_originals[id(original)] = Param([key], original.param, tuple(original.shape), segment)
+                groups.setdefault((number, value.dtype), {})[param] = value
+            names.setdefault(param, []).append(key)
+    for (number, dtype), values in groups.items():
+        segment = unit.segments[number]
+        if segment.is_sharded:
+            found = dict(gathered_rows(segment, values, dtype))
+        else:
+            found = {param: value.full_tensor() for param, value in values.items()}
+        for param, whole in found.items():
+            state.update(dict.fromkeys(names[param], whole))
+
+
+def _check_all_rows(model: nn.Module, units: list[Unit], state: Mapping[str, Any]) -> None:
+    """Raises: RuntimeError on every rank, before anything is gathered, for rows that do not fit on one of them."""
+    if not any(is_rows(value) for value in state.values()) and not _is_sharded_kind(model):
+        return
+    unit_of = {segment: unit for unit in units for segment in unit.segments}
+    values: Values = {}
+    said = None
+    try:
+        table = Table(model)
+        for key, value in state.items():
+            param = table.by_name.get(clean_tensor_name(key))
+            if param is None or param.segment is None or not is_rows(value):
+                continue
+            if tuple(value.shape) != param.shape:
+                raise StateError(f"size mismatch for `{key}`: {tuple(value.shape)}, the model's is {param.shape}")
+            if param.segment.is_sharded and has_rows(param.shape, param.segment):
+                check_rows(key, param.segment, value)
+            elif not isinstance(value, DTensor):
+                raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
+            values[param.name] = (unit_of[param.segment], f"{value.dtype} {tuple(value.shape)}")
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    agree_on_loading("load_state_dict", units, said, values)
+
+
+def _is_sharded_kind(model: Any) -> bool:
+    return bool(model._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT)

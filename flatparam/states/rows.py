@@ -1,0 +1,181 @@
+"""Sharded states: each rank has rows of a parameter, as ``torch.chunk`` cuts them; and back, a gather a unit and key.
+
+Rows are of a ``DTensor`` where the unit was made with a device mesh, else of a ``ShardedTensor``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Split
+
+from .. import _C
+from ..common.torch_private import _create_chunk_sharded_tensor
+from ..fsdp import collectives, order
+from ..fsdp.errors import StateError
+from ..fsdp.originals import in_order, row_numel
+from ..fsdp.segment import Segment
+from .loading import Fetch, by_first_name
+from .table import Param, Table
+
+
+def is_rows(value: Any) -> bool:
+    """Whether ``value`` is a tensor of which ranks have parts."""
+    return isinstance(value, ShardedTensor | DTensor)
+
+
+def has_rows(shape: tuple[int, ...], segment: Segment | None) -> bool:
+    """Whether a sharded state has rows of such a parameter, or all of it on each rank."""
+    return segment is not None and segment.is_sharded and bool(shape) and math.prod(shape) > 0
+
+
+def cut_rows(segment: Segment, whole: Tensor, *, to_cpu: bool) -> Any:
+    """This rank's rows of a whole tensor, with memory of their own. No communication."""
+    whole, placement = whole.detach(), segment.placement
+    if not has_rows(tuple(whole.shape), segment):
+        return whole.cpu().clone() if to_cpu else whole.clone()
+    if placement.mesh is not None:
+        first, last = _rows_of(whole.shape[0], _cuts_of(segment, dist.get_rank()))
+        mine = whole.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
+        rows: Any = DTensor.from_local(
+            mine,
+            placement.mesh,
+            _splits(segment),
+            run_check=False,
+            shape=whole.shape,
+            stride=torch.empty(whole.shape, device="meta").stride(),
+        )
+        return rows.cpu() if to_cpu else rows
+    assert placement.optim is not None
+    devices = 1 if whole.is_cpu else torch.accelerator.device_count()
+    sharded = _create_chunk_sharded_tensor(
+        whole.contiguous(),
+        dist.get_rank(placement.optim),
+        placement.shards,
+        devices,
+        placement.optim,
+        whole.device,
+    )
+    return sharded.cpu() if to_cpu else sharded
+
+
+def _splits(segment: Segment) -> list[Any]:
+    """How a mesh's dimensions have a tensor: over all of them, if that many ranks share the shard, or the last one."""
+    mesh = segment.placement.mesh
+    if mesh.size() == segment.placement.shards:
+        return [Split(0)] * mesh.ndim
+    return [Replicate()] * (mesh.ndim - 1) + [Split(0)]
+
+
+def _cuts_of(segment: Segment, rank: int) -> list[tuple[int, int]]:
+    """``(into how many parts, which of them)``, one cut after the other, for a rank counted in the world."""
+    placement = segment.placement
+    if placement.mesh is None:
+        return [(placement.shards, dist.get_group_rank(placement.optim, rank))]  # type: ignore[arg-type]
+    places = (placement.mesh.mesh == rank).nonzero()[0].tolist()
+    return [(placement.mesh.size(i), places[i]) for i, split in enumerate(_splits(segment)) if isinstance(split, Split)]
+
+
+def _rows_of(rows: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
+    """``[first, last)`` of so many."""
+    first, last = 0, rows
+    for parts, number in cuts:
+        length = -(-(last - first) // parts)
+        first, last = min(last, first + number * length), min(last, first + (number + 1) * length)
+    return first, last
+
+
+def check_rows(name: str, segment: Segment, value: Any) -> None:
+    """Raises: StateError naming the parameter unless ``value`` has the rows that ``cut_rows`` would give this rank."""
+    shape = tuple(value.shape)
+    first, last = _rows_of(shape[0], _cuts_of(segment, dist.get_rank()))
+    if isinstance(value, DTensor):
+        if list(value.placements) != (_splits(segment) if segment.placement.mesh is not None else [Split(0)]):
+            raise StateError(f"`{name}` is a DTensor with placements {value.placements}, not of rows as saved here")
+        found = tuple(value.to_local().shape)
+    else:
+        shards = value.local_shards()
+        if len(shards) > 1:
+            raise StateError(f"`{name}` has {len(shards)} shards on this rank, expected rows in one")
+        found = tuple(shards[0].tensor.shape) if shards else (0, *shape[1:])
+        if shards and tuple(shards[0].metadata.shard_offsets) != (first, *[0] * (len(shape) - 1)):
+            raise StateError(
+                f"`{name}` has its shard at {list(shards[0].metadata.shard_offsets)}, expected row {first}: it was "
+                "saved over other ranks. Load it by torch.distributed.checkpoint"
+            )
+    if found != (last - first, *shape[1:]):
+        raise StateError(
+            f"`{name}` has a shard of shape {found}, expected {(last - first, *shape[1:])}: it was saved over other "
+            "ranks. Load it by torch.distributed.checkpoint"
+        )
+
+
+def local_rows(value: Any) -> Tensor | None:
+    """The rows that this rank has; None: none."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    shards: list[Shard] = value.local_shards()
+    return shards[0].tensor if shards else None
+
+
+@torch.no_grad()
+def gathered_rows(segment: Segment, values: Mapping[Param, Any], dtype: torch.dtype) -> Iterator[tuple[Param, Tensor]]:
+    """Whole tensors of rows that all ranks have. A collective call; each tensor is a view of what it gathered."""
+    group = segment.placement.optim
+    assert group is not None
+    cuts = [_cuts_of(segment, rank) for rank in dist.get_process_group_ranks(group)]
+    parts = {param: [_rows_of(param.shape[0], cut) for cut in cuts] for param in values}
+    widths = {param: row_numel(param.shape) for param in values}
+    starts: dict[Param, int] = {}
+    total = 0
+    for param, ranges in parts.items():
+        starts[param] = total
+        total += max(last - first for first, last in ranges) * widths[param]
+    mine = torch.zeros(total, dtype=dtype, device=segment.device)
+    for param, value in values.items():
+        rows = local_rows(value)
+        if rows is not None and rows.numel():
+            mine.narrow(0, starts[param], rows.numel()).copy_(rows.reshape(-1))
+    whole = torch.empty(total * len(cuts), dtype=dtype, device=segment.device)
+    sequence = order.before(segment, _C.EVENT_GATHERS_OUTSIDE, segment.device)
+    as_bytes = dtype.itemsize == 1
+    collectives.all_gather(
+        whole.view(torch.uint8) if as_bytes else whole,
+        mine.view(torch.uint8) if as_bytes else mine,
+        group,
+        None if sequence is None else sequence.wait,
+    )
+    for param, ranges in parts.items():
+        found = torch.empty(param.shape, dtype=dtype, device=segment.device)
+        for number, (first, last) in enumerate(ranges):
+            rows = whole.narrow(0, number * total + starts[param], (last - first) * widths[param])
+            found[first:last].copy_(rows.view(last - first, *param.shape[1:]))
+        yield param, found
+
+
+def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
+    """Of a sharded state, which ``cut`` takes. The fetches are collective calls."""
+    whole = by_first_name(table, state)
+
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Param]) -> Iterator[tuple[Param, Tensor]]:
+        segment = table.segments[number]
+        rows = {param: whole[param.name][key] for param in params if is_rows(whole[param.name][key])}
+        for param in params:
+            if param not in rows:
+                yield param, _piece(param, whole[param.name][key])
+        for param, value in gathered_rows(segment, rows, dtype) if rows else ():
+            yield param, _piece(param, value)
+
+    return fetch
+
+
+def _piece(param: Param, whole: Tensor) -> Tensor:
+    assert param.here is not None
+    return in_order(whole.detach(), param.here.original.stride).narrow(0, param.begin, param.numel)
