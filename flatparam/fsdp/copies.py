@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
 from ..common.torch_private import leave_out_of_graphs
+from ..states.torch_helpers import watch as watch_helpers
 from . import peers
 from .construct import first_name, watch_torch
 from .foreign import watch
@@ -99,6 +100,7 @@ class Copies(Wrapper):
         watch_torch()
         leave_out_of_graphs()
         watch()
+        watch_helpers()
         watch_registrations()
         peers.enter()
         own = state.pop(_CLOSED)

@@ -36,6 +36,9 @@ _STATES = (
 )
 
 
+taught: set[str] = set()  # modules of torch that know our class, as flatparam/states/torch_helpers.py has changed them
+
+
 class Marks:
     """What other tools look for on a unit, as properties that raise."""
 
@@ -45,6 +48,8 @@ class Marks:
     @property
     def _fqn_modifiers(self) -> NoReturn:
         """Looked for by ``torch.distributed.checkpoint.state_dict``."""
+        if "torch.distributed.checkpoint.state_dict" in taught:
+            raise AttributeError("_fqn_modifiers")
         raise StateError(
             "get_state_dict() and the like of torch.distributed.checkpoint.state_dict do not know "
             f"{_name(self)} of flatparam's FullyShardedDataParallel: they would take this rank's shards of optimizer "

@@ -14,6 +14,7 @@ from ..common.torch_private import _override_module_mixed_precision, leave_out_o
 from ..states.kinds import first_settings
 from ..states.model import ModelStates, after_load, before_load
 from ..states.optimizer import OptimizerStates
+from ..states.torch_helpers import watch as watch_helpers
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
@@ -89,6 +90,7 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
         watch_torch()
         leave_out_of_graphs()
         watch()
+        watch_helpers()
         peers.enter()
         watch_registrations()
         arguments = {  # of each unit that a policy makes

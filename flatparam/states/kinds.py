@@ -12,8 +12,10 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
@@ -35,6 +37,18 @@ def first_settings() -> StateDictSettings:
 
 class Kinds(Wrapper):
     """The part of the wrapper that chooses the form of state dicts."""
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._settings.optim_state_dict_config
 
     @staticmethod
     def set_state_dict_type(

@@ -122,10 +122,12 @@ def _agreed(table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[
         for place, one in at.items():
             if place[0] not in numbers:
                 continue
+            if not one.is_flat and not one.params[0].numel:
+                continue  # what an optimizer may keep of nothing is no state of the parameter
             if one in held:
                 values = _described(one, held[one])
                 mine[place] = share.setdefault(repr(values), values) if _is_small(values) else values
-            elif one.is_flat or one.params[0].numel:
+            else:
                 mine[place] = None
         everyone, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
         places = dict.fromkeys(place for other in everyone for place, values in other.items() if values is not None)

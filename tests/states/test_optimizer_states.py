@@ -190,7 +190,12 @@ def full_states(strategy, uo, which, more):
             assert list(state["state"][number]) == list(values)
             for key, value in values.items():
                 loaded = state["state"][number][key]
-                if not isinstance(value, torch.Tensor) or value.dim() == 0 or uo or (which == "own" and key == "history"):
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.dim() == 0
+                    or uo
+                    or (which == "own" and key == "history")
+                ):
                     assert equal(loaded, value), (way, number, key, loaded, value)
                 else:
                     assert loaded.shape == value.shape  # padding may have other values
