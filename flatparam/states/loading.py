@@ -22,6 +22,11 @@ from .values import Described, Like, Scalar, classify, same
 Fetch = Callable[[int, str, torch.dtype, list[Param]], Iterator[tuple[Param, Tensor]]]
 
 
+_ALIKE = (
+    "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and dtype"
+)
+
+
 def cut(
     table: Table,
     full: Mapping[str, Any],
@@ -38,8 +43,8 @@ def cut(
     ``named``: keys are names, not numbers.
     Raises: ValueError naming parameter and key.
     """
-    stepped = [one for group in groups for one in group]
-    keys: dict[Stepped, Any] = {one: one.key if named else number for number, one in enumerate(stepped)}
+    keys = table.keys(groups, named)
+    stepped = [one for one in table.all_stepped() if one in keys]  # in the same order on all ranks
     state = by_first_name(table, full.get("state", {}))
     described = classify(table, state)
     plan = {one: found for one in stepped if (found := _plan(one, described)) is not None}
@@ -58,7 +63,7 @@ def cut(
         owner_of = {param: one for one in owners for param in one.params if param.name in described}
         for param, piece in fetch(number, key, dtype, list(owner_of)):
             _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
-    for one in stepped:
+    for one in keys:
         if one in cut_state and (one.is_flat or one.params[0].numel or not one.is_sharded):
             result["state"][keys[one]] = cut_state[one]
     for key, value in full.get("state", {}).items():
@@ -87,6 +92,12 @@ def _plan(one: Stepped, state: dict[str, Described]) -> Described | None:
         return None
     first = having[0]
     values = state[first.name]
+    lacking = next((param for param in one.params if param.name not in state), None)
+    scalar = next((key for key, value in values.items() if not isinstance(value, Like)), None)
+    if lacking is not None and scalar is not None:
+        raise StateError(
+            f"{_ALIKE}: `{first.name}` has `{scalar}`, and `{lacking.name}` has no state; use use_orig_params=True"
+        )
     for param in having[1:]:
         others = state[param.name]
         for key in {**values, **others}:
@@ -103,8 +114,8 @@ def _plan(one: Stepped, state: dict[str, Described]) -> Described | None:
                 fits = same(mine, theirs)
             if not fits:
                 raise StateError(
-                    f"optimizer state `{key}` of parameters `{first.name}` and `{param.name}` differs, and they are of "
-                    "one flat parameter: use use_orig_params=True"
+                    f"{_ALIKE if not isinstance(mine, Like) else _ALIKE.replace('scalar ', '')}: optimizer state "
+                    f"`{key}` of parameters `{first.name}` and `{param.name}` differs; use use_orig_params=True"
                 )
     return values
 
@@ -131,7 +142,10 @@ def _put(values: dict[str, Any], key: str, one: Stepped, param: Param, piece: Te
 def _param_groups(
     table: Table, given: list[dict[str, Any]], groups: list[list[Stepped]], keys: dict[Stepped, Any], own: Any
 ) -> list[dict[str, Any]]:
-    """Raises: ValueError naming a parameter for groups that are cut otherwise."""
+    """What no unit manages may be in no group of ``given``; then it is in none of the result.
+
+    Raises: ValueError naming a parameter for groups that are cut otherwise.
+    """
     group_of: dict[str, int] = {}
     for number, group in enumerate(given):
         for name in group["params"]:
@@ -155,7 +169,7 @@ def _param_groups(
     result = []
     for number, (members, mine) in enumerate(zip(groups, own, strict=True)):
         sources = dict.fromkeys(place for one in members if (place := places[one]) is not None)
-        missing = next((one for one in members if places[one] is None), None)
+        missing = next((one for one in members if places[one] is None and one.segment is not None), None)
         if missing is not None:
             raise StateError(
                 f"parameter `{missing.params[0].name}` is in group {number} of the optimizer, and in no group of the "
@@ -167,7 +181,7 @@ def _param_groups(
                 "is loaded: group them alike"
             )
         source = given[next(iter(sources))] if sources else given[number] if number < len(given) else mine
-        result.append({**_settings(source), "params": [keys[one] for one in members]})
+        result.append({**_settings(source), "params": [keys[one] for one in members if places[one] is not None]})
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -129,7 +130,9 @@ class OptimizerStates:
 
         The same object, if it has these keys. Raises: ValueError for keys of both kinds, or of no parameter.
         """
-        return rekeyed(optim_state_dict, optim_state_key_type, model, optim if optim is not None else optim_input)
+        return rekeyed(
+            optim_state_dict, optim_state_key_type, model, optim if optim is not None else _warned(optim_input)
+        )
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -162,6 +165,16 @@ class OptimizerStates:
         return result
 
 
+def _warned(optim_input: OptimInput) -> OptimInput:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated, as in torch: pass the optimizer, or nothing",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return optim_input
+
+
 def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     assert found is not None
@@ -183,7 +196,7 @@ def _full(
         return copied.clone() if copied.data_ptr() == whole.data_ptr() else copied
 
     table = Table(model)
-    groups = table.groups(optim if optim_input is None else optim_input)
+    groups = table.groups(optim if optim_input is None else _warned(optim_input))
     shown = not rank0_only or dist.get_rank(group) == 0
     result: dict[str, Any] = unsharded_state(table, given, groups, Sink(take, to_cpu) if shown else None)
     return result
@@ -227,6 +240,6 @@ def _checked_rows(table: Table, state: Mapping[str, Any]) -> Any:
 def _cut(
     table: Table, full: Mapping[str, Any], fetch: Any, optim: Any, optim_input: OptimInput, named: bool = False
 ) -> dict[str, Any]:
-    groups = table.groups(optim if optim is not None else optim_input)
+    groups = table.groups(optim if optim is not None else _warned(optim_input))
     own = None if optim is None else optim.param_groups
     return cut(table, full, groups, fetch, own=own, named=named)

@@ -37,12 +37,10 @@ def unsharded_state(table: Table, given: Mapping[str, Any], groups: list[list[St
     A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
     Raises: ValueError naming parameter and key, on all ranks that share the parameter.
     """
-    stepped = [one for group in groups for one in group]
     state = given.get("state", {})
-    named = any(isinstance(key, str) for key in state)
-    keyed = {one.key if named else number: one for number, one in enumerate(stepped)}
+    keyed = {key: one for one, key in table.keys(groups, any(isinstance(key, str) for key in state)).items()}
     held = {one: state[key] for key, one in keyed.items() if key in state}
-    result: dict[str, Any] = {"state": _states(table, stepped, held, sink)}
+    result: dict[str, Any] = {"state": _states(table, held, sink)}
     if sink is None:
         return {}
     for key, value in state.items():
@@ -65,14 +63,10 @@ def _names(groups: list[list[Stepped]]) -> Iterator[list[str]]:
         yield [param.name for one in group for param in one.params]
 
 
-def _states(
-    table: Table, stepped: list[Stepped], held: dict[Stepped, Mapping[str, Any]], sink: Sink | None
-) -> dict[str, dict[str, Any]]:
-    at = {one.place: one for one in stepped if one.place is not None}
-    found = {one: _described(one, values) for one, values in held.items()}
-    for one in stepped:
-        if one.segment is not None and one.segment.is_sharded:
-            found.pop(one, None)
+def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
+    stepped = table.all_stepped()  # in the same order on all ranks, whatever the order in their optimizers
+    at = {one.place: one for one in stepped if one.place is not None and one.is_sharded}
+    found = {one: _described(one, values) for one, values in held.items() if not one.is_sharded}
     for place, values in _agreed(table, at, held).items():
         found[at[place]] = values
     result: dict[str, dict[str, Any]] = {}
@@ -146,7 +140,11 @@ def _merged(one: Stepped, ranks: list[int], everyone: list[Any]) -> Described:
     first, values = next((rank, other) for rank, other in zip(ranks, everyone, strict=True) if isinstance(other, dict))
     for rank, other in zip(ranks, everyone, strict=True):
         if other is None:
-            raise StateError(f"rank {first} has optimizer state of parameter `{name}`, and rank {rank} has none")
+            raise StateError(
+                "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer "
+                "but some ranks are missing some of those states: "
+                f"rank {first} has optimizer state of parameter `{name}`, and rank {rank} has none"
+            )
         if other == _NOTHING or other is values:
             continue
         for key in {**values, **other}:

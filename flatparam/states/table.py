@@ -55,7 +55,6 @@ class Stepped:
 
     tensor: Tensor
     params: list[Param]
-    key: str  # its own name, as an optimizer with names has it
     place: tuple[int, int] | None = None  # (which segment, which original; -1: all of them)
 
     @property
@@ -110,13 +109,13 @@ class Table:
                     others[id(tensor)] = Param([key], tensor, tuple(tensor.shape))
         for param in others.values():
             self.params.append(param)
-            self._stepped[id(param.stepped)] = Stepped(param.stepped, [param], param.name)
+            self._stepped[id(param.stepped)] = Stepped(param.stepped, [param])
         self.by_name = {name: param for param in self.params for name in param.names}
 
     def _add_unit(self, unit: Unit, paths: list[str]) -> None:
         unit.look_over()
         self.units.append(unit)
-        for flat_name, segment in zip(unit.flat_names(), unit.segments, strict=True):
+        for segment in unit.segments:
             place = len(self.segments)
             self.segments.append(segment)
             params = []
@@ -129,12 +128,21 @@ class Table:
             self.params += params
             if segment.use_orig_params:
                 for param in params:
-                    self._stepped[id(param.stepped)] = Stepped(
-                        param.stepped, [param], param.name, (place, param.number)
-                    )
+                    self._stepped[id(param.stepped)] = Stepped(param.stepped, [param], (place, param.number))
             else:
-                key = clean_tensor_name(_join(paths[0], flat_name))
-                self._stepped[id(segment.flat)] = Stepped(segment.flat, params, key, (place, -1))
+                self._stepped[id(segment.flat)] = Stepped(segment.flat, params, (place, -1))
+
+    def all_stepped(self) -> list[Stepped]:
+        """What an optimizer of all parameters steps, in the order of the table."""
+        return list(self._stepped.values())
+
+    def keys(self, groups: list[list[Stepped]], named: bool) -> dict[Stepped, Any]:
+        """What an optimizer's state has for keys: numbers, or with ``named`` names as the model has them now."""
+        stepped = [one for group in groups for one in group]
+        if not named:
+            return {one: number for number, one in enumerate(stepped)}
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        return {one: names[id(one.tensor)] for one in stepped}
 
     def stepped(self, tensor: Tensor) -> Stepped:
         """Raises: ValueError for a tensor that is no parameter of the model."""
