@@ -73,8 +73,12 @@ def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | N
     for one in stepped:
         for param in one.params if one in found else ():
             if sink is not None:
-                mine = held.get(one, {})
-                result[param.name] = {key: _own(value, mine.get(key), sink) for key, value in found[one].items()}
+                mine = held.get(one, {}) if one.is_flat or param.numel or not one.is_sharded else {}
+                gathered_later = one.is_flat or one.is_sharded
+                result[param.name] = {
+                    key: None if gathered_later and isinstance(value, Like) else _own(value, mine.get(key), sink)
+                    for key, value in found[one].items()
+                }
     keys = _keys_of(found)
     for number, segment in enumerate(table.segments):
         for (key, dtype), members in keys.get(number, {}).items():

@@ -11,7 +11,6 @@ from fsdp_models import Averaged, data, full_grads, full_params, loss_of, make, 
 from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
@@ -44,12 +43,6 @@ AROUND = {  # what is called with a tree that holds units
     "its summon_full_params": lambda model: enter(TorchsFSDP.summon_full_params(model)),
     "its state_dict_type": lambda model: enter(TorchsFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)),
     "its optim_state_dict": lambda model: TorchsFSDP.optim_state_dict(model, torch.optim.SGD(model.parameters())),
-    "get_model_state_dict": states.get_model_state_dict,
-    "get_optimizer_state_dict": lambda model: states.get_optimizer_state_dict(
-        model, torch.optim.Adam(model.parameters()), options=states.StateDictOptions(full_state_dict=True)
-    ),
-    "get_state_dict": lambda model: states.get_state_dict(model, torch.optim.Adam(model.parameters())),
-    "set_model_state_dict": lambda model: states.set_model_state_dict(model, {}),
 }
 
 
