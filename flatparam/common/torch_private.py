@@ -10,6 +10,8 @@ import torch.distributed.fsdp._flat_param as torch_flat_param
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._functional_collectives import is_torchdynamo_compiling
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp import _init_utils, _optim_utils
 from torch.distributed.fsdp._common_utils import (

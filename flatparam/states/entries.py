@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
+from ..common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from ..fsdp.errors import StateError
 from ..fsdp.names import FSDP_PREFIX
 from ..fsdp.originals import Original

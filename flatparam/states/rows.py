@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 
 from .. import _C
-from ..common.torch_private import _create_chunk_sharded_tensor
+from ..common.torch_private import Shard, ShardedTensor, _create_chunk_sharded_tensor
 from ..fsdp import collectives, order
 from ..fsdp.errors import StateError
 from ..fsdp.originals import in_order, row_numel
