@@ -109,10 +109,10 @@ def _described(one: Stepped, values: Mapping[str, Any]) -> Described:
 
 def _agreed(table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[str, Any]]) -> dict[Place, Described]:
     """What all ranks have of sharded parameters, in the same order on all of them. A collective call."""
-    groups: dict[int, tuple[Any, list[int]]] = {}
+    groups: dict[int, tuple[Any, set[int]]] = {}
     for number, segment in enumerate(table.segments):
         if segment.is_sharded:
-            groups.setdefault(id(segment.placement.optim), (segment.placement.optim, []))[1].append(number)
+            groups.setdefault(id(segment.placement.optim), (segment.placement.optim, set()))[1].add(number)
     result: dict[Place, Described] = {}
     for group, numbers in groups.values():
         mine: dict[Place, Described | None] = {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Torchs
 from torch.distributed.fsdp import StateDictType
 
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp.segment import Segment
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -136,3 +138,47 @@ def test_forms_of_four_ranks(strategy, uo):
 @pytest.mark.multiprocess
 def test_forms_of_blocks():
     run_ranks(forms, 2, "FULL_SHARD", True, False, {"atomic": "row"})
+
+
+def gathers_of(call):
+    """How often units are gathered in ``call``, and the most bytes that lie in what was gathered at one time."""
+    alive, most, calls, gather = [], [0], [0], Segment.gather
+
+    def watched(self, shard):
+        whole = gather(self, shard)
+        alive.append((weakref.ref(whole.untyped_storage()), whole.untyped_storage().nbytes()))
+        calls[0] += 1
+        most[0] = max(most[0], sum(size for storage, size in alive if storage() is not None))
+        return whole
+
+    Segment.gather = watched
+    try:
+        result = call()
+    finally:
+        Segment.gather = gather
+    return calls[0], most[0], result
+
+
+def streamed(uo):
+    """Units are gathered one at a time, once for each key; nothing is told by objects a parameter."""
+    model = wrap_blocks(make(width=9), use_orig_params=uo)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    loss_of(model, data(0)).backward()
+    optimizer.step()
+    units = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
+    largest = max(segment.layout.padded_numel for segment in units) * 4
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            assert gathers_of(model.state_dict)[:2] == (len(units), largest)
+            calls, most, _ = gathers_of(lambda: FSDP.optim_state_dict(model, optimizer))
+            assert (calls, most) == (3 * len(units), largest)
+    with FSDP.state_dict_type(model, LOCAL):
+        calls, _, state = gathers_of(model.state_dict)
+        assert calls == 0
+        assert state["_flat_param"].local_shards()[0].tensor.data_ptr() == units[0].flat.data_ptr()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+def test_units_are_gathered_one_at_a_time(uo):
+    run_ranks(streamed, 2, uo)
