@@ -52,6 +52,8 @@ CASES = {
                 assert "shards of parameters" in str(error), error
             else:
                 raise AssertionError
+        from torch.distributed.checkpoint.state_dict import FSDP
+        assert isinstance(model, FSDP)
         assert not [finder for finder in sys.meta_path if type(finder).__module__ == "flatparam.common.after_import"]
         """,
     "what is not there": """
