@@ -107,7 +107,7 @@ def _check_idle(module: nn.Module) -> None:
 def _wanted(module: nn.Module) -> Iterator[Wanted]:
     """What this rank reads: its pieces of managed parameters, other parameters and persistent buffers whole."""
     paths: dict[Unit, list[str]] = {}
-    for path, unit in _units_in(module):
+    for path, unit in units_in(module):
         paths.setdefault(unit, []).append(path)
     for unit, places in paths.items():
         unit.look_over()
@@ -125,7 +125,7 @@ def _pieces(paths: list[str], segment: Segment) -> Iterator[Wanted]:
     shard = segment.flat.detach()
     for original, piece in zip(segment.originals, segment.pieces, strict=True):
         yield Wanted(
-            [clean_tensor_name(_join(path, name.fqn)) for path in paths for name in original.names],
+            [clean_tensor_name(join(path, name.fqn)) for path in paths for name in original.names],
             tuple(original.shape),
             original.stride,
             piece.intra_param_start_idx or 0,
@@ -141,7 +141,7 @@ def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]]) -> Iterat
         for name, tensor in {**inner._parameters, **persistent}.items():
             if tensor is None or (inner, name) in managed:
                 continue
-            key = clean_tensor_name(_join(path, name))
+            key = clean_tensor_name(join(path, name))
             if id(tensor) in found:
                 found[id(tensor)].names.append(key)
                 continue
@@ -154,7 +154,8 @@ def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]]) -> Iterat
     yield from found.values()
 
 
-def _join(path: str, name: str) -> str:
+def join(path: str, name: str) -> str:
+    """The name of what is called ``name`` in the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 
@@ -229,15 +230,16 @@ def check_kinds(module: nn.Module, state: Mapping[str, Any]) -> None:
         dtype = dtypes.get(clean_tensor_name(name))
         if dtype is None or not isinstance(value, Tensor) or value.dtype == dtype:
             continue
-        if _kind(value.dtype) != _kind(dtype):
+        if kind_of(value.dtype) != kind_of(dtype):
             raise RuntimeError(
                 f"`{name}` has dtype {value.dtype}, which cannot be loaded into {dtype}: convert it first"
             )
-        if _kind(dtype) == "integer" and not torch.equal(value.to(dtype).to(value.dtype), value):
+        if kind_of(dtype) == "integer" and not torch.equal(value.to(dtype).to(value.dtype), value):
             raise RuntimeError(f"`{name}` of {value.dtype} has values that {dtype} cannot hold")
 
 
-def _kind(dtype: torch.dtype) -> str:
+def kind_of(dtype: torch.dtype) -> str:
+    """A value of one kind is never converted to another."""
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
@@ -247,7 +249,7 @@ def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     for path, inner in module.named_modules(remove_duplicate=False):
         for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
             if tensor is not None and name not in inner._non_persistent_buffers_set:
-                found[clean_tensor_name(_join(path, name))] = tensor.dtype
+                found[clean_tensor_name(join(path, name))] = tensor.dtype
         for unit in units_of([inner]):
             for key, segment in _names(path, unit):
                 found[key] = segment.flat.dtype
@@ -257,15 +259,15 @@ def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
 def _names(path: str, unit: Unit) -> Iterator[tuple[str, Segment]]:
     for segment in unit.segments:
         for original in segment.originals:
-            yield from ((clean_tensor_name(_join(path, name.fqn)), segment) for name in original.names)
+            yield from ((clean_tensor_name(join(path, name.fqn)), segment) for name in original.names)
 
 
 def _managed(module: nn.Module) -> dict[str, Unit]:
     """The unit of each parameter by its name in the unwrapped model."""
-    return {name: unit for path, unit in _units_in(module) for name, _ in _names(path, unit)}
+    return {name: unit for path, unit in units_in(module) for name, _ in _names(path, unit)}
 
 
-def _units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
     """The units in ``module``, each under every path that it has."""
     for path, inner in module.named_modules(remove_duplicate=False):
         yield from ((path, unit) for unit in units_of([inner]))

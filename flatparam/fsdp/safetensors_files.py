@@ -37,6 +37,12 @@ class FileError(ValueError):
     """A file that is not what it should be; the message names it."""
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, for as long as that lives."""
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_uint8 * size).from_address(tensor.data_ptr())).cast("B")
+
+
 class Entry(NamedTuple):
     """One tensor of a file: ``dtype`` None where torch has none of this name; ``begin``: its first byte in the file."""
 
@@ -65,10 +71,8 @@ class Entry(NamedTuple):
                 out.narrow(0, done, count).copy_(into if raw is self.dtype else into != 0)
 
     def _read_bytes(self, position: int, into: Tensor) -> None:
-        size = into.numel() * into.itemsize
-        memory = memoryview((ctypes.c_uint8 * size).from_address(into.data_ptr()))
-        done = 0
-        while done < size:
+        memory, done = bytes_of(into), 0
+        while done < len(memory):
             count = os.preadv(self.descriptor, [memory[done:]], position + done)
             if count == 0:
                 raise FileError(f"{self.path}: ended at byte {position + done} while it was read")

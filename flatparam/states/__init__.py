@@ -1,3 +1,1 @@
-"""What a rank holds of a model's parameters, buffers and optimizer state."""
-
-from .. import fsdp as fsdp  # its wrapper imports the modules here: begun first, it finds them whole
+"""What a model and its optimizer keep, and in which form: pieces of ranks, rows, whole tensors; saved and loaded."""

@@ -1,0 +1,92 @@
+"""Where the ranks of a save or a load agree: through the store, a few lines each, so that it may run in any thread."""
+
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..fsdp import peers
+from .errors import CheckpointError
+
+_met: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+class Council:
+    """The ranks of ``group`` (None: the world) in one save or load. Each of them makes it in the same order.
+
+    Where nothing is initialized, or the backend has no real ranks, this process is alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, what: str):
+        self.what, self.rank, self.ranks = what, 0, [0]
+        self._store: dist.Store | None = None
+        self._round = 0
+        self._me = 0
+        if not dist.is_initialized():
+            return
+        members: Any = dist.group.WORLD if group is None else group
+        self.rank, self.ranks = dist.get_rank(members), dist.get_process_group_ranks(members)
+        if self.rank < 0:
+            raise ValueError(f"{what}: this rank is not in the group of ranks {self.ranks}")
+        self._me = dist.get_rank()
+        if len(self.ranks) == 1 or dist.get_backend(members) in peers.WITHOUT_STORE:
+            return
+        peers.enter()
+        number = _met[members] = _met.get(members, 0) + 1
+        store = peers.own_connection(dist.distributed_c10d._get_default_store())
+        name = f"flatparam council {peers.life_of_world()} of {','.join(map(str, self.ranks))} {number}"
+        self._store = dist.PrefixStore(name, store)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def meet(
+        self, mine: Any, error: BaseException | None, decide: Callable[[list[Any]], Any] = lambda said: None
+    ) -> Any:
+        """What ``decide`` makes, on the first rank, of what all ranks say; every rank gets it.
+
+        ``mine`` and the result are for JSON. ``error``: why this rank cannot go on.
+        Raises: ``error``; CheckpointError on every rank for that of another rank, or of ``decide``.
+        """
+        told: str | None = None if error is None else f"rank {self._me}: {_said(error)}"
+        if self._store is None:
+            if error is not None:
+                raise error
+            return decide([mine])
+        self._round += 1
+        own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
+        self._store.set(own, json.dumps([told, mine]))
+        if self.is_first:
+            keys = [f"{self._round}/{rank}" for rank in self.ranks]
+            answer: list[Any] = [None, None]
+            try:
+                peers.wait_for_keys(self._store, keys, self.ranks)
+                said = [json.loads(one) for one in self._store.multi_get(keys)]
+                answer[0] = next((one[0] for one in said if one[0] is not None), None)
+                if answer[0] is None:
+                    answer[1] = decide([one[1] for one in said])
+            except Exception as failure:
+                answer[0], error = f"rank {self._me}: {_said(failure)}", error or failure
+            self._store.set(verdict, json.dumps(answer))
+            for key in (*keys, f"{self._round - 1}/all"):  # who is here has read the verdict before
+                self._store.delete_key(key)
+        else:
+            peers.wait_for_keys(self._store, [verdict], self.ranks[:1])
+            answer = json.loads(self._store.get(verdict))
+        if error is not None:
+            raise error
+        if answer[0] is not None:
+            raise CheckpointError(f"{self.what}: {answer[0]}")
+        return answer[1]
+
+
+def _said(error: BaseException) -> str:
+    text = str(error)
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,147 @@
+"""One file in the safetensors format, as torch's distributed checkpoint writes it: boxes of tensors, where they lie.
+
+A file has one box of a name at most. The offsets of boxes are in the header, under torch's names.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fsdp.safetensors_files import DTYPES, bytes_of
+from .errors import CheckpointError
+
+SUM_BYTES = 2**20  # of a box, for each of its checksums
+RUN_BYTES = 2**24  # copied at a time where a box is no run of host memory
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Part(NamedTuple):
+    """A box of a tensor that is to be written. ``shape``: of the whole; ``tensor``: the box, of any strides."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass
+class Chunk:
+    """A box of a tensor in a file. ``begin``: its first byte there; ``sums``: crc32 of each MiB of it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    sums: list[int] | None = None
+
+    def as_json(self) -> list[Any]:
+        """Without the file's name."""
+        return [self.dtype, self.shape, self.offsets, self.sizes, self.begin, self.sums]
+
+
+@dataclass
+class Written:
+    """A file as it was written. ``header``: crc32 of all before the data."""
+
+    bytes: int
+    header: int
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        chunks = {key: chunk.as_json() for key, chunk in self.chunks.items()}
+        return {"bytes": self.bytes, "header": self.header, "tensors": chunks}
+
+
+def write_file(folder: Path, name: str, parts: Sequence[Part], progress: Callable[[int], object]) -> Written:
+    """Write ``parts`` to ``folder / name``, down to the disk. ``progress`` is told of bytes.
+
+    Raises: CheckpointError for a dtype that the format has not, OSError.
+    """
+    parts = sorted(parts, key=lambda part: -part.tensor.itemsize)
+    chunks: dict[str, Chunk] = {}
+    at = 0
+    for part in parts:
+        dtype = NAMES.get(part.tensor.dtype)
+        if dtype is None:
+            raise CheckpointError(f"`{part.key}` is of {part.tensor.dtype}, which no safetensors file has")
+        chunks[part.key] = Chunk(name, dtype, part.shape, part.offsets, tuple(part.tensor.shape), at)
+        at += part.tensor.numel() * part.tensor.itemsize
+    header = _header(parts, chunks)
+    for chunk in chunks.values():
+        chunk.begin += len(header)
+    with open(folder / name, "wb", buffering=0) as file:
+        _write(file.fileno(), memoryview(header))
+        for part in parts:
+            chunks[part.key].sums = _write_box(file.fileno(), part.tensor, progress)
+        os.fsync(file.fileno())
+    return Written(at + len(header), zlib.crc32(header), chunks)
+
+
+def _header(parts: Sequence[Part], chunks: dict[str, Chunk]) -> bytes:
+    places = {part.key: {"saved_offsets": list(part.offsets)} for part in parts}
+    told: dict[str, Any] = {
+        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+    }
+    for part in parts:
+        chunk = chunks[part.key]
+        end = chunk.begin + part.tensor.numel() * part.tensor.itemsize
+        told[part.key] = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [chunk.begin, end]}
+    text = json.dumps(told).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_box(descriptor: int, tensor: Tensor, progress: Callable[[int], object]) -> list[int]:
+    sums, summed, left = [], 0, SUM_BYTES
+    for run in _runs(tensor):
+        memory = bytes_of(run)
+        while memory:
+            piece, memory = memory[:left], memory[left:]
+            _write(descriptor, piece)
+            summed, left = zlib.crc32(piece, summed), left - len(piece)
+            progress(len(piece))
+            if left == 0:
+                sums.append(summed)
+                summed, left = 0, SUM_BYTES
+    return sums if left == SUM_BYTES else [*sums, summed]
+
+
+def _runs(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in row-major order, as runs of host memory: its own, or copies of a few MiB."""
+    if tensor.is_cpu and tensor.is_contiguous():
+        yield tensor
+    elif tensor.numel() * tensor.itemsize <= RUN_BYTES:
+        yield tensor.cpu().contiguous()
+    else:
+        d = next(d for d, size in enumerate(tensor.shape) if size > 1)
+        step = max(1, tensor.shape[d] * RUN_BYTES // (tensor.numel() * tensor.itemsize))
+        for i in range(0, tensor.shape[d], step):
+            yield from _runs(tensor.narrow(d, i, min(step, tensor.shape[d] - i)))
+
+
+def _write(descriptor: int, memory: memoryview) -> None:
+    while memory:
+        memory = memory[os.write(descriptor, memory) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names of ``folder`` on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def as_torch(name: str) -> torch.dtype | None:
+    """The dtype that the format calls ``name``."""
+    return DTYPES.get(name)

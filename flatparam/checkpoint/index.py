@@ -1,0 +1,136 @@
+"""The index of a checkpoint: every file, every box, every checksum, and the values that are no tensors.
+
+It is written last: a folder without it is no checkpoint. Its first line has a checksum of the second.
+"""
+
+import json
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..fsdp.safetensors_files import MOST_HEADER_BYTES
+from .errors import CheckpointError
+from .files import Chunk, sync_folder
+
+NAME = "checkpoint.json"
+FORMAT, VERSION = "flatparam checkpoint", 1
+MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"  # folders
+
+
+@dataclass
+class Index:
+    """What a checkpoint has.
+
+    ``files``: by name, bytes and the checksum of the header; ``tensors``: by folder and name, the boxes;
+    ``optimizer``: None, or ``groups`` and ``states`` (by parameter and key: "box", "one", or ``[value, rank]``);
+    ``ranks``: of each rank ``extra`` and its ``own`` values of tensors that no unit manages, by
+    name, in its file; ``units``: how they were
+    spread.
+    """
+
+    id: str
+    world_size: int
+    about: dict[str, Any]
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, list[Chunk]]] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    units: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(size for size, _ in self.files.values())
+
+    def add_files(self, files: dict[str, Any]) -> None:
+        """Take what one rank has written, as its JSON. Raises: KeyError, TypeError, ValueError."""
+        for file, told in files.items():
+            self.files[file] = (int(told["bytes"]), int(told["header"]))
+            folder = self.tensors.setdefault(file.split("/")[0], {})
+            for key, (dtype, shape, offsets, sizes, begin, sums) in told["tensors"].items():
+                chunk = Chunk(file, dtype, tuple(shape), tuple(offsets), tuple(sizes), begin, sums)
+                folder.setdefault(key, []).append(chunk)
+
+    def files_as_json(self) -> dict[str, Any]:
+        """All files as one rank's."""
+        told: dict[str, Any] = {
+            file: {"bytes": size, "header": header, "tensors": {}} for file, (size, header) in self.files.items()
+        }
+        for folder in self.tensors.values():
+            for key, chunks in folder.items():
+                for chunk in chunks:
+                    told[chunk.file]["tensors"][key] = chunk.as_json()
+        return told
+
+    def write(self, folder: Path) -> None:
+        """As ``folder``'s index, down to the disk."""
+        body = {
+            **{"id": self.id, "world_size": self.world_size, "about": self.about, "units": self.units},
+            **{"optimizer": self.optimizer, "ranks": self.ranks, "files": self.files_as_json()},
+        }
+        write_sealed(folder / NAME, body)
+        sync_folder(folder)
+
+
+def read_index(folder: Path) -> Index:
+    """That of a checkpoint. Raises: CheckpointError naming the file and what is wrong, OSError."""
+    path = folder / NAME
+    body = read_sealed(path)
+    try:
+        index = Index(
+            body["id"],
+            body["world_size"],
+            body["about"],
+            optimizer=body["optimizer"],
+            ranks=body["ranks"],
+            units=body["units"],
+        )
+        index.add_files(body["files"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected a checkpoint's index: {type(error).__name__}: {error}") from error
+    return index
+
+
+def write_sealed(path: Path, body: Any) -> int:
+    """Write ``body`` as JSON behind its checksum, down to the disk. Returns the checksum."""
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    seal = zlib.crc32(text)
+    with open(path, "wb") as file:
+        file.write(json.dumps({"format": FORMAT, "version": VERSION, "crc32": seal}).encode() + b"\n" + text + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return seal
+
+
+def read_sealed(path: Path, expected: int | None = None) -> dict[str, Any]:
+    """What ``write_sealed`` has written. ``expected``: the checksum that it returned.
+
+    Raises: CheckpointError naming the file, OSError.
+    """
+    with open(path, "rb") as file:
+        first = file.readline(1000)
+        try:
+            seal = json.loads(first)
+            known = isinstance(seal, dict) and seal.get("format") == FORMAT
+        except ValueError:
+            known = False
+        if not known:
+            raise CheckpointError(
+                f"{path}: expected the index of a flatparam checkpoint, it begins with {first[:60]!r}"
+            )
+        if seal.get("version") != VERSION:
+            raise CheckpointError(f"{path}: is of version {seal.get('version')!r}, this flatparam reads {VERSION}")
+        text = file.read(MOST_HEADER_BYTES * 16 + 1)
+    if len(text) > MOST_HEADER_BYTES * 16 or not text.endswith(b"\n") or zlib.crc32(text[:-1]) != seal.get("crc32"):
+        raise CheckpointError(f"{path}: is damaged: its checksum does not fit")
+    if expected not in (None, seal["crc32"]):
+        raise CheckpointError(f"{path}: is another file than was written: the file system shows an old one")
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(body).__name__}")
+    return body

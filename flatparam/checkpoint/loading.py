@@ -1,0 +1,197 @@
+"""Loading: each rank reads the bytes that overlap what it holds; nothing changes until all ranks have checked them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from ..fsdp.unit import units_of
+from ..states.pieces import held_by
+from .council import Council
+from .errors import CheckpointError
+from .files import Chunk
+from .foreign import open_foreign
+from .index import NAME, Index
+from .optimizers import Named
+from .planning import check_idle
+from .progress import Meter, Summary
+from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite
+from .targets import Targets, into_model, into_optimizer, values_of_modules
+from .values import decode
+
+
+@dataclass
+class Loaded:
+    """``extra``: what this rank has saved, or, where there were fewer ranks, the one of its number modulo theirs;
+    ``world_size``: theirs; ``missing`` and ``unexpected``: names, if it was not strict."""
+
+    summary: Summary
+    extra: Any = None
+    world_size: int | None = None
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    strict: bool = True,
+    check_finite: bool = False,
+    trusted: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    progress: bool = False,
+) -> Loaded:
+    """Load a checkpoint into ``model`` and ``optimizer``, at any number of ranks, strategy and units.
+
+    A call that all ranks of ``process_group`` (the world) make. First everything is checked: names, shapes, dtypes, and
+    the checksums of all bytes that this rank will read. When all ranks have done that, each reads into its shards.
+    Args: ``path``: a checkpoint; a folder of torch's distributed checkpoint; one safetensors file, or an index.
+        ``strict``: every name of the model must be there, and no other; ``check_finite``: refuse NaN and infinities;
+        ``trusted``: read torch's ``.metadata``, a pickle that can run anything; ``progress``: show a bar on rank 0.
+    Raises: CheckpointError on every rank alike, naming rank, file and tensor; model and optimizer are as before.
+    """
+    where = Path(os.path.abspath(path))
+    council = Council(process_group, "checkpoint.load")
+    meter = Meter(f"load {where.name}", progress and council.is_first)
+    loading = _Loading(where, model, optimizer, council)
+    try:
+        error: BaseException | None = None
+        try:
+            loading.plan(strict, trusted)
+            loading.check(check_finite, meter)
+        except Exception as caught:
+            error = caught
+        council.meet(loading.digest, error, _compare)
+        error = None
+        try:
+            loading.commit()
+        except Exception as caught:
+            error = CheckpointError(f"{caught}; the model is loaded in part: load it again")
+            error.__cause__ = caught
+        read = council.meet(loading.bytes, error, sum)
+    finally:
+        loading.close()
+        seconds = meter.close()
+    index = loading.index
+    loaded = Loaded(Summary(str(where), index.id if index else None, read, loading.bytes, seconds))
+    loaded.missing, loaded.unexpected = loading.into[0].missing, loading.into[0].unexpected
+    if index is not None:
+        loaded.world_size, loaded.extra = index.world_size, loading.extra
+    return loaded
+
+
+def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
+    """The ``extra`` that one rank has saved. No collective call. Raises: CheckpointError, OSError."""
+    source = Checkpoint(Path(os.path.abspath(path)))
+    try:
+        if not 0 <= rank < source.index.world_size:
+            raise CheckpointError(f"{source.folder}: has ranks 0 to {source.index.world_size - 1}, not {rank}")
+        return read_extra_of(source, source.index, rank)
+    finally:
+        source.close()
+
+
+def read_extra_of(source: Source, index: Index, rank: int) -> Any:
+    """The same of an open one."""
+    return decode(index.ranks[rank].get("extra"), OfRank(source, rank))
+
+
+def _compare(digests: list[str]) -> None:
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise CheckpointError(f"nothing was loaded: rank {rank} has another checkpoint than rank 0 under this path")
+
+
+class _Loading:
+    def __init__(self, path: Path, model: nn.Module, optimizer: Any, council: Council):
+        self.path, self.model, self.optimizer, self.council = path, model, optimizer, council
+        self.source: Source | None = None
+        self.into: list[Targets] = []
+        self.named: Named | None = None
+        self.extra: Any = None
+        self.digest = ""
+        self._of_modules: list[tuple[Any, Any]] = []
+
+    @property
+    def index(self) -> Index | None:
+        return None if self.source is None else self.source.index
+
+    @property
+    def bytes(self) -> int:
+        """That this rank reads."""
+        return sum(read.out.numel() * read.out.itemsize for targets in self.into for read in targets.reads)
+
+    def plan(self, strict: bool, trusted: bool) -> None:
+        """Open the files and find out what goes where."""
+        check_idle(self.model, "checkpoint.load")
+        ours = (self.path / NAME).exists()
+        source = self.source = Checkpoint(self.path) if ours else open_foreign(self.path, trusted)
+        self.digest = source.digest
+        held = list(held_by(self.model))
+        index = source.index
+        targets = into_model(held, source, strict, self._own())
+        self.into = [targets]
+        if index is not None:
+            self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
+            first = OfRank(source, 0)
+            self._of_modules = values_of_modules(self.model, index.about.get("modules", {}), first)
+        if self.optimizer is not None:
+            self.named = Named(self.optimizer, held)
+            told = source.told_of_optimizer()
+            if told is None:
+                raise CheckpointError(f"{self.path}: has no optimizer state")
+            self.into.append(into_optimizer(self.named, told, source))
+
+    def _own(self) -> Mapping[str, list[Chunk]]:
+        """What this rank has saved of tensors that no unit manages, where other ranks had other values."""
+        index, rank = self.index, self.council.rank
+        if self.source is None or index is None or index.world_size != self.council.size:
+            return {}
+        own = OfRank(self.source, rank)
+        return {name: own.chunks(key) for name, key in index.ranks[rank].get("own", {}).items()}
+
+    def check(self, check_finite: bool, meter: Meter) -> None:
+        """Compare all bytes that will be read with their checksums."""
+        assert self.source is not None
+        meter.expect(self.bytes)
+        look = refuse_not_finite if check_finite else None
+        for targets in self.into:
+            check_reads(self.source, targets.reads, look, meter.add)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Read into the shards; tell the units. Raises: FileError, OSError."""
+        assert self.source is not None
+        for targets in self.into:
+            for read in targets.reads:
+                self.source.read(read)
+        for held in self.into[0].touched:
+            torch.autograd.graph.increment_version(held.owner)
+        for unit in units_of(self.model.modules()):
+            unit.filled()
+            unit.apart = None
+        for module, value in self._of_modules:
+            module.set_extra_state(value)
+        if self.named is not None:
+            _, targets = self.into
+            state = self.named.optimizer.state
+            for param, values in targets.state:
+                if values:
+                    state[param] = values
+                else:
+                    state.pop(param, None)
+            for group, values in zip(self.named.optimizer.param_groups, targets.groups, strict=True):
+                group.update(values)
+
+    def close(self) -> None:
+        if self.source is not None:
+            self.source.close()

@@ -1,0 +1,156 @@
+"""What this rank writes of a model and its optimizer: boxes of whole parameters, planned from the layout alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from ..fsdp.loading import join, units_in
+from ..fsdp.names import clean_tensor_name
+from ..fsdp.safetensors_files import bytes_of
+from ..fsdp.wrapper import Wrapper
+from ..states.pieces import Held, held_by
+from .errors import CheckpointError
+from .files import Part
+from .index import MODEL, OPTIMIZER, RANKS
+from .optimizers import Named, states_of
+from .values import encode
+
+
+@dataclass
+class SavePlan:
+    """``parts``: by the name of the file; ``told``: of this rank, for the index; ``own``: tensors for its own file."""
+
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.tensor.numel() * part.tensor.itemsize for parts in self.parts.values() for part in parts)
+
+    def add(self, folder: str, key: str, held: Held, values: Tensor, rank: int) -> None:
+        """Have what this rank writes of ``held`` written, of ``values``, which are 1-D as ``held.flat``."""
+        begin, end = held.written
+        boxes = held.dense.boxes(begin, end)
+        if not boxes and rank == 0 and 0 in held.dense.shape:
+            empty = values.new_empty(held.dense.shape)
+            self._put(folder, 0, rank, Part(key, held.dense.shape, (0,) * empty.dim(), empty))
+        for i, box in enumerate(boxes):
+            part = Part(key, held.dense.shape, box.offsets, held.dense.view(values, held.start, box))
+            self._put(folder, i, rank, part)
+
+    def add_own(self, values: dict[str, Tensor], rank: int) -> None:
+        """Have tensors of this rank alone written."""
+        self.own |= values
+        for key, value in values.items():
+            self._put(RANKS, 0, rank, Part(key, tuple(value.shape), (0,) * value.dim(), value))
+
+    def _put(self, folder: str, box: int, rank: int, part: Part) -> None:
+        # torch's reader takes one box of a name from a file, so the second boxes are in a second file
+        name = f"rank-{rank:05}" if folder == RANKS else f"shard-{rank + 1:05}-model-{box + 1:05}"
+        self.parts.setdefault(f"{folder}/{name}.safetensors", []).append(part)
+
+
+def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SavePlan:
+    """What ``rank`` writes. Raises: CheckpointError naming what cannot be written, before anything is."""
+    check_idle(module, "checkpoint.save")
+    plan = SavePlan(held=list(held_by(module)))
+    for held in plan.held:
+        if not held.has_values:
+            raise CheckpointError(f"parameter `{held.name}` has no values yet: load or initialize it first")
+        for name in held.names:
+            plan.add(MODEL, name, held, held.flat, rank)
+    values: dict[str, Tensor] = {}
+    plan.told["extra"] = encode(extra, "extra", values)
+    plan.told["aliases"] = {name: held.names[0] for held in plan.held for name in held.names[1:]} if rank == 0 else {}
+    plan.told["modules"] = _values_of_modules(module, values) if rank == 0 else {}
+    if optimizer is not None:
+        _plan_optimizer(plan, Named(optimizer, plan.held), values, rank)
+    plan.add_own(values, rank)
+    return plan
+
+
+def check_idle(module: nn.Module, what: str) -> None:
+    """Raises: StateError naming a unit that is in the middle of a pass or summoned."""
+    for inner in module.modules():
+        if isinstance(inner, Wrapper):
+            inner._check_idle_here(what)
+
+
+def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str, Any]:
+    """What modules give by ``get_extra_state``, by its name in a state dict."""
+    found = {}
+    for path, inner in module.named_modules():
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            key = clean_tensor_name(join(path, "_extra_state"))
+            found[key] = encode(inner.get_extra_state(), key, values)
+    return found
+
+
+def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], rank: int) -> None:
+    states: dict[str, dict[str, Any]] = {}
+    for held, key, kind, value in states_of(named):
+        name = f"state.{held.name}.{key}"
+        begin, end = held.written
+        if kind == "box":
+            plan.add(OPTIMIZER, name, held, value, rank)
+        if begin != 0 or end == 0:
+            continue  # what has no elements comes from the rank that writes the first one
+        if kind == "one":
+            part = Part(name, tuple(value.shape), (0,) * value.dim(), value.detach())
+            plan._put(OPTIMIZER, 0, rank, part)
+        states.setdefault(held.name, {})[key] = [encode(value, name, values), rank] if kind == "value" else kind
+    told: dict[str, Any] = {"states": states}
+    if rank == 0:
+        told["groups"] = [
+            [encode(group, f"param_groups[{i}]", values), [held.name for held in mine]]
+            for i, (group, mine) in enumerate(named.groups)
+        ]
+    plan.told["optimizer"] = told
+
+
+def buffers_of(held: Iterable[Held]) -> dict[str, Tensor]:
+    """What each rank may have other values of: tensors that no unit manages."""
+    return {one.name: one.owner.detach() for one in held if one.unit is None and one.numel}
+
+
+def digest(buffers: dict[str, Tensor]) -> str:
+    """The same where ranks have the same of them."""
+    found = hashlib.sha256()
+    for name, value in buffers.items():
+        found.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        found.update(bytes_of(value.cpu().contiguous()))
+    return found.hexdigest()
+
+
+def describe_units(module: nn.Module) -> list[dict[str, Any]]:
+    """How each unit is spread: over which ranks, in the order of shards."""
+    strategies = {id(w._unit): w.sharding_strategy.name for w in module.modules() if isinstance(w, Wrapper)}
+    found = []
+    for path, unit in units_in(module):
+        placement = unit.options.placement
+        group = placement.optim
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        found.append(
+            {
+                "name": clean_tensor_name(path + ".").rstrip("."),
+                "strategy": strategies.get(id(unit)),
+                "shards": placement.shards,
+                "replicas": placement.replicas,
+                "parameters_over": placement.param_shards,
+                "nested": placement.outer is not None,
+                "ranks": ranks and [ranks[placement.holder(shard)] for shard in range(placement.shards)],
+                "shard_numels": [segment.layout.shard_numel for segment in unit.segments],
+                "dtypes": [str(segment.flat.dtype).removeprefix("torch.") for segment in unit.segments],
+                "world": dist.get_world_size() if dist.is_initialized() else 1,
+            }
+        )
+    return found

@@ -1,0 +1,172 @@
+"""A checkpoint that is there: its files opened as they are needed, and compared with their checksums."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of
+from .boxes import Read, read_box
+from .errors import CheckpointError
+from .files import SUM_BYTES, Chunk
+from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
+
+
+class Source:
+    """What a load reads from. ``model``, ``optimizer`` and ``own``: boxes by name; ``index``: None of foreign files."""
+
+    index: Index | None = None
+    model: Mapping[str, list[Chunk]]
+    optimizer: Mapping[str, list[Chunk]]
+    own: Mapping[str, list[Chunk]] = {}
+    digest: str  # the same on ranks that read the same
+
+    def entry(self, chunk: Chunk) -> Entry:
+        """``chunk`` in its file, open."""
+        raise NotImplementedError
+
+    def check(self, chunk: Chunk, begin: int, end: int, look: Callable[[str, Tensor], None] | None) -> int:
+        """Compare bytes ``[begin, end)`` of ``chunk`` with their checksums, once; returns how many were read.
+
+        ``look``: is given the elements. Raises: CheckpointError naming file and tensor, FileError, OSError.
+        """
+        return 0
+
+    def read(self, read: Read) -> None:
+        """Read a box. Raises: FileError, OSError."""
+        read_box(self.entry(read.chunk), read)
+
+    def whole(self, chunks: list[Chunk]) -> Tensor:
+        """A tensor of its own, of which one rank has written all."""
+        [chunk] = chunks
+        entry = self.entry(chunk)
+        assert entry.dtype is not None
+        out = torch.empty(chunk.shape, dtype=entry.dtype)
+        self.check(chunk, 0, out.numel() * out.itemsize, None)
+        entry.read(0, out.view(-1))
+        return out
+
+    def told_of_optimizer(self) -> dict[str, Any] | None:
+        """``groups`` and ``states`` as the index has them; None without an optimizer."""
+        return None if self.index is None else self.index.optimizer
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class OfRank(Mapping[str, Tensor]):
+    """The tensors that one rank has saved beside those of the model, read when they are asked for."""
+
+    def __init__(self, source: Source, rank: int):
+        self._source, self._file = source, f"{RANKS}/rank-{rank:05}.safetensors"
+
+    def chunks(self, key: str) -> list[Chunk]:
+        """The one of it. Raises: KeyError."""
+        return [next(chunk for chunk in self._source.own[key] if chunk.file == self._file)]
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._source.whole(self.chunks(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, chunks in self._source.own.items() if any(one.file == self._file for one in chunks))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Checkpoint(Source):
+    """One that ``save`` has written. Raises: CheckpointError, OSError."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.index: Index = read_index(folder)
+        self.model = self.index.tensors.get(MODEL, {})
+        self.optimizer = self.index.tensors.get(OPTIMIZER, {})
+        self.own = self.index.tensors.get(RANKS, {})
+        self.digest = self.index.id
+        self._open: dict[str, int] = {}
+        self._closing = ExitStack()
+        self._checked: set[tuple[str, int, int]] = set()
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def entry(self, chunk: Chunk) -> Entry:
+        """Raises: CheckpointError for a file that is not the one that was written."""
+        dtype = DTYPES.get(chunk.dtype)
+        path = self.folder / chunk.file
+        descriptor = self._open.get(chunk.file)
+        if descriptor is None:
+            descriptor = self._open[chunk.file] = self._open_file(path, chunk.file)
+        return Entry(path, descriptor, dtype, chunk.dtype, chunk.sizes, chunk.begin)
+
+    def _open_file(self, path: Path, name: str) -> int:
+        expected, header = self.index.files[name]
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: is missing") from None
+        self._closing.callback(os.close, descriptor)
+        size = os.fstat(descriptor).st_size
+        if size != expected:
+            raise CheckpointError(f"{path}: expected {expected} bytes, it has {size}")
+        length = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if length > size or zlib.crc32(os.pread(descriptor, length, 0)) != header:
+            raise CheckpointError(f"{path}: is not the file that was saved: its header has another checksum")
+        return descriptor
+
+    def check(self, chunk: Chunk, begin: int, end: int, look: Callable[[str, Tensor], None] | None) -> int:
+        entry = self.entry(chunk)
+        assert entry.dtype is not None
+        total, done = math.prod(chunk.sizes) * entry.dtype.itemsize, 0
+        raw = entry._replace(dtype=torch.uint8)
+        for i in range(begin // SUM_BYTES, -(-end // SUM_BYTES)):
+            mark = (chunk.file, chunk.begin, i)
+            if mark in self._checked:
+                continue
+            first = i * SUM_BYTES
+            buffer = torch.empty(min(SUM_BYTES, total - first), dtype=torch.uint8)
+            raw.read(first, buffer)
+            if chunk.sums is None or zlib.crc32(bytes_of(buffer)) != chunk.sums[i]:
+                raise CheckpointError(
+                    f"{entry.path}: is damaged: bytes {chunk.begin + first} to {chunk.begin + first + len(buffer)}, of "
+                    f"`{self._name(chunk)}`, have another checksum than when they were saved"
+                )
+            if look is not None:
+                look(f"{entry.path}: `{self._name(chunk)}`", buffer.view(entry.dtype))
+            self._checked.add(mark)
+            done += len(buffer)
+        return done
+
+    def _name(self, chunk: Chunk) -> str:
+        for tensors in self.index.tensors.values():
+            for key, chunks in tensors.items():
+                if any(one is chunk for one in chunks):
+                    return key
+        return "?"
+
+
+def refuse_not_finite(what: str, values: Tensor) -> None:
+    """Raises: CheckpointError for a value that is NaN or infinite."""
+    if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values.float()).all()):
+        raise CheckpointError(f"{what} has values that are not finite")
+
+
+def check_reads(
+    source: Source, reads: Iterable[Read], look: Callable[[str, Tensor], None] | None, progress: Callable[[int], None]
+) -> None:
+    """Compare all that will be read with its checksums."""
+    for read in reads:
+        entry = source.entry(read.chunk)
+        if entry.dtype is None:
+            raise CheckpointError(f"{entry.path}: has a tensor of dtype {entry.dtype_name}, which torch has not")
+        begin, end = read.byte_range(entry.dtype.itemsize)
+        progress(source.check(read.chunk, begin, end, look))

@@ -1,0 +1,262 @@
+"""Saving: each rank writes what it owns into a folder beside the target, which becomes the checkpoint in one rename."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import os
+import secrets
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from .._version import __version__
+from .council import Council
+from .errors import CheckpointError
+from .files import Part, sync_folder, write_file
+from .index import MODEL, NAME, OPTIMIZER, RANKS, Index, read_sealed, write_sealed
+from .planning import SavePlan, buffers_of, describe_units, digest, plan_save
+from .progress import Meter, Summary
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+class Pending:
+    """A save that goes on in a thread: its values were taken already, and training may change them."""
+
+    def __init__(self, saving: _Saving):
+        self._saving = saving
+        self._summary: Summary | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="flatparam checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._summary = self._saving.write()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Summary:
+        """Until the checkpoint is there. Raises: what ``save`` does."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._summary is not None
+        return self._summary
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    extra: Any = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Summary:
+    """Save a checkpoint in the folder ``path``, which is there when all ranks have written, or not at all.
+
+    A call that all ranks of ``process_group`` (the world) make. Each rank writes the boxes of parameters that it owns;
+    no tensor is communicated. The folder must be one that all ranks see.
+    Args: ``extra``: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own;
+        ``overwrite``: take the place of a checkpoint there, in one step; ``progress``: show a bar on rank 0.
+    Raises: CheckpointError on every rank alike, naming the rank and what is wrong; nothing is there then.
+    """
+    return _Saving(path, model, optimizer, extra, process_group, overwrite, progress).write()
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    extra: Any = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Pending:
+    """``save`` in a thread, from a copy of this rank's boxes in host memory (pinned, if they are on an accelerator).
+
+    Returns when the copy is made. ``wait()`` of the result, before the next save begins, raises what went wrong.
+    """
+    saving = _Saving(path, model, optimizer, extra, process_group, overwrite, progress)
+    saving.copy()
+    return Pending(saving)
+
+
+class _Saving:
+    """One save: ``__init__`` plans it, on all ranks or on none; ``write`` does the rest, in any thread."""
+
+    def __init__(
+        self, path: Any, model: nn.Module, optimizer: Any, extra: Any, group: Any, overwrite: bool, progress: bool
+    ):
+        self.path = Path(os.path.abspath(path))
+        self.overwrite = overwrite
+        self.council = council = Council(group, "checkpoint.save")
+        self.meter = Meter(f"save {self.path.name}", progress and council.is_first)
+        self.plan, self.units = SavePlan(), []
+        error: BaseException | None = None
+        buffers, own = {}, ""
+        self.id = secrets.token_hex(16)
+        try:
+            self.plan = plan_save(model, optimizer, extra, council.rank)
+            if council.is_first:
+                self.units = describe_units(model)
+            buffers = buffers_of(self.plan.held)
+            own = digest(buffers)
+        except Exception as caught:
+            error = caught
+        mine = [str(self.path), self.id, own, optimizer is not None]
+        self.id, first = council.meet(mine, error, self._begin)
+        if first != own:
+            self.plan.told["own"] = {f"own.{name}": name for name in buffers}
+            self.plan.add_own({f"own.{name}": value for name, value in buffers.items()}, council.rank)
+        self.folder = self._partial(self.id)
+
+    def _partial(self, name: str) -> Path:
+        return self.path.parent / f".{self.path.name}.partial-{name}"
+
+    def _begin(self, said: list[Any]) -> list[Any]:
+        """On the first rank: compare, and make the folder."""
+        path, name, digest, has_optimizer = said[0]
+        for rank, other in enumerate(said):
+            if other[0] != path:
+                raise CheckpointError(f"rank {rank} saves to {other[0]}, rank 0 to {path}")
+            if other[3] != has_optimizer:
+                raise CheckpointError(f"rank {rank if has_optimizer else 0} saves no optimizer, another rank does")
+        if self.path.exists() and not self.overwrite:
+            raise CheckpointError(f"{self.path}: is there already; pass overwrite=True, or another path")
+        if self.path.exists() and not (self.path / NAME).is_file():
+            raise CheckpointError(f"{self.path}: is no checkpoint, so it is not overwritten: save to another path")
+        for left in self.path.parent.glob(f".{self.path.name}.partial-*"):
+            shutil.rmtree(left, ignore_errors=True)  # of saves that were killed
+        for folder in (MODEL, OPTIMIZER, RANKS):
+            (self._partial(name) / folder).mkdir(parents=True, exist_ok=True)
+        return [name, digest]
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Take the values as they are now."""
+        for parts in self.plan.parts.values():
+            parts[:] = [part._replace(tensor=_on_host(part)) for part in parts]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.plan.held = []
+
+    def write(self) -> Summary:
+        """Write the files; on the first rank the index; rename. Raises: as ``save``."""
+        try:
+            total = self._write()
+        finally:
+            seconds = self.meter.close()
+        return Summary(str(self.path), self.id, total, self.plan.bytes, seconds)
+
+    def _write(self) -> int:
+        council = self.council
+        error: BaseException | None = None
+        seal = 0
+        self.meter.expect(self.plan.bytes)
+        try:
+            if not self.folder.is_dir():
+                raise CheckpointError(f"{self.path.parent} is not the same folder on all ranks: save to one that is")
+            files = {
+                name: write_file(self.folder, name, parts, self.meter.add).as_json()
+                for name, parts in self.plan.parts.items()
+            }
+            seal = write_sealed(self._table(council.rank), {"files": files, **self.plan.told})
+            for folder in (MODEL, OPTIMIZER, RANKS):
+                sync_folder(self.folder / folder)
+        except Exception as caught:
+            error = caught
+        try:
+            total: int = council.meet(seal, error, self._finish)
+        except BaseException:
+            if council.is_first:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        return total
+
+    def _table(self, rank: int) -> Path:
+        return self.folder / RANKS / f"rank-{rank:05}.json"
+
+    def _finish(self, seals: list[int]) -> int:
+        """On the first rank, when all have written: the index, and the name."""
+        index = Index(self.id, len(seals), _about(), units=self.units)
+        states: dict[str, Any] = {}
+        for rank, seal in enumerate(seals):
+            told = read_sealed(self._table(rank), seal)
+            index.add_files(told["files"])
+            if rank == 0:
+                index.about |= {"aliases": told["aliases"], "modules": told["modules"]}
+                index.optimizer = told.get("optimizer")
+            index.ranks.append({key: told[key] for key in ("extra", "own", "kept") if key in told})
+            for name, keys in told.get("optimizer", {}).get("states", {}).items():
+                states.setdefault(name, {}).update(keys)
+        if index.optimizer is not None:
+            index.optimizer["states"] = states
+        _check_covered(index)
+        index.write(self.folder)
+        for rank in range(len(seals)):
+            self._table(rank).unlink()
+        for folder in (RANKS, "."):
+            sync_folder(self.folder / folder)
+        self._publish()
+        return index.bytes
+
+    def _publish(self) -> None:
+        """Give the folder its name, in one step also where there was one."""
+        if not self.path.exists():
+            os.rename(self.folder, self.path)
+            sync_folder(self.path.parent)
+            return
+        _exchange(self.folder, self.path)
+        sync_folder(self.path.parent)
+        shutil.rmtree(self.folder, ignore_errors=True)  # the one before
+
+
+def _on_host(part: Part) -> torch.Tensor:
+    """A copy in memory of its own, which is pinned where the part is on an accelerator."""
+    tensor = part.tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _about() -> dict[str, Any]:
+    return {"flatparam": __version__, "torch": torch.__version__}
+
+
+def _check_covered(index: Index) -> None:
+    """Raises: CheckpointError naming a tensor of which ranks have not written every element once."""
+    for folder, tensors in index.tensors.items():
+        for key, chunks in tensors.items() if folder != RANKS else ():
+            found = sum(math.prod(chunk.sizes) for chunk in chunks)
+            if found != math.prod(chunks[0].shape):
+                raise CheckpointError(
+                    f"`{key}` of shape {chunks[0].shape} was written with {found} elements: not all ranks have it"
+                )
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Swap the names of two folders. Raises: CheckpointError where the file system cannot."""
+    library = ctypes.CDLL(None, use_errno=True)
+    rename = getattr(library, "renameat2", None)
+    arguments = (_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
+    if rename is None or rename(*arguments) != 0:
+        reason = os.strerror(ctypes.get_errno() or errno.ENOSYS)
+        raise CheckpointError(
+            f"{b}: cannot be replaced in one step here ({reason}): save to a new path, then remove it"
+        )

@@ -1,0 +1,213 @@
+"""Where the tensors of a checkpoint go: what the model and its optimizer have for them, checked before any is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ..fsdp.loading import kind_of
+from ..fsdp.names import clean_tensor_name
+from ..fsdp.safetensors_files import DTYPES
+from ..states.pieces import Held
+from .boxes import Read, check_whole, reads_of
+from .errors import CheckpointError
+from .files import Chunk
+from .optimizers import Named, in_owners_order, like
+from .reading import OfRank, Source
+from .values import decode
+
+
+@dataclass
+class Targets:
+    """``reads``: into tensors that the model or the optimizer has, or new ones; ``state``: of each parameter of the
+    optimizer; ``groups``: what to set of each of its groups; ``touched``: what of the model is written."""
+
+    reads: list[Read] = field(default_factory=list)
+    state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    touched: list[Held] = field(default_factory=list)
+
+
+def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str, list[Chunk]]) -> Targets:
+    """``own``: boxes of this rank alone, which count instead of the model's.
+
+    Raises: CheckpointError for names, shapes and kinds of dtype that do not fit."""
+    found = Targets()
+    known: set[str] = set()
+    for one in held:
+        known.update(one.names)
+        name = next((name for name in one.names if name in source.model), None)
+        if name is None:
+            found.missing.append(one.name)
+            continue
+        chunks = own.get(one.name) or source.model[name]
+        _check(name, chunks, one.dense.shape, one.flat.dtype)
+        found.reads += reads_of(name, chunks, one.dense, one.start, one.flat)
+        found.touched.append(one)
+    found.unexpected = [name for name in source.model if name not in known]
+    if strict and (found.missing or found.unexpected):
+        parts = [
+            f"{kind}: " + ", ".join(f"`{name}`" for name in names)
+            for kind, names in (("missing in the checkpoint", found.missing), ("not in the model", found.unexpected))
+            if names
+        ]
+        raise CheckpointError("; ".join(parts))
+    return found
+
+
+def _check(name: str, chunks: list[Chunk], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_whole(name, chunks)
+    if chunks[0].shape != shape:
+        raise CheckpointError(f"{chunks[0].file}: `{name}` has shape {chunks[0].shape}, the model's has {shape}")
+    source = DTYPES.get(chunks[0].dtype)
+    if source is None or kind_of(source) != kind_of(dtype) or (kind_of(dtype) == "integer" and source != dtype):
+        raise CheckpointError(
+            f"{chunks[0].file}: `{name}` has dtype {chunks[0].dtype}, which cannot be loaded into {dtype}"
+        )
+
+
+def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Targets:
+    """``told``: the index's ``optimizer``.
+
+    Raises: CheckpointError for parameters, states and shapes that do not fit.
+    """
+    found = Targets()
+    found.groups = [_group(i, held, told, OfRank(source, 0)) for i, (_, held) in enumerate(named.groups)]
+    for param, held in named.params():
+        here = [one for one in held if one.numel]
+        keys = _keys(here, told["states"])
+        before = named.optimizer.state.get(param, {})
+        state: dict[str, Any] = {}
+        for key in keys:
+            kinds = [told["states"][one.name][key] for one in here]
+            if kinds[0] == "box":
+                state[key] = _like_param(found, param, here, key, before.get(key), source)
+            else:
+                state[key] = _one(found, named, param, here, key, kinds, before.get(key), source)
+        if here:
+            found.state.append((param, state))
+    return found
+
+
+def _keys(here: list[Held], states: Mapping[str, Any]) -> list[str]:
+    """The state's keys. Raises: CheckpointError where parameters of one flat parameter have different ones."""
+    if not here:
+        return []
+    keys = list(states.get(here[0].name, {}))
+    for one in here[1:]:
+        if set(states.get(one.name, {})) != set(keys):
+            raise CheckpointError(
+                f"`{here[0].name}` has the optimizer states {keys} and `{one.name}` {list(states.get(one.name, {}))}: "
+                "they are in one flat parameter, which has one state; wrap with use_orig_params=True"
+            )
+    return keys
+
+
+def _like_param(found: Targets, param: Tensor, here: list[Held], key: str, before: Any, source: Source) -> Tensor:
+    """A state tensor of the parameter's shape, to be read into: that which there is, if it fits."""
+    chunks = [source.optimizer.get(_name(one, key), []) for one in here]
+    for one, its in zip(here, chunks, strict=True):
+        if not its:
+            raise CheckpointError(f"the checkpoint's files have no `{_name(one, key)}`")
+    dtype = DTYPES.get(chunks[0][0].dtype)
+    if dtype is None:
+        raise CheckpointError(f"`{_name(here[0], key)}` has dtype {chunks[0][0].dtype}, which torch has not")
+    fits = isinstance(before, Tensor) and before.shape == param.shape and before.dtype == dtype
+    state = before if fits else like(param, dtype)
+    flat = in_owners_order(state, param)
+    if flat.untyped_storage().data_ptr() != state.untyped_storage().data_ptr():  # other strides: a copy
+        state = like(param, dtype)
+        flat = in_owners_order(state, param)
+    for one, its in zip(here, chunks, strict=True):
+        _check(_name(one, key), its, one.dense.shape, dtype)
+        found.reads += reads_of(_name(one, key), its, one.dense, one.start, flat.narrow(0, one.offset, one.numel))
+    return state
+
+
+def _one(
+    found: Targets,
+    named: Named,
+    param: Tensor,
+    here: list[Held],
+    key: str,
+    kinds: list[Any],
+    before: Any,
+    source: Source,
+) -> Any:
+    """A value that all parameters in ``param`` share."""
+    got = []
+    for one, kind in zip(here, kinds, strict=True):
+        if kind != "one":
+            got.append(decode(kind[0], OfRank(source, kind[1])))
+        elif _name(one, key) not in source.optimizer:
+            raise CheckpointError(f"the checkpoint's files have no `{_name(one, key)}`")
+        else:
+            got.append(source.whole(source.optimizer[_name(one, key)]))
+    first = got[0]
+    for one, other in zip(here, got, strict=True):
+        if not _same(first, other):
+            raise CheckpointError(
+                f"the optimizer's `{key}` of `{here[0].name}` and `{one.name}` differ: they are in one flat parameter, "
+                "which has one; wrap with use_orig_params=True"
+            )
+    if isinstance(first, Tensor):
+        if first.dim() and here[0].sharded:
+            raise CheckpointError(
+                f"the optimizer's `{key}` of `{here[0].name}` has shape {tuple(first.shape)}, which has no element for "
+                "each of the parameter: it fits a parameter that is not sharded"
+            )
+        group = next(g for g in named.optimizer.param_groups if any(p is param for p in g["params"]))
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        device = before.device if isinstance(before, Tensor) else param.device if on_device else first.device
+        return first.to(device)
+    return first
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _name(held: Held, key: str) -> str:
+    return f"state.{held.name}.{key}"
+
+
+def _group(i: int, held: list[Held], told: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the saved groups have for the parameters of this one."""
+    wanted = {one.name for one in held}
+    matching = [(values_, names) for values_, names in told["groups"] if wanted & set(names)]
+    absent = wanted.difference(*(names for _, names in matching)) if matching else wanted
+    if absent:
+        if not held:
+            return {}
+        raise CheckpointError(f"the checkpoint's optimizer has no parameter `{min(absent)}`, which group {i} has")
+    if any(other[0] != matching[0][0] for other in matching[1:]):
+        raise CheckpointError(
+            f"the optimizer's group {i}, of `{held[0].name}` and more, has parameters of several saved groups, with "
+            "different settings"
+        )
+    return {key: decode(value, values) for key, value in matching[0][0].items()}
+
+
+def values_of_modules(
+    module: nn.Module, told: Mapping[str, Any], values: Mapping[str, Tensor]
+) -> list[tuple[Any, Any]]:
+    """Modules and what to give to their ``set_extra_state``. Raises: CheckpointError for one that is not there."""
+    found = []
+    by_name = {}
+    for path, inner in module.named_modules():
+        clean = clean_tensor_name(path + ".").rstrip(".")
+        by_name[f"{clean}._extra_state" if clean else "_extra_state"] = inner
+    for name, value in told.items():
+        if name not in by_name:
+            raise CheckpointError(f"the model has no module for `{name}`")
+        found.append((by_name[name], decode(value, values)))
+    return found

@@ -1,0 +1,88 @@
+"""Python values as JSON, with their tensors apart: what may be in ``extra`` and in an optimizer's state.
+
+A value that JSON has none of is an object with one key that begins with ``$``. Nothing is ever unpickled.
+"""
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+
+_COUNTER, _DICT, _DTYPE, _FLOAT = "$counter", "$dict", "$dtype", "$float"
+_INT, _TENSOR, _TUPLE = "$int", "$tensor", "$tuple"
+_WIDE = 2**53  # integers beyond are text: readers of JSON make floats of them
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` for JSON; its tensors go into ``tensors`` under their paths.
+
+    ``path``: where the value is, for messages. Raises: CheckpointError naming the path of what is no tensor, number,
+    str, bool, None, dtype, list, tuple or dict of those.
+    """
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int:
+        return value if abs(value) < _WIDE else {_INT: str(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {_FLOAT: repr(value)}
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value)}
+    if type(value) in (Tensor, torch.nn.Parameter):
+        name = path
+        while name in tensors:
+            name += "'"
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
+    if type(value) in (list, torch.Size):
+        return [encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {_TUPLE: [encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
+    if type(value) in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
+        return _encode_dict(value, path, tensors)
+    raise CheckpointError(
+        f"`{path}` is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint has tensors, numbers, str, "
+        "bool, None, and lists, tuples and dicts of those; give its state_dict(), or the numbers in it"
+    )
+
+
+def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    plain = all(type(key) is str and not key.startswith("$") for key in value)
+    if plain and type(value) is not collections.Counter:
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    for key in value:
+        if type(key) not in (str, int, float, bool, tuple, type(None)):
+            raise CheckpointError(f"`{path}` has the key {key!r}: keys are str, numbers, bool, None or tuples of those")
+    pairs = [
+        [encode(key, f"{path}.{key}", tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
+    ]
+    return {_COUNTER if type(value) is collections.Counter else _DICT: pairs}
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What ``encode`` was given; ``tensors`` by their paths. Raises: CheckpointError for what it never makes."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    [(kind, content)] = value.items()
+    try:
+        if kind == _TUPLE:
+            return tuple(decode(item, tensors) for item in content)
+        if kind in (_DICT, _COUNTER):
+            found = {decode(key, tensors): decode(item, tensors) for key, item in content}
+            return collections.Counter(found) if kind == _COUNTER else found
+        if kind == _INT:
+            return int(content)
+        if kind == _FLOAT:
+            return float(content)
+        return _DTYPES[content] if kind == _DTYPE else {_TENSOR: tensors}[kind][content]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a value that no checkpoint has: {kind} {content!r:.100}") from error
