@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "checkpoint": ("flatparam.checkpoint.cli", "show, verify or export a checkpoint"),
     "demo": ("flatparam.demo.cli", "train a small GPT unsharded, on torch FSDP1 and on flatparam, and compare"),
     "inspect": (
         "flatparam.inspect.cli",
@@ -17,7 +18,7 @@ COMMANDS = {
 
 def usage() -> str:
     """One line for each command."""
-    lines = [f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: python -m flatparam COMMAND [options]   (COMMAND --help for its options)", *lines])
 
 

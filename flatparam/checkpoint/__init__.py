@@ -4,8 +4,10 @@ In torch's format of distributed checkpoints in safetensors files, so that torch
 """
 
 from .errors import CheckpointError
+from .exporting import export, verify
 from .loading import Loaded, load, read_extra
 from .progress import Summary
 from .saving import Pending, async_save, save
 
-__all__ = ["CheckpointError", "Loaded", "Pending", "Summary", "async_save", "load", "read_extra", "save"]
+__all__ = ["CheckpointError", "Loaded", "Pending", "Summary", "async_save", "export", "load", "read_extra"]
+__all__ += ["save", "verify"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..fsdp import peers
+from ..fsdp.safetensors_files import FileError
 from .errors import CheckpointError
 
 _met: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
@@ -58,7 +59,7 @@ class Council:
         told: str | None = None if error is None else f"rank {self._me}: {_said(error)}"
         if self._store is None:
             if error is not None:
-                raise error
+                raise _own(error, self.what)
             return decide([mine])
         self._round += 1
         own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
@@ -81,12 +82,21 @@ class Council:
             peers.wait_for_keys(self._store, [verdict], self.ranks[:1])
             answer = json.loads(self._store.get(verdict))
         if error is not None:
-            raise error
+            raise _own(error, self.what)
         if answer[0] is not None:
             raise CheckpointError(f"{self.what}: {answer[0]}")
         return answer[1]
 
 
+def _own(error: BaseException, what: str) -> BaseException:
+    """What the rank raises that has it: errors of files are a checkpoint's."""
+    if not isinstance(error, OSError | FileError):
+        return error
+    found = CheckpointError(f"{what}: {error}")
+    found.__cause__ = error
+    return found
+
+
 def _said(error: BaseException) -> str:
     text = str(error)
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, CheckpointError | FileError | OSError) else f"{type(error).__name__}: {text}"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..fsdp.safetensors_files import DTYPES, bytes_of
@@ -61,8 +60,16 @@ class Written:
         return {"bytes": self.bytes, "header": self.header, "tensors": chunks}
 
 
-def write_file(folder: Path, name: str, parts: Sequence[Part], progress: Callable[[int], object]) -> Written:
+def write_file(
+    folder: Path,
+    name: str,
+    parts: Sequence[Part],
+    progress: Callable[[int], object],
+    values: Callable[[Part], Tensor] = lambda part: part.tensor,
+) -> Written:
     """Write ``parts`` to ``folder / name``, down to the disk. ``progress`` is told of bytes.
+
+    ``values``: gives the tensor of a part when it is written, where the part has one on the meta device.
 
     Raises: CheckpointError for a dtype that the format has not, OSError.
     """
@@ -81,7 +88,7 @@ def write_file(folder: Path, name: str, parts: Sequence[Part], progress: Callabl
     with open(folder / name, "wb", buffering=0) as file:
         _write(file.fileno(), memoryview(header))
         for part in parts:
-            chunks[part.key].sums = _write_box(file.fileno(), part.tensor, progress)
+            chunks[part.key].sums = _write_box(file.fileno(), values(part), progress)
         os.fsync(file.fileno())
     return Written(at + len(header), zlib.crc32(header), chunks)
 
@@ -140,8 +147,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def as_torch(name: str) -> torch.dtype | None:
-    """The dtype that the format calls ``name``."""
-    return DTYPES.get(name)

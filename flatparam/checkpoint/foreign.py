@@ -2,35 +2,227 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from ..fsdp.safetensors_files import Entry, Files
+import torch
+from torch import Tensor
+
+from ..common.tensors import row_major
+from ..fsdp.safetensors_files import FILE_NAME, INDEX_NAME, Entry, FileError, Files, entries_of, read_header
+from .boxes import Read
 from .errors import CheckpointError
-from .files import Chunk
+from .files import NAMES, Chunk
 from .reading import Source
+
+METADATA = ".metadata"  # torch's, a pickle
+_MODEL, _OPTIMIZER = ("model.",), ("optim.", "optimizer.")  # what is before names where a program saved both
 
 
 def open_foreign(path: Path, trusted: bool) -> Source:
     """What is at ``path``. Raises: CheckpointError for what is no checkpoint, FileError, OSError."""
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder")
+    if not path.is_dir():
+        return WholeFiles(path)
+    if (path / METADATA).exists():
+        if not trusted:
+            raise CheckpointError(
+                f"{path / METADATA}: is a pickle, which can run anything when it is read: pass trusted=True if you "
+                "know who has made it, or save with torch's HuggingFaceStorageWriter"
+            )
+        return Pickled(path)
+    files = sorted(path.glob("*.safetensors"))
+    if files and not any((path / name).exists() for name in (INDEX_NAME, FILE_NAME)):
+        return Boxes(path, files)
+    if not files:
+        raise CheckpointError(f"{path}: is no checkpoint: it has no checkpoint.json, and no safetensors files")
     return WholeFiles(path)
 
 
-class WholeFiles(Source):
-    """Safetensors files that have each tensor whole, without checksums."""
+class Foreign(Source):
+    """Names that a program has given to model and optimizer, told apart. There are no checksums."""
+
+    def take(self, tensors: dict[str, list[Chunk]]) -> None:
+        """Sort them into ``model`` and ``optimizer``."""
+        prefixed = any(name.startswith(_OPTIMIZER) for name in tensors)
+        self.model, self.optimizer = {}, {}
+        for name, chunks in tensors.items():
+            if prefixed and name.startswith(_OPTIMIZER):
+                self.optimizer[name.partition(".")[2]] = chunks
+            else:
+                self.model[name.removeprefix(*_MODEL) if prefixed else name] = chunks
+        if not prefixed and self.model and all(name.startswith(_MODEL) for name in self.model):
+            self.model = {name.removeprefix(*_MODEL): chunks for name, chunks in self.model.items()}
+        self.digest = _digest(tensors)
+
+    def told_of_optimizer(self) -> dict[str, Any] | None:
+        states: dict[str, dict[str, Any]] = {}
+        for name, chunks in self.optimizer.items():
+            prefix, _, rest = name.partition(".")
+            param, _, key = rest.rpartition(".")
+            if prefix == "state":
+                whole = self.model.get(param)
+                same = whole is not None and whole[0].shape == chunks[0].shape
+                states.setdefault(param, {})[key] = "box" if same and (chunks[0].shape or key != "step") else "one"
+        return {"groups": None, "states": states} if states else None
+
+
+class WholeFiles(Foreign):
+    """Safetensors files that have each tensor whole."""
 
     def __init__(self, path: Path):
         self._files = Files(path)
-        self.optimizer = {}
-        self.digest = self._files.digest
-        self.model = {
-            name: [Chunk(name, e.dtype_name, e.shape, (0,) * len(e.shape), e.shape, e.begin)]
-            for name, e in self._files.entries.items()
-        }
+        entries = self._files.entries.items()
+        self.take({n: [Chunk(n, e.dtype_name, e.shape, (0,) * len(e.shape), e.shape, e.begin)] for n, e in entries})
+        self.digest += self._files.digest
 
     def entry(self, chunk: Chunk) -> Entry:
         return self._files.entries[chunk.file]
 
     def close(self) -> None:
         self._files.close()
+
+
+class Boxes(Foreign):
+    """A folder that torch's HuggingFaceStorageWriter has written: each file has boxes of tensors."""
+
+    def __init__(self, folder: Path, files: Iterable[Path]):
+        self._closing = ExitStack()
+        self._entries: dict[tuple[str, int], Entry] = {}
+        tensors: dict[str, list[Chunk]] = {}
+        try:
+            for path in files:
+                self._add(path, tensors)
+        except BaseException:
+            self.close()
+            raise
+        for chunks in tensors.values():
+            extents = [[o + s for o, s in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
+            shape = tuple(max(ends) for ends in zip(*extents, strict=True))
+            for chunk in chunks:
+                chunk.shape = shape
+        self.take(tensors)
+
+    def _add(self, path: Path, tensors: dict[str, list[Chunk]]) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        self._closing.callback(os.close, descriptor)
+        header, begin, size = read_header(path, descriptor)
+        entries = entries_of(path, descriptor, header, begin, size)
+        places = _places(path, header)
+        for name, entry in entries.items():
+            offsets = (0,) * len(entry.shape) if places is None else tuple(places.get(name, ()))
+            if len(offsets) != len(entry.shape) or not all(type(at) is int and at >= 0 for at in offsets):
+                raise FileError(f"{path}: `{name}` has no offsets for its shape {entry.shape}")
+            self._entries[str(path), entry.begin] = entry
+            chunk = Chunk(str(path), entry.dtype_name, entry.shape, offsets, entry.shape, entry.begin)
+            tensors.setdefault(name, []).append(chunk)
+
+    def entry(self, chunk: Chunk) -> Entry:
+        return self._entries[chunk.file, chunk.begin]
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+def _places(path: Path, header: bytes) -> dict[str, Any] | None:
+    """The offsets of boxes by name; None where tensors are whole."""
+    told = json.loads(header).get("__metadata__") or {}
+    try:
+        text = told.get("DCP_SHARDING_INFO")
+        return None if text is None else {name: place["saved_offsets"] for name, place in json.loads(text).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FileError(f"{path}: its DCP_SHARDING_INFO is not what torch writes: {error}") from error
+
+
+class Pickled(Foreign):
+    """A folder that torch's FileSystemWriter has written: reading its metadata runs what is in it."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        with open(folder / METADATA, "rb") as file:
+            metadata: Any = pickle.load(file)
+        self._stored: dict[tuple[str, int], Any] = {}
+        self._last: tuple[tuple[str, int], Tensor] | None = None
+        self._groups: Any = None
+        tensors: dict[str, list[Chunk]] = {}
+        storage = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+        for name, told in metadata.state_dict_metadata.items():
+            if not hasattr(told, "chunks"):
+                self._take_value(name, storage.get((name, None)))
+                continue
+            for box in told.chunks:
+                info = storage[name, box.offsets]
+                dtype = NAMES[told.properties.dtype]
+                chunk = Chunk(
+                    info.relative_path, dtype, tuple(told.size), tuple(box.offsets), tuple(box.sizes), info.offset
+                )
+                self._stored[chunk.file, chunk.begin] = info
+                tensors.setdefault(name, []).append(chunk)
+        self.take(tensors)
+
+    def _take_value(self, name: str, info: Any) -> None:
+        if name.startswith(_OPTIMIZER) and name.endswith("param_groups") and info is not None:
+            self._groups = self._load(info)
+
+    def told_of_optimizer(self) -> dict[str, Any] | None:
+        told = super().told_of_optimizer()
+        groups = self._groups
+        if told is not None and isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+            told["groups"] = [
+                [{key: _plain(value) for key, value in group.items() if key != "params"}, group["params"]]
+                for group in groups
+            ]
+        return told
+
+    def _load(self, info: Any) -> Any:
+        path = self._folder / info.relative_path
+        with open(path, "rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+        if len(content) != info.length:
+            raise CheckpointError(f"{path}: ended at byte {info.offset + len(content)} while it was read")
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+    def _tensor(self, chunk: Chunk) -> Tensor:
+        key = (chunk.file, chunk.begin)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._load(self._stored[key]).detach().contiguous()
+        return self._last[1]
+
+    def check(self, chunk: Chunk, begin: int, end: int, look: Callable[[str, Tensor], None] | None) -> int:
+        tensor = self._tensor(chunk)
+        if tuple(tensor.shape) != chunk.sizes or NAMES.get(tensor.dtype) != chunk.dtype:
+            raise CheckpointError(
+                f"{self._folder / chunk.file}: `{self.name_of(chunk)}` has shape {tuple(tensor.shape)} and dtype "
+                f"{tensor.dtype} there, the metadata say {chunk.sizes} and {chunk.dtype}"
+            )
+        if look is not None:
+            look(f"{self._folder / chunk.file}: `{self.name_of(chunk)}`", tensor)
+        return end - begin
+
+    def read(self, read: Read) -> None:
+        strides = row_major(read.chunk.sizes)
+        read.out.copy_(self._tensor(read.chunk).as_strided(read.out.shape, strides, read.begin))
+
+    def whole(self, chunks: list[Chunk]) -> Tensor:
+        return self._tensor(chunks[0]).clone()
+
+
+def _plain(value: Any) -> Any:
+    """As the index has it; a tensor as its number."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return {"$tuple": list(value)} if isinstance(value, tuple) else value
+
+
+def _digest(tensors: dict[str, list[Chunk]]) -> str:
+    told = sorted((name, sorted((c.offsets, c.sizes, c.dtype) for c in chunks)) for name, chunks in tensors.items())
+    return hashlib.sha256(repr(told).encode()).hexdigest()

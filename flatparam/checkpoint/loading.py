@@ -16,9 +16,9 @@ from ..fsdp.unit import units_of
 from ..states.pieces import held_by
 from .council import Council
 from .errors import CheckpointError
+from .exporting import open_source
 from .files import Chunk
-from .foreign import open_foreign
-from .index import NAME, Index
+from .index import Index
 from .optimizers import Named
 from .planning import check_idle
 from .progress import Meter, Summary
@@ -133,8 +133,7 @@ class _Loading:
     def plan(self, strict: bool, trusted: bool) -> None:
         """Open the files and find out what goes where."""
         check_idle(self.model, "checkpoint.load")
-        ours = (self.path / NAME).exists()
-        source = self.source = Checkpoint(self.path) if ours else open_foreign(self.path, trusted)
+        source = self.source = open_source(self.path, trusted)
         self.digest = source.digest
         held = list(held_by(self.model))
         index = source.index
@@ -189,7 +188,7 @@ class _Loading:
                     state[param] = values
                 else:
                     state.pop(param, None)
-            for group, values in zip(self.named.optimizer.param_groups, targets.groups, strict=True):
+            for group, values in zip(self.named.optimizer.param_groups, targets.groups, strict=False):
                 group.update(values)
 
     def close(self) -> None:

@@ -38,7 +38,22 @@ class Source:
 
         ``look``: is given the elements. Raises: CheckpointError naming file and tensor, FileError, OSError.
         """
+        if look is not None:
+            entry = self.entry(chunk)
+            assert entry.dtype is not None
+            for first in range(begin, end, SUM_BYTES):
+                some = torch.empty((min(SUM_BYTES, end - first)) // entry.dtype.itemsize, dtype=entry.dtype)
+                entry.read(first // entry.dtype.itemsize, some)
+                look(f"{entry.path}: `{self.name_of(chunk)}`", some)
         return 0
+
+    def name_of(self, chunk: Chunk) -> str:
+        """Of its tensor."""
+        for tensors in (self.model, self.optimizer, self.own):
+            for key, chunks in tensors.items():
+                if any(one is chunk for one in chunks):
+                    return key
+        raise AssertionError("a chunk of no tensor")
 
     def read(self, read: Read) -> None:
         """Read a box. Raises: FileError, OSError."""
@@ -138,20 +153,13 @@ class Checkpoint(Source):
             if chunk.sums is None or zlib.crc32(bytes_of(buffer)) != chunk.sums[i]:
                 raise CheckpointError(
                     f"{entry.path}: is damaged: bytes {chunk.begin + first} to {chunk.begin + first + len(buffer)}, of "
-                    f"`{self._name(chunk)}`, have another checksum than when they were saved"
+                    f"`{self.name_of(chunk)}`, have another checksum than when they were saved"
                 )
             if look is not None:
-                look(f"{entry.path}: `{self._name(chunk)}`", buffer.view(entry.dtype))
+                look(f"{entry.path}: `{self.name_of(chunk)}`", buffer.view(entry.dtype))
             self._checked.add(mark)
             done += len(buffer)
         return done
-
-    def _name(self, chunk: Chunk) -> str:
-        for tensors in self.index.tensors.values():
-            for key, chunks in tensors.items():
-                if any(one is chunk for one in chunks):
-                    return key
-        return "?"
 
 
 def refuse_not_finite(what: str, values: Tensor) -> None:
@@ -165,8 +173,5 @@ def check_reads(
 ) -> None:
     """Compare all that will be read with its checksums."""
     for read in reads:
-        entry = source.entry(read.chunk)
-        if entry.dtype is None:
-            raise CheckpointError(f"{entry.path}: has a tensor of dtype {entry.dtype_name}, which torch has not")
-        begin, end = read.byte_range(entry.dtype.itemsize)
+        begin, end = read.byte_range(DTYPES[read.chunk.dtype].itemsize)
         progress(source.check(read.chunk, begin, end, look))

@@ -79,7 +79,8 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Tar
     Raises: CheckpointError for parameters, states and shapes that do not fit.
     """
     found = Targets()
-    found.groups = [_group(i, held, told, OfRank(source, 0)) for i, (_, held) in enumerate(named.groups)]
+    if told["groups"] is not None:
+        found.groups = [_group(i, held, told, OfRank(source, 0)) for i, (_, held) in enumerate(named.groups)]
     for param, held in named.params():
         here = [one for one in held if one.numel]
         keys = _keys(here, told["states"])

@@ -126,9 +126,9 @@ class Files:
             raise FileError(f"{path}: expected a file")
         descriptor = os.open(path, os.O_RDONLY)
         self._open.callback(os.close, descriptor)
-        header, begin, size = _read_header(path, descriptor)
+        header, begin, size = read_header(path, descriptor)
         self._headers.append(hashlib.sha256(header).digest())
-        found = _entries(path, descriptor, header, begin, size)
+        found = entries_of(path, descriptor, header, begin, size)
         for name in sorted(names or ()):
             if name not in found:
                 raise FileError(f"{path}: the index says that `{name}` is in it, it is not")
@@ -185,7 +185,7 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
     return found
 
 
-def _read_header(path: Path, descriptor: int) -> tuple[bytes, int, int]:
+def read_header(path: Path, descriptor: int) -> tuple[bytes, int, int]:
     """The header, and where the data begin and end in the file."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
@@ -197,7 +197,7 @@ def _read_header(path: Path, descriptor: int) -> tuple[bytes, int, int]:
     return header, 8 + length, size
 
 
-def _entries(path: Path, descriptor: int, header: bytes, begin: int, size: int) -> dict[str, Entry]:
+def entries_of(path: Path, descriptor: int, header: bytes, begin: int, size: int) -> dict[str, Entry]:
     """The tensors that a header tells of. Raises: FileError unless their data fill the file without holes."""
     found, ranges = {}, []
     for name, told in _json(path, header).items():

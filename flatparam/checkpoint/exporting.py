@@ -1,0 +1,106 @@
+"""A checkpoint looked over, verified, and written as one safetensors file: without a model and without other ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..common.tensors import row_major
+from ..fsdp.safetensors_files import DTYPES
+from ..states.pieces import Dense
+from .boxes import check_whole, reads_of
+from .errors import CheckpointError
+from .files import Chunk, Part, write_file
+from .foreign import open_foreign
+from .index import NAME
+from .progress import Meter, Summary
+from .reading import Checkpoint, Source, check_reads, refuse_not_finite
+
+
+def open_source(path: str | os.PathLike[str], trusted: bool = False) -> Source:
+    """A checkpoint of any kind. Raises: CheckpointError, FileError, OSError."""
+    where = Path(os.path.abspath(path))
+    return Checkpoint(where) if (where / NAME).exists() else open_foreign(where, trusted)
+
+
+def tensors_of(source: Source) -> Iterator[tuple[str, str, list[Chunk]]]:
+    """``(folder, name, boxes)`` of every tensor of model and optimizer."""
+    for folder, tensors in (("model", source.model), ("optimizer", source.optimizer)):
+        for name, chunks in tensors.items():
+            yield folder, name, chunks
+
+
+def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted: bool = False) -> Summary:
+    """Read every byte of a checkpoint and compare it with its checksums. No collective call.
+
+    Raises: CheckpointError naming file and tensor, FileError, OSError.
+    """
+    meter = Meter("verify", False)
+    source = open_source(path, trusted)
+    look: Callable[[str, Tensor], None] | None = refuse_not_finite if check_finite else None
+    try:
+        for _, name, chunks in tensors_of(source):
+            check_whole(name, chunks)
+            for chunk in chunks:
+                meter.add(source.check(chunk, 0, _bytes(chunk), look))
+        for chunks in source.own.values():
+            for chunk in chunks:
+                meter.add(source.check(chunk, 0, _bytes(chunk), None))
+    finally:
+        source.close()
+    return Summary(str(path), source.index.id if source.index else None, meter.bytes, meter.bytes, meter.close())
+
+
+def export(
+    path: str | os.PathLike[str], file: str | os.PathLike[str], *, trusted: bool = False, progress: bool = False
+) -> Summary:
+    """Write the model of a checkpoint as one safetensors file of whole tensors, one tensor in memory at a time.
+
+    No collective call. The file is there when it is complete. Raises: CheckpointError, FileError, OSError.
+    """
+    target = Path(os.path.abspath(file))
+    source = open_source(path, trusted)
+    meter = Meter("export", progress)
+    try:
+        parts = []
+        for name, chunks in source.model.items():
+            check_whole(name, chunks)
+            if chunks[0].dtype not in DTYPES:
+                raise CheckpointError(f"`{name}` is of {chunks[0].dtype}, which torch has not")
+            shape = chunks[0].shape
+            parts.append(Part(name, shape, (0,) * len(shape), _empty(chunks[0], "meta")))
+        meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
+        partial = f".{target.name}.partial"
+        write_file(target.parent, partial, parts, meter.add, lambda part: _whole(source, part.key))
+        os.replace(target.parent / partial, target)
+    finally:
+        source.close()
+        seconds = meter.close()
+    return Summary(str(target), source.index.id if source.index else None, meter.bytes, meter.bytes, seconds)
+
+
+def _bytes(chunk: Chunk) -> int:
+    dtype = DTYPES.get(chunk.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{chunk.file}: has a tensor of {chunk.dtype}, which torch has not")
+    return math.prod(chunk.sizes) * dtype.itemsize
+
+
+def _empty(chunk: Chunk, device: str) -> Tensor:
+    return torch.empty(chunk.shape, dtype=DTYPES[chunk.dtype], device=device)
+
+
+def _whole(source: Source, key: str) -> Tensor:
+    chunks = source.model[key]
+    out = _empty(chunks[0], "cpu")
+    dense = Dense.of(out.shape, row_major(out.shape))
+    reads = reads_of(key, chunks, dense, 0, out.view(-1))
+    check_reads(source, reads, None, lambda count: None)
+    for read in reads:
+        source.read(read)
+    return out
