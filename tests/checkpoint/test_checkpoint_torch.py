@@ -1,0 +1,181 @@
+"""torch's distributed checkpoint reads ours into plain and FSDP2 models; ours reads torch's, of FSDP1 and FSDP2."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import Odd, adam, differing, full_state, train, wrapped
+from fsdp_models import Model, make
+from gloo import run_ranks
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard
+
+from flatparam import checkpoint
+from flatparam.checkpoint import CheckpointError
+
+pytestmark = pytest.mark.multiprocess
+
+
+def named_state(module, optimizer):
+    """Of a plain model, as ``full_state`` has it."""
+    found = {name: value.detach().clone() for name, value in module.named_parameters()}
+    found |= {name: value.clone() for name, value in module.named_buffers() if "seen" in name}
+    names = {param: name for name, param in module.named_parameters()}
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        for param, state in optimizer.state.items():
+            found[f"{key} of {names[param]}"] = torch.zeros_like(param) + state[key]
+    return found
+
+
+def ours_is_read(folder):
+    for strategy in ("FULL_SHARD", "LAYER_ZERO_NESTED"):
+        model = wrapped(strategy)
+        optimizer = adam(model)
+        train(model, optimizer, 0, 2)
+        path = folder / strategy
+        checkpoint.save(path, model, optimizer)
+        wanted = full_state(model, optimizer)
+        torch.manual_seed(9)
+        module = Odd()
+        state = module.state_dict()
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path / "model")))
+        module.load_state_dict(state)
+        plain = {name: value for name, value in wanted.items() if " of " not in name}
+        found = {**dict(module.named_parameters()), "seen": module.seen}
+        assert not differing({name: value.detach() for name, value in found.items()}, plain)
+        moments = {
+            f"state.{name.split(' of ')[1]}.{name.split(' of ')[0]}": torch.zeros_like(value)
+            for name, value in wanted.items()
+            if name.startswith("exp_avg")
+        }
+        dcp.load(moments, storage_reader=HuggingFaceStorageReader(str(path / "optimizer")))
+        for name, value in wanted.items():
+            if name.startswith("exp_avg"):
+                key, _, param = name.partition(" of ")
+                assert torch.equal(moments[f"state.{param}.{key}"], value), name
+
+
+def test_torch_reads_ours(tmp_path):
+    run_ranks(ours_is_read, 2, tmp_path)
+
+
+def fsdp2_reads_ours(folder):
+    model = wrapped("FULL_SHARD", cls=Model)
+    optimizer = adam(model)
+    train(model, optimizer, 0, 2)
+    checkpoint.save(folder / "one", model, optimizer)
+    wanted = full_state(model)
+    module = make(9)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    state = module.state_dict()
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "one" / "model")))
+    found = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    assert not differing(found, wanted)
+
+
+def test_fsdp2_reads_ours(tmp_path):
+    run_ranks(fsdp2_reads_ours, 2, tmp_path)
+
+
+def torch_is_read(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in ("fsdp1", "fsdp2"):
+        module = make()
+        if kind == "fsdp1":
+            model = TorchFSDP(module, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+        else:
+            for block in module.blocks:
+                fully_shard(block, mesh=mesh)
+            model = fully_shard(module, mesh=mesh)
+        optimizer = adam(model)
+        train(model, optimizer, 0, 2)
+        whole = make()
+        whole_optimizer = adam(whole)
+        states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
+        full = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in states[0].items()}, states[1]]
+        set_state_dict(whole, whole_optimizer, model_state_dict=full[0], optim_state_dict=full[1])
+        wanted = named_state(whole, whole_optimizer)
+
+        both = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(both, checkpoint_id=str(folder / kind))
+        files = get_model_state_dict(model)
+        dcp.save(files, storage_writer=HuggingFaceStorageWriter(str(folder / f"{kind}-hf"), save_distributed=True))
+        for strategy in ("FULL_SHARD", "ZERO_1"):
+            ours = wrapped(strategy, seed=4, cls=Model)
+            our_optimizer = adam(ours)
+            our_optimizer.param_groups[0]["lr"] = 3.0
+            before = full_state(ours, our_optimizer)
+            with pytest.raises(CheckpointError, match="pass trusted=True"):
+                checkpoint.load(folder / kind, ours, our_optimizer)
+            assert not differing(full_state(ours, our_optimizer), before)
+            checkpoint.load(folder / kind, ours, our_optimizer, trusted=True)
+            assert not differing(full_state(ours, our_optimizer), wanted), kind
+            assert our_optimizer.param_groups[0]["lr"] == 0.01
+            ours = wrapped(strategy, seed=4, cls=Model)
+            checkpoint.load(folder / f"{kind}-hf", ours)
+            model_only = {name: value for name, value in wanted.items() if " of " not in name}
+            assert not differing(full_state(ours), model_only), kind
+
+
+def test_ours_reads_torchs(tmp_path):
+    run_ranks(torch_is_read, 2, tmp_path)
+
+
+def command(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "flatparam", "checkpoint", *map(str, arguments)], capture_output=True, text=True
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def saved_by_two(folder):
+    model = wrapped("FULL_SHARD")
+    optimizer = adam(model)
+    train(model, optimizer, 0, 1)
+    checkpoint.save(folder / "one", model, optimizer)
+    return {name: value.tolist() for name, value in full_state(model).items()}
+
+
+def test_commands_show_verify_and_export(tmp_path):
+    wanted, _ = run_ranks(saved_by_two, 2, tmp_path)
+    status, out, _ = command("show", tmp_path / "one")
+    assert status == 0
+    assert "saved by 2 ranks" in out
+    assert "unit `blocks.1`: FULL_SHARD, 2 shards, 1 replicas" in out
+    assert "image  F32 [3, 4, 2, 5]" in out
+    status, out, _ = command("verify", tmp_path / "one", "--finite")
+    assert (status, "as it was saved" in out) == (0, True)
+    status, out, err = command("export", tmp_path / "one", tmp_path / "whole.safetensors", "--quiet")
+    assert (status, err) == (0, "")
+    module = Odd()
+    module.load_state_dict(load_file(tmp_path / "whole.safetensors"))
+    for name, value in wanted.items():
+        assert module.state_dict()[name].tolist() == value, name
+    torch.manual_seed(8)
+    again = Odd()
+    checkpoint.load(tmp_path / "whole.safetensors", again)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+    damaged = tmp_path / "one" / "optimizer" / "shard-00002-model-00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    status, _, err = command("verify", tmp_path / "one")
+    assert status == 1
+    assert f"{damaged}: is damaged" in err
+    assert command("show", tmp_path / "nowhere")[0] == 1
+    assert command("look")[0] == 2
