@@ -151,12 +151,12 @@ class Pickled(Foreign):
             metadata: Any = pickle.load(file)
         self._stored: dict[tuple[str, int], Any] = {}
         self._last: tuple[tuple[str, int], Tensor] | None = None
-        self._groups: Any = None
+        self._groups: dict[int, dict[str, Any]] = {}
         tensors: dict[str, list[Chunk]] = {}
         storage = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
         for name, told in metadata.state_dict_metadata.items():
             if not hasattr(told, "chunks"):
-                self._take_value(name, storage.get((name, None)))
+                self._take_value(metadata.planner_data.get(name, ()), storage.get((name, None)))
                 continue
             for box in told.chunks:
                 info = storage[name, box.offsets]
@@ -168,14 +168,15 @@ class Pickled(Foreign):
                 tensors.setdefault(name, []).append(chunk)
         self.take(tensors)
 
-    def _take_value(self, name: str, info: Any) -> None:
-        if name.startswith(_OPTIMIZER) and name.endswith("param_groups") and info is not None:
-            self._groups = self._load(info)
+    def _take_value(self, place: tuple[Any, ...], info: Any) -> None:
+        """Of a group of an optimizer, as ``get_optimizer_state_dict`` names it; nothing else is taken."""
+        if len(place) == 4 and place[1] == "param_groups" and info is not None:
+            self._groups.setdefault(place[2], {})[place[3]] = self._load(info)
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
         told = super().told_of_optimizer()
-        groups = self._groups
-        if told is not None and isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        groups = list(self._groups.values())
+        if told is not None and groups and all("params" in group for group in groups):
             told["groups"] = [
                 [{key: _plain(value) for key, value in group.items() if key != "params"}, group["params"]]
                 for group in groups

@@ -175,6 +175,8 @@ class _Loading:
                 self.source.read(read)
         for held in self.into[0].touched:
             torch.autograd.graph.increment_version(held.owner)
+            if held.handle is not None:
+                held.handle._forget_what_was_gathered()
         for unit in units_of(self.model.modules()):
             unit.filled()
             unit.apart = None

@@ -14,7 +14,9 @@ from torch import Tensor
 from ..fsdp.loading import join, units_in
 from ..fsdp.names import clean_tensor_name
 from ..fsdp.safetensors_files import bytes_of
+from ..fsdp.summon import refuse_unreduced
 from ..fsdp.wrapper import Wrapper
+from ..layer_zero._sums import Sum
 from ..states.pieces import Held, held_by
 from .errors import CheckpointError
 from .files import Part
@@ -62,7 +64,14 @@ class SavePlan:
 def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SavePlan:
     """What ``rank`` writes. Raises: CheckpointError naming what cannot be written, before anything is."""
     check_idle(module, "checkpoint.save")
+    units = [unit for _, unit in units_in(module)]
+    refuse_unreduced(units, "checkpoint.save")
     plan = SavePlan(held=list(held_by(module)))
+    for held in plan.held:
+        if held.handle is not None and held.handle._sum is not Sum.NONE:
+            raise CheckpointError(
+                f"`{held.name}`: its handle has gradients of micro-batches that are not reduced: save after the step"
+            )
     for held in plan.held:
         if not held.has_values:
             raise CheckpointError(f"parameter `{held.name}` has no values yet: load or initialize it first")
@@ -119,7 +128,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
 
 def buffers_of(held: Iterable[Held]) -> dict[str, Tensor]:
     """What each rank may have other values of: tensors that no unit manages."""
-    return {one.name: one.owner.detach() for one in held if one.unit is None and one.numel}
+    return {one.name: one.owner.detach() for one in held if one.unit is None and one.handle is None and one.numel}
 
 
 def digest(buffers: dict[str, Tensor]) -> str:

@@ -123,7 +123,7 @@ class _Saving:
         mine = [str(self.path), self.id, own, optimizer is not None]
         self.id, first = council.meet(mine, error, self._begin)
         if first != own:
-            self.plan.told["own"] = {f"own.{name}": name for name in buffers}
+            self.plan.told["own"] = {name: f"own.{name}" for name in buffers}
             self.plan.add_own({f"own.{name}": value for name, value in buffers.items()}, council.rank)
         self.folder = self._partial(self.id)
 

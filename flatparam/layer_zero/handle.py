@@ -237,6 +237,11 @@ class FlatParamHandle(Gradients):
             yield param.grad
 
 
+def owner_of(param: Tensor) -> FlatParamHandle | None:
+    """The handle that has flattened ``param``, if one has."""
+    return _owners.get(id(param))
+
+
 def _check_groups(zero3: Any, zero1: Any, what: str) -> None:
     """Refuse two groups that no unit can be spread over. All ranks of ``zero1`` call it.
 

@@ -19,6 +19,8 @@ from ..fsdp.names import clean_tensor_name
 from ..fsdp.placement import Placement
 from ..fsdp.segment import Segment
 from ..fsdp.unit import Unit
+from ..layer_zero.handle import FlatParamHandle, owner_of
+from ..layer_zero.states import IDLE
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Held:
     ``names``: all that the unwrapped model has for it; ``dense``: shape and order of the whole; ``start``: which of
     its elements is the first one here; ``flat``: those here, 1-D; ``owner``: what an optimizer steps: the parameter, or
     the flat one, in whose memory order ``flat`` begins at ``offset``; ``sharded``: whether ranks hold different
-    elements; ``written``: the elements ``[begin, end)`` of the whole that this rank writes, not another replica of it.
+    elements; ``written``: the elements ``[begin, end)`` of the whole that this rank writes, not another replica of it;
+    ``unit`` or ``handle``: what manages it, if anything does.
     """
 
     names: list[str]
@@ -79,6 +82,7 @@ class Held:
     has_values: bool = True
     is_buffer: bool = False
     unit: Unit | None = None
+    handle: FlatParamHandle | None = None
 
     @property
     def name(self) -> str:
@@ -149,6 +153,14 @@ def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]]) -> Iterat
             if id(tensor) in found:
                 found[id(tensor)].names.append(key)
                 continue
+            handle = owner_of(tensor)
+            if handle is not None and handle._flat.is_sharded(handle.flat_param):
+                found[id(tensor)] = _of_handle(key, handle, tensor)
+                continue
+            if type(tensor) not in (Tensor, nn.Parameter):
+                raise ValueError(
+                    f"`{key}` is a {type(tensor).__name__}, which is sharded by something else: save it by that"
+                )
             if tensor.is_meta or not is_dense(tensor):
                 raise ValueError(
                     f"`{key}` is {'on the meta device' if tensor.is_meta else 'not dense'}: replace it first"
@@ -165,3 +177,25 @@ def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]]) -> Iterat
                 is_buffer=not isinstance(tensor, nn.Parameter),
             )
     yield from found.values()
+
+
+def _of_handle(name: str, handle: FlatParamHandle, param: Tensor) -> Held:
+    """Raises: ValueError for a handle that is in the middle of a pass."""
+    flat_param = handle.flat_param
+    if handle._state is not IDLE or handle._is_unsharded:
+        raise ValueError(f"`{name}`: its handle is in {handle._state.name}, expected it to be IDLE and sharded")
+    handle._write_back()
+    i = next(i for i, one in enumerate(flat_param._params) if one is param)
+    piece = flat_param._shard_param_infos[i]
+    start, numel = piece.intra_param_start_idx or 0, piece.numel_in_shard or 0
+    return Held(
+        [name],
+        Dense.of(flat_param._shapes[i], flat_param._strides[i]),
+        start,
+        flat_param._zero1_shard.detach().narrow(0, piece.offset_in_shard or 0, numel),
+        param,
+        0,
+        handle.zero1_world_size > 1,
+        (start, start + numel),
+        handle=handle,
+    )

@@ -16,8 +16,8 @@ LAYERS = {
     "fsdp": {"common", "states"},  # the wrapper is made of states too, which know its units
     "states": {"common", "fsdp"},
     "layer_zero": {"common", "dropin", "fsdp"},
-    "states": {"common", "fsdp"},
-    "checkpoint": {"common", "fsdp", "states", "_version"},
+    "states": {"common", "fsdp", "layer_zero"},
+    "checkpoint": {"common", "fsdp", "layer_zero", "states", "_version"},
 }
 
 
