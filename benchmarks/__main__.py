@@ -27,6 +27,7 @@ TABLES = {  # by the letter of docs/performance.md
     "scaling": "bench_scaling",
     "whole": "bench_whole",
     "layer_zero": "bench_layer_zero",
+    "checkpoint": "bench_checkpoint",
 }
 
 
