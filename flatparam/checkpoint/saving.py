@@ -26,6 +26,7 @@ from .progress import Meter, Summary
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_under_way: set[Path] = set()  # folders that this process writes to
 
 
 class Pending:
@@ -143,7 +144,9 @@ class _Saving:
         if self.path.exists() and not (self.path / NAME).is_file():
             raise CheckpointError(f"{self.path}: is no checkpoint, so it is not overwritten: save to another path")
         for left in self.path.parent.glob(f".{self.path.name}.partial-*"):
-            shutil.rmtree(left, ignore_errors=True)  # of saves that were killed
+            if left not in _under_way:
+                shutil.rmtree(left, ignore_errors=True)  # of saves that were killed
+        _under_way.add(self._partial(name))
         for folder in (MODEL, OPTIMIZER, RANKS):
             (self._partial(name) / folder).mkdir(parents=True, exist_ok=True)
         return [name, digest]
@@ -162,6 +165,7 @@ class _Saving:
         try:
             total = self._write()
         finally:
+            _under_way.discard(self.folder)
             seconds = self.meter.close()
         return Summary(str(self.path), self.id, total, self.plan.bytes, seconds)
 
