@@ -10,16 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..common.tensors import row_major
 from ..fsdp.safetensors_files import DTYPES
-from ..states.pieces import Dense
-from .boxes import check_whole, reads_of
+from .boxes import check_whole
 from .errors import CheckpointError
 from .files import Chunk, Part, write_file
 from .foreign import open_foreign
 from .index import NAME
 from .progress import Meter, Summary
-from .reading import Checkpoint, Source, check_reads, refuse_not_finite
+from .reading import Checkpoint, Source, refuse_not_finite
 
 
 def open_source(path: str | os.PathLike[str], trusted: bool = False) -> Source:
@@ -76,7 +74,9 @@ def export(
             parts.append(Part(name, shape, (0,) * len(shape), _empty(chunks[0], "meta")))
         meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
         partial = f".{target.name}.partial"
-        write_file(target.parent, partial, parts, meter.add, lambda part: _whole(source, part.key))
+        write_file(
+            target.parent, partial, parts, meter.add, lambda part: source.whole(part.key, source.model[part.key])
+        )
         os.replace(target.parent / partial, target)
     finally:
         source.close()
@@ -93,14 +93,3 @@ def _bytes(chunk: Chunk) -> int:
 
 def _empty(chunk: Chunk, device: str) -> Tensor:
     return torch.empty(chunk.shape, dtype=DTYPES[chunk.dtype], device=device)
-
-
-def _whole(source: Source, key: str) -> Tensor:
-    chunks = source.model[key]
-    out = _empty(chunks[0], "cpu")
-    dense = Dense.of(out.shape, row_major(out.shape))
-    reads = reads_of(key, chunks, dense, 0, out.view(-1))
-    check_reads(source, reads, None, lambda count: None)
-    for read in reads:
-        source.read(read)
-    return out

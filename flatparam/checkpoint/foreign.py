@@ -213,9 +213,6 @@ class Pickled(Foreign):
         strides = row_major(read.chunk.sizes)
         read.out.copy_(self._tensor(read.chunk).as_strided(read.out.shape, strides, read.begin))
 
-    def whole(self, chunks: list[Chunk]) -> Tensor:
-        return self._tensor(chunks[0]).clone()
-
 
 def _plain(value: Any) -> Any:
     """As the index has it; a tensor as its number."""

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.tensors import row_major
 from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of
-from .boxes import Read, read_box
+from ..states.pieces import Dense
+from .boxes import Read, check_whole, read_box, reads_of
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk
 from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
@@ -59,14 +61,17 @@ class Source:
         """Read a box. Raises: FileError, OSError."""
         read_box(self.entry(read.chunk), read)
 
-    def whole(self, chunks: list[Chunk]) -> Tensor:
-        """A tensor of its own, of which one rank has written all."""
-        [chunk] = chunks
-        entry = self.entry(chunk)
-        assert entry.dtype is not None
-        out = torch.empty(chunk.shape, dtype=entry.dtype)
-        self.check(chunk, 0, out.numel() * out.itemsize, None)
-        entry.read(0, out.view(-1))
+    def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
+        """All of a tensor, in host memory of its own, compared with its checksums. Raises: as ``check``."""
+        check_whole(key, chunks)
+        dtype = DTYPES.get(chunks[0].dtype)
+        if dtype is None:
+            raise CheckpointError(f"{chunks[0].file}: `{key}` has dtype {chunks[0].dtype}, which torch has not")
+        out = torch.empty(chunks[0].shape, dtype=dtype)
+        reads = reads_of(key, chunks, Dense.of(out.shape, row_major(out.shape)), 0, out.view(-1))
+        check_reads(self, reads, None, lambda count: None)
+        for read in reads:
+            self.read(read)
         return out
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
@@ -88,7 +93,7 @@ class OfRank(Mapping[str, Tensor]):
         return [next(chunk for chunk in self._source.own[key] if chunk.file == self._file)]
 
     def __getitem__(self, key: str) -> Tensor:
-        return self._source.whole(self.chunks(key))
+        return self._source.whole(key, self.chunks(key))
 
     def __iter__(self) -> Iterator[str]:
         return (key for key, chunks in self._source.own.items() if any(one.file == self._file for one in chunks))

@@ -88,6 +88,11 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Tar
         state: dict[str, Any] = {}
         for key in keys:
             kinds = [told["states"][one.name][key] for one in here]
+            if any((kind == "box") != (kinds[0] == "box") for kind in kinds):
+                raise CheckpointError(
+                    f"the optimizer's `{key}` has an element for each of some parameters in the flat parameter of "
+                    f"`{here[0].name}`, and none for others"
+                )
             if kinds[0] == "box":
                 state[key] = _like_param(found, param, here, key, before.get(key), source)
             else:
@@ -150,7 +155,7 @@ def _one(
         elif _name(one, key) not in source.optimizer:
             raise CheckpointError(f"the checkpoint's files have no `{_name(one, key)}`")
         else:
-            got.append(source.whole(source.optimizer[_name(one, key)]))
+            got.append(source.whole(_name(one, key), source.optimizer[_name(one, key)]))
     first = got[0]
     for one, other in zip(here, got, strict=True):
         if not _same(first, other):

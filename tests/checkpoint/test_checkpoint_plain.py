@@ -1,0 +1,69 @@
+"""Checkpoints of modules that nothing shards, in one process: state of modules, of optimizers, summaries."""
+
+import torch
+from torch import nn
+
+import flatparam
+
+
+class Counting(nn.Module):
+    """Has a state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 3
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def get_extra_state(self):
+        return {"count": self.count, "tensor": torch.ones(3)}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def test_in_the_background_what_is_changed_afterwards_is_not_saved(tmp_path):
+    module = nn.Linear(300, 300)
+    weight = module.weight.detach().clone()
+    pending = flatparam.checkpoint.async_save(tmp_path / "one", module)
+    module.weight.data.zero_()
+    assert pending.wait().bytes > weight.numel() * 4
+    flatparam.checkpoint.load(tmp_path / "one", module, progress=True)
+    assert torch.equal(module.weight, weight)
+
+
+def test_summaries_and_bars(tmp_path, capfd):
+    module = nn.Linear(300, 300)
+    summary = flatparam.checkpoint.save(tmp_path / "one", module, extra={"x": 1}, progress=True)
+    assert "GB/s" in str(summary)
+    assert "save one" in capfd.readouterr().err
+    assert flatparam.checkpoint.read_extra(tmp_path / "one") == {"x": 1}
+    found = flatparam.checkpoint.load(tmp_path / "one", module)
+    assert (found.extra, found.world_size, found.summary.id) == ({"x": 1}, 1, summary.id)
+    assert flatparam.checkpoint.verify(tmp_path / "one", check_finite=True).bytes == 300 * 301 * 4
+
+
+def test_what_modules_keep_beside_tensors(tmp_path):
+    model = nn.Sequential(Counting())
+    model[0].count = 9
+    flatparam.checkpoint.save(tmp_path / "one", model)
+    again = nn.Sequential(Counting())
+    flatparam.checkpoint.load(tmp_path / "one", again)
+    assert again[0].count == 9
+
+
+def test_state_of_optimizers_of_any_kind(tmp_path):
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    mine = {"note": ("a", 1, None), "row": torch.arange(5.0), "scale": torch.tensor(2.5), "none": None}
+    optimizer.state[model.weight].update(mine)
+    flatparam.checkpoint.save(tmp_path / "one", model, optimizer)
+    again = nn.Linear(2, 3)
+    second = torch.optim.SGD(again.parameters(), lr=2.0)
+    flatparam.checkpoint.load(tmp_path / "one", again, second)
+    found, wanted = second.state[again.weight], optimizer.state[model.weight]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in ("momentum_buffer", "row", "scale"))
+    assert (found["note"], found["none"]) == (("a", 1, None), None)
+    assert (second.param_groups[0]["lr"], second.param_groups[0]["momentum"]) == (1.0, 0.9)
