@@ -14,7 +14,6 @@ LAYERS = {
     "common": set(),
     "dropin": {"common"},
     "fsdp": {"common", "states"},  # the wrapper is made of states too, which know its units
-    "states": {"common", "fsdp"},
     "layer_zero": {"common", "dropin", "fsdp"},
     "states": {"common", "fsdp", "layer_zero"},
     "checkpoint": {"common", "fsdp", "layer_zero", "states", "_version"},
