@@ -83,6 +83,9 @@ def test_states_are_torchs(uo, meshed):
 def forms(strategy, uo, mesh, more):
     """Every form of an odd model and of its optimizer's state goes into another one."""
     note(f"{strategy} uo={uo} mesh={mesh}")
+    if more.get("process_group") == "a pair":
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        more["process_group"] = (rows[dist.get_rank() // 2], dist.group.WORLD)
     warns = strategy == "NO_SHARD"
     settings = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if mesh else {}
     model = wrapped(make(cls=Odd), strategy, uo, **settings, **more)
@@ -96,7 +99,7 @@ def forms(strategy, uo, mesh, more):
     assert list(full) == list(make(cls=Odd).state_dict())
     assert full._metadata == make(cls=Odd).state_dict()._metadata
     assert len({v.untyped_storage().data_ptr() for n, v in full.items() if n[:6] != "again."}) == len(full) - 2
-    meshed = mesh or strategy in ("HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED")
+    meshed = mesh or ("process_group" not in more and strategy in ("HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"))
     for kind in (FULL, SHARDED) if meshed else (FULL, SHARDED, LOCAL):
         note(f"{kind}")
         other = wrapped(make(cls=Odd, seed=8), strategy, uo, **settings, **more)
@@ -133,6 +136,13 @@ def test_forms(strategy, uo, mesh):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"])
 def test_forms_of_four_ranks(strategy, uo):
     run_ranks(forms, 4, strategy, uo, False, {})
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["LAYER_ZERO", "LAYER_ZERO_NESTED"])
+def test_forms_of_pairs_of_groups(strategy, uo):
+    run_ranks(forms, 4, strategy, uo, False, {"process_group": "a pair"})
 
 
 @pytest.mark.multiprocess

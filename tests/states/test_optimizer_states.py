@@ -76,7 +76,7 @@ OPTIMIZERS = {"adam": adam, "momentum": momentum, "own": Own}
 
 def wrapped(module, strategy, uo, **more):
     settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, **more}
-    if strategy in ("HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"):
+    if "process_group" not in more and strategy in ("HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"):
         settings["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     for i, block in enumerate(module.blocks):
         module.blocks[i] = FSDP(block, **settings)
