@@ -14,10 +14,10 @@ from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 from flatparam import FullyShardedDataParallel
 from flatparam.checkpoint.files import Chunk
+from flatparam.checkpoint.pieces import Dense, held_by
 from flatparam.checkpoint.planning import plan_save
 from flatparam.checkpoint.reading import Source
 from flatparam.checkpoint.targets import into_model
-from flatparam.states.pieces import Dense, held_by
 
 RANKS = 2
 NAMES = (OURS, FSDP1, FSDP2, COPY)

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..common.layout import Box
 from ..common.tensors import row_major
 from ..fsdp.safetensors_files import Entry
-from ..states.pieces import Dense
 from .errors import CheckpointError
 from .files import Chunk
+from .pieces import Dense
 
 SLAB_BYTES = 2**22  # read at once where a box is no run of the file
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ..fsdp.unit import units_of
-from ..states.pieces import held_by
 from .council import Council
 from .errors import CheckpointError
 from .exporting import open_source
 from .files import Chunk
 from .index import Index
 from .optimizers import Named
+from .pieces import held_by
 from .planning import check_idle
 from .progress import Meter, Summary
 from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..fsdp.originals import in_order
-from ..states.pieces import Held
 from .errors import CheckpointError
+from .pieces import Held
 
 
 class Named:

@@ -17,11 +17,11 @@ from ..fsdp.safetensors_files import bytes_of
 from ..fsdp.summon import refuse_unreduced
 from ..fsdp.wrapper import Wrapper
 from ..layer_zero._sums import Sum
-from ..states.pieces import Held, held_by
 from .errors import CheckpointError
 from .files import Part
 from .index import MODEL, OPTIMIZER, RANKS
 from .optimizers import Named, states_of
+from .pieces import Held, held_by
 from .values import encode
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..common.tensors import row_major
 from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of
-from ..states.pieces import Dense
 from .boxes import Read, check_whole, read_box, reads_of
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk
 from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
+from .pieces import Dense
 
 
 class Source:

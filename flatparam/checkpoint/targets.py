@@ -13,11 +13,11 @@ from torch import Tensor
 from ..fsdp.loading import kind_of
 from ..fsdp.names import clean_tensor_name
 from ..fsdp.safetensors_files import DTYPES
-from ..states.pieces import Held
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
 from .optimizers import Named, in_owners_order, like
+from .pieces import Held
 from .reading import OfRank, Source
 from .values import decode
 

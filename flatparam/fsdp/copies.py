@@ -13,12 +13,12 @@ from typing_extensions import Self
 
 from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
 from ..common.torch_private import leave_out_of_graphs
-from ..states.torch_helpers import watch as watch_helpers
 from . import peers
 from .construct import first_name, watch_torch
 from .foreign import watch
 from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
+from .states.torch_helpers import watch as watch_helpers
 from .unit import Unit, units_of
 from .wrapper import Wrapper
 

@@ -36,7 +36,7 @@ _STATES = (
 )
 
 
-taught: set[str] = set()  # modules of torch that know our class, as flatparam/states/torch_helpers.py has changed them
+taught: set[str] = set()  # modules of torch that know our class, as states/torch_helpers.py has changed them
 
 
 class Marks:

@@ -11,10 +11,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
 from ..common.torch_private import _override_module_mixed_precision, leave_out_of_graphs
-from ..states.kinds import first_settings
-from ..states.model import ModelStates, after_load, before_load
-from ..states.optimizer import OptimizerStates
-from ..states.torch_helpers import watch as watch_helpers
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
@@ -38,6 +34,10 @@ from .originals import Atomic, Options, check_layout_arguments, choose_blocks, f
 from .owners import close, watch_registrations
 from .placement import Placement, check_pair, outer_group
 from .register import enroll
+from .states.kinds import first_settings
+from .states.model import ModelStates, after_load, before_load
+from .states.optimizer import OptimizerStates
+from .states.torch_helpers import watch as watch_helpers
 from .stepping import PREFETCH, Stepping
 from .unit import Unit
 from .wrap import check_not_tied, replace_modules, targets_of

@@ -13,10 +13,9 @@ PRIVATE = "flatparam.common.torch_private"  # the one file that imports torch's 
 LAYERS = {
     "common": set(),
     "dropin": {"common"},
-    "fsdp": {"common", "states"},  # the wrapper is made of states too, which know its units
+    "fsdp": {"common"},
     "layer_zero": {"common", "dropin", "fsdp"},
-    "states": {"common", "fsdp", "layer_zero"},
-    "checkpoint": {"common", "fsdp", "layer_zero", "states", "_version"},
+    "checkpoint": {"common", "fsdp", "layer_zero", "_version"},
 }
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from ..fsdp.names import clean_tensor_name
-from ..fsdp.segment import Here, Segment
-from ..fsdp.unit import Unit, units_of
+from ..names import clean_tensor_name
+from ..segment import Here, Segment
+from ..unit import Unit, units_of
 
 
 @dataclass(eq=False)

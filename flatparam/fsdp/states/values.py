@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fsdp.errors import StateError
+from ..errors import StateError
 from .table import Param, Table
 
 

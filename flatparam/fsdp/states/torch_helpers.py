@@ -11,11 +11,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
-from ..common.after_import import after_import
-from ..fsdp import foreign
-from ..fsdp.names import FLAT_PARAM, FSDP_WRAPPED_MODULE
-from ..fsdp.owners import segment_of
-from ..fsdp.wrapper import Wrapper
+from ...common.after_import import after_import
+from .. import foreign
+from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE
+from ..owners import segment_of
+from ..wrapper import Wrapper
 from .kinds import Kinds
 from .optimizer import OptimizerStates
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..fsdp.loading import managed_places
-from ..fsdp.originals import Original
-from ..fsdp.segment import Segment
-from ..fsdp.unit import Unit
+from ..loading import managed_places
+from ..originals import Original
+from ..segment import Segment
+from ..unit import Unit
 
 
 class Before:

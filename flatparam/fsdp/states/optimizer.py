@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
-from ..fsdp.loading import Values, agree_on_loading
+from ..loading import Values, agree_on_loading
 from .exchange import from_first
 from .ids import rekeyed
 from .loading import cut, from_here

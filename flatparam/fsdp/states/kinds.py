@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from ..fsdp.errors import StateError
-from ..fsdp.wrapper import Wrapper
+from ..errors import StateError
+from ..wrapper import Wrapper
 
 _CONFIGS = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 
-from .. import _C
-from ..common.torch_private import Shard, ShardedTensor, _create_chunk_sharded_tensor
-from ..fsdp import collectives, order
-from ..fsdp.errors import StateError
-from ..fsdp.originals import in_order, row_numel
-from ..fsdp.segment import Segment
+from ... import _C
+from ...common.torch_private import Shard, ShardedTensor, _create_chunk_sharded_tensor
+from .. import collectives, order
+from ..errors import StateError
+from ..originals import in_order, row_numel
+from ..segment import Segment
 from .loading import Fetch, by_first_name
 from .table import Param, Table
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
-from ..fsdp.errors import StateError
-from ..fsdp.loading import Values, agree_on_loading, check_kinds, values_of
-from ..fsdp.names import FSDP_PREFIX, clean_tensor_name, without_units
-from ..fsdp.segment import Segment
-from ..fsdp.summon import Summoned, summon
-from ..fsdp.unit import Unit, units_of
+from ..errors import StateError
+from ..loading import Values, agree_on_loading, check_kinds, values_of
+from ..names import FSDP_PREFIX, clean_tensor_name, without_units
+from ..segment import Segment
+from ..summon import Summoned, summon
+from ..unit import Unit, units_of
 from .before import Before
 from .entries import own_names, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .kinds import Kinds

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fsdp.errors import StateError
-from ..fsdp.originals import in_order
+from ..errors import StateError
+from ..originals import in_order
 from .table import Param, Stepped, Table
 from .values import Described, Like, Scalar, classify, same
 

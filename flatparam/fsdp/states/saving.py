@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fsdp.errors import StateError
-from ..fsdp.order import gather_objects
-from ..fsdp.segment import Segment
+from ..errors import StateError
+from ..order import gather_objects
+from ..segment import Segment
 from .table import Param, Stepped, Table
 from .values import Described, Like, Scalar, described, same
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fsdp import order
-from ..fsdp.originals import in_order
+from .. import order
+from ..originals import in_order
 from .loading import Fetch, by_first_name
 from .table import Param, Table
 from .values import described

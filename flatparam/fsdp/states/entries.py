@@ -11,13 +11,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from ..fsdp.errors import StateError
-from ..fsdp.names import FSDP_PREFIX
-from ..fsdp.originals import Original
-from ..fsdp.segment import Segment
-from ..fsdp.unit import Unit
-from ..fsdp.wrapper import Wrapper
+from ...common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from ..errors import StateError
+from ..names import FSDP_PREFIX
+from ..originals import Original
+from ..segment import Segment
+from ..unit import Unit
+from ..wrapper import Wrapper
 
 Take = Callable[[Segment, Tensor], Any]  # what becomes of a whole parameter
 
