@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -27,8 +28,15 @@ class Before:
             for segment in unit.segments:
                 self._shards.append((segment, segment.flat.detach().clone()))
                 self._templates += [(original, original.template) for original in segment.originals]
+        self._kept: list[tuple[nn.Module, Any]] = []  # beside tensors
         managed = managed_places(units)
         for inner in module.modules():
+            kind = type(inner)
+            if (
+                kind.get_extra_state is not nn.Module.get_extra_state
+                and kind.set_extra_state is not nn.Module.set_extra_state
+            ):
+                self._kept.append((inner, copy.deepcopy(inner.get_extra_state())))
             for mapping in (inner._parameters, inner._buffers):
                 for name, tensor in mapping.items():
                     if tensor is not None and (inner, name) not in managed:
@@ -47,3 +55,5 @@ class Before:
         for mapping, name, tensor, value in self._others:
             tensor.detach().copy_(value)
             mapping[name] = tensor
+        for inner, kept in self._kept:
+            inner.set_extra_state(kept)

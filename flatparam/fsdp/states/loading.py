@@ -59,7 +59,7 @@ def cut(
         for key, value in values.items():
             if isinstance(value, Like) and one.place is not None:
                 members.setdefault((one.place[0], key, value.dtype), []).append(one)
-    for (number, key, dtype), owners in sorted(members.items(), key=lambda item: item[0][0]):
+    for (number, key, dtype), owners in sorted(members.items(), key=lambda item: (*item[0][:2], str(item[0][2]))):
         owner_of = {param: one for one in owners for param in one.params if param.name in described}
         for param, piece in fetch(number, key, dtype, list(owner_of)):
             _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)

@@ -229,7 +229,11 @@ def _checked_rows(table: Table, state: Mapping[str, Any]) -> Any:
                 what = f"{key} of {param.name}"
                 if is_rows(value) and param.segment.is_sharded and tuple(value.shape) == param.shape:
                     check_rows(what, param.segment, value)
-                described = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                described = (
+                    f"{is_rows(value)} {value.dtype} {tuple(value.shape)}"
+                    if isinstance(value, Tensor)
+                    else type(value).__name__
+                )
                 values[what] = (unit_of[param.segment], described)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
