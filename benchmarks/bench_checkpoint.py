@@ -86,7 +86,7 @@ def _planning(saved: int, loading: int, most: float) -> Row:
     with fake_world(loading):
         model = _many()
         start = time.perf_counter()
-        targets = into_model(list(held_by(model)), source, True, {})
+        targets = into_model(list(held_by(model, 0)), source, True, {})
         seconds = time.perf_counter() - start
     boxes = sum(map(len, source.model.values()))
     row = Row.of(

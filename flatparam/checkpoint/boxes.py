@@ -105,6 +105,32 @@ def check_whole(key: str, chunks: Sequence[Chunk]) -> None:
                 f"{chunk.file}: `{key}` has shape {chunk.shape} and dtype {chunk.dtype}, in {first.file} "
                 f"{first.shape} and {first.dtype}"
             )
+    for chunk in chunks:
+        if any(at + size > end for at, size, end in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)):
+            raise CheckpointError(
+                f"{chunk.file}: `{key}` of shape {chunk.shape} has a box at {chunk.offsets} of sizes {chunk.sizes}"
+            )
+    twice = _overlap([chunk for chunk in chunks if math.prod(chunk.sizes)])
+    if twice is not None:
+        raise CheckpointError(
+            f"`{key}` of shape {first.shape} has elements twice in the files: at {twice[0].offsets} in {twice[0].file} "
+            f"and at {twice[1].offsets} in {twice[1].file}"
+        )
     found = sum(math.prod(chunk.sizes) for chunk in chunks)
     if found != math.prod(first.shape):
         raise CheckpointError(f"`{key}` of shape {first.shape} has {found} elements in the files")
+
+
+def _overlap(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Two of ``chunks`` that share elements, if there are any."""
+    if len(chunks) < 2 or not chunks[0].shape:
+        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
+    d = max(range(len(chunks[0].shape)), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
+    here: list[Chunk] = []  # those that reach to where the sweep along d is
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[d]):
+        here = [one for one in here if one.offsets[d] + one.sizes[d] > chunk.offsets[d]]
+        for one in here:
+            if intersection(Box(one.offsets, one.sizes), chunk.offsets, chunk.sizes) is not None:
+                return one, chunk
+        here.append(chunk)
+    return None

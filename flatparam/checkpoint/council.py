@@ -11,7 +11,8 @@ from ..fsdp import peers
 from ..fsdp.safetensors_files import FileError
 from .errors import CheckpointError
 
-_met: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+# In each world, by the ranks: groups of the same ranks have the same names in the store
+_met: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
 
 
 class Council:
@@ -35,7 +36,9 @@ class Council:
         if len(self.ranks) == 1 or dist.get_backend(members) in peers.WITHOUT_STORE:
             return
         peers.enter()
-        number = _met[members] = _met.get(members, 0) + 1
+        world: Any = dist.group.WORLD
+        met = _met.setdefault(world, {})
+        number = met[tuple(self.ranks)] = met.get(tuple(self.ranks), 0) + 1
         store = peers.own_connection(dist.distributed_c10d._get_default_store())
         name = f"flatparam council {peers.life_of_world()} of {','.join(map(str, self.ranks))} {number}"
         self._store = dist.PrefixStore(name, store)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,11 +15,11 @@ from torch import Tensor
 from ..fsdp.safetensors_files import DTYPES
 from .boxes import check_whole
 from .errors import CheckpointError
-from .files import Chunk, Part, write_file
+from .files import Chunk, Part, sync_folder, write_file
 from .foreign import open_foreign
 from .index import NAME
 from .progress import Meter, Summary
-from .reading import Checkpoint, Source, refuse_not_finite
+from .reading import Checkpoint, Look, Source, refuse_not_finite
 
 
 def open_source(path: str | os.PathLike[str], trusted: bool = False) -> Source:
@@ -40,7 +42,7 @@ def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted:
     """
     meter = Meter("verify", False)
     source = open_source(path, trusted)
-    look: Callable[[str, Tensor], None] | None = refuse_not_finite if check_finite else None
+    look: Look | None = partial(refuse_not_finite, source) if check_finite else None
     try:
         for _, name, chunks in tensors_of(source):
             check_whole(name, chunks)
@@ -73,11 +75,16 @@ def export(
             shape = chunks[0].shape
             parts.append(Part(name, shape, (0,) * len(shape), _empty(chunks[0], "meta")))
         meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
-        partial = f".{target.name}.partial"
-        write_file(
-            target.parent, partial, parts, meter.add, lambda part: source.whole(part.key, source.model[part.key])
-        )
-        os.replace(target.parent / partial, target)
+        beside = f".{target.name}.partial-{secrets.token_hex(16)}"
+        try:
+            write_file(
+                target.parent, beside, parts, meter.add, lambda part: source.whole(part.key, source.model[part.key])
+            )
+            os.replace(target.parent / beside, target)
+        except BaseException:
+            (target.parent / beside).unlink(missing_ok=True)
+            raise
+        sync_folder(target.parent)
     finally:
         source.close()
         seconds = meter.close()

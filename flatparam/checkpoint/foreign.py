@@ -7,7 +7,7 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from ..common.tensors import row_major
-from ..fsdp.safetensors_files import FILE_NAME, INDEX_NAME, Entry, FileError, Files, entries_of, read_header
+from ..fsdp.safetensors_files import (
+    FILE_NAME,
+    INDEX_NAME,
+    Entry,
+    FileError,
+    Files,
+    entries_of,
+    open_file,
+    read_header,
+    sample_of,
+)
 from .boxes import Read
 from .errors import CheckpointError
 from .files import NAMES, Chunk
-from .reading import Source
+from .reading import Look, Source
 
 METADATA = ".metadata"  # torch's, a pickle
 _MODEL, _OPTIMIZER = ("model.",), ("optim.", "optimizer.")  # what is before names where a program saved both
@@ -62,6 +72,11 @@ class Foreign(Source):
         if not prefixed and self.model and all(name.startswith(_MODEL) for name in self.model):
             self.model = {name.removeprefix(*_MODEL): chunks for name, chunks in self.model.items()}
         self.digest = _digest(tensors)
+        self._given = tensors
+
+    def fit(self, names: set[str]) -> None:
+        if not self.optimizer and len(names & self._given.keys()) > len(names & self.model.keys()):
+            self.model = self._given
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
         states: dict[str, dict[str, Any]] = {}
@@ -82,7 +97,7 @@ class WholeFiles(Foreign):
         self._files = Files(path)
         entries = self._files.entries.items()
         self.take({n: [Chunk(n, e.dtype_name, e.shape, (0,) * len(e.shape), e.shape, e.begin)] for n, e in entries})
-        self.digest += self._files.digest
+        self.digest += _digest_of(self._files.entries.values()) + self._files.digest
 
     def entry(self, chunk: Chunk) -> Entry:
         return self._files.entries[chunk.file]
@@ -110,9 +125,10 @@ class Boxes(Foreign):
             for chunk in chunks:
                 chunk.shape = shape
         self.take(tensors)
+        self.digest += _digest_of(self._entries.values())
 
     def _add(self, path: Path, tensors: dict[str, list[Chunk]]) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_file(path)
         self._closing.callback(os.close, descriptor)
         header, begin, size = read_header(path, descriptor)
         entries = entries_of(path, descriptor, header, begin, size)
@@ -198,7 +214,7 @@ class Pickled(Foreign):
             self._last = key, self._load(self._stored[key]).detach().contiguous()
         return self._last[1]
 
-    def check(self, chunk: Chunk, begin: int, end: int, look: Callable[[str, Tensor], None] | None) -> int:
+    def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:
         tensor = self._tensor(chunk)
         if tuple(tensor.shape) != chunk.sizes or NAMES.get(tensor.dtype) != chunk.dtype:
             raise CheckpointError(
@@ -206,12 +222,16 @@ class Pickled(Foreign):
                 f"{tensor.dtype} there, the metadata say {chunk.sizes} and {chunk.dtype}"
             )
         if look is not None:
-            look(f"{self._folder / chunk.file}: `{self.name_of(chunk)}`", tensor)
+            look(chunk, tensor)
         return end - begin
+
+    def path_of(self, chunk: Chunk) -> Path:
+        return self._folder / chunk.file
 
     def read(self, read: Read) -> None:
         strides = row_major(read.chunk.sizes)
-        read.out.copy_(self._tensor(read.chunk).as_strided(read.out.shape, strides, read.begin))
+        tensor = self._tensor(read.chunk)
+        read.out.copy_(tensor.as_strided(read.out.shape, strides, tensor.storage_offset() + read.begin))
 
 
 def _plain(value: Any) -> Any:
@@ -219,6 +239,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return {"$tuple": list(value)} if isinstance(value, tuple) else value
+
+
+def _digest_of(entries: Iterable[Entry]) -> str:
+    """The same for the same values, as far as samples tell; files may be named otherwise."""
+    return hashlib.sha256("".join(sorted(map(sample_of, entries))).encode()).hexdigest()
 
 
 def _digest(tensors: dict[str, list[Chunk]]) -> str:

@@ -4,19 +4,22 @@ It is written last: a folder without it is no checkpoint. Its first line has a c
 """
 
 import json
+import math
 import os
+import re
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..fsdp.safetensors_files import MOST_HEADER_BYTES
+from ..fsdp.safetensors_files import DTYPES, MOST_HEADER_BYTES, open_file
 from .errors import CheckpointError
-from .files import Chunk, sync_folder
+from .files import SUM_BYTES, Chunk, sync_folder
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "flatparam checkpoint", 1
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"  # folders
+_FILE = re.compile(rf"({MODEL}|{OPTIMIZER}|{RANKS})/[\w-]+\.safetensors")
 
 
 @dataclass
@@ -47,10 +50,13 @@ class Index:
     def add_files(self, files: dict[str, Any]) -> None:
         """Take what one rank has written, as its JSON. Raises: KeyError, TypeError, ValueError."""
         for file, told in files.items():
+            if not _FILE.fullmatch(file):
+                raise ValueError(f"{file!r} is no name of a file of a checkpoint")
             self.files[file] = (int(told["bytes"]), int(told["header"]))
             folder = self.tensors.setdefault(file.split("/")[0], {})
             for key, (dtype, shape, offsets, sizes, begin, sums) in told["tensors"].items():
                 chunk = Chunk(file, dtype, tuple(shape), tuple(offsets), tuple(sizes), begin, sums)
+                _check_chunk(key, chunk, self.files[file][0])
                 folder.setdefault(key, []).append(chunk)
 
     def files_as_json(self) -> dict[str, Any]:
@@ -72,6 +78,24 @@ class Index:
         }
         write_sealed(folder / NAME, body)
         sync_folder(folder)
+
+
+def _check_chunk(key: str, chunk: Chunk, size: int) -> None:
+    """Raises: TypeError, ValueError for a box that is not in its tensor, or not in its file of so many bytes."""
+    if any(
+        type(number) is not int or number < 0 for number in (*chunk.shape, *chunk.offsets, *chunk.sizes, chunk.begin)
+    ):
+        raise ValueError(f"`{key}` has a size that is none")
+    if any(at + count > end for at, count, end in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)):
+        raise ValueError(f"`{key}` of shape {chunk.shape} has a box at {chunk.offsets} of sizes {chunk.sizes}")
+    if not isinstance(chunk.dtype, str):
+        raise TypeError(f"`{key}` has the dtype {chunk.dtype!r}")
+    dtype = DTYPES.get(chunk.dtype)
+    count = 0 if dtype is None else math.prod(chunk.sizes) * dtype.itemsize
+    if chunk.begin + count > size:
+        raise ValueError(f"`{key}` ends at byte {chunk.begin + count} of {chunk.file}, which has {size}")
+    if dtype is not None and len(chunk.sums or ()) != -(-count // SUM_BYTES):
+        raise ValueError(f"`{key}` has {len(chunk.sums or ())} checksums for {count} bytes")
 
 
 def read_index(folder: Path) -> Index:
@@ -109,7 +133,7 @@ def read_sealed(path: Path, expected: int | None = None) -> dict[str, Any]:
 
     Raises: CheckpointError naming the file, OSError.
     """
-    with open(path, "rb") as file:
+    with open(open_file(path), "rb") as file:
         first = file.readline(1000)
         try:
             seal = json.loads(first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from .pieces import held_by
 from .planning import check_idle
 from .progress import Meter, Summary
 from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite
-from .targets import Targets, into_model, into_optimizer, values_of_modules
+from .targets import Targets, check_tied, into_model, into_optimizer, values_of_modules
 from .values import decode
 
 
@@ -59,13 +60,13 @@ def load(
         ``trusted``: read torch's ``.metadata``, a pickle that can run anything; ``progress``: show a bar on rank 0.
     Raises: CheckpointError on every rank alike, naming rank, file and tensor; model and optimizer are as before.
     """
-    where = Path(os.path.abspath(path))
     council = Council(process_group, "checkpoint.load")
-    meter = Meter(f"load {where.name}", progress and council.is_first)
-    loading = _Loading(where, model, optimizer, council)
+    meter = Meter(f"load {os.path.basename(path)}", progress and council.is_first)
+    loading = _Loading(Path(path), model, optimizer, council)
     try:
         error: BaseException | None = None
         try:
+            loading.path = Path(os.path.abspath(path))
             loading.plan(strict, trusted)
             loading.check(check_finite, meter)
         except Exception as caught:
@@ -82,7 +83,7 @@ def load(
         loading.close()
         seconds = meter.close()
     index = loading.index
-    loaded = Loaded(Summary(str(where), index.id if index else None, read, loading.bytes, seconds))
+    loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
     loaded.missing, loaded.unexpected = loading.into[0].missing, loading.into[0].unexpected
     if index is not None:
         loaded.world_size, loaded.extra = index.world_size, loading.extra
@@ -135,14 +136,15 @@ class _Loading:
         check_idle(self.model, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
         self.digest = source.digest
-        held = list(held_by(self.model))
+        held = list(held_by(self.model, self.council.rank))
         index = source.index
+        source.fit({name for one in held for name in one.names})
         targets = into_model(held, source, strict, self._own())
         self.into = [targets]
         if index is not None:
             self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
             first = OfRank(source, 0)
-            self._of_modules = values_of_modules(self.model, index.about.get("modules", {}), first)
+            self._of_modules = values_of_modules(self.model, index.about.get("modules", {}), first, strict)
         if self.optimizer is not None:
             self.named = Named(self.optimizer, held)
             told = source.told_of_optimizer()
@@ -162,9 +164,14 @@ class _Loading:
         """Compare all bytes that will be read with their checksums."""
         assert self.source is not None
         meter.expect(self.bytes)
-        look = refuse_not_finite if check_finite else None
+        look = partial(refuse_not_finite, self.source) if check_finite else None
         for targets in self.into:
             check_reads(self.source, targets.reads, look, meter.add)
+            if look is not None:
+                for chunk, value in targets.read:
+                    look(chunk, value)
+        for held, name, other in self.into[0].tied:
+            check_tied(self.source, held, name, other)
 
     @torch.no_grad()
     def commit(self) -> None:

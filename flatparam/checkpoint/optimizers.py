@@ -25,6 +25,9 @@ class Named:
         for one in held:
             self.held.setdefault(id(one.owner), []).append(one)
         self.groups: list[tuple[dict[str, Any], list[Held]]] = []
+        self.group_of: dict[int, dict[str, Any]] = {
+            id(p): group for group in optimizer.param_groups for p in group["params"]
+        }
         for i, group in enumerate(optimizer.param_groups):
             mine: list[Held] = []
             for j, param in enumerate(group["params"]):

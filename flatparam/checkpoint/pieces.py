@@ -98,10 +98,11 @@ class Held:
         return self.unit is not None and not self.unit.options.use_orig_params
 
 
-def held_by(module: nn.Module) -> Iterator[Held]:
+def held_by(module: nn.Module, rank: int) -> Iterator[Held]:
     """What this rank holds of ``module``: first what units manage, in the order of their layouts, then the rest.
 
-    The rest is parameters that no unit manages and persistent buffers: the same on all ranks, written by rank 0.
+    The rest is parameters that no unit manages and persistent buffers: the same on all ranks, written by the one whose
+    ``rank``, among those that save, is 0.
     """
     paths: dict[Unit, list[str]] = {}
     for path, unit in units_in(module):
@@ -110,7 +111,7 @@ def held_by(module: nn.Module) -> Iterator[Held]:
         unit.look_over()
         for segment in unit.segments:
             yield from _of_segment(unit, places, segment)
-    yield from _unmanaged(module, managed_places(paths))
+    yield from _unmanaged(module, managed_places(paths), rank == 0)
 
 
 def share(numel: int, placement: Placement) -> tuple[int, int]:
@@ -141,9 +142,8 @@ def _of_segment(unit: Unit, paths: list[str], segment: Segment) -> Iterator[Held
         )
 
 
-def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]]) -> Iterator[Held]:
+def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]], writes: bool) -> Iterator[Held]:
     found: dict[int, Held] = {}
-    writes = not dist.is_initialized() or dist.get_rank() == 0
     for path, inner in module.named_modules(remove_duplicate=False):
         persistent = {n: b for n, b in inner._buffers.items() if n not in inner._non_persistent_buffers_set}
         for name, tensor in itertools.chain(inner._parameters.items(), persistent.items()):

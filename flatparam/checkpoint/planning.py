@@ -66,7 +66,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
     check_idle(module, "checkpoint.save")
     units = [unit for _, unit in units_in(module)]
     refuse_unreduced(units, "checkpoint.save")
-    plan = SavePlan(held=list(held_by(module)))
+    plan = SavePlan(held=list(held_by(module, rank)))
     for held in plan.held:
         if held.handle is not None and held.handle._sum is not Sum.NONE:
             raise CheckpointError(
@@ -106,24 +106,43 @@ def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str
 
 def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], rank: int) -> None:
     states: dict[str, dict[str, Any]] = {}
+    alike: dict[str, dict[str, str]] = {}
     for held, key, kind, value in states_of(named):
         name = f"state.{held.name}.{key}"
         begin, end = held.written
         if kind == "box":
             plan.add(OPTIMIZER, name, held, value, rank)
+        if kind != "box" and held.sharded:
+            alike.setdefault(held.name, {})[key] = _digest_of_value(held, key, value)
         if begin != 0 or end == 0:
             continue  # what has no elements comes from the rank that writes the first one
         if kind == "one":
             part = Part(name, tuple(value.shape), (0,) * value.dim(), value.detach())
             plan._put(OPTIMIZER, 0, rank, part)
         states.setdefault(held.name, {})[key] = [encode(value, name, values), rank] if kind == "value" else kind
-    told: dict[str, Any] = {"states": states}
+    told: dict[str, Any] = {"states": states, "alike": alike}
     if rank == 0:
         told["groups"] = [
             [encode(group, f"param_groups[{i}]", values), [held.name for held in mine]]
             for i, (group, mine) in enumerate(named.groups)
         ]
     plan.told["optimizer"] = told
+
+
+def _digest_of_value(held: Held, key: str, value: Any) -> str:
+    """Of what is to be the same on all ranks.
+
+    Raises: CheckpointError for tensors in it that are of this piece alone.
+    """
+    inner: dict[str, Tensor] = {}
+    told = encode(value, key, inner)
+    for one in inner.values():
+        if one.dim():
+            raise CheckpointError(
+                f"the optimizer's `{key}` of `{held.name}` has a tensor of shape {tuple(one.shape)} in it: it belongs "
+                "to the piece of a sharded parameter that this rank has, and fits no other ranks"
+            )
+    return hashlib.sha256(f"{told!r} {digest(inner)}".encode()).hexdigest()[:16]
 
 
 def buffers_of(held: Iterable[Held]) -> dict[str, Tensor]:

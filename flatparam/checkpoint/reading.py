@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ..common.tensors import row_major
-from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of
+from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of, open_file
 from .boxes import Read, check_whole, read_box, reads_of
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk
 from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
 from .pieces import Dense
+
+Look = Callable[[Chunk, Tensor], None]  # is given what was read of a box
 
 
 class Source:
@@ -35,7 +37,7 @@ class Source:
         """``chunk`` in its file, open."""
         raise NotImplementedError
 
-    def check(self, chunk: Chunk, begin: int, end: int, look: Callable[[str, Tensor], None] | None) -> int:
+    def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:
         """Compare bytes ``[begin, end)`` of ``chunk`` with their checksums, once; returns how many were read.
 
         ``look``: is given the elements. Raises: CheckpointError naming file and tensor, FileError, OSError.
@@ -46,7 +48,7 @@ class Source:
             for first in range(begin, end, SUM_BYTES):
                 some = torch.empty((min(SUM_BYTES, end - first)) // entry.dtype.itemsize, dtype=entry.dtype)
                 entry.read(first // entry.dtype.itemsize, some)
-                look(f"{entry.path}: `{self.name_of(chunk)}`", some)
+                look(chunk, some)
         return 0
 
     def name_of(self, chunk: Chunk) -> str:
@@ -56,6 +58,13 @@ class Source:
                 if any(one is chunk for one in chunks):
                     return key
         raise AssertionError("a chunk of no tensor")
+
+    def fit(self, names: set[str]) -> None:
+        """Know what the model is called: a prefix that it has too is no program's."""
+
+    def path_of(self, chunk: Chunk) -> Path:
+        """Of its file."""
+        return self.entry(chunk).path
 
     def read(self, read: Read) -> None:
         """Read a box. Raises: FileError, OSError."""
@@ -131,7 +140,7 @@ class Checkpoint(Source):
     def _open_file(self, path: Path, name: str) -> int:
         expected, header = self.index.files[name]
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = open_file(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: is missing") from None
         self._closing.callback(os.close, descriptor)
@@ -143,7 +152,7 @@ class Checkpoint(Source):
             raise CheckpointError(f"{path}: is not the file that was saved: its header has another checksum")
         return descriptor
 
-    def check(self, chunk: Chunk, begin: int, end: int, look: Callable[[str, Tensor], None] | None) -> int:
+    def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:
         entry = self.entry(chunk)
         assert entry.dtype is not None
         total, done = math.prod(chunk.sizes) * entry.dtype.itemsize, 0
@@ -161,21 +170,21 @@ class Checkpoint(Source):
                     f"`{self.name_of(chunk)}`, have another checksum than when they were saved"
                 )
             if look is not None:
-                look(f"{entry.path}: `{self.name_of(chunk)}`", buffer.view(entry.dtype))
+                look(chunk, buffer.view(entry.dtype))
             self._checked.add(mark)
             done += len(buffer)
         return done
 
 
-def refuse_not_finite(what: str, values: Tensor) -> None:
-    """Raises: CheckpointError for a value that is NaN or infinite."""
-    if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values.float()).all()):
-        raise CheckpointError(f"{what} has values that are not finite")
+def refuse_not_finite(source: Source, chunk: Chunk, values: Tensor) -> None:
+    """Raises: CheckpointError naming ``chunk``, of ``source``, for a value that is NaN or infinite."""
+    if values.is_floating_point() and values.itemsize == 1:
+        values = values.float()  # isfinite has no dtypes of one byte
+    if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{source.path_of(chunk)}: `{source.name_of(chunk)}` has values that are not finite")
 
 
-def check_reads(
-    source: Source, reads: Iterable[Read], look: Callable[[str, Tensor], None] | None, progress: Callable[[int], None]
-) -> None:
+def check_reads(source: Source, reads: Iterable[Read], look: Look | None, progress: Callable[[int], None]) -> None:
     """Compare all that will be read with its checksums."""
     for read in reads:
         begin, end = read.byte_range(DTYPES[read.chunk.dtype].itemsize)

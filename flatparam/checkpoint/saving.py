@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import math
 import os
 import secrets
@@ -105,15 +106,16 @@ class _Saving:
     def __init__(
         self, path: Any, model: nn.Module, optimizer: Any, extra: Any, group: Any, overwrite: bool, progress: bool
     ):
-        self.path = Path(os.path.abspath(path))
         self.overwrite = overwrite
         self.council = council = Council(group, "checkpoint.save")
-        self.meter = Meter(f"save {self.path.name}", progress and council.is_first)
+        self.path = Path()
         self.plan, self.units = SavePlan(), []
+        self.error: BaseException | None = None  # on the way to the files
         error: BaseException | None = None
         buffers, own = {}, ""
         self.id = secrets.token_hex(16)
         try:
+            self.path = Path(os.path.realpath(path) if os.path.islink(path) else os.path.abspath(path))
             self.plan = plan_save(model, optimizer, extra, council.rank)
             if council.is_first:
                 self.units = describe_units(model)
@@ -127,6 +129,14 @@ class _Saving:
             self.plan.told["own"] = {name: f"own.{name}" for name in buffers}
             self.plan.add_own({f"own.{name}": value for name, value in buffers.items()}, council.rank)
         self.folder = self._partial(self.id)
+        self.meter = Meter(f"save {self.path.name}", progress and council.is_first)
+
+    def _check_path(self) -> None:
+        """Raises: CheckpointError for what is there and may not be replaced."""
+        if self.path.exists() and not self.overwrite:
+            raise CheckpointError(f"{self.path}: is there already; pass overwrite=True, or another path")
+        if self.path.exists() and not (self.path / NAME).is_file():
+            raise CheckpointError(f"{self.path}: is no checkpoint, so it is not overwritten: save to another path")
 
     def _partial(self, name: str) -> Path:
         return self.path.parent / f".{self.path.name}.partial-{name}"
@@ -139,25 +149,32 @@ class _Saving:
                 raise CheckpointError(f"rank {rank} saves to {other[0]}, rank 0 to {path}")
             if other[3] != has_optimizer:
                 raise CheckpointError(f"rank {rank if has_optimizer else 0} saves no optimizer, another rank does")
-        if self.path.exists() and not self.overwrite:
-            raise CheckpointError(f"{self.path}: is there already; pass overwrite=True, or another path")
-        if self.path.exists() and not (self.path / NAME).is_file():
-            raise CheckpointError(f"{self.path}: is no checkpoint, so it is not overwritten: save to another path")
-        for left in self.path.parent.glob(f".{self.path.name}.partial-*"):
-            if left not in _under_way:
-                shutil.rmtree(left, ignore_errors=True)  # of saves that were killed
-        _under_way.add(self._partial(name))
+        self._check_path()
+        for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.partial-*"):
+            if left in _under_way:
+                raise CheckpointError(f"{self.path}: another save to it goes on: wait() for that one first")
+            shutil.rmtree(left, ignore_errors=True)  # of saves that were killed
+        missing = [parent for parent in self.path.parents if not parent.exists()]
         for folder in (MODEL, OPTIMIZER, RANKS):
             (self._partial(name) / folder).mkdir(parents=True, exist_ok=True)
+        for parent in missing:
+            sync_folder(parent.parent)
+        _under_way.add(self._partial(name))
         return [name, digest]
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Take the values as they are now."""
-        for parts in self.plan.parts.values():
-            parts[:] = [part._replace(tensor=_on_host(part)) for part in parts]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        """Take the values as they are now. An error is raised by ``write``, on all ranks alike."""
+        try:
+            for parts in self.plan.parts.values():
+                parts[:] = [part._replace(tensor=_on_host(part)) for part in parts]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            self.error = error
+        except BaseException:
+            _under_way.discard(self.folder)
+            raise
         self.plan.held = []
 
     def write(self) -> Summary:
@@ -175,6 +192,8 @@ class _Saving:
         seal = 0
         self.meter.expect(self.plan.bytes)
         try:
+            if self.error is not None:
+                raise self.error
             if not self.folder.is_dir():
                 raise CheckpointError(f"{self.path.parent} is not the same folder on all ranks: save to one that is")
             files = {
@@ -201,6 +220,7 @@ class _Saving:
         """On the first rank, when all have written: the index, and the name."""
         index = Index(self.id, len(seals), _about(), units=self.units)
         states: dict[str, Any] = {}
+        alike: dict[tuple[str, str], tuple[int, str]] = {}
         for rank, seal in enumerate(seals):
             told = read_sealed(self._table(rank), seal)
             index.add_files(told["files"])
@@ -210,8 +230,16 @@ class _Saving:
             index.ranks.append({key: told[key] for key in ("extra", "own", "kept") if key in told})
             for name, keys in told.get("optimizer", {}).get("states", {}).items():
                 states.setdefault(name, {}).update(keys)
+            for name, keys in told.get("optimizer", {}).get("alike", {}).items():
+                for key, value in keys.items():
+                    first, expected = alike.setdefault((name, key), (rank, value))
+                    if value != expected:
+                        raise CheckpointError(
+                            f"the optimizer's `{key}` of `{name}` differs on rank {first} and rank {rank}: what has no "
+                            "element for each of the parameter must be the same on all ranks that have a part of it"
+                        )
         if index.optimizer is not None:
-            index.optimizer["states"] = states
+            index.optimizer = {"groups": index.optimizer["groups"], "states": states}
         _check_covered(index)
         index.write(self.folder)
         for rank in range(len(seals)):
@@ -227,6 +255,7 @@ class _Saving:
             os.rename(self.folder, self.path)
             sync_folder(self.path.parent)
             return
+        self._check_path()  # another may have made it since
         _exchange(self.folder, self.path)
         sync_folder(self.path.parent)
         shutil.rmtree(self.folder, ignore_errors=True)  # the one before

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..fsdp.loading import kind_of
 from ..fsdp.names import clean_tensor_name
-from ..fsdp.safetensors_files import DTYPES
+from ..fsdp.safetensors_files import DTYPES, bytes_of
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
 from .optimizers import Named, in_owners_order, like
 from .pieces import Held
-from .reading import OfRank, Source
+from .reading import OfRank, Source, check_reads
 from .values import decode
 
 
@@ -33,6 +33,8 @@ class Targets:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     touched: list[Held] = field(default_factory=list)
+    read: list[tuple[Chunk, Tensor]] = field(default_factory=list)  # already, of values without an element for each
+    tied: list[tuple[Held, str, str]] = field(default_factory=list)  # with two names that both are there
 
 
 def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str, list[Chunk]]) -> Targets:
@@ -50,6 +52,10 @@ def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str,
         chunks = own.get(one.name) or source.model[name]
         _check(name, chunks, one.dense.shape, one.flat.dtype)
         found.reads += reads_of(name, chunks, one.dense, one.start, one.flat)
+        for other in one.names:
+            if other != name and other in source.model and own.get(one.name) is None:
+                _check(other, source.model[other], one.dense.shape, one.flat.dtype)
+                found.tied.append((one, name, other))
         found.touched.append(one)
     found.unexpected = [name for name in source.model if name not in known]
     if strict and (found.missing or found.unexpected):
@@ -73,6 +79,20 @@ def _check(name: str, chunks: list[Chunk], shape: tuple[int, ...], dtype: torch.
         )
 
 
+def check_tied(source: Source, held: Held, name: str, other: str) -> None:
+    """Raises: CheckpointError, if two names of one parameter have different values in the files."""
+    found = []
+    for one in (name, other):
+        out = torch.empty(held.numel, dtype=DTYPES[source.model[one][0].dtype])
+        reads = reads_of(one, source.model[one], held.dense, held.start, out)
+        check_reads(source, reads, None, lambda count: None)
+        for read in reads:
+            source.read(read)
+        found.append(out)
+    if not _same(*found):
+        raise CheckpointError(f"`{name}` and `{other}` are one parameter, and have different values in the checkpoint")
+
+
 def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Targets:
     """``told``: the index's ``optimizer``.
 
@@ -80,7 +100,9 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Tar
     """
     found = Targets()
     if told["groups"] is not None:
-        found.groups = [_group(i, held, told, OfRank(source, 0)) for i, (_, held) in enumerate(named.groups)]
+        saved = {name: i for i, (_, names) in enumerate(told["groups"]) for name in names}
+        for i, (_, held) in enumerate(named.groups):
+            found.groups.append(_group(i, held, told["groups"], saved, OfRank(source, 0)))
     for param, held in named.params():
         here = [one for one in held if one.numel]
         keys = _keys(here, told["states"])
@@ -155,7 +177,9 @@ def _one(
         elif _name(one, key) not in source.optimizer:
             raise CheckpointError(f"the checkpoint's files have no `{_name(one, key)}`")
         else:
-            got.append(source.whole(_name(one, key), source.optimizer[_name(one, key)]))
+            chunks = source.optimizer[_name(one, key)]
+            got.append(source.whole(_name(one, key), chunks))
+            found.read.append((chunks[0], got[-1]))
     first = got[0]
     for one, other in zip(here, got, strict=True):
         if not _same(first, other):
@@ -169,7 +193,7 @@ def _one(
                 f"the optimizer's `{key}` of `{here[0].name}` has shape {tuple(first.shape)}, which has no element for "
                 "each of the parameter: it fits a parameter that is not sharded"
             )
-        group = next(g for g in named.optimizer.param_groups if any(p is param for p in g["params"]))
+        group = named.group_of[id(param)]
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         device = before.device if isinstance(before, Tensor) else param.device if on_device else first.device
         return first.to(device)
@@ -178,23 +202,29 @@ def _one(
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(bytes_of(a)) == bytes(bytes_of(b))
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and type(a) is type(b):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
 
 
 def _name(held: Held, key: str) -> str:
     return f"state.{held.name}.{key}"
 
 
-def _group(i: int, held: list[Held], told: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the saved groups have for the parameters of this one."""
+def _group(
+    i: int, held: list[Held], groups: list[Any], saved: Mapping[str, int], values: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """What ``groups``, the saved ones, have for the parameters of this one. ``saved``: the number of each name's."""
+    if not held:
+        return {}
     wanted = {one.name for one in held}
-    matching = [(values_, names) for values_, names in told["groups"] if wanted & set(names)]
-    absent = wanted.difference(*(names for _, names in matching)) if matching else wanted
+    absent = wanted - saved.keys()
     if absent:
-        if not held:
-            return {}
         raise CheckpointError(f"the checkpoint's optimizer has no parameter `{min(absent)}`, which group {i} has")
+    matching = [groups[number] for number in sorted({saved[name] for name in wanted})]
     if any(other[0] != matching[0][0] for other in matching[1:]):
         raise CheckpointError(
             f"the optimizer's group {i}, of `{held[0].name}` and more, has parameters of several saved groups, with "
@@ -204,16 +234,26 @@ def _group(i: int, held: list[Held], told: Mapping[str, Any], values: Mapping[st
 
 
 def values_of_modules(
-    module: nn.Module, told: Mapping[str, Any], values: Mapping[str, Tensor]
+    module: nn.Module, told: Mapping[str, Any], values: Mapping[str, Tensor], strict: bool
 ) -> list[tuple[Any, Any]]:
-    """Modules and what to give to their ``set_extra_state``. Raises: CheckpointError for one that is not there."""
+    """Modules and what to give to their ``set_extra_state``.
+
+    Raises: CheckpointError, if ``strict``, for one that is not there, or whose state the checkpoint has not.
+    """
     found = []
     by_name = {}
     for path, inner in module.named_modules():
         clean = clean_tensor_name(path + ".").rstrip(".")
-        by_name[f"{clean}._extra_state" if clean else "_extra_state"] = inner
+        if type(inner).set_extra_state is not nn.Module.set_extra_state:
+            by_name[f"{clean}._extra_state" if clean else "_extra_state"] = inner
+    gives = {name for name, inner in by_name.items() if type(inner).get_extra_state is not nn.Module.get_extra_state}
+    missing = [name for name in by_name if name in gives and name not in told]
+    if strict and missing:
+        raise CheckpointError(f"missing in the checkpoint: `{missing[0]}`")
     for name, value in told.items():
         if name not in by_name:
-            raise CheckpointError(f"the model has no module for `{name}`")
+            if strict:
+                raise CheckpointError(f"the model has no module for `{name}`")
+            continue
         found.append((by_name[name], decode(value, values)))
     return found

@@ -110,21 +110,10 @@ class Files:
 
     def samples(self, names: Iterable[str]) -> dict[str, str]:
         """What tells the values of tensors in other files apart, at little cost: a digest of a few KiB of each."""
-        found = {}
-        for name in names:
-            entry = self.entries[name]
-            size = math.prod(entry.shape) * (entry.dtype.itemsize if entry.dtype is not None else 1)
-            last = max(0, size - _SAMPLE_BYTES)
-            digest = hashlib.sha256()
-            for begin in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                digest.update(os.pread(entry.descriptor, min(_SAMPLE_BYTES, size - begin), entry.begin + begin))
-            found[name] = digest.hexdigest()
-        return found
+        return {name: sample_of(self.entries[name]) for name in names}
 
     def _add(self, path: Path, names: set[str] | None) -> None:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FileError(f"{path}: expected a file")
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_file(path)
         self._open.callback(os.close, descriptor)
         header, begin, size = read_header(path, descriptor)
         self._headers.append(hashlib.sha256(header).digest())
@@ -138,6 +127,25 @@ class Files:
             if name in self.entries:
                 raise FileError(f"{path}: `{name}` is in {self.entries[name].path}, too")
             self.entries[name] = entry
+
+
+def sample_of(entry: Entry) -> str:
+    """A digest of a few KiB of a tensor."""
+    size = math.prod(entry.shape) * (entry.dtype.itemsize if entry.dtype is not None else 1)
+    last = max(0, size - _SAMPLE_BYTES)
+    digest = hashlib.sha256()
+    for begin in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+        digest.update(os.pread(entry.descriptor, min(_SAMPLE_BYTES, size - begin), entry.begin + begin))
+    return digest.hexdigest()
+
+
+def open_file(path: Path) -> int:
+    """Its descriptor. Raises: FileError for what is no file, as a pipe, for which a reader would wait; OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileError(f"{path}: expected a file")
+    return descriptor
 
 
 def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
