@@ -58,7 +58,8 @@ def load(
     Args: ``path``: a checkpoint; a folder of torch's distributed checkpoint; one safetensors file, or an index.
         ``strict``: every name of the model must be there, and no other; ``check_finite``: refuse NaN and infinities;
         ``trusted``: read torch's ``.metadata``, a pickle that can run anything; ``progress``: show a bar on rank 0.
-    Raises: CheckpointError on every rank alike, naming rank, file and tensor; model and optimizer are as before.
+    Raises: CheckpointError on every rank alike, naming rank, file and tensor; model and optimizer are as before. Where
+        reading fails after all checks, or a ``set_extra_state`` raises, it says that the model is loaded in part.
     """
     council = Council(process_group, "checkpoint.load")
     meter = Meter(f"load {os.path.basename(path)}", progress and council.is_first)
