@@ -188,6 +188,7 @@ def streamed(uo):
         assert state["_flat_param"].local_shards()[0].tensor.data_ptr() == units[0].flat.data_ptr()
 
 
+@pytest.mark.thorough  # it looks at when memory goes, which a busy machine delays
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("uo", [False, True])
 def test_units_are_gathered_one_at_a_time(uo):
