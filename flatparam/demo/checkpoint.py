@@ -1,4 +1,4 @@
-"""A checkpoint that is whole or absent: full weights and optimizer state, by name, for a plain module."""
+"""Checkpoints of the runs: those of ``flatparam.checkpoint``, and for torch's wrapper a file of the full state."""
 
 from __future__ import annotations
 
@@ -9,27 +9,49 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from flatparam import FullyShardedDataParallel
+import flatparam.checkpoint
 from flatparam.demo.config import PARTIAL
-
-FLAT_PARAM, WRAPPED = "_flat_param", "_fsdp_wrapped_module."
 
 # No cpu_offload: of a model that is on the CPU already, torch's FSDP1 then returns views of memory that it frees.
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The full state of a plain or sharded model; on every rank. A collective call."""
-    if isinstance(model, FullyShardedDataParallel):
-        moments = full_moments(model, optimizer)
-        [group] = optimizer.param_groups
-        return {
-            "model": model.state_dict(),
-            "optimizer": {"state": moments, "param_groups": [{**group, "params": list(moments)}]},
-        }
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Put a checkpoint in the place of the one at ``path``, which is whole at every moment. A collective call."""
+    if not isinstance(model, FullyShardedDataParallel):
+        flatparam.checkpoint.save(path, model, optimizer, {"step": step}, overwrite=True)
+        return
+    # For a state that is not there yet torch takes a step, and leaves it counted.
+    state = full_state(model, optimizer) if step else {"model": get_model_state_dict(model, options=FULL)}
+    if dist.get_rank() == 0:
+        write_atomically({"step": step, **state}, path)
+
+
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint into a model of any wrapper, or none; returns its step. A collective call."""
+    if path.is_dir():
+        step: int = flatparam.checkpoint.load(path, model, optimizer).extra["step"]
+    else:
+        state = read(path)
+        step = state["step"]
+        set_model_state_dict(model, state["model"], options=FULL)
+        if step:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FULL)
+    return step
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and optimizer state by the names of the plain model, on every rank. A collective call."""
     state: Any = get_state_dict(model, optimizer, options=FULL)
     weights, optimizer_state = state
     # With use_orig_params=False all parameters of a unit get one and the same step counter from torch. A plain
@@ -37,34 +59,6 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     for values in optimizer_state["state"].values():
         values["step"] = values["step"].clone()
     return {"model": weights, "optimizer": optimizer_state}
-
-
-def full_moments(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state of each parameter by name, put together from every rank's pieces. A collective call."""
-    held = [
-        (name.replace(WRAPPED, "").removesuffix(FLAT_PARAM), optimizer.state[param])
-        for name, param in model.named_parameters()
-        if param in optimizer.state
-    ]
-    ranks: list[Any] = [None] * model.world_size
-    dist.all_gather_object(ranks, dict(held), group=model.process_group)
-    full: dict[str, dict[str, Tensor]] = {}
-    for piece in model.shard_map():
-        moments = full.setdefault(piece.fqn, {})
-        owner = max((name for name in ranks[piece.rank] if piece.fqn.startswith(name)), key=len)
-        for key, value in ranks[piece.rank][owner].items():
-            if value.dim() == 0:
-                moments[key] = value.clone()
-            else:
-                whole = moments.setdefault(key, value.new_empty(piece.shape))
-                start = 0 if owner == piece.fqn else piece.flat_start
-                whole.view(-1)[piece.start :][: piece.numel] = value.flatten()[start:][: piece.numel]
-    return full
-
-
-def restore(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a state from ``gather`` into a plain model and its new optimizer."""
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def write_atomically(state: dict[str, Any], path: Path) -> None:
@@ -82,8 +76,8 @@ def write_atomically(state: dict[str, Any], path: Path) -> None:
         os.close(folder)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; tensors and plain values only, so that a file can run no code."""
+def read(path: Path) -> dict[str, Any]:
+    """What ``write_atomically`` has written; tensors and plain values only, so that a file can run no code."""
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
 
@@ -91,13 +85,15 @@ def load(path: Path) -> dict[str, Any]:
 def difference(a: Any, b: Any) -> float:
     """The largest absolute difference of two states of the same structure; infinite where one is not finite.
 
+    It is 0 only where no bit differs: 0.0 and -0.0 differ by the least number above 0.
+
     Raises: ValueError when they do not have the same keys.
     """
     if isinstance(a, dict):
         if a.keys() != b.keys():
             raise ValueError(f"expected the same names in both states, got {sorted(a.keys() ^ b.keys())} in one only")
         return max((difference(value, b[name]) for name, value in a.items()), default=0.0)
-    if torch.equal(a, b):
+    if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
         return 0.0
     largest = (a.double() - b.double()).abs().max().item()
-    return largest if math.isfinite(largest) else math.inf
+    return max(largest, math.ulp(0.0)) if math.isfinite(largest) else math.inf

@@ -15,7 +15,7 @@ from flatparam.demo.config import PARTIAL, PRECISIONS, RUNTIMES, STRATEGIES, Bad
 from flatparam.demo.processes import DemoFailed, Stopped, Team, stop_on_signals
 
 DEFAULTS = Config()
-FILES = ("checkpoint.pt", "demo.png", "report.txt")
+FILES = ("demo.png", "report.txt")
 QUICK = Config(
     steps=12, width=32, depth=2, context=32, batch=4, block=3, validate_every=6, host_rounds=2, host_repeats=5
 )
@@ -39,8 +39,9 @@ def parser(defaults: Config) -> Parser:
     made = Parser(
         prog="python -m flatparam demo",
         description="Train a byte-level GPT on the language reference that CPython carries, three ways on the same "
-        "batches: one unsharded process, torch FSDP1, flatparam. Compare losses, parameters, time and memory. Exit "
-        "status: 0 when every check holds, 1 when one fails, 2 for a bad option.",
+        "batches: one unsharded process, torch FSDP1, flatparam. Compare losses, parameters, time and memory. Kill "
+        "flatparam's processes in training, and go on from their last checkpoint. Exit status: 0 when every check "
+        "holds, 1 when one fails, 2 for a bad option.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -61,7 +62,7 @@ def parser(defaults: Config) -> Parser:
     add("--lr", dest="learning_rate", type=float, metavar="RATE", help="peak learning rate")
     add("--seed", type=int, metavar="N", help="of weights, batches and sample")
     add("--threads", type=int, metavar="N", help="torch threads, the same in every process")
-    add("--out", type=Path, metavar="FOLDER", help="where " + ", ".join(FILES) + " go")
+    add("--out", type=Path, metavar="FOLDER", help="where the checkpoint, " + " and ".join(FILES) + " go")
     names = {field.name for field in dataclasses.fields(Config)}
     given = {action.dest for action in made._actions} & names
     made.set_defaults(**{name: getattr(defaults, name) for name in given})
@@ -83,7 +84,7 @@ def demo(config: Config) -> int:
     from flatparam.demo.report import checks, report
 
     start = time.monotonic()
-    checkpoint, picture, text_file = (config.out / name for name in FILES)
+    checkpoint, picture, text_file = (config.out / name for name in (config.checkpoint_name, *FILES))
     scratch = Path(tempfile.mkdtemp(prefix="flatparam-demo-"))
     try:
         with Team(config, scratch) as team:
@@ -92,6 +93,8 @@ def demo(config: Config) -> int:
         shutil.rmtree(scratch, ignore_errors=True)
         for path in (checkpoint, picture):
             path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
+        for left in config.out.glob(f".{checkpoint.name}{PARTIAL}-*"):
+            shutil.rmtree(left, ignore_errors=True)
     found = checks(config, results)
     text = report(config, results, found)
     plot.draw(config, results, picture)

@@ -27,7 +27,7 @@ class Config:
     Args: ``micro_batches`` a rank and step, each of ``batch`` sequences, so a step sees
     ``ranks * micro_batches * batch * context`` bytes; ``threads`` for torch, the same in every process;
     ``block`` steps of one run before the next has its turn; ``validate_every`` steps, over ``validation_batches``
-    batches a rank; ``extra_steps`` trained after the checkpoint, to compare a reloaded model;
+    batches a rank, and as often a checkpoint; ``extra_steps`` trained after the end, to compare a reloaded model;
     ``target`` is the validation loss to reach in ``target_steps`` steps (None: it has to fall, no more).
     Raises: BadSetting when one is out of range.
     """
@@ -92,6 +92,11 @@ class Config:
     def torch_strategy(self) -> str:
         """What torch's FSDP1 trains with: the same, or the nearest it has."""
         return self.strategy if self.strategy in TORCH_STRATEGIES else "full-shard"
+
+    @property
+    def checkpoint_name(self) -> str:
+        """A folder of ``flatparam.checkpoint``; with torch's runtime a file of torch's."""
+        return "checkpoint" if self.runtime == "flatparam" else "checkpoint.pt"
 
     @property
     def adds_in_fp32(self) -> bool:

@@ -1,4 +1,4 @@
-"""The order of events: train three ways in turns, save, compare, reload and go on, time the host, write a sample."""
+"""The order of events: train three ways in turns, compare, time the host, kill and resume, reload, write a sample."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ class Results:
     to_unsharded: Difference
     resumed_step: int
     resumed_losses: list[list[float]]
+    to_uninterrupted: Difference
+    reloaded_step: int
+    reloaded_losses: list[list[float]]
     sample: str
 
     @property
@@ -67,26 +70,31 @@ def run_experiment(config: Config, team: Team, scratch: Path, checkpoint: Path) 
     say(f"starting {1 + 2 * config.ranks} processes, to train {', '.join(RUNS)} in turns")
     facts = team.start()
     runs = {name: Run() for name in RUNS}
-    _train(config, team, runs)
+    _train(config, team, runs, checkpoint)
     for name, run in runs.items():
         run.memory = team.ask(name, "memory")
 
-    say("saving, comparing, and going on from the checkpoint with a plain model")
-    files = {name: scratch / f"{name}.pt" for name in RUNS}
-    files[FLATPARAM] = checkpoint
+    say("comparing, and timing the host")
+    files = {name: scratch / f"{name} at the end" for name in RUNS}
     for name, path in files.items():
         team.ask(name, "save", path, config.steps)
     [to_torch] = team.ask(UNSHARDED, "compare", files[FLATPARAM], files[TORCH])
     [to_unsharded] = team.ask(UNSHARDED, "compare", files[FLATPARAM], files[UNSHARDED])
-
-    [resumed_step] = team.ask(UNSHARDED, "resume", files[FLATPARAM])
-    [sample] = team.ask(UNSHARDED, "sample", PROMPT, SAMPLE_BYTES)
-    resumed_losses = _merged(team.ask(UNSHARDED, "train", resumed_step, config.extra_steps)).losses
     runs[FLATPARAM].extra_losses = _merged(team.ask(FLATPARAM, "train", config.steps, config.extra_steps)).losses
-    say("timing the host")
     for turn in range(config.host_rounds):
         for name in HOST_RUNS if turn % 2 else HOST_RUNS[::-1]:
             runs[name].host += team.ask(name, "host_cost")[0]
+
+    say(f"killing {FLATPARAM} in training; new processes go on from {checkpoint}, then a plain model")
+    team.kill(FLATPARAM, "train", config.steps + config.extra_steps, 1_000_000)
+    facts += team.start([FLATPARAM])
+    resumed_step = team.ask(FLATPARAM, "resume", checkpoint)[0]
+    resumed_losses = _merged(team.ask(FLATPARAM, "train", resumed_step, config.steps - resumed_step)).losses
+    team.ask(FLATPARAM, "save", checkpoint, config.steps)
+    [to_uninterrupted] = team.ask(UNSHARDED, "compare", checkpoint, files[FLATPARAM])
+    [reloaded_step] = team.ask(UNSHARDED, "resume", checkpoint)
+    [sample] = team.ask(UNSHARDED, "sample", PROMPT, SAMPLE_BYTES)
+    reloaded_losses = _merged(team.ask(UNSHARDED, "train", reloaded_step, config.extra_steps)).losses
     return Results(
         facts=facts,
         runs=runs,
@@ -95,6 +103,9 @@ def run_experiment(config: Config, team: Team, scratch: Path, checkpoint: Path) 
         to_unsharded=to_unsharded,
         resumed_step=resumed_step,
         resumed_losses=resumed_losses,
+        to_uninterrupted=to_uninterrupted,
+        reloaded_step=reloaded_step,
+        reloaded_losses=reloaded_losses,
         sample=sample,
     )
 
@@ -105,13 +116,17 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _train(config: Config, team: Team, runs: dict[str, Run]) -> None:
-    """Blocks of steps in turns, first in one order, then in the other; the runs that wait block in a read."""
+def _train(config: Config, team: Team, runs: dict[str, Run], checkpoint: Path) -> None:
+    """Blocks of steps in turns, first in one order, then in the other; the runs that wait block in a read.
+
+    flatparam saves ``checkpoint`` as often as all validate, but not at the end.
+    """
     bars = {
         name: tqdm(total=config.steps, desc=f"{name:<12}", unit="step", position=i, leave=False, disable=None)
         for i, name in enumerate(RUNS)
     }
     try:
+        team.ask(FLATPARAM, "save", checkpoint, 0)
         _validate(team, runs, 0)
         for turn, first in enumerate(range(0, config.steps, config.block)):
             count = min(config.block, config.steps - first)
@@ -124,6 +139,8 @@ def _train(config: Config, team: Team, runs: dict[str, Run]) -> None:
                 bars[name].update(count)
             done = first + count
             if done // config.validate_every > first // config.validate_every or done == config.steps:
+                if done < config.steps:
+                    team.ask(FLATPARAM, "save", checkpoint, done)
                 _validate(team, runs, done)
     finally:
         for bar in bars.values():

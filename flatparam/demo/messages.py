@@ -14,6 +14,11 @@ class Role:
     rank: int
     scratch: Path
 
+    @property
+    def store(self) -> Path:
+        """The file over which the processes of the run find each other."""
+        return self.scratch / f"{self.run}.store"
+
 
 @dataclass(frozen=True)
 class Facts:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,6 +24,7 @@ from flatparam.demo.messages import RUNS, UNSHARDED, Role
 
 WORKER = "flatparam.demo.worker"
 ANSWER_SECONDS = 300.0  # a command takes a few seconds; a process that says nothing for so long is stuck
+KILLED_AFTER_SECONDS = 0.3  # a command that kill() is to interrupt has begun by then
 BLAME_SECONDS = 1.0  # how long to look for a killed process behind another one's exception
 
 
@@ -93,23 +95,40 @@ class Team:
             member.process.wait()
             member.connection.close()
 
-    def start(self) -> list[Any]:
-        """Start all processes; returns the Facts of each when all are ready."""
-        for run in RUNS:
-            for rank in range(1 if run == UNSHARDED else self._config.ranks):
-                self._start_one(Role(run, rank, self._scratch))
-        for member in self._members:
+    def start(self, runs: Iterable[str] = RUNS) -> list[Any]:
+        """Start all processes of ``runs``; returns the Facts of each when all are ready."""
+        members = [
+            self._start_one(Role(run, rank, self._scratch))
+            for run in runs
+            for rank in range(1 if run == UNSHARDED else self._config.ranks)
+        ]
+        for member in members:
             self._send(member, (self._config, member.role))
-        return self._collect(self._members)
+        return self._collect(members)
 
     def ask(self, run: str, command: str, *arguments: object) -> list[Any]:
         """Have all processes of one run call ``Worker.command(*arguments)``; returns the results in rank order."""
+        return self._collect(self._tell(run, command, *arguments))
+
+    def kill(self, run: str, command: str, *arguments: object) -> None:
+        """Have all processes of one run begin a long ``Worker.command(*arguments)``, and kill them in the middle."""
+        members = self._tell(run, command, *arguments)
+        time.sleep(KILLED_AFTER_SECONDS)
+        for member in members:
+            member.process.kill()
+        for member in members:
+            member.process.wait()
+            member.connection.close()
+            member.role.store.unlink(missing_ok=True)
+            self._members.remove(member)
+
+    def _tell(self, run: str, command: str, *arguments: object) -> list[Member]:
         members = [member for member in self._members if member.role.run == run]
         for member in members:
             self._send(member, (command, arguments))
-        return self._collect(members)
+        return members
 
-    def _start_one(self, role: Role) -> None:
+    def _start_one(self, role: Role) -> Member:
         ours, theirs = socket.socketpair()
         log = self._scratch / f"{role.run}-{role.rank}.log"
         with theirs, log.open("wb") as output:
@@ -123,6 +142,7 @@ class Team:
                 start_new_session=True,
             )
         self._members.append(Member(role, process, Connection(ours.detach()), log))
+        return self._members[-1]
 
     def _send(self, member: Member, message: object) -> None:
         try:

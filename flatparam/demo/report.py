@@ -35,7 +35,8 @@ def checks(config: Config, results: Results) -> list[Check]:
     ours = runs[FLATPARAM]
     to_torch = largest_difference(ours.losses, runs[TORCH].losses)
     to_unsharded = largest_difference(ours.losses, runs[UNSHARDED].losses)
-    resumed = largest_difference(ours.extra_losses, results.resumed_losses)
+    again = largest_difference(ours.losses[results.resumed_step :], results.resumed_losses)
+    reloaded = largest_difference(ours.extra_losses, results.reloaded_losses)
     first, last = ours.validation[0][1], ours.validation[-1][1]
     limit = 0.0 if config.exact else CLOSE
     must = "must be 0" if config.exact else f"losses at most {CLOSE}: sums in another order"
@@ -58,9 +59,15 @@ def checks(config: Config, results: Results) -> list[Check]:
             f"{results.to_unsharded.weights:g} ({must})",
         ),
         Check(
-            resumed <= limit and results.resumed_step == config.steps,
-            f"{results.checkpoint} in a plain model, {len(results.resumed_losses)} more steps: max |difference| of "
-            f"losses {resumed:g} ({must})",
+            again == results.to_uninterrupted.weights == results.to_uninterrupted.optimizer == 0,
+            f"flatparam killed, and resumed at step {results.resumed_step} of {config.steps}, to uninterrupted, "
+            f"max |difference|: losses {again:g}, final parameters {results.to_uninterrupted.weights:g}, "
+            f"optimizer state {results.to_uninterrupted.optimizer:g} (must be 0, bit for bit)",
+        ),
+        Check(
+            reloaded <= limit and results.reloaded_step == config.steps,
+            f"{results.checkpoint} in a plain model, {len(results.reloaded_losses)} more steps: max |difference| of "
+            f"losses {reloaded:g} ({must})",
         ),
         Check(
             last < first,

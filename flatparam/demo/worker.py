@@ -40,7 +40,7 @@ class Worker:
         if role.run == FLATPARAM and config.runtime == "dropin":
             flatparam.install()
         if role.run != UNSHARDED:
-            store = dist.FileStore(str(role.scratch / f"{role.run}.store"), config.ranks)
+            store = dist.FileStore(str(role.store), config.ranks)
             limit = timedelta(minutes=10)
             dist.init_process_group("gloo", store=store, rank=role.rank, world_size=config.ranks, timeout=limit)
         self._config = config
@@ -48,11 +48,14 @@ class Worker:
         self._corpus = Corpus(config, load_text())
         self._host_cost: HostCost | None = None
         self._peak = PeakMemory()
-        self._trainer: Trainer
+        self._trainer = self._untrained()
+
+    def _untrained(self) -> Trainer:
+        """A new model and optimizer, of this process's run."""
+        config, role = self._config, self._role
         if role.run == UNSHARDED:
-            self._trainer = Unsharded(config, self._corpus)
-        else:
-            self._trainer = Sharded(config, self._corpus, role.rank, wrapper_of(role.run, config))
+            return Unsharded(config, self._corpus)
+        return Sharded(config, self._corpus, role.rank, wrapper_of(role.run, config))
 
     def facts(self) -> Facts:
         """What the report says of this process."""
@@ -89,22 +92,22 @@ class Worker:
         )
 
     def save(self, path: Path, step: int) -> None:
-        """Write a checkpoint that a plain model can load: all ranks gather, rank 0 writes."""
-        state = checkpoint.gather(self._trainer.model, self._trainer.optimizer)
-        if self._role.rank == 0:
-            checkpoint.write_atomically({"step": step, **state}, path)
+        """Write a checkpoint, in the place of the one at ``path``."""
+        checkpoint.save(path, self._trainer.model, self._trainer.optimizer, step)
 
     def resume(self, path: Path) -> int:
-        """Go on from a checkpoint with a new plain model; returns its step."""
-        state = checkpoint.load(path)
-        self._trainer = Unsharded(self._config, self._corpus)
-        checkpoint.restore(state, self._trainer.model, self._trainer.optimizer)
-        step: int = state["step"]
-        return step
+        """Go on from a checkpoint with a new model; returns its step."""
+        self._trainer = self._untrained()
+        return checkpoint.restore(path, self._trainer.model, self._trainer.optimizer)
 
     def compare(self, path: Path, other: Path) -> Difference:
-        """The largest differences between two checkpoints."""
-        a, b = checkpoint.load(path), checkpoint.load(other)
+        """The largest differences between two checkpoints, each loaded into a new plain model."""
+        states = []
+        for one in (path, other):
+            trainer = Unsharded(self._config, self._corpus)
+            checkpoint.restore(one, trainer.model, trainer.optimizer)
+            states.append(checkpoint.full_state(trainer.model, trainer.optimizer))
+        a, b = states
         return Difference(
             weights=checkpoint.difference(a["model"], b["model"]),
             optimizer=checkpoint.difference(a["optimizer"]["state"], b["optimizer"]["state"]),

@@ -140,7 +140,19 @@ def test_a_write_that_fails_keeps_the_old_checkpoint(tmp_path):
     checkpoint.write_atomically({"step": 1}, path)
     with pytest.raises((AttributeError, TypeError)):
         checkpoint.write_atomically({"step": 2, "model": lambda: None}, path)
-    assert checkpoint.load(path) == {"step": 1}
+    assert checkpoint.read(path) == {"step": 1}
+
+
+def test_a_checkpoint_of_a_plain_model_goes_back_into_one(tmp_path):
+    corpus = data.Corpus(TINY, data.load_text())
+    first, second = (train.Unsharded(dataclasses.replace(TINY, seed=seed), corpus) for seed in (0, 1))
+    first.step(0)
+    checkpoint.save(tmp_path / "checkpoint", first.model, first.optimizer, 1)
+    assert checkpoint.restore(tmp_path / "checkpoint", second.model, second.optimizer) == 1
+    assert second.step(1) == first.step(1)
+    states = [checkpoint.full_state(trainer.model, trainer.optimizer) for trainer in (first, second)]
+    assert checkpoint.difference(states[0]["model"], states[1]["model"]) == 0
+    assert checkpoint.difference(states[0]["optimizer"]["state"], states[1]["optimizer"]["state"]) == 0
 
 
 def test_states_that_differ_are_told_apart():
@@ -148,6 +160,7 @@ def test_states_that_differ_are_told_apart():
     assert checkpoint.difference(a, {"w": {"x": torch.zeros(3), "y": torch.ones(2)}}) == 0.0
     assert checkpoint.difference(a, {"w": {"x": torch.tensor([0, 0, -0.25]), "y": torch.ones(2)}}) == 0.25
     assert checkpoint.difference(a, {"w": {"x": torch.full((3,), math.nan), "y": torch.ones(2)}}) == math.inf
+    assert checkpoint.difference(a, {"w": {"x": torch.tensor([0.0, 0.0, -0.0]), "y": torch.ones(2)}}) > 0.0
     with pytest.raises(ValueError, match=r"got \['y'\] in one only"):
         checkpoint.difference(a, {"w": {"x": torch.zeros(3)}})
 
@@ -172,11 +185,14 @@ def results(**changes: object) -> experiment.Results:
     made = experiment.Results(
         facts=[messages.Facts("2", 1, 1, name, "an engine") for name in messages.RUNS],
         runs=runs,
-        checkpoint=Path("checkpoint.pt"),
+        checkpoint=Path("checkpoint"),
         to_torch=messages.Difference(0.0, 0.0),
         to_unsharded=messages.Difference(0.0, 0.0),
-        resumed_step=3,
-        resumed_losses=[[2.0, 2.5]],
+        resumed_step=1,
+        resumed_losses=[[4.0, 4.5], [3.0, 3.5]],
+        to_uninterrupted=messages.Difference(0.0, 0.0),
+        reloaded_step=3,
+        reloaded_losses=[[2.0, 2.5]],
         sample="text",
     )
     return dataclasses.replace(made, **changes)
@@ -195,9 +211,14 @@ def test_a_faultless_run_passes_every_check():
         ({"to_torch": messages.Difference(1e-9, 0.0)}, "to torch FSDP1"),
         ({"to_torch": messages.Difference(0.0, 1e-9)}, "to torch FSDP1"),
         ({"to_unsharded": messages.Difference(1e-9, 0.0)}, "to unsharded"),
-        ({"resumed_losses": [[2.0, 2.6]]}, "in a plain model"),
-        ({"resumed_losses": []}, "in a plain model"),
-        ({"resumed_step": 2}, "in a plain model"),
+        ({"resumed_losses": [[4.0, 4.5], [3.0, 3.6]]}, "to uninterrupted"),
+        ({"resumed_losses": []}, "to uninterrupted"),
+        ({"resumed_step": 2}, "to uninterrupted"),
+        ({"to_uninterrupted": messages.Difference(math.ulp(0.0), 0.0)}, "to uninterrupted"),
+        ({"to_uninterrupted": messages.Difference(0.0, math.ulp(0.0))}, "to uninterrupted"),
+        ({"reloaded_losses": [[2.0, 2.6]]}, "in a plain model"),
+        ({"reloaded_losses": []}, "in a plain model"),
+        ({"reloaded_step": 2}, "in a plain model"),
         ({"facts": [messages.Facts("2", threads, 1, messages.TORCH, "") for threads in (1, 2)]}, "threads"),
     ],
 )
@@ -210,7 +231,7 @@ def test_a_fault_fails_its_check_and_no_other(change, failing):
 @pytest.mark.parametrize("loss", [3.500001, math.nan])
 def test_one_different_loss_of_flatparam_fails_both_comparisons(loss):
     found = results()
-    found.runs[messages.FLATPARAM].losses[2] = [3.0, loss]
+    found.runs[messages.FLATPARAM].losses[0] = [5.0, loss]  # of a step before the one that it is resumed at
     failed = [check.text for check in report.checks(THREE_STEPS, found) if not check.holds]
     assert [text.split(",")[0] for text in failed] == ["flatparam to torch FSDP1", "flatparam to unsharded"]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import flatparam.checkpoint
 from flatparam.demo import cli, data, model
 
 pytestmark = pytest.mark.multiprocess
@@ -42,6 +43,9 @@ def test_a_run_reports_equality_and_writes_its_files(quick):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "flatparam to torch FSDP1, max |difference|: losses 0, final parameters 0, optimizer state 0" in done.stdout
     assert "flatparam to unsharded, max |difference|: losses 0, final parameters 0 (must be 0)" in done.stdout
+    assert (
+        "flatparam killed, and resumed at step 6 of 12, to uninterrupted, max |difference|: losses 0, " in done.stdout
+    )
     assert "5 more steps: max |difference| of losses 0" in done.stdout
     assert "threads in every process: 1" in done.stdout
     assert "torch FSDP1: torch's FullyShardedDataParallel on torch's FlatParamHandle\n" in done.stdout
@@ -49,7 +53,7 @@ def test_a_run_reports_equality_and_writes_its_files(quick):
     assert "FAILED" not in done.stdout
     assert (out / "report.txt").read_text().strip() in done.stdout
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint.pt", "demo.png", "report.txt"]
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint", "demo.png", "report.txt"]
 
 
 def test_sharding_halves_the_bytes_of_a_rank(quick):
@@ -99,17 +103,14 @@ def test_the_checkpoint_is_that_of_a_plain_loop_which_goes_on_from_it(quick):
     oracle = model.GPT(cli.QUICK)
     optimizer = new_adamw(oracle)
     list(plain_steps(oracle, optimizer, corpus, range(cli.QUICK.steps)))
-    state = torch.load(out / "checkpoint.pt", weights_only=True)
-    assert state["step"] == cli.QUICK.steps
-    assert state["model"].keys() == oracle.state_dict().keys()
-    for name, value in oracle.state_dict().items():
-        assert torch.equal(state["model"][name], value), name
-
     loaded = model.GPT(dataclasses.replace(cli.QUICK, seed=99))
-    loaded.load_state_dict(state["model"])
     reloaded = new_adamw(loaded)
-    by_index = {i: state["optimizer"]["state"][name] for i, (name, _) in enumerate(loaded.named_parameters())}
-    reloaded.load_state_dict({**reloaded.state_dict(), "state": by_index})
+    found = flatparam.checkpoint.load(out / "checkpoint", loaded, reloaded)
+    assert found.extra == {"step": cli.QUICK.steps}
+    assert found.world_size == cli.QUICK.ranks
+    for name, value in oracle.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
     more = range(cli.QUICK.steps, cli.QUICK.steps + 4)
     assert list(plain_steps(loaded, reloaded, corpus, more)) == list(plain_steps(oracle, optimizer, corpus, more))
 
@@ -129,6 +130,7 @@ def test_other_settings_hold_their_checks_too(options, tmp_path):
     done = run("--quick", "--steps", "6", "--out", str(tmp_path), *options.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses 0, final parameters 0, optimizer state 0 (must be 0)" in done.stdout
+    assert "flatparam killed, and resumed at step 0 of 6, to uninterrupted, max |difference|: losses 0" in done.stdout
     assert ("sums in another order" in done.stdout) == ("--clip" in options)
     dropin = "flatparam: torch's FullyShardedDataParallel on flatparam's FlatParamHandle\n"
     assert (dropin in done.stdout) == ("dropin" in options)
@@ -136,8 +138,8 @@ def test_other_settings_hold_their_checks_too(options, tmp_path):
 
 @pytest.mark.thorough
 def test_an_exception_in_a_rank_ends_the_demo_in_one_clear_line(tmp_path):
-    (tmp_path / "checkpoint.pt").mkdir()  # which no file can replace
+    (tmp_path / "checkpoint").mkdir()  # which no checkpoint may replace
     done = run("--quick", "--steps", "2", "--out", str(tmp_path))
     assert done.returncode == 1
-    assert "flatparam rank 0 failed: IsADirectoryError" in done.stderr.splitlines()[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert re.search(r"flatparam rank \d failed: CheckpointError: .*is no checkpoint", done.stderr.splitlines()[-1])
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import flatparam.checkpoint
 from flatparam.demo import checkpoint, cli, messages, processes
 
 pytestmark = pytest.mark.multiprocess
@@ -51,7 +52,7 @@ def endless(tmp_path, request):
     out, scratch = tmp_path / "out", tmp_path / "scratch"
     out.mkdir()
     scratch.mkdir()
-    (out / "checkpoint.pt").write_bytes(b"of an earlier run")
+    flatparam.checkpoint.save(out / "checkpoint", torch.nn.Linear(2, 2), extra="of an earlier run")
     process = subprocess.Popen(
         [*DEMO, "--quick", "--ranks", str(ranks), "--steps", "1000000", "--out", str(out)],
         cwd=ROOT,
@@ -79,9 +80,12 @@ def ends_within_ten_seconds(process, children):
     wait_until(lambda: all(stat_fields(pid) is None for pid in (process.pid, *children)), 10)
 
 
-def leaves_nothing_broken(out):
-    assert [path.name for path in out.iterdir()] == ["checkpoint.pt"]
-    assert (out / "checkpoint.pt").read_bytes() == b"of an earlier run"
+def leaves_nothing_broken(out, partial=False):
+    names = [path.name for path in out.iterdir()]
+    assert [name for name in names if not (partial and name.startswith(".checkpoint.partial-"))] == ["checkpoint"]
+    flatparam.checkpoint.verify(out / "checkpoint")
+    extra = flatparam.checkpoint.read_extra(out / "checkpoint")
+    assert extra == "of an earlier run" or extra["step"] % cli.QUICK.validate_every == 0
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_a_killed_parent_takes_its_children_along(endless):
     process, children, out = endless
     process.kill()
     ends_within_ten_seconds(process, children)
-    leaves_nothing_broken(out)
+    leaves_nothing_broken(out, partial=True)  # which the next save removes
 
 
 @pytest.mark.thorough
@@ -167,5 +171,5 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
             wait_until(path.exists, 60)
             time.sleep(delay)
             writer.kill()
-        state = checkpoint.load(path)
+        state = checkpoint.read(path)
         assert torch.equal(state["model"]["w"], torch.full((1_000_000,), float(state["step"])))
