@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..fsdp.loading import join, units_in
 from ..fsdp.names import clean_tensor_name
@@ -88,10 +89,16 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
 
 
 def check_idle(module: nn.Module, what: str) -> None:
-    """Raises: StateError naming a unit that is in the middle of a pass or summoned."""
-    for inner in module.modules():
+    """Raises: StateError naming a unit that is in the middle of a pass or summoned; CheckpointError for a wrapper of
+    torch's."""
+    for path, inner in module.named_modules():
         if isinstance(inner, Wrapper):
             inner._check_idle_here(what)
+        if isinstance(inner, FullyShardedDataParallel):
+            raise CheckpointError(
+                f"{what}: `{path or type(inner).__name__}` is wrapped by torch's FullyShardedDataParallel, which knows "
+                "what its ranks hold: use torch.distributed.checkpoint, or wrap with flatparam's"
+            )
 
 
 def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str, Any]:

@@ -271,6 +271,24 @@ def test_ranks(tmp_path, fn):
     run_ranks(fn, 2, tmp_path, timeout=60)
 
 
+def of_torch(folder):
+    """Its shards are no parameters: rank 0's would be taken for all."""
+    checkpoint.save(folder / "plain", nn.Linear(5, 5))
+    for use_orig_params in (False, True):
+        model = torch.distributed.fsdp.FullyShardedDataParallel(
+            nn.Linear(5, 5), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        with pytest.raises(CheckpointError, match=r"save: `.*` is wrapped by torch's FullyShardedDataParallel"):
+            checkpoint.save(folder / "one", nn.Sequential(model), torch.optim.Adam(model.parameters()))
+        with pytest.raises(CheckpointError, match=r"load: `.*` is wrapped by torch's FullyShardedDataParallel"):
+            checkpoint.load(folder / "plain", model)
+    assert not (folder / "one").exists()
+
+
+def test_torchs_wrapper_is_refused(tmp_path):
+    run_ranks(of_torch, 2, tmp_path)
+
+
 def test_ranks_with_other_files(tmp_path):
     for rank in range(2):
         module = nn.Linear(4, 4, bias=False)
