@@ -12,8 +12,14 @@ fp_unit_collectives(const fp_unit *unit)
 PyObject *
 fp_root_units(const fp_root *root)
 {
-    PyObject *units = PyTuple_New(root->n_units);
-    for (Py_ssize_t s = 0; units != NULL && s < root->n_units; s++) {
+    PyObject *units = NULL;
+    while (units == NULL || PyTuple_GET_SIZE(units) != root->n_units) { /* making it may collect some of them */
+        Py_XSETREF(units, PyTuple_New(root->n_units));
+        if (units == NULL) {
+            return NULL;
+        }
+    }
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
         PyTuple_SET_ITEM(units, s, Py_NewRef(root->units[s]));
     }
     return units;

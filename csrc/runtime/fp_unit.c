@@ -139,6 +139,7 @@ unit_join(PyObject *self, PyObject *root_object)
         fp_free(units);
         return NULL;
     }
+    PyObject *left = Py_XNewRef(unit->root); /* owned: its end may run code, in which units join this root */
     fp_iteration_leave_root(unit);
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         units[s] = root->units[s];
@@ -149,6 +150,7 @@ unit_join(PyObject *self, PyObject *root_object)
     unit->root = (fp_root *)Py_NewRef(root);
     unit->gather_pass = unit->entered_pass = unit->kept_steps = -1;
     root->has_secondary_shards = root->has_secondary_shards || unit->has_secondary_shard;
+    Py_XDECREF(left);
     Py_RETURN_NONE;
 }
 

@@ -33,7 +33,8 @@ write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offs
         target.copy_(mine);
         return true;
     }
-    const at::ScalarType bits = mine.element_size() == 1 ? at::kByte : mine.element_size() == 2 ? at::kShort : at::kInt;
+    const auto bytes = mine.element_size();
+    const at::ScalarType bits = bytes == 1 ? at::kByte : bytes == 2 ? at::kShort : bytes == 4 ? at::kInt : at::kLong;
     target.copy_(at::where(now.view(bits).eq(mine.view(bits)), target, mine.to(shard.scalar_type())));
     return true;
 }

@@ -104,12 +104,11 @@ def give(linear, value):
     linear.weight.data = value
 
 
-def in_low_precision():
-    """What was not written keeps the precision that the shard has."""
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    for strategy, uo in SETTINGS:
-        note(f"{strategy} uo={uo}")
-        model = wrap(make(), strategy, uo, mixed_precision=low)
+def in_another_precision():
+    """What was not written keeps the precision that the shard has; a higher one than that is rounded to it."""
+    for dtype, (strategy, uo) in itertools.product((torch.bfloat16, torch.float64), SETTINGS):
+        note(f"{strategy} uo={uo} {dtype}")
+        model = wrap(make(), strategy, uo, mixed_precision=MixedPrecision(param_dtype=dtype))
         wanted = full_params(model)
 
         model.blocks[1].inner.register_forward_pre_hook(
@@ -118,8 +117,8 @@ def in_low_precision():
         with torch.no_grad():
             model(data(0))
         changed = wanted["blocks.1.inner.weight"]
-        bound = torch.tensor(0.3, dtype=torch.bfloat16)
-        beyond = changed.bfloat16().abs() > bound
+        bound = torch.tensor(0.3, dtype=dtype)
+        beyond = changed.to(dtype).abs() > bound
         assert beyond.any()
         changed[beyond] = changed[beyond].sign() * bound.float()
         found = full_params(model)
@@ -131,7 +130,7 @@ def test_data_that_a_forward_gives_to_a_weight():
 
 
 def test_data_given_in_forward_round_nothing_else():
-    run_ranks(in_low_precision, 2)
+    run_ranks(in_another_precision, 2)
 
 
 def in_place_in_evaluation():

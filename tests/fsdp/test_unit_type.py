@@ -366,6 +366,47 @@ def test_a_model_whose_backward_was_broken_off_can_be_collected(strategy):
         assert found[1] == found[2]
 
 
+def test_units_that_are_collected_while_all_units_are_listed():
+    """So many that CPython 3.11 looks for garbage as it makes the tuple: one of them is garbage."""
+    with fake_world(1):
+        gc.disable()
+        before = gc.get_threshold()
+        try:
+            inner = nn.Sequential(*[FSDP(nn.Linear(3, 3), use_orig_params=True) for _ in range(40)])
+            model = FSDP(inner, use_orig_params=True)
+            model(torch.ones(2, 3)).sum().backward()
+            recover = model._unit.step.root.recover
+            inner[39].cycle = inner[39]
+            del inner[39]
+            gc.set_threshold(1)
+            gc.enable()
+            recover()
+        finally:
+            gc.set_threshold(*before)
+            gc.enable()
+        model(torch.ones(2, 3)).sum().backward()
+
+
+def test_units_that_join_while_one_joins():
+    """The end of the root that it leaves runs code of the user."""
+
+    class Last:
+        def __del__(self):
+            for unit in units:
+                unit.join(new)
+
+    with fake_world(1):
+        models = [FSDP(nn.Linear(3, 3), use_orig_params=True) for _ in range(9)]
+        units = [model._unit.step for model in models]
+        new, old = run_of(), run_of(collectives=Last())
+        units[8].join(old)
+        del old
+        units[8].join(new)
+        assert all(unit.root is new for unit in units)
+        for model in models:
+            model(torch.ones(2, 3)).sum().backward()
+
+
 @pytest.mark.parametrize(("uo", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "LAYER_ZERO_NESTED")])
 def test_each_allocation_of_the_core_may_fail(uo, strategy):
     """A MemoryError, and the model goes on as if nothing had been."""
