@@ -107,10 +107,17 @@ end_turn(turn ours, int status)
     return status;
 }
 
+/* Whoever is refused is so at once: a hook of the user that runs in a turn may wait for that thread. */
+static int
+check_may_turn(const fp_unit *unit)
+{
+    return fp_iteration_check_joined(unit) < 0 ? -1 : fp_iteration_check_thread(unit);
+}
+
 static int
 before_backward(void *object, uint64_t began)
 {
-    if (fp_iteration_check_joined(object) < 0) {
+    if (check_may_turn(object) < 0) {
         return -1;
     }
     const turn ours = begin_turn(object, "pre_backward");
@@ -169,7 +176,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
 static int
 gradients_ready(void *object, int index, fp_gradients *gradients)
 {
-    if (fp_iteration_check_joined(object) < 0) {
+    if (check_may_turn(object) < 0) {
         return -1;
     }
     const turn ours = begin_turn(object, "post_backward");
@@ -185,6 +192,9 @@ before_accumulation(void *object, int index)
     fp_flat_param *flat_param = &unit->flat_params[index];
     if (unit->root == NULL || !flat_param->shows_kept) {
         return 0;
+    }
+    if (check_may_turn(unit) < 0) {
+        return -1;
     }
     const turn ours = begin_turn(unit, "before_accumulation");
     return end_turn(

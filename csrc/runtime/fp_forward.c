@@ -69,7 +69,7 @@ PyObject *
 fp_forward_pre(PyObject *self, PyObject *ignored)
 {
     fp_unit *unit = (fp_unit *)self;
-    if (fp_iteration_check_joined(unit) < 0) {
+    if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0) { /* not to wait for its turn */
         return NULL;
     }
     fp_range *range = fp_range_begin("pre_forward", unit->name);

@@ -91,6 +91,22 @@ def test_a_backward_while_another_thread_is_in_forward_is_refused():
         torch.testing.assert_close(gradients(model), unsharded(1)[0])
 
 
+def test_a_hook_that_waits_for_a_thread_which_is_refused():
+    """It runs while the units are worked on, which other threads of the same backward wait for."""
+    with fake_world(1):
+        model = wrap_blocks(make(), use_orig_params=True)
+        loss = loss_of(model, data(1, 0))
+        param = model.module.blocks[1].module.scale
+        for call in (lambda: model(data(2, 0)), loss.backward):
+            raised = []
+            hook = param.register_post_accumulate_grad_hook(lambda _, call=call, to=raised: to.append(in_thread(call)))
+            loss_of(model, data(0, 0)).backward()
+            hook.remove()
+            assert ELSEWHERE in str(raised[0])
+            torch.testing.assert_close(gradients(model), unsharded(0)[0])
+            model.zero_grad()
+
+
 def backward_from(start, loss, raised, i):
     start.wait()
     try:
