@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..fsdp.originals import in_order
+from ..fsdp.states.values import keys_of_one_shape
 from .errors import CheckpointError
 from .pieces import Held
 
@@ -38,6 +41,8 @@ class Named:
                     )
                 mine += self.held[id(param)]
             self.groups.append(({key: value for key, value in group.items() if key != "params"}, mine))
+        states = ((tuple(param.shape), optimizer.state.get(param, {})) for param, _ in self.params())
+        self.unlike = keys_of_one_shape(states)
 
     def params(self) -> Iterator[tuple[Tensor, list[Held]]]:
         """Each parameter that it steps, and what lies in it."""
@@ -45,40 +50,65 @@ class Named:
             for param in group["params"]:
                 yield param, self.held[id(param)]
 
+    def lies_whole(self, held: Held) -> bool:
+        """Whether the optimizer here has all of a parameter, in its own shape, so that its state is the parameter's."""
+        if not held.sharded and len(self.held[id(held.owner)]) == 1:
+            return True
+        return tuple(held.owner.shape) == held.dense.shape and held.numel == math.prod(held.dense.shape)
+
+    def has_many(self, param: Tensor) -> bool:
+        """Whether ``param`` is a flat one of several."""
+        return len(self.held[id(param)]) > 1
+
+    def first_of(self, param: Tensor) -> Held:
+        """The first of those in ``param`` that have elements here."""
+        return next(one for one in self.held[id(param)] if one.numel)
+
+    def layout_of(self, param: Tensor) -> str:
+        """The same for the same elements of the same parameters, in the same shape."""
+        held = [(one.name, one.start, one.numel) for one in self.held[id(param)] if one.numel]
+        return hashlib.sha256(repr((tuple(param.shape), held)).encode()).hexdigest()[:16]
+
 
 class State(NamedTuple):
     """One value of a parameter's state. ``kind``: "box": ``value`` is the 1-D tensor of the elements here; "one": a
-    tensor that has no element for each of the parameter; "value": no tensor."""
+    tensor that has no element for each of the parameter; "value": no tensor. ``of_piece``: it may belong to the
+    elements here alone: ranks that hold others may have another value."""
 
     held: Held
     key: str
     kind: str
     value: Any
+    of_piece: bool
 
 
 def states_of(named: Named) -> Iterator[State]:
-    """The state of each parameter that this rank has elements of.
-
-    Raises: CheckpointError for a tensor of another shape than the piece here, of a parameter that is sharded.
-    """
+    """The state of each parameter that this rank has elements of."""
     for param, held in named.params():
         for key, value in named.optimizer.state.get(param, {}).items():
             for one in held:
                 if one.numel:
-                    yield State(one, key, *_kind(param, one, key, value))
+                    kind, found = _kind(named, param, one, key, value)
+                    yield State(one, key, kind, found, kind != "box" and not named.lies_whole(one))
 
 
-def _kind(param: Tensor, held: Held, key: str, value: Any) -> tuple[str, Any]:
+def _kind(named: Named, param: Tensor, held: Held, key: str, value: Any) -> tuple[str, Any]:
     if not isinstance(value, Tensor):
         return "value", value
-    if value.shape == param.shape and (value.dim() > 0 or key != "step"):
+    if value.shape == param.shape and key not in named.unlike and (value.dim() > 0 or key != "step"):
         return "box", in_owners_order(value, param).narrow(0, held.offset, held.numel)
-    if value.dim() > 0 and held.sharded:
-        raise CheckpointError(
-            f"the optimizer's `{key}` of `{held.name}` has shape {tuple(value.shape)}, on a rank that holds "
-            f"{tuple(param.shape)} of it: it belongs to this piece alone, and fits no other number of ranks"
-        )
     return "one", value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in ``value``."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
 
 
 def in_owners_order(value: Tensor, owner: Tensor) -> Tensor:

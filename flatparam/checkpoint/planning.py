@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,21 +113,24 @@ def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str
 
 def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], rank: int) -> None:
     states: dict[str, dict[str, Any]] = {}
-    alike: dict[str, dict[str, str]] = {}
-    for held, key, kind, value in states_of(named):
+    pieces: dict[str, dict[str, list[Any]]] = {}
+    for held, key, kind, value, of_piece in states_of(named):
         name = f"state.{held.name}.{key}"
         begin, end = held.written
         if kind == "box":
             plan.add(OPTIMIZER, name, held, value, rank)
-        if kind != "box" and held.sharded:
-            alike.setdefault(held.name, {})[key] = _digest_of_value(held, key, value)
+        if of_piece:
+            pieces.setdefault(held.name, {})[key] = _piece(named, held, key, value, name, values)
         if begin != 0 or end == 0:
             continue  # what has no elements comes from the rank that writes the first one
-        if kind == "one":
-            part = Part(name, tuple(value.shape), (0,) * value.dim(), value.detach())
-            plan._put(OPTIMIZER, 0, rank, part)
-        states.setdefault(held.name, {})[key] = [encode(value, name, values), rank] if kind == "value" else kind
-    told: dict[str, Any] = {"states": states, "alike": alike}
+        if kind == "value" or (of_piece and value.dim()):
+            found = pieces[held.name][key][2] if of_piece else encode(value, name, values)
+            states.setdefault(held.name, {})[key] = [found, rank]
+        else:
+            states.setdefault(held.name, {})[key] = kind
+        if kind == "one" and not (of_piece and value.dim()):
+            plan._put(OPTIMIZER, 0, rank, Part(name, tuple(value.shape), (0,) * value.dim(), value.detach()))
+    told: dict[str, Any] = {"states": states, "pieces": pieces}
     if rank == 0:
         told["groups"] = [
             [encode(group, f"param_groups[{i}]", values), [held.name for held in mine]]
@@ -136,20 +139,22 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
     plan.told["optimizer"] = told
 
 
-def _digest_of_value(held: Held, key: str, value: Any) -> str:
-    """Of what is to be the same on all ranks.
+def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: dict[str, Tensor]) -> list[Any]:
+    """What rank 0 compares: of which elements, a digest, the value, whether it has tensors, and such with dimensions.
 
-    Raises: CheckpointError for tensors in it that are of this piece alone.
+    The tensors go into ``values``, once for a flat parameter; None is the value of its other parameters.
     """
     inner: dict[str, Tensor] = {}
-    told = encode(value, key, inner)
-    for one in inner.values():
-        if one.dim():
-            raise CheckpointError(
-                f"the optimizer's `{key}` of `{held.name}` has a tensor of shape {tuple(one.shape)} in it: it belongs "
-                "to the piece of a sharded parameter that this rank has, and fits no other ranks"
-            )
-    return hashlib.sha256(f"{told!r} {digest(inner)}".encode()).hexdigest()[:16]
+    found = encode(value, f"piece.{name}", inner)
+    plain = encode(value, "", {})
+    seen = hashlib.sha256(f"{plain!r} {digest(dict(enumerate(inner.values())))}".encode()).hexdigest()[:16]
+    has_tensors = bool(inner) and key != "step"
+    if has_tensors and named.first_of(held.owner) is not held:
+        found = None
+    elif has_tensors:
+        values |= inner
+    has_dims = any(one.dim() for one in inner.values())
+    return [named.layout_of(held.owner), seen, found, has_tensors, has_dims, named.has_many(held.owner)]
 
 
 def buffers_of(held: Iterable[Held]) -> dict[str, Tensor]:
@@ -157,7 +162,7 @@ def buffers_of(held: Iterable[Held]) -> dict[str, Tensor]:
     return {one.name: one.owner.detach() for one in held if one.unit is None and one.handle is None and one.numel}
 
 
-def digest(buffers: dict[str, Tensor]) -> str:
+def digest(buffers: Mapping[Any, Tensor]) -> str:
     """The same where ranks have the same of them."""
     found = hashlib.sha256()
     for name, value in buffers.items():

@@ -220,7 +220,7 @@ class _Saving:
         """On the first rank, when all have written: the index, and the name."""
         index = Index(self.id, len(seals), _about(), units=self.units)
         states: dict[str, Any] = {}
-        alike: dict[tuple[str, str], tuple[int, str]] = {}
+        pieces: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
         for rank, seal in enumerate(seals):
             told = read_sealed(self._table(rank), seal)
             index.add_files(told["files"])
@@ -230,14 +230,18 @@ class _Saving:
             index.ranks.append({key: told[key] for key in ("extra", "own", "kept") if key in told})
             for name, keys in told.get("optimizer", {}).get("states", {}).items():
                 states.setdefault(name, {}).update(keys)
-            for name, keys in told.get("optimizer", {}).get("alike", {}).items():
+            for name, keys in told.get("optimizer", {}).get("pieces", {}).items():
                 for key, value in keys.items():
-                    first, expected = alike.setdefault((name, key), (rank, value))
-                    if value != expected:
-                        raise CheckpointError(
-                            f"the optimizer's `{key}` of `{name}` differs on rank {first} and rank {rank}: what has no "
-                            "element for each of the parameter must be the same on all ranks that have a part of it"
-                        )
+                    pieces.setdefault((name, key), []).append((rank, value))
+        for (name, key), said in pieces.items():
+            if any(has_dims for _, (*_, has_dims, _) in said) and f"state.{name}.{key}" in index.tensors[OPTIMIZER]:
+                raise CheckpointError(
+                    f"the optimizer's `{key}` of `{name}` has the shape of the piece there on some ranks, and another "
+                    f"on rank {said[0][0]}: it cannot be told whether it has an element for each of the parameter"
+                )
+            entry = _entry_of_pieces(name, key, said)
+            if entry is not None:
+                states[name][key] = entry
         if index.optimizer is not None:
             index.optimizer = {"groups": index.optimizer["groups"], "states": states}
         _check_covered(index)
@@ -259,6 +263,27 @@ class _Saving:
         _exchange(self.folder, self.path)
         sync_folder(self.path.parent)
         shutil.rmtree(self.folder, ignore_errors=True)  # the one before
+
+
+def _entry_of_pieces(name: str, key: str, said: list[tuple[int, list[Any]]]) -> Any:
+    """What the index has for a value that ranks have beside their pieces of a parameter.
+
+    By the layout of the piece, where it belongs to that; with True, where all pieces have the same; None: as any other.
+    Raises: CheckpointError for numbers that differ, and for what replicas do not have alike.
+    """
+    by_layout: dict[str, tuple[int, list[Any]]] = {}
+    first, (_, digest, value, _, has_dims, is_of_many) = said[0]
+    for rank, told in said:
+        for other_rank, other in (by_layout.setdefault(told[0], (rank, told)), said[0]):
+            if other[1] != told[1] and (other[0] == told[0] or not (told[3] and other[3])):
+                raise CheckpointError(
+                    f"the optimizer's `{key}` of `{name}` differs on rank {other_rank} and rank {rank}: a number must "
+                    "be the same on all ranks that have a part of the parameter, and a tensor where the parts are"
+                )
+    differ = any(told[1] != digest for _, told in said)
+    if differ or (has_dims and (is_of_many or len(by_layout) == 1)):
+        return {"pieces": {layout: [told[2], rank] for layout, (rank, told) in by_layout.items()}}
+    return [value, first, True] if has_dims else None
 
 
 def _on_host(part: Part) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..fsdp.safetensors_files import DTYPES, bytes_of
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
-from .optimizers import Named, in_owners_order, like
+from .optimizers import Named, in_owners_order, like, tensors_in
 from .pieces import Held
 from .reading import OfRank, Source, check_reads
 from .values import decode
@@ -110,6 +110,10 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Tar
         state: dict[str, Any] = {}
         for key in keys:
             kinds = [told["states"][one.name][key] for one in here]
+            pieces = [kind["pieces"] for kind in kinds if isinstance(kind, dict)]
+            if pieces:
+                _check_layout(named, param, here[0], key, pieces)
+                kinds = kinds[:1]
             if any((kind == "box") != (kinds[0] == "box") for kind in kinds):
                 raise CheckpointError(
                     f"the optimizer's `{key}` has an element for each of some parameters in the flat parameter of "
@@ -118,7 +122,7 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Tar
             if kinds[0] == "box":
                 state[key] = _like_param(found, param, here, key, before.get(key), source)
             else:
-                state[key] = _one(found, named, param, here, key, kinds, before.get(key), source)
+                state[key] = _one(found, named, param, here[: len(kinds)], key, kinds, before.get(key), source)
         if here:
             found.state.append((param, state))
     return found
@@ -172,6 +176,8 @@ def _one(
     """A value that all parameters in ``param`` share."""
     got = []
     for one, kind in zip(here, kinds, strict=True):
+        if isinstance(kind, dict):
+            kind = kind["pieces"][named.layout_of(param)]
         if kind != "one":
             got.append(decode(kind[0], OfRank(source, kind[1])))
         elif _name(one, key) not in source.optimizer:
@@ -187,17 +193,34 @@ def _one(
                 f"the optimizer's `{key}` of `{here[0].name}` and `{one.name}` differ: they are in one flat parameter, "
                 "which has one; wrap with use_orig_params=True"
             )
-    if isinstance(first, Tensor):
-        if first.dim() and here[0].sharded:
-            raise CheckpointError(
-                f"the optimizer's `{key}` of `{here[0].name}` has shape {tuple(first.shape)}, which has no element for "
-                "each of the parameter: it fits a parameter that is not sharded"
-            )
-        group = named.group_of[id(param)]
-        on_device = key != "step" or group.get("capturable") or group.get("fused")
-        device = before.device if isinstance(before, Tensor) else param.device if on_device else first.device
-        return first.to(device)
-    return first
+    other = next((tensor for tensor in tensors_in(first) if tensor.dim()), None)
+    of_all_pieces = isinstance(kinds[0], list) and len(kinds[0]) == 3
+    fits = isinstance(kinds[0], dict) or of_all_pieces or named.lies_whole(here[0])
+    if other is not None and not fits:
+        raise CheckpointError(
+            f"the optimizer's `{key}` of `{here[0].name}` has shape {tuple(other.shape)}, which has no element for "
+            "each of the parameter: it fits where the parameter lies whole on a rank, as with NO_SHARD"
+        )
+    return _placed(named, param, key, first, before)
+
+
+def _placed(named: Named, param: Tensor, key: str, value: Any, before: Any) -> Any:
+    """``value`` on the device where its optimizer has it."""
+    if not isinstance(value, Tensor):
+        return value
+    group = named.group_of[id(param)]
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return value.to(before.device if isinstance(before, Tensor) else param.device if on_device else value.device)
+
+
+def _check_layout(named: Named, param: Tensor, first: Held, key: str, pieces: list[dict[str, Any]]) -> None:
+    """Raises: CheckpointError for a value that was saved for each rank's piece, if none was as here."""
+    layout = named.layout_of(param)
+    if any(layout not in one for one in pieces):
+        raise CheckpointError(
+            f"the optimizer's `{key}` of `{first.name}` was saved for each rank's piece of it, and no piece was as "
+            "here: load with the ranks, strategy and units of the save, or without the optimizer"
+        )
 
 
 def _same(a: Any, b: Any) -> bool:

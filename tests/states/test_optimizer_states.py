@@ -234,3 +234,44 @@ def test_full_states_of_four_ranks(strategy, uo):
 @pytest.mark.parametrize("atomic", ["row", torch.Tensor.numel])
 def test_full_states_of_blocks(atomic):
     run_ranks(full_states, 2, "FULL_SHARD", True, "adam", {"atomic": atomic})
+
+
+def factors(strategy, atomic):
+    """Factored moments are the unsharded module's where parameters lie whole; they fit no piece."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 6), nn.Linear(6, 3))
+    more = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+    model = FSDP(copy.deepcopy(plain), **more, **({"atomic": torch.Tensor.numel} if atomic else {}))
+    plain_optimizer, optimizer = (torch.optim.Adafactor(m.parameters(), lr=0.1) for m in (plain, model))
+    x = torch.randn(2, 1)
+    for _ in range(2):
+        for module, its in ((plain, plain_optimizer), (model, optimizer)):
+            module(x).square().sum().backward()
+            its.step()
+            its.zero_grad()
+    found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert_states(found, names_of(plain, plain_optimizer, plain_optimizer.state_dict()))
+    for other_strategy, uo, fits in (
+        ("FULL_SHARD", True, True),
+        ("NO_SHARD", True, True),
+        ("NO_SHARD", False, False),
+        ("FULL_SHARD", True, False),
+    ):
+        settings = {"sharding_strategy": ShardingStrategy[other_strategy], "use_orig_params": uo}
+        settings |= {"atomic": torch.Tensor.numel} if fits and other_strategy != "NO_SHARD" else {}
+        other = FSDP(copy.deepcopy(plain), **settings)
+        other_optimizer = torch.optim.Adafactor(other.parameters(), lr=0.1)
+        first = found if dist.get_rank() == 0 else None
+        for load, given in ((FSDP.shard_full_optim_state_dict, found), (FSDP.scatter_full_optim_state_dict, first)):
+            if not fits:
+                with pytest.raises(ValueError, match=r"`\w+_var` of parameter `\d.weight` has shape .* is cut here"):
+                    load(given, other, optim=other_optimizer)
+                continue
+            other_optimizer.load_state_dict(load(given, other, optim=other_optimizer))
+            assert_states(FSDP.full_optim_state_dict(other, other_optimizer, rank0_only=False), found)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("strategy", "atomic"), [("FULL_SHARD", True), ("NO_SHARD", False)])
+def test_factored_moments(strategy, atomic):
+    run_ranks(factors, 2, strategy, atomic)

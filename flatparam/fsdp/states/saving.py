@@ -18,7 +18,7 @@ from ..errors import StateError
 from ..order import gather_objects
 from ..segment import Segment
 from .table import Param, Stepped, Table
-from .values import Described, Like, Scalar, described, same
+from .values import Described, Like, Scalar, described, keys_of_one_shape, same
 
 Place = tuple[int, int]  # which segment, which original; -1: all of them
 _NOTHING = "nothing"  # of a parameter lies on a rank
@@ -66,8 +66,9 @@ def _names(groups: list[list[Stepped]]) -> Iterator[list[str]]:
 def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
     stepped = table.all_stepped()  # in the same order on all ranks, whatever the order in their optimizers
     at = {one.place: one for one in stepped if one.place is not None and one.is_sharded}
-    found = {one: _described(one, values) for one, values in held.items() if not one.is_sharded}
-    for place, values in _agreed(table, at, held).items():
+    unlike = keys_of_one_shape((one.shape, values) for one, values in held.items())
+    found = {one: _described(one, values, unlike) for one, values in held.items() if not one.is_sharded}
+    for place, values in _agreed(table, at, held, unlike).items():
         found[at[place]] = values
     result: dict[str, dict[str, Any]] = {}
     for one in stepped:
@@ -103,11 +104,13 @@ def _keys_of(found: dict[Stepped, Described]) -> dict[int, dict[tuple[str, torch
     return members
 
 
-def _described(one: Stepped, values: Mapping[str, Any]) -> Described:
-    return {key: described(value, one.shape) for key, value in values.items()}
+def _described(one: Stepped, values: Mapping[str, Any], unlike: set[str]) -> Described:
+    return {key: described(value, None if key in unlike else one.shape) for key, value in values.items()}
 
 
-def _agreed(table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[str, Any]]) -> dict[Place, Described]:
+def _agreed(
+    table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[str, Any]], unlike: set[str]
+) -> dict[Place, Described]:
     """What all ranks have of sharded parameters, in the same order on all of them. A collective call."""
     groups: dict[int, tuple[Any, set[int]]] = {}
     for number, segment in enumerate(table.segments):
@@ -123,7 +126,7 @@ def _agreed(table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[
             if not one.is_flat and not one.params[0].numel:
                 continue  # what an optimizer may keep of nothing is no state of the parameter
             if one in held:
-                values = _described(one, held[one])
+                values = _described(one, held[one], unlike)
                 mine[place] = share.setdefault(repr(values), values) if _is_small(values) else values
             else:
                 mine[place] = None
@@ -162,7 +165,7 @@ def _merged(one: Stepped, ranks: list[int], everyone: list[Any]) -> Described:
                 raise StateError(
                     f"optimizer state `{key}` of parameter `{name}` is {_said(expected)} on rank {first} and "
                     f"{_said(found)} on rank {rank}: what is not of the shape of the parameter's piece there must be "
-                    "the same on all ranks"
+                    "the same on all ranks; flatparam.checkpoint.save keeps it, for the same ranks and units"
                 )
     return dict(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -34,15 +35,31 @@ class Scalar(NamedTuple):
 Described = dict[str, Any]  # by key: a Like, a Scalar, or the value itself
 
 
-def described(value: Any, whole: tuple[int, ...]) -> Any:
-    """``value`` as other ranks are told of it. ``whole``: the shape of a tensor that is like the parameter."""
+def described(value: Any, whole: tuple[int, ...] | None) -> Any:
+    """``value`` as other ranks are told of it. ``whole``: the shape of a tensor that is like the parameter, if any."""
     if not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) == whole and whole:
+    if whole and tuple(value.shape) == whole:
         return Like(whole, value.dtype)
     if value.dim() == 0:
         return Scalar(value.dtype, value.item(), "cpu" if value.is_cpu else value.device.type)
     return value.detach().cpu()
+
+
+def keys_of_one_shape(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> set[str]:
+    """Keys whose tensors have one shape for parameters of several: they are like none, though one may have that shape.
+
+    ``states``: for each parameter the shape of a tensor that is like it, and what an optimizer keeps for it.
+    """
+    shapes: dict[str, tuple[set[tuple[int, ...]], set[tuple[int, ...]]]] = {}
+    for shape, values in states:
+        for key, value in values.items():
+            found = shape_of(value)
+            if found:
+                of_params, of_values = shapes.setdefault(key, (set(), set()))
+                of_params.add(shape)
+                of_values.add(found)
+    return {key for key, (params, values) in shapes.items() if len(values) == 1 and len(params) > 1}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -90,6 +107,12 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
                     )
                 found[name][key] = Like(shape, value.dtype)
             else:
+                if shape and key not in likes[None] and _is_cut(param) and _is_made_of(shape, param.shape):
+                    raise StateError(
+                        f"optimizer state `{key}` of parameter `{name}` has shape {shape}, made of the parameter's "
+                        f"{param.shape}, which is cut here: load it where the parameter lies whole on a rank "
+                        "(NO_SHARD, or `atomic`), or without this state"
+                    )
                 if shape and not _may_be_other(param, shape, likes[None], key):
                     raise StateError(
                         f"optimizer state `{key}` of parameter `{name}` has shape {shape}, which does not fit the "
@@ -122,15 +145,44 @@ def _keys_like_params(table: Table, state: Mapping[str, Mapping[str, Any]]) -> d
                 shape = shape_of(value)
                 if shape is not None:
                     shapes.setdefault(key, []).append((param.shape, shape))
-    found: dict[Any, set[str]] = {None: set()}
+    held = ((table.by_name[name], values) for name, values in state.items())
+    found: dict[Any, set[str]] = {
+        None: keys_of_one_shape((param.shape, values) for param, values in held if param.segment is not None)
+    }
     for key, pairs in shapes.items():
         with_dims = [pair for pair in pairs if pair[0]]
-        of_params, of_values = ({pair[i] for pair in with_dims} for i in (0, 1))
-        if len(of_values) == 1 and len(of_params) > 1:
-            found[None].add(key)
-        elif any(one == other for one, other in with_dims) or (not with_dims and key != "step"):
+        if key in found[None] or _are_factors(with_dims):
+            continue
+        if any(one == other for one, other in with_dims) or (not with_dims and key != "step"):
             found[key] = {key}
     return found
+
+
+def _are_factors(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether all values are like their parameters but for the last dimension, or the one before, which is 1."""
+    return any(one != other for one, other in pairs) and any(
+        all(len(one) > 1 and other == (*one[: len(one) + d], 1, *one[len(one) + d + 1 :]) for one, other in pairs)
+        for d in (-1, -2)
+    )
+
+
+def _is_made_of(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether ``shape`` is ``whole`` with dimensions left out, or 1 in place of them."""
+    sizes = iter(whole)
+    kept = [one for one in shape if one != 1]
+    return len(whole) > 1 and len(shape) <= len(whole) and shape != whole and all(one in sizes for one in kept)
+
+
+def _is_cut(param: Param) -> bool:
+    """Whether no optimizer has all of it, in its own shape and nothing else."""
+    segment = param.segment
+    assert segment is not None
+    if not segment.use_orig_params:
+        return segment.is_sharded or len(segment.originals) > 1
+    begin, length = segment.layout.offsets[param.number], segment.layout.shard_numel
+    numel = math.prod(param.shape)
+    ends_there = numel == 0 or begin // length == (begin + numel - 1) // length
+    return segment.is_sharded and not (segment.in_rows[param.number] and ends_there)
 
 
 def _may_be_other(param: Param, shape: tuple[int, ...], constant: Iterable[str], key: str) -> bool:
