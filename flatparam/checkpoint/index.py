@@ -27,8 +27,9 @@ class Index:
     """What a checkpoint has.
 
     ``files``: by name, bytes and the checksum of the header; ``tensors``: by folder and name, the boxes;
-    ``optimizer``: None, or ``groups`` and ``states`` (by parameter and key: "box", "one", ``[value, rank]``, with True
-    where pieces have the same, or ``{"pieces": {layout: [value, rank]}}``); ``ranks``: of each rank ``extra`` and its
+    ``optimizer``: None, or ``groups``, ``optimizers`` (the label of each group's) and ``states`` (by parameter and key:
+    "box", "one", ``[value, rank]``, with True where pieces have the same, or ``{"pieces": {layout: [value, rank]}}``);
+    ``ranks``: of each rank ``extra`` and its
     ``own`` values of tensors that no unit manages, by name, in its file; ``units``: how they were spread.
     """
 

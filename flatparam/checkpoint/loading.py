@@ -151,7 +151,7 @@ class _Loading:
             told = source.told_of_optimizer()
             if told is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
-            self.into.append(into_optimizer(self.named, told, source))
+            self.into.append(into_optimizer(self.named, told, source, strict))
 
     def _own(self) -> Mapping[str, list[Chunk]]:
         """What this rank has saved of tensors that no unit manages, where other ranks had other values."""
@@ -192,13 +192,9 @@ class _Loading:
             module.set_extra_state(value)
         if self.named is not None:
             _, targets = self.into
-            state = self.named.optimizer.state
             for param, values in targets.state:
-                if values:
-                    state[param] = values
-                else:
-                    state.pop(param, None)
-            for group, values in zip(self.named.optimizer.param_groups, targets.groups, strict=False):
+                self.named.set_state(param, values)
+            for group, values in zip(self.named.param_groups, targets.groups, strict=False):
                 group.update(values)
 
     def close(self) -> None:

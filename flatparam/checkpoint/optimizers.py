@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,22 +16,35 @@ from .errors import CheckpointError
 from .pieces import Held
 
 
-class Named:
-    """An optimizer whose parameters are those that ``held`` tells of.
+def labelled(given: Any) -> dict[str, Any]:
+    """The optimizers in ``given``: one, which has no label, a list of them, which has numbers, or a dict."""
+    if isinstance(given, Mapping):
+        return {str(label): one for label, one in given.items()}
+    return {str(i): one for i, one in enumerate(given)} if isinstance(given, list | tuple) else {"": given}
 
-    Raises: CheckpointError for a parameter that is not among them.
+
+class Named:
+    """Optimizers whose parameters are those that ``held`` tells of.
+
+    Raises: CheckpointError for a parameter that is not among them, or in two of them.
     """
 
-    def __init__(self, optimizer: Any, held: Iterable[Held]):
-        self.optimizer = optimizer
+    def __init__(self, given: Any, held: Iterable[Held]):
+        optimizers = labelled(given)
+        for label, one in optimizers.items():
+            if not (hasattr(one, "param_groups") and hasattr(one, "state")):
+                raise CheckpointError(f"optimizer `{label}` is a {type(one).__name__}, expected an optimizer")
+        if not optimizers:
+            raise CheckpointError("there is no optimizer in the list of them: pass None to have none saved or loaded")
+        self.param_groups = [group for one in optimizers.values() for group in one.param_groups]
+        self.labels = [label for label, one in optimizers.items() for _ in one.param_groups]
         self.held: dict[int, list[Held]] = {}
         for one in held:
             self.held.setdefault(id(one.owner), []).append(one)
         self.groups: list[tuple[dict[str, Any], list[Held]]] = []
-        self.group_of: dict[int, dict[str, Any]] = {
-            id(p): group for group in optimizer.param_groups for p in group["params"]
-        }
-        for i, group in enumerate(optimizer.param_groups):
+        self.group_of: dict[int, dict[str, Any]] = {}
+        self._optimizer_of: dict[int, tuple[str, Any]] = {}
+        for i, (label, group) in enumerate(zip(self.labels, self.param_groups, strict=True)):
             mine: list[Held] = []
             for j, param in enumerate(group["params"]):
                 if id(param) not in self.held:
@@ -39,16 +52,36 @@ class Named:
                         f"the optimizer's parameter {j} of group {i}, of shape {tuple(param.shape)}, is not in the "
                         "model: make the optimizer after wrapping, of the model's parameters()"
                     )
+                name = self.held[id(param)][0].name
+                before, _ = self._optimizer_of.setdefault(id(param), (label, optimizers[label]))
+                if before != label:
+                    raise CheckpointError(
+                        f"parameter `{name}` is in the optimizers `{before}` and in `{label}`: each has parameters of "
+                        "its own"
+                    )
+                self.group_of[id(param)] = group
                 mine += self.held[id(param)]
             self.groups.append(({key: value for key, value in group.items() if key != "params"}, mine))
-        states = ((tuple(param.shape), optimizer.state.get(param, {})) for param, _ in self.params())
+        states = ((tuple(param.shape), self.state_of(param)) for param, _ in self.params())
         self.unlike = keys_of_one_shape(states)
 
     def params(self) -> Iterator[tuple[Tensor, list[Held]]]:
         """Each parameter that it steps, and what lies in it."""
-        for group in self.optimizer.param_groups:
+        for group in self.param_groups:
             for param in group["params"]:
                 yield param, self.held[id(param)]
+
+    def state_of(self, param: Tensor) -> Any:
+        """What its optimizer keeps for ``param``."""
+        return self._optimizer_of[id(param)][1].state.get(param, {})
+
+    def set_state(self, param: Tensor, values: dict[str, Any]) -> None:
+        """Have its optimizer keep ``values``, or nothing."""
+        state = self._optimizer_of[id(param)][1].state
+        if values:
+            state[param] = values
+        else:
+            state.pop(param, None)
 
     def lies_whole(self, held: Held) -> bool:
         """Whether the optimizer here has all of a parameter, in its own shape, so that its state is the parameter's."""
@@ -85,7 +118,7 @@ class State(NamedTuple):
 def states_of(named: Named) -> Iterator[State]:
     """The state of each parameter that this rank has elements of."""
     for param, held in named.params():
-        for key, value in named.optimizer.state.get(param, {}).items():
+        for key, value in named.state_of(param).items():
             for one in held:
                 if one.numel:
                     kind, found = _kind(named, param, one, key, value)

@@ -132,6 +132,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
             plan._put(OPTIMIZER, 0, rank, Part(name, tuple(value.shape), (0,) * value.dim(), value.detach()))
     told: dict[str, Any] = {"states": states, "pieces": pieces}
     if rank == 0:
+        told["optimizers"] = named.labels
         told["groups"] = [
             [encode(group, f"param_groups[{i}]", values), [held.name for held in mine]]
             for i, (group, mine) in enumerate(named.groups)

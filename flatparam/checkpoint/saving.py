@@ -22,6 +22,7 @@ from .council import Council
 from .errors import CheckpointError
 from .files import Part, sync_folder, write_file
 from .index import MODEL, NAME, OPTIMIZER, RANKS, Index, read_sealed, write_sealed
+from .optimizers import labelled
 from .planning import SavePlan, buffers_of, describe_units, digest, plan_save
 from .progress import Meter, Summary
 
@@ -74,7 +75,8 @@ def save(
 
     A call that all ranks of ``process_group`` (the world) make. Each rank writes the boxes of parameters that it owns;
     no tensor is communicated. The folder must be one that all ranks see.
-    Args: ``extra``: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own;
+    Args: ``optimizer``: one, or a list or dict of several, each of parameters of its own;
+        ``extra``: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own;
         ``overwrite``: take the place of a checkpoint there, in one step; ``progress``: show a bar on rank 0.
     Raises: CheckpointError on every rank alike, naming the rank and what is wrong; nothing is there then.
     """
@@ -123,7 +125,7 @@ class _Saving:
             own = digest(buffers)
         except Exception as caught:
             error = caught
-        mine = [str(self.path), self.id, own, optimizer is not None]
+        mine = [str(self.path), self.id, own, None if optimizer is None else list(labelled(optimizer))]
         self.id, first = council.meet(mine, error, self._begin)
         if first != own:
             self.plan.told["own"] = {name: f"own.{name}" for name in buffers}
@@ -143,12 +145,14 @@ class _Saving:
 
     def _begin(self, said: list[Any]) -> list[Any]:
         """On the first rank: compare, and make the folder."""
-        path, name, digest, has_optimizer = said[0]
+        path, name, digest, labels = said[0]
         for rank, other in enumerate(said):
             if other[0] != path:
                 raise CheckpointError(f"rank {rank} saves to {other[0]}, rank 0 to {path}")
-            if other[3] != has_optimizer:
-                raise CheckpointError(f"rank {rank if has_optimizer else 0} saves no optimizer, another rank does")
+            if (other[3] is None) != (labels is None):
+                raise CheckpointError(f"rank {0 if labels is None else rank} saves no optimizer, another rank does")
+            if other[3] != labels:
+                raise CheckpointError(f"rank {rank} saves the optimizers {other[3]}, rank 0 {labels}")
         self._check_path()
         for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.partial-*"):
             if left in _under_way:
@@ -243,7 +247,7 @@ class _Saving:
             if entry is not None:
                 states[name][key] = entry
         if index.optimizer is not None:
-            index.optimizer = {"groups": index.optimizer["groups"], "states": states}
+            index.optimizer = {key: index.optimizer[key] for key in ("optimizers", "groups")} | {"states": states}
         _check_covered(index)
         index.write(self.folder)
         for rank in range(len(seals)):

@@ -93,20 +93,21 @@ def check_tied(source: Source, held: Held, name: str, other: str) -> None:
         raise CheckpointError(f"`{name}` and `{other}` are one parameter, and have different values in the checkpoint")
 
 
-def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Targets:
-    """``told``: the index's ``optimizer``.
+def into_optimizer(named: Named, told: Mapping[str, Any], source: Source, strict: bool) -> Targets:
+    """``told``: the index's ``optimizer``. ``strict``: what several optimizers have saved is wanted of all of them.
 
     Raises: CheckpointError for parameters, states and shapes that do not fit.
     """
     found = Targets()
     if told["groups"] is not None:
         saved = {name: i for i, (_, names) in enumerate(told["groups"]) for name in names}
+        _check_optimizers(named, told, saved, strict)
         for i, (_, held) in enumerate(named.groups):
             found.groups.append(_group(i, held, told["groups"], saved, OfRank(source, 0)))
     for param, held in named.params():
         here = [one for one in held if one.numel]
         keys = _keys(here, told["states"])
-        before = named.optimizer.state.get(param, {})
+        before = named.state_of(param)
         state: dict[str, Any] = {}
         for key in keys:
             kinds = [told["states"][one.name][key] for one in here]
@@ -126,6 +127,27 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source) -> Tar
         if here:
             found.state.append((param, state))
     return found
+
+
+def _check_optimizers(named: Named, told: Mapping[str, Any], saved: Mapping[str, int], strict: bool) -> None:
+    """Raises: CheckpointError for a saved optimizer none of whose parameters is wanted, and for those of another."""
+    labels = told.get("optimizers", [""] * len(told["groups"]))
+    absent = dict.fromkeys(labels) if strict and len(set(labels)) > 1 else {}
+    for label, (_, held) in zip(named.labels, named.groups, strict=True):
+        for name in (one.name for one in held if one.name in saved):
+            before = labels[saved[name]]
+            absent.pop(before, None)
+            if before != label and label in labels:
+                raise CheckpointError(
+                    f"parameter `{name}` was saved in the optimizer `{before}`, and is in `{label}` here"
+                )
+    for label in absent:
+        names = [name for name, number in saved.items() if labels[number] == label]
+        if names:
+            raise CheckpointError(
+                f"the checkpoint has an optimizer `{label}`, of `{names[0]}` and more, and none of the given ones has "
+                "these parameters: pass all of them, or strict=False"
+            )
 
 
 def _keys(here: list[Held], states: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,112 @@
+"""Several optimizers in one checkpoint, each of parameters of its own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import differing, full_state, wrapped
+from fsdp_models import Model, data, loss_of
+from gloo import note, run_ranks
+
+from flatparam import checkpoint
+from flatparam.checkpoint import CheckpointError
+
+pytestmark = pytest.mark.multiprocess
+
+
+def two_of(model, lr=0.02):
+    """One for matrices, of two groups, and another for the rest."""
+    matrices = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    rest = [p for n, p in model.named_parameters() if not n.endswith("weight")]
+    return {
+        "muon": torch.optim.SGD([{"params": matrices[:2], "lr": lr}, {"params": matrices[2:]}], lr=0.01, momentum=0.9),
+        "adamw": torch.optim.AdamW(rest, lr=lr / 2),
+    }
+
+
+def run(model, optimizers, first, steps):
+    losses = []
+    for step in range(first, first + steps):
+        loss = loss_of(model, data(step))
+        loss.backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def form(optimizers, kind):
+    return optimizers if kind == "dict" else list(optimizers.values())
+
+
+def resumed(folder, kind):
+    for strategy, asynchronous in (("FULL_SHARD", False), ("ZERO_1", True), ("NO_SHARD", False)):
+        note(f"{kind} {strategy}")
+        model = wrapped(strategy, cls=Model)
+        one = two_of(model)
+        run(model, one, 0, 2)
+        if asynchronous:
+            checkpoint.async_save(folder / strategy, model, form(one, kind)).wait()
+        else:
+            checkpoint.save(folder / strategy, model, form(one, kind))
+        wanted = run(model, one, 2, 2)
+        for other_strategy in ("FULL_SHARD", "NO_SHARD"):
+            other = wrapped(other_strategy, cls=Model, seed=1)
+            two = two_of(other, lr=5.0)
+            checkpoint.load(folder / strategy, other, form(two, kind))
+            assert [g["lr"] for o in two.values() for g in o.param_groups] == [0.02, 0.01, 0.01]
+            assert run(other, two, 2, 2) == wanted
+            if other_strategy == strategy:
+                assert not differing(full_state(other), full_state(model))
+
+
+def refused(folder):
+    model = wrapped("FULL_SHARD", cls=Model)
+    both = two_of(model)
+    run(model, both, 0, 1)
+    some = list(model.parameters())[:1]
+    for given, said in (
+        (
+            {"a": both["muon"], "b": torch.optim.SGD(some, lr=1.0), "c": both["adamw"]},
+            r"`first\.weight` is in .*`a` and in .*`b`",
+        ),
+        ([both["muon"], both["muon"]], r"`first\.weight` is in the optimizers `0` and in `1`"),
+        ({"a": both["muon"], "b": None}, "`b` is a NoneType, expected an optimizer"),
+        ([], "no optimizer"),
+        (both if dist.get_rank() else both["muon"], r"saves the optimizers .* rank 0 "),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.save(folder / "bad", model, given)
+    checkpoint.save(folder / "one", model, both)
+    before = full_state(model)
+    other = two_of(model)
+    for given, said in (
+        (other["adamw"], r"has an optimizer `muon`, of `first\.weight` and more, and none of the given .* pass all"),
+        (
+            {"muon": other["adamw"], "adamw": other["muon"]},
+            r"`first\.bias` was saved in the optimizer `adamw`, and is in `muon` here",
+        ),
+        (torch.optim.SGD(model.parameters(), lr=1.0), "several saved groups"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(folder / "one", model, given)
+    assert not differing(full_state(model), before)
+    assert not other["adamw"].state
+    checkpoint.load(folder / "one", model, other["adamw"], strict=False)
+    assert other["adamw"].param_groups[0]["lr"] == 0.01
+    # from one to several
+    adam = torch.optim.AdamW(model.parameters(), lr=0.25)
+    checkpoint.save(folder / "adam", model, adam)
+    halves = [list(model.parameters())[:3], list(model.parameters())[3:]]
+    several = [torch.optim.AdamW(half, lr=1.0) for half in halves]
+    checkpoint.load(folder / "adam", model, several)
+    assert [one.param_groups[0]["lr"] for one in several] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_resumed(tmp_path, kind):
+    run_ranks(resumed, 2, tmp_path, kind)
+
+
+def test_refused(tmp_path):
+    run_ranks(refused, 2, tmp_path)
