@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ..fsdp.unit import units_of
+from ..fsdp.loading import note_filled
 from .council import Council
 from .errors import CheckpointError
 from .exporting import open_source
@@ -185,9 +185,7 @@ class _Loading:
             torch.autograd.graph.increment_version(held.owner)
             if held.handle is not None:
                 held.handle._forget_what_was_gathered()
-        for unit in units_of(self.model.modules()):
-            unit.filled()
-            unit.apart = None
+        note_filled(self.model, self.source.model)
         for module, value in self._of_modules:
             module.set_extra_state(value)
         if self.named is not None:

@@ -207,6 +207,7 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
             self._in_full = False
             self._moves_to = None
             self._loading = None
+            self._missing = []
             self._comm_hook = None
             self._settings = first_settings()
             self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]

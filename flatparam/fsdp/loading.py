@@ -3,8 +3,9 @@
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,11 +91,24 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
         for one in wanted:
             if one.read is not None and not one.in_place:
                 one.target.copy_(one.read)
-    for unit in units:
-        unit.filled()
-        unit.apart = None
     assert found is not None
+    assert reader is not None
+    note_filled(module, reader.entries)
     return found
+
+
+def note_filled(module: nn.Module, names: Container[str]) -> None:
+    """Have the units in ``module`` know that their parameters called ``names``, as when unwrapped, have values."""
+    places: dict[Unit, list[str]] = {}
+    for path, unit in units_in(module):
+        places.setdefault(unit, []).append(path)
+    for unit, paths in places.items():
+        unit.filled(unit.without(partial(_is_in, names, paths)))
+        unit.apart = None
+
+
+def _is_in(names: Container[str], paths: list[str], fqn: str) -> bool:
+    return any(clean_tensor_name(join(path, fqn)) in names for path in paths)
 
 
 def _check_idle(module: nn.Module) -> None:

@@ -190,6 +190,7 @@ class Stepping(Wrapper):
             wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__} at `{path}`")
             if wrapper._unit.apart is not None:
                 raise ValueError(wrapper._unit.apart)
+            wrapper._unit.check_filled()
             step_in_backward(wrapper._unit)
             wrapper._unit.step.join(shared)
             if root._comm_hook is not None:

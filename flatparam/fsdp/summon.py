@@ -117,6 +117,7 @@ class Summoned:
         self.gradients: list[Tensor | None] = []  # of each segment, whole
         self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
         self.loads = loads
+        self.missing: list[Original] = []  # in what is loaded
         self._made: dict[str, nn.Parameter] = {}  # with use_orig_params=False: what modules show, by name
         self._written: _Written | None = None
         self._tied: ValueError | None = None
@@ -219,7 +220,7 @@ class Summoned:
                     shard.copy_(mine)
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
-                    unit.filled()
+                    unit.filled(self.missing)
         unit.step.point_params()
         for k, segment in enumerate(unit.segments):
             grads = [_shown(original).grad for original in segment.originals] if self.with_grads else []

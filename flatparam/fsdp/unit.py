@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -131,12 +131,29 @@ class Unit:
             for name in self.flat_names():
                 self.module._parameters.pop(name, None)
 
-    def filled(self) -> None:
-        """Note that the shards were written, and have values."""
+    def filled(self, but: Iterable[Original] = ()) -> None:
+        """Note that the shards were written, and have values. ``but``: all but those of these parameters."""
+        others = {id(original) for original in but}
         for segment in self.segments:
             for original in segment.originals:
-                original.template = None
+                if id(original) not in others:
+                    original.template = None
         self.step.invalidate()
+
+    def check_filled(self) -> None:
+        """Raises: ValueError naming a parameter that has no values yet."""
+        for segment in self.segments:
+            for here in segment.here() if segment.is_deferred else ():
+                if here.original.template is not None and here.numel > 0 and here.of(segment.flat).isnan().all():
+                    raise ValueError(
+                        f"parameter `{here.original.fqn}` of {self.name} has no values yet: no file or state dict has "
+                        "brought any since defer_init; load or initialize it first"
+                    )
+
+    def without(self, has: Callable[[str], bool]) -> list[Original]:
+        """Its parameters of which ``has`` says of no name that it is there."""
+        originals = (original for segment in self.segments for original in segment.originals)
+        return [original for original in originals if not any(has(place.fqn) for place in original.names)]
 
     def check_registered(self) -> None:
         """Raises: StateError if its module has another tensor in place of a flat parameter."""

@@ -16,6 +16,7 @@ from .errors import StateError
 from .foreign import Marks
 from .memory import MemoryPlan, Piece, plan_of_unit, plan_tree, shard_map
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
+from .originals import Original
 from .placement import Placement
 from .summon import Summoned
 from .unit import Unit, units_of
@@ -41,6 +42,7 @@ class Wrapper(Marks, nn.Module):
     _in_full: bool  # now
     _is_root: bool
     _loading: Summoned | None
+    _missing: list[Original]  # in the local state dict that is loaded
     _moves_to: torch.device | None  # inputs of the root
     _outer: weakref.ref[Any] | None
     _placement: Placement

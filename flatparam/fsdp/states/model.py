@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import StateError
 from ..loading import Values, agree_on_loading, check_kinds, values_of
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
+from ..originals import Original
 from ..segment import Segment
 from ..summon import Summoned, summon
 from ..unit import Unit, units_of
@@ -184,12 +185,14 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
         return
     if kind is StateDictType.LOCAL_STATE_DICT and all(segment.is_sharded for segment in unit.segments):
         take_flat(unit, state_dict, prefix + FSDP_PREFIX)
+        module._missing = _missing_flat(unit, state_dict, prefix + FSDP_PREFIX)
         if unit.options.use_orig_params:
             unit.step.put(False)
         return
     _make_whole(unit, state_dict, prefix + FSDP_PREFIX)
     on_host = unit.options.device is not None  # as the shards are
     loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
+    loading.missing = unit.without(lambda fqn: prefix + FSDP_PREFIX + fqn in state_dict)
     loading.enter()
     module._loading = loading
 
@@ -198,10 +201,18 @@ def after_load(module: nn.Module, incompatible: Any) -> None:
     """As torch has loaded a unit."""
     assert isinstance(module, ModelStates)
     if module._loading is None and module._unit.summoned is None:
-        module._unit.filled()
+        module._unit.filled(module._missing)
     module._end_loading()
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [without_units(key) for key in keys]
+
+
+def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Original]:
+    """The parameters that a local state dict has nothing for."""
+    if unit.options.use_orig_params:
+        return unit.without(lambda fqn: prefix + fqn in state)
+    named = zip(unit.flat_names(), unit.segments, strict=True)
+    return [original for name, segment in named if prefix + name not in state for original in segment.originals]
 
 
 def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
