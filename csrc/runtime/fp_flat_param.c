@@ -368,6 +368,19 @@ fp_flat_param_drop_kept(fp_flat_param *flat_param)
 }
 
 int
+fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, const char *owed)
+{
+    if (fp_flat_param_drop_kept(flat_param) < 0 ||
+        (kept != NULL && fp_flat_buffer_set_accumulated(flat_param->flat, kept) < 0)) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
+        flat_param->owed[i] = (char)(kept != NULL && owed[i]);
+    }
+    return 0;
+}
+
+int
 fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name)
 {
     if (!flat_param->shows_kept) {

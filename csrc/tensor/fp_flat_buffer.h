@@ -125,6 +125,10 @@ PyObject *fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, Py
 int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */
 PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);
+/* Whether kept could be that: of its length, dtype and device, plain. -1: ValueError or TypeError that says it of name. */
+int fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard, PyObject *kept, const char *name);
+/* Let kept, which was checked, be that; on the host where that is kept there. Where there is one, it is dropped first. */
+int fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *kept);
 void fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too); /* drop reductions under way; and what is kept */
 /* Start the copy of what lies in host memory back to the device; and drop such a copy that nobody has added to. */
 int fp_flat_buffer_start_reload(fp_flat_buffer *flat);

@@ -391,6 +391,42 @@ fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
     });
 }
 
+int
+fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard_object, PyObject *kept, const char *name)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &shard = fp::unpack(shard_object);
+        const at::Tensor &grad = fp::unpack(kept);
+        const int64_t numel = flat->refresh_group != nullptr ? flat->part_numel() : flat->geometry->total;
+        const at::ScalarType dtype = flat->accumulated_dtype_of(shard);
+        const c10::Device device = flat->unsharded.device();
+        TORCH_CHECK_TYPE(fp::is_plain_tensor(grad), name, ": expected a plain dense tensor as kept gradient");
+        TORCH_CHECK_VALUE(grad.dim() == 1 && grad.numel() == numel && grad.is_contiguous() &&
+                              grad.scalar_type() == dtype && grad.device() == device,
+                          name, ": expected a kept gradient of shape [", numel, "] and ", dtype, " on ", device,
+                          ", got ", grad.sizes(), " and ", grad.scalar_type(), " on ", grad.device());
+        return 0;
+    });
+}
+
+int
+fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *kept)
+{
+    fp_flat_buffer_drop_grads(flat, 1);
+    const int status = fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        at::Tensor &accumulator = flat->refresh_group != nullptr ? flat->partial_reduce_output : flat->accumulated_grad;
+        accumulator = fp::unpack(kept);
+        const fp::WithoutGil released;
+        fp::offload(*flat, accumulator);
+        return 0;
+    });
+    if (status < 0) {
+        fp_flat_buffer_drop_grads(flat, 1);
+    }
+    return status;
+}
+
 void
 fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too)
 {

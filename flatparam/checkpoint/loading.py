@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from .. import _C
 from ..fsdp.loading import note_filled
 from .council import Council
 from .errors import CheckpointError
 from .exporting import open_source
 from .files import Chunk
+from .gradients import Sums, sums_of
 from .index import Index
 from .optimizers import Named
 from .pieces import held_by
@@ -119,6 +121,7 @@ class _Loading:
         self.source: Source | None = None
         self.into: list[Targets] = []
         self.named: Named | None = None
+        self.sums: Sums | None = None
         self.extra: Any = None
         self.digest = ""
         self._of_modules: list[tuple[Any, Any]] = []
@@ -152,6 +155,7 @@ class _Loading:
             if told is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
             self.into.append(into_optimizer(self.named, told, source, strict))
+            self.sums = sums_of(held, index, source, self.council.rank, self.council.size)
 
     def _own(self) -> Mapping[str, list[Chunk]]:
         """What this rank has saved of tensors that no unit manages, where other ranks had other values."""
@@ -194,6 +198,11 @@ class _Loading:
                 self.named.set_state(param, values)
             for group, values in zip(self.named.param_groups, targets.groups, strict=False):
                 group.update(values)
+            assert self.sums is not None
+            self.sums.put()
+            for param, grad in targets.gradients:
+                _C.set_grad(param, grad)
+            self.sums.show()
 
     def close(self) -> None:
         if self.source is not None:

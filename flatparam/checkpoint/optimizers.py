@@ -103,6 +103,9 @@ class Named:
         return hashlib.sha256(repr((tuple(param.shape), held)).encode()).hexdigest()[:16]
 
 
+GRADIENT = ".grad"  # what the optimizer is to step with is saved as a state of that name
+
+
 class State(NamedTuple):
     """One value of a parameter's state. ``kind``: "box": ``value`` is the 1-D tensor of the elements here; "one": a
     tensor that has no element for each of the parameter; "value": no tensor. ``of_piece``: it may belong to the
@@ -118,11 +121,29 @@ class State(NamedTuple):
 def states_of(named: Named) -> Iterator[State]:
     """The state of each parameter that this rank has elements of."""
     for param, held in named.params():
-        for key, value in named.state_of(param).items():
+        for key, value in (*named.state_of(param).items(), *_gradient(param, held)):
             for one in held:
                 if one.numel:
                     kind, found = _kind(named, param, one, key, value)
                     yield State(one, key, kind, found, kind != "box" and not named.lies_whole(one))
+
+
+def _gradient(param: Tensor, held: list[Held]) -> Iterator[tuple[str, Tensor]]:
+    """Its ``.grad`` as a state, if there is one. Raises: CheckpointError for one that cannot be saved."""
+    grad = param.grad
+    if grad is None:
+        return
+    why = None
+    if held[0].handle is not None:
+        why = "belongs to a handle that is driven by hand"
+    elif grad.layout != torch.strided or grad.shape != param.shape:
+        why = f"is {grad.layout} of shape {tuple(grad.shape)}"
+    if why is not None:
+        raise CheckpointError(
+            f"the gradient of `{held[0].name}` {why}, and cannot be saved: save after the optimizer's step and "
+            "zero_grad()"
+        )
+    yield GRADIENT, grad
 
 
 def _kind(named: Named, param: Tensor, held: Held, key: str, value: Any) -> tuple[str, Any]:

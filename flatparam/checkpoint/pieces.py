@@ -68,7 +68,8 @@ class Held:
     its elements is the first one here; ``flat``: those here, 1-D; ``owner``: what an optimizer steps: the parameter, or
     the flat one, in whose memory order ``flat`` begins at ``offset``; ``sharded``: whether ranks hold different
     elements; ``written``: the elements ``[begin, end)`` of the whole that this rank writes, not another replica of it;
-    ``unit`` or ``handle``: what manages it, if anything does.
+    ``unit`` or ``handle``: what manages it, if anything does; ``segment``, ``number``: which original of which flat
+    parameter of the unit it is.
     """
 
     names: list[str]
@@ -82,6 +83,8 @@ class Held:
     has_values: bool = True
     is_buffer: bool = False
     unit: Unit | None = None
+    segment: Segment | None = None
+    number: int = 0
     handle: FlatParamHandle | None = None
 
     @property
@@ -123,7 +126,7 @@ def share(numel: int, placement: Placement) -> tuple[int, int]:
 def _of_segment(unit: Unit, paths: list[str], segment: Segment) -> Iterator[Held]:
     shard = segment.flat.detach()
     first, last = share(segment.layout.shard_numel, segment.placement)
-    for original, piece in zip(segment.originals, segment.pieces, strict=True):
+    for number, (original, piece) in enumerate(zip(segment.originals, segment.pieces, strict=True)):
         offset, numel = piece.offset_in_shard or 0, piece.numel_in_shard or 0
         start = piece.intra_param_start_idx or 0
         begin, end = max(first, offset), min(last, offset + numel)
@@ -139,6 +142,8 @@ def _of_segment(unit: Unit, paths: list[str], segment: Segment) -> Iterator[Held
             written,
             original.template is None,
             unit=unit,
+            segment=segment,
+            number=number,
         )
 
 

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..fsdp.loading import join, units_in
 from ..fsdp.names import clean_tensor_name
 from ..fsdp.safetensors_files import bytes_of
-from ..fsdp.summon import refuse_unreduced
 from ..fsdp.wrapper import Wrapper
 from ..layer_zero._sums import Sum
 from .errors import CheckpointError
 from .files import Part
+from .gradients import taken
 from .index import MODEL, OPTIMIZER, RANKS
-from .optimizers import Named, states_of
+from .optimizers import GRADIENT, Named, states_of
 from .pieces import Held, held_by
 from .values import encode
 
@@ -65,8 +65,7 @@ class SavePlan:
 def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SavePlan:
     """What ``rank`` writes. Raises: CheckpointError naming what cannot be written, before anything is."""
     check_idle(module, "checkpoint.save")
-    units = [unit for _, unit in units_in(module)]
-    refuse_unreduced(units, "checkpoint.save")
+    units = list(dict.fromkeys(unit for _, unit in units_in(module)))
     plan = SavePlan(held=list(held_by(module, rank)))
     for held in plan.held:
         if held.handle is not None and held.handle._sum is not Sum.NONE:
@@ -82,8 +81,11 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
     plan.told["extra"] = encode(extra, "extra", values)
     plan.told["aliases"] = {name: held.names[0] for held in plan.held for name in held.names[1:]} if rank == 0 else {}
     plan.told["modules"] = _values_of_modules(module, values) if rank == 0 else {}
-    if optimizer is not None:
-        _plan_optimizer(plan, Named(optimizer, plan.held), values, rank)
+    with taken(plan.held, units, "checkpoint.save", saves=optimizer is not None) as kept:
+        if optimizer is not None:
+            _plan_optimizer(plan, Named(optimizer, plan.held), values, rank)
+            plan.told["kept"] = {name: [start, sums.numel(), owed] for name, (start, sums, owed) in kept.items()}
+            values |= {f"kept.{name}": sums for name, (_, sums, _) in kept.items() if sums.numel()}
     plan.add_own(values, rank)
     return plan
 
@@ -114,6 +116,7 @@ def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str
 def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], rank: int) -> None:
     states: dict[str, dict[str, Any]] = {}
     pieces: dict[str, dict[str, list[Any]]] = {}
+    whole: dict[str, str] = {}  # digests of gradients that all ranks have, and one writes
     for held, key, kind, value, of_piece in states_of(named):
         name = f"state.{held.name}.{key}"
         begin, end = held.written
@@ -121,6 +124,8 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
             plan.add(OPTIMIZER, name, held, value, rank)
         if of_piece:
             pieces.setdefault(held.name, {})[key] = _piece(named, held, key, value, name, values)
+        if key == GRADIENT and held.unit is None:
+            whole[held.name] = digest({"": value})
         if begin != 0 or end == 0:
             continue  # what has no elements comes from the rank that writes the first one
         if kind == "value" or (of_piece and value.dim()):
@@ -130,7 +135,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
             states.setdefault(held.name, {})[key] = kind
         if kind == "one" and not (of_piece and value.dim()):
             plan._put(OPTIMIZER, 0, rank, Part(name, tuple(value.shape), (0,) * value.dim(), value.detach()))
-    told: dict[str, Any] = {"states": states, "pieces": pieces}
+    told: dict[str, Any] = {"states": states, "pieces": pieces, "gradients": whole}
     if rank == 0:
         told["optimizers"] = named.labels
         told["groups"] = [

@@ -225,12 +225,15 @@ class _Saving:
         index = Index(self.id, len(seals), _about(), units=self.units)
         states: dict[str, Any] = {}
         pieces: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
+        gradients: dict[str, str] = {}
         for rank, seal in enumerate(seals):
             told = read_sealed(self._table(rank), seal)
             index.add_files(told["files"])
             if rank == 0:
                 index.about |= {"aliases": told["aliases"], "modules": told["modules"]}
                 index.optimizer = told.get("optimizer")
+                gradients = told.get("optimizer", {}).get("gradients", {})
+            _check_gradients(rank, told.get("optimizer", {}).get("gradients", {}), gradients)
             index.ranks.append({key: told[key] for key in ("extra", "own", "kept") if key in told})
             for name, keys in told.get("optimizer", {}).get("states", {}).items():
                 states.setdefault(name, {}).update(keys)
@@ -288,6 +291,16 @@ def _entry_of_pieces(name: str, key: str, said: list[tuple[int, list[Any]]]) -> 
     if differ or (has_dims and (is_of_many or len(by_layout) == 1)):
         return {"pieces": {layout: [told[2], rank] for layout, (rank, told) in by_layout.items()}}
     return [value, first, True] if has_dims else None
+
+
+def _check_gradients(rank: int, told: dict[str, str], first: dict[str, str]) -> None:
+    """Raises: CheckpointError naming a parameter that no unit manages, whose gradient is not as rank 0 has it."""
+    for name in {**first, **told}:
+        if told.get(name) != first.get(name):
+            raise CheckpointError(
+                f"the gradient of `{name}` differs on rank 0 and rank {rank}, and no unit manages it: add it up over "
+                "the ranks, or save after the optimizer's step and zero_grad()"
+            )
 
 
 def _on_host(part: Part) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..fsdp.safetensors_files import DTYPES, bytes_of
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
-from .optimizers import Named, in_owners_order, like, tensors_in
+from .optimizers import GRADIENT, Named, in_owners_order, like, tensors_in
 from .pieces import Held
 from .reading import OfRank, Source, check_reads
 from .values import decode
@@ -25,10 +25,12 @@ from .values import decode
 @dataclass
 class Targets:
     """``reads``: into tensors that the model or the optimizer has, or new ones; ``state``: of each parameter of the
-    optimizer; ``groups``: what to set of each of its groups; ``touched``: what of the model is written."""
+    optimizer; ``gradients``: of each, or None; ``groups``: what to set of each of its groups; ``touched``: what of the
+    model is written."""
 
     reads: list[Read] = field(default_factory=list)
     state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+    gradients: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -126,6 +128,10 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source, strict
                 state[key] = _one(found, named, param, here[: len(kinds)], key, kinds, before.get(key), source)
         if here:
             found.state.append((param, state))
+        if not any(one.handle is not None for one in held):
+            having = [one for one in here if GRADIENT in told["states"].get(one.name, {})]  # others in it count as 0
+            grad = _like_param(found, param, having, GRADIENT, None, source) if having else None
+            found.gradients.append((param, grad))
     return found
 
 
@@ -154,12 +160,12 @@ def _keys(here: list[Held], states: Mapping[str, Any]) -> list[str]:
     """The state's keys. Raises: CheckpointError where parameters of one flat parameter have different ones."""
     if not here:
         return []
-    keys = list(states.get(here[0].name, {}))
-    for one in here[1:]:
-        if set(states.get(one.name, {})) != set(keys):
+    keys, *others = [[key for key in states.get(one.name, {}) if key != GRADIENT] for one in here]
+    for one, other in zip(here[1:], others, strict=True):
+        if set(other) != set(keys):
             raise CheckpointError(
-                f"`{here[0].name}` has the optimizer states {keys} and `{one.name}` {list(states.get(one.name, {}))}: "
-                "they are in one flat parameter, which has one state; wrap with use_orig_params=True"
+                f"`{here[0].name}` has the optimizer states {keys} and `{one.name}` {other}: they are in one flat "
+                "parameter, which has one state; wrap with use_orig_params=True"
             )
     return keys
 

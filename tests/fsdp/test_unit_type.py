@@ -243,10 +243,19 @@ def layer_zero_groups():
     return groups_in(dist.group.WORLD)
 
 
+def owed_nothing(model):
+    """For set_kept."""
+    uo = model._unit.options.use_orig_params
+    return [(False,) * (len(segment.originals) if uo else 1) for segment in model._unit.segments]
+
+
 def exercise(model, x):
     model(x).sum().backward()
     with model.no_sync():
         model(x).sum().backward()
+    step = model._unit.step
+    step.set_kept(step.kept(), owed_nothing(model))
+    step.show_kept(True)
     model(x).sum().backward()
     model.zero_grad()
     with torch.no_grad():
@@ -436,6 +445,80 @@ def test_each_allocation_of_the_core_may_fail(uo, strategy):
                     model(x).sum().backward()
                     assert all(p.grad is not None for p in model.parameters() if p.numel() > 0)
             assert failures > 1, what
+
+
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", *LAYER_ZERO])
+def test_kept_gradients_are_taken_and_given(uo, strategy):
+    with fake_world(4):
+        model, x = model_and_data(uo, strategy)
+        model, step = model.module[0], model.module[0]._unit.step
+        model(x).sum().backward()
+        reduced = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        with model.no_sync():
+            model(x).sum().backward()
+
+        def shows():
+            return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+        def shows_as(grads):
+            pairs = zip(shows(), grads, strict=True)
+            return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+        (kept,), grads = step.kept(), shows()
+        values = kept.clone()
+        for wrong, owed in (
+            ([values[:-1]], owed_nothing(model)),
+            ([values.double()], owed_nothing(model)),
+            ([values[None]], owed_nothing(model)),
+            (["no tensor"], owed_nothing(model)),
+            ([values, values], owed_nothing(model)),
+            ([values], []),
+            ([values], [(False,) * 9]),
+            ([values], [True]),
+            ([values], [("no bool",) * len(owed_nothing(model)[0])]),
+            (3, owed_nothing(model)),
+        ):
+            with pytest.raises((TypeError, ValueError)):
+                step.set_kept(wrong, owed)
+            assert step.kept()[0].data_ptr() == kept.data_ptr()
+            assert shows_as(grads)
+        for failure in range(1, 100):
+            _C_testing.alloc_fail_at(failure)
+            try:
+                step.set_kept([values * 2], owed_nothing(model))
+                break
+            except MemoryError:
+                assert shows_as(grads)
+            finally:
+                _C_testing.alloc_fail_at(0)
+        assert failure > 1
+        assert torch.equal(step.kept()[0], values * 2)
+        assert shows_as(reduced) or strategy == "NO_SHARD"
+        for p, grad in zip(model.parameters(), reduced, strict=True):
+            _C.set_grad(p, grad)
+        step.show_kept(True)
+        step.show_kept(True)
+        assert shows_as([None if grad is None else grad * 2 for grad in grads]) or strategy == "NO_SHARD"
+        step.show_kept(False)
+        step.show_kept(False)
+        assert shows_as(reduced) or strategy == "NO_SHARD"
+        step.set_kept([None], owed_nothing(model))
+        step.show_kept(True)
+        assert step.kept() == [None]
+        assert shows_as(reduced) or strategy == "NO_SHARD"
+
+
+def test_gradients_are_not_given_in_the_middle_of_a_pass():
+    step, run = step_of(part_of(module_with())), run_of()
+    step.make_views()
+    step.join(run)
+    step.pre_forward()
+    with pytest.raises(RuntimeError, match="unit cannot be given gradients in the middle of a pass"):
+        step.set_kept([None], [(False,)])
+    step.abort_forward()
+    del step, run
+    gc.collect()  # the next test counts what lives
 
 
 def test_an_order_asks_before_what_was_not_to_be_expected():
