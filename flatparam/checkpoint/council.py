@@ -71,7 +71,7 @@ class Council:
             keys = [f"{self._round}/{rank}" for rank in self.ranks]
             answer: list[Any] = [None, None]
             try:
-                peers.wait_for_keys(self._store, keys, self.ranks)
+                peers.wait_for_keys(self._store, keys, self.ranks, takes_long=True)
                 said = [json.loads(one) for one in self._store.multi_get(keys)]
                 answer[0] = next((one[0] for one in said if one[0] is not None), None)
                 if answer[0] is None:
@@ -79,11 +79,15 @@ class Council:
             except Exception as failure:
                 answer[0], error = f"rank {self._me}: {_said(failure)}", error or failure
             self._store.set(verdict, json.dumps(answer))
-            for key in (*keys, f"{self._round - 1}/all"):  # who is here has read the verdict before
+            for key in keys:
                 self._store.delete_key(key)
         else:
-            peers.wait_for_keys(self._store, [verdict], self.ranks[:1])
+            peers.wait_for_keys(self._store, [verdict], self.ranks[:1], takes_long=True)
             answer = json.loads(self._store.get(verdict))
+            readers = f"{self._round}/readers"
+            if self._store.add(readers, 1) == self.size - 1:
+                self._store.delete_key(verdict)
+                self._store.delete_key(readers)
         if error is not None:
             raise _own(error, self.what)
         if answer[0] is not None:

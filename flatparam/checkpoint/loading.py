@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +86,13 @@ def load(
     finally:
         loading.close()
         seconds = meter.close()
+    if loading.into[0].rounded and council.is_first:
+        name, stored, dtype = loading.into[0].rounded[0]
+        warnings.warn(
+            f"{path}: {len(loading.into[0].rounded)} tensors were rounded to the model's dtype: `{name}` is {stored} "
+            f"there, and {dtype} here",
+            stacklevel=2,
+        )
     index = loading.index
     loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
     loaded.missing, loaded.unexpected = loading.into[0].missing, loading.into[0].unexpected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import glob
@@ -10,6 +11,7 @@ import os
 import secrets
 import shutil
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from .progress import Meter, Summary
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _under_way: set[Path] = set()  # folders that this process writes to
+_unheard: dict[Pending, BaseException] = {}  # saves that have failed, and that nobody has waited for
 
 
 class Pending:
@@ -45,7 +48,12 @@ class Pending:
         try:
             self._summary = self._saving.write()
         except BaseException as error:
-            self._error = error
+            self._error = _unheard[self] = error
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+        return self._saving.path
 
     @property
     def done(self) -> bool:
@@ -55,10 +63,25 @@ class Pending:
     def wait(self) -> Summary:
         """Until the checkpoint is there. Raises: what ``save`` does."""
         self._thread.join()
+        _unheard.pop(self, None)
         if self._error is not None:
             raise self._error
         assert self._summary is not None
         return self._summary
+
+
+def _take_unheard() -> str | None:
+    """Of saves in the background that have failed unheard: what to say, once."""
+    said = [f"the save to {pending.path} in the background has failed: {error}" for pending, error in _unheard.items()]
+    _unheard.clear()
+    return "; ".join(said) or None
+
+
+@atexit.register
+def _tell_unheard() -> None:
+    said = _take_unheard()
+    if said is not None:
+        warnings.warn(f"{said}; nobody has called wait()", RuntimeWarning, stacklevel=1)
 
 
 def save(
@@ -95,7 +118,8 @@ def async_save(
 ) -> Pending:
     """``save`` in a thread, from a copy of this rank's boxes in host memory (pinned, if they are on an accelerator).
 
-    Returns when the copy is made. ``wait()`` of the result, before the next save begins, raises what went wrong.
+    Returns when the copy is made. ``wait()`` of the result, before the next save begins, raises what went wrong; else
+    the next save does, or the end of the program warns of it.
     """
     saving = _Saving(path, model, optimizer, extra, process_group, overwrite, progress)
     saving.copy()
@@ -118,6 +142,9 @@ class _Saving:
         self.id = secrets.token_hex(16)
         try:
             self.path = Path(os.path.realpath(path) if os.path.islink(path) else os.path.abspath(path))
+            unheard = _take_unheard()
+            if unheard is not None:
+                raise CheckpointError(f"{unheard}. wait() says this; nothing is saved to {self.path} now, save again")
             self.plan = plan_save(model, optimizer, extra, council.rank)
             if council.is_first:
                 self.units = describe_units(model)

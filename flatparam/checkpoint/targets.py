@@ -37,6 +37,7 @@ class Targets:
     touched: list[Held] = field(default_factory=list)
     read: list[tuple[Chunk, Tensor]] = field(default_factory=list)  # already, of values without an element for each
     tied: list[tuple[Held, str, str]] = field(default_factory=list)  # with two names that both are there
+    rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from which dtype to which
 
 
 def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str, list[Chunk]]) -> Targets:
@@ -59,6 +60,9 @@ def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str,
                 _check(other, source.model[other], one.dense.shape, one.flat.dtype)
                 found.tied.append((one, name, other))
         found.touched.append(one)
+        stored, dtype = DTYPES[chunks[0].dtype], one.flat.dtype
+        if torch.promote_types(stored, dtype) != dtype:
+            found.rounded.append((name, stored, dtype))
     found.unexpected = [name for name in source.model if name not in known]
     if strict and (found.missing or found.unexpected):
         parts = [
@@ -105,7 +109,12 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source, strict
         saved = {name: i for i, (_, names) in enumerate(told["groups"]) for name in names}
         _check_optimizers(named, told, saved, strict)
         for i, (_, held) in enumerate(named.groups):
-            found.groups.append(_group(i, held, told["groups"], saved, OfRank(source, 0)))
+            values = _group(i, held, told["groups"], saved, OfRank(source, 0))
+            for key, value in values.items():
+                before = named.param_groups[i].get(key)
+                if isinstance(value, Tensor) and isinstance(before, Tensor):
+                    values[key] = value.to(before.device)
+            found.groups.append(values)
     for param, held in named.params():
         here = [one for one in held if one.numel]
         keys = _keys(here, told["states"])

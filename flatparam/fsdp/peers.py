@@ -71,6 +71,11 @@ class Board:
                 self._pulse = _C.pulse(self._name, self._prefix, answer, interval)
                 self._store.set(answer, "none yet")
 
+    @property
+    def notices_silence(self) -> bool:
+        """Whether ranks that do not answer are missed."""
+        return self._beat > 0
+
     def stop(self) -> None:
         """Answer no more."""
         self._pulse = None
@@ -236,14 +241,17 @@ def own_connection(store: dist.Store) -> dist.Store:
         return store
 
 
-def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int]) -> None:
+def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int], *, takes_long: bool = False) -> None:
     """That all of ``ranks`` set, or until the store's own time-out; Ctrl-C ends it.
 
+    ``takes_long``: they may need more than that, and are waited for as long as they answer.
     Raises: OrderError, when one of them cannot any more.
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
-    patience: datetime.timedelta = getattr(store, "timeout", dist.constants.default_pg_timeout)
-    while not store.check(keys) and waited < patience.total_seconds():
+    patience: float = getattr(store, "timeout", dist.constants.default_pg_timeout).total_seconds()
+    if takes_long and ours is not None and ours.notices_silence:
+        patience = math.inf
+    while not store.check(keys) and waited < patience:
         found = ours.lost(ranks, waited) if ours is not None and waited > 0.2 else None
         if found is not None:
             raise OrderError(found)

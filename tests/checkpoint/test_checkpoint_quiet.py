@@ -1,0 +1,120 @@
+"""What would go wrong without a word: it is told, or does not go wrong."""
+
+import datetime
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import checkpoint
+from flatparam.checkpoint import CheckpointError, saving
+
+pytestmark = pytest.mark.multiprocess
+
+
+def failing(folder):
+    """Rank 1 cannot write, and nobody waits; rank 0 alone does."""
+    module, write = FSDP(nn.Linear(4, 4)), saving.write_file
+
+    def fail(*arguments):
+        raise OSError("no room")
+
+    for waits in (False, True):
+        if dist.get_rank() == 1:
+            saving.write_file = fail
+        pending = checkpoint.async_save(folder / "one", module)
+        pending._thread.join()
+        saving.write_file = write
+        if waits and dist.get_rank() == 0:
+            with pytest.raises(CheckpointError, match="no room"):
+                pending.wait()
+        with pytest.raises(CheckpointError, match=r"the save to .*one in the background has failed: .*no room"):
+            checkpoint.save(folder / "two", module)
+        checkpoint.save(folder / f"three {waits}", module)
+    assert not (folder / "one").exists()
+    assert not (folder / "two").exists()
+
+
+def test_a_failed_save_that_nobody_has_waited_for(tmp_path):
+    run_ranks(failing, 2, tmp_path)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_at_the_end_of_the_program(tmp_path, waits):
+    program = f"""
+        import torch
+        from flatparam import checkpoint
+        from flatparam.checkpoint import saving
+
+        def fail(*arguments):
+            raise OSError("no room")
+
+        saving.write_file = fail
+        pending = checkpoint.async_save({str(tmp_path / "one")!r}, torch.nn.Linear(2, 2))
+        try:
+            {"pending.wait()" if waits else "pass"}
+        except checkpoint.CheckpointError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert done.stderr.count(f"the save to {tmp_path / 'one'} in the background has failed") == (not waits), done.stderr
+    assert ("no room" in done.stdout) == waits
+
+
+def slow(folder):
+    """Longer than the store waits; and the store is as it was afterwards."""
+    module, write = FSDP(nn.Linear(4, 4)), saving.write_file
+    checkpoint.save(folder / "zero", module)
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for number in range(3):
+        checkpoint.save(folder / f"zero {number}", module)
+        checkpoint.load(folder / f"zero {number}", module)
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert len(set(counts)) == 1, counts
+    store.set_timeout(datetime.timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        saving.write_file = lambda *arguments: (time.sleep(3), write(*arguments))[1]
+    checkpoint.save(folder / "one", module)
+    saving.write_file = write
+    checkpoint.load(folder / "one", module)
+
+
+def test_a_save_that_takes_longer_than_the_stores_time_out(tmp_path):
+    run_ranks(slow, 2, tmp_path)
+
+
+def test_rounding_is_told_once(tmp_path):
+    wide, narrow = nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()
+    before = narrow.weight.detach().float()
+    checkpoint.save(tmp_path / "wide", wide)
+    checkpoint.save(tmp_path / "narrow", narrow)
+    with pytest.warns(UserWarning, match=r"2 tensors were rounded .* `weight` is torch.float32 there") as told:
+        checkpoint.load(tmp_path / "wide", narrow)
+    assert len(told) == 1
+    assert torch.equal(narrow.weight, wide.weight.bfloat16())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path / "narrow", wide)
+    assert torch.equal(before, wide.weight)
+
+
+def test_a_learning_rate_stays_on_its_device(tmp_path):
+    module = nn.Linear(3, 3)
+    checkpoint.save(tmp_path / "one", module, torch.optim.SGD(module.parameters(), lr=torch.tensor(0.25)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.5))
+    checkpoint.load(tmp_path / "one", module, optimizer)
+    assert optimizer.param_groups[0]["lr"].item() == 0.25
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5, device="meta")  # as an accelerator
+    checkpoint.load(tmp_path / "one", module, optimizer)
+    assert optimizer.param_groups[0]["lr"].is_meta
