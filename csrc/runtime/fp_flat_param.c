@@ -452,7 +452,7 @@ read_group(PyObject *object, fp_group **group)
 }
 
 static int
-read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t total)
+read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t total, int64_t shard_numel)
 {
     flat_param->owners =
         flat_param->params != NULL ? Py_NewRef(flat_param->params) : PyTuple_Pack(1, flat_param->master);
@@ -482,6 +482,11 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
             return -1;
         }
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, i), "LLp", &start, &count, &in_rows)) {
+            return -1;
+        }
+        if (count > 0 && (start < 0 || count > shard_numel - start)) {
+            PyErr_Format(PyExc_ValueError, "expected pieces in a shard of %lld elements, got %lld from %lld on",
+                         (long long)shard_numel, count, start);
             return -1;
         }
         flat_param->starts[i] = start;
@@ -556,7 +561,7 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     flat_param->params = params == Py_None ? NULL : Py_NewRef(params);
     flat_param->n = PyTuple_GET_SIZE(entries);
     if (fp_entries_read(entries, shared, total, &flat_param->attributes, &flat_param->geometry) < 0 ||
-        check_tensors(flat_param) < 0 || read_owners(flat_param, pieces, numel, total) < 0 ||
+        check_tensors(flat_param) < 0 || read_owners(flat_param, pieces, numel, total, shard_numel) < 0 ||
         read_group(shard_group, &flat_param->shard_group) < 0 ||
         read_group(replicate_group, &flat_param->replicate_group) < 0 ||
         read_group(param_group, &flat_param->param_group) < 0 ||

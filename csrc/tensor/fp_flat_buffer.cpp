@@ -17,7 +17,10 @@ dtype_from(PyObject *object)
         return std::nullopt;
     }
     TORCH_CHECK_TYPE(THPDtype_Check(object), "expected a torch.dtype, got ", Py_TYPE(object)->tp_name);
-    return reinterpret_cast<THPDtype *>(object)->scalar_type;
+    const at::ScalarType dtype = reinterpret_cast<THPDtype *>(object)->scalar_type;
+    TORCH_CHECK_TYPE(at::isFloatingType(dtype) || at::isComplexType(dtype),
+                     "expected a floating-point torch.dtype to compute or reduce in, got ", dtype);
+    return dtype;
 }
 
 std::optional<c10::Device>

@@ -154,6 +154,8 @@ fp_torch_set_shards(PyObject *const *params, const fp_geometry *geometry, PyObje
             std::vector<int64_t> shape(views[i].shape), stride(views[i].stride);
             TORCH_CHECK_VALUE(starts[i] >= 0 && numel <= shard.numel() - starts[i], "piece ", i,
                               " is outside of the shard of ", shard.numel(), " elements");
+            TORCH_CHECK_VALUE(marked || numels[i] < 0 || numel == views[i].numel, "expected all ", views[i].numel,
+                              " elements of parameter ", i, ", got ", numel);
             if (marked && (!in_rows[i] || shape.empty())) {
                 shape = {numel};
                 stride = {1};

@@ -121,6 +121,9 @@ BAD_PARTS = [
     ({"pieces": ()}, ValueError),
     ({"pieces": (3,)}, TypeError),
     ({"pieces": ((0, "8", False),)}, TypeError),
+    ({"pieces": ((5, 8, False),)}, ValueError),
+    ({"pieces": ((-5, 8, False),)}, ValueError),
+    ({"pieces": ((2**62, 8, False),)}, ValueError),
     ({"shard_numel": 0}, ValueError),
     ({"shard_numel": 2**62, "shards": 4}, ValueError),
     ({"shards": 0}, ValueError),
@@ -139,6 +142,8 @@ BAD_PARTS = [
     ({"refresh_group": ("group", None)}, ValueError),
     ({"compute": "bfloat16"}, TypeError),
     ({"reduce": 3}, TypeError),
+    ({"compute": torch.quint8}, TypeError),
+    ({"reduce": torch.int32}, TypeError),
 ]
 
 
@@ -158,6 +163,10 @@ def test_steps_and_runs_that_are_refused():
     for change in ({"watched": 3}, {"watched": (3,)}, {"watched": (({}, "a"),)}, {"backward_prefetch": "PRE"}):
         with pytest.raises(TypeError):
             run_of(**change)
+    module = module_with()
+    some = {"params": (module.weight, module.bias), "pieces": ((4, 2, False), (6, 2, False))}
+    with pytest.raises(ValueError, match="expected all 6 elements of parameter 0, got 2"):
+        step_of(part_of(module, **some)).point_params()
     step = step_of(part)
     for call in (step.pre_forward, lambda: step.post_forward(3)):
         with pytest.raises(RuntimeError, match="unit has joined no model"):
