@@ -468,6 +468,10 @@ module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     for (Py_ssize_t i = 0; i < table->n; i++) {
         selected[i] = values[i] != PySequence_Fast_GET_ITEM(params, i) || !fp_torch_is_plain(values[i]);
     }
+    if (!fp_torch_all_plain(args + 1, args[2] == Py_None ? 1 : 2)) {
+        found = Py_NewRef(Py_None);
+        goto fail;
+    }
     if (fp_torch_scan(values, table->geometry, args[1], args[2] == Py_None ? NULL : args[2], selected) < 0) {
         goto fail;
     }
@@ -572,7 +576,8 @@ static PyMethodDef module_params_methods[] = {
      "is on."},
     {"scan", FP_FASTCALL(module_params_scan), METH_FASTCALL,
      "scan($self, params, owner, grad, infos, /)\n--\n\nIndices of the parameters in the shard that were replaced, or "
-     "whose storages are not owner's and grad's, or that lie elsewhere in whole ones."},
+     "whose storages are not owner's and grad's, or that lie elsewhere in whole ones.\n\nReturns None unless owner and "
+     "grad are plain, and no mode is on."},
     {"set_grads", module_params_set_grads, METH_O,
      "set_grads($self, grad, /)\n--\n\nSet the .grad of what each module has now to its view of the unsharded grad."},
     {"set_grad_pieces", FP_FASTCALL(module_params_set_grad_pieces), METH_FASTCALL,

@@ -19,24 +19,32 @@ is_plain_tensor(PyObject *module, PyObject *object)
 }
 
 static PyObject *
-resize_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+allocate(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    const char *reason = NULL;
     int64_t numel;
-    if (fp_check_nargs_between("resize_storage", nargs, 2, 4) < 0 || fp_as_int64(args[1], &numel) < 0) {
+    if (fp_check_nargs("allocate", nargs, 2) < 0 || fp_as_int64(args[1], &numel) < 0) {
         return NULL;
     }
-    if (nargs > 2 && args[2] != Py_None) {
-        reason = PyUnicode_AsUTF8(args[2]); /* lives as long as the argument */
+    const int status = fp_torch_allocate(args[0], numel);
+    return status < 0 ? NULL : status == 2 ? Py_NewRef(Py_None) : PyBool_FromLong(status);
+}
+
+static PyObject *
+free_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    const char *reason = NULL;
+    if (fp_check_nargs_between("free", nargs, 1, 3) < 0) {
+        return NULL;
+    }
+    if (nargs > 1 && args[1] != Py_None) {
+        reason = PyUnicode_AsUTF8(args[1]); /* lives as long as the argument */
         if (reason == NULL) {
             return NULL;
         }
     }
-    const int keeps_size = nargs > 3 ? PyObject_IsTrue(args[3]) : 0;
-    if (keeps_size < 0 || fp_torch_resize_storage(args[0], numel, reason, keeps_size) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    const int keeps_size = nargs > 2 ? PyObject_IsTrue(args[2]) : 0;
+    const int status = keeps_size < 0 ? -1 : fp_torch_free(args[0], reason, keeps_size);
+    return status < 0 ? NULL : PyBool_FromLong(status);
 }
 
 static PyObject *
@@ -86,11 +94,15 @@ grad_summary(PyObject *module, PyObject *params)
 }
 
 static PyObject *
-versions(PyObject *module, PyObject *tensors)
+versions(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_versions sums;
-    PyObject *items = PySequence_Tuple(tensors);
-    const int plain = items == NULL ? -1 : fp_torch_versions(fp_items(items), PyTuple_GET_SIZE(items), &sums);
+    fp_versions sums = {0};
+    if (nargs < 1) {
+        return PyErr_Format(PyExc_TypeError, "versions() takes the parameters at least");
+    }
+    PyObject *items = PySequence_Tuple(args[0]);
+    int plain = items == NULL ? -1 : fp_torch_versions(fp_items(items), PyTuple_GET_SIZE(items), 1, &sums);
+    plain = plain <= 0 ? plain : fp_torch_versions(args + 1, nargs - 1, 0, &sums);
     Py_XDECREF(items);
     if (plain <= 0) {
         return plain < 0 ? NULL : Py_NewRef(Py_None);
@@ -178,11 +190,15 @@ PyMethodDef fp_tensor_methods[] = {
      "mode is on: loops in C do with them what torch's operations would."},
     {"is_plain_tensor", is_plain_tensor, METH_O,
      "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
-    {"resize_storage", FP_FASTCALL(resize_storage), METH_FASTCALL,
-     "resize_storage($module, tensor, numel, reason=None, keeps_size=False, /)\n--\n\nGive the storage of tensor room "
-     "for numel elements of its dtype; 0 frees it. Contents are not kept. "
+    {"allocate", FP_FASTCALL(allocate), METH_FASTCALL,
+     "allocate($module, tensor, numel, /)\n--\n\nGive the freed storage of tensor room for numel elements of its "
+     "dtype. "
+     "Contents are not kept.\n\nFalse: it has just that room already; None, with nothing done: it has other room, or "
+     "tensor is not plain."},
+    {"free", FP_FASTCALL(free_storage), METH_FASTCALL,
+     "free($module, tensor, reason=None, keeps_size=False, /)\n--\n\nFree the storage of tensor in place. "
      "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
-     "size."},
+     "size.\n\nFalse, with nothing done: tensor is not plain, or does not begin its storage."},
     {"storage_numel", storage_numel, METH_O,
      "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
     {"digest", digest, METH_O,
@@ -196,9 +212,10 @@ PyMethodDef fp_tensor_methods[] = {
     {"grad_summary", grad_summary, METH_O,
      "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
      "unless is_plain(*params)."},
-    {"versions", versions, METH_O,
-     "versions($module, tensors, /)\n--\n\n(sum of the tensors' versions, how many have a gradient, sum of the "
-     "gradients' versions); None unless is_plain(*tensors)."},
+    {"versions", FP_FASTCALL(versions), METH_FASTCALL,
+     "versions($module, params, /, *others)\n--\n\n(sum of the versions of all, how many parameters have a gradient, "
+     "sum "
+     "of the versions of those); None unless all are plain."},
     {"survey", survey, METH_O,
      "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
      "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "

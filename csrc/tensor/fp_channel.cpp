@@ -18,6 +18,11 @@ struct fp_sum {
     std::optional<c10::Event> is_here; // recorded after the copy to the host
 };
 
+struct fp_gather {
+    std::unique_ptr<fp_group, void (*)(fp_group *)> group;
+    c10::intrusive_ptr<c10d::Work> work;
+};
+
 namespace fp {
 namespace {
 
@@ -389,6 +394,64 @@ fp_group_world_rank(const fp_group *group, int rank)
     const int world_rank = found == nullptr ? -1 : static_cast<int>(PyLong_AsLong(found));
     Py_XDECREF(found);
     return world_rank;
+}
+
+fp_gather *
+fp_gather_new(PyObject *object, const char *name, int sliced)
+{
+    return fp::guarded<fp_gather *>(nullptr, [&]() -> fp_gather * {
+        std::unique_ptr<fp_group, void (*)(fp_group *)> group(fp_group_new(object, name), fp_group_free);
+        if (!group) {
+            return nullptr;
+        }
+        group->sliced = sliced != 0;
+        return new fp_gather{std::move(group), {}};
+    });
+}
+
+void
+fp_gather_free(fp_gather *gather)
+{
+    delete gather;
+}
+
+int
+fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        TORCH_CHECK(!gather->work, "an all-gather is under way");
+        const at::Tensor own = fp::unpack(shard).detach(); // the same memory, also when shard is given other data
+        gather->work = fp::all_gather(*gather->group, fp::unpack(output), own);
+    });
+}
+
+int
+fp_gather_wait(fp_gather *gather)
+{
+    return fp::guarded(-1, [&] {
+        const c10::intrusive_ptr<c10d::Work> waited = gather->work;
+        if (!waited) {
+            return 1;
+        }
+        try {
+            if (!(gather->group->sliced ? fp::wait_a_while(*waited) : fp::wait_to_the_end(*waited))) {
+                return 0;
+            }
+        }
+        catch (...) {
+            fp::forget(gather->work, waited);
+            throw;
+        }
+        fp::forget(gather->work, waited);
+        return 1;
+    });
+}
+
+int
+fp_gather_is_under_way(const fp_gather *gather) noexcept
+{
+    return gather->work && !gather->work->isCompleted();
 }
 
 // On a stream of its own: what the host reads here waits for the other ranks, not for what this device still computes.

@@ -54,6 +54,17 @@ int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* of on
 int fp_group_place(const fp_group *group, int *rank, int *size);        /* ours in it; -1 on failure */
 int fp_group_world_rank(const fp_group *group, int rank);               /* of one of it in the world; -1 on failure */
 
+/* The all-gathers of one unit over a group, one at a time, which nobody is told of. */
+typedef struct fp_gather fp_gather;
+/* group: C++ knows it under this name. sliced: its waits can be left and begun again. */
+fp_gather *fp_gather_new(PyObject *group, const char *name, int sliced);
+void fp_gather_free(fp_gather *gather); /* NULL is allowed; one under way goes on */
+/* Begin to gather the shard of every rank into output, in rank order. RuntimeError if one is under way. */
+int fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard);
+/* Until it has ended: 1; 0: sliced, and a moment is over; -1: it has failed, and is forgotten. */
+int fp_gather_wait(fp_gather *gather);
+int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 0 also if it has ended and nobody has waited */
+
 /* The sum of flags over the ranks of a group, on the device of like: started, and waited for when it is read. */
 typedef struct fp_sum fp_sum;
 fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives);

@@ -445,10 +445,9 @@ fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int 
 }
 
 int
-fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versions)
+fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, int with_grads, fp_versions *versions)
 {
     return fp::guarded(-1, [&] {
-        *versions = {};
         if (!fp_torch_all_plain(tensors, n)) {
             return 0;
         }
@@ -456,7 +455,7 @@ fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versions)
             const at::Tensor &tensor = THPVariable_Unpack(tensors[i]);
             const at::Tensor &grad = tensor.unsafeGetTensorImpl()->grad();
             versions->values += tensor._version();
-            if (grad.defined()) {
+            if (with_grads && grad.defined()) {
                 versions->grads++;
                 versions->grad_values += grad.is_inference() ? 0 : grad._version();
             }
@@ -478,19 +477,40 @@ fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
 }
 
 int
-fp_torch_resize_storage(PyObject *tensor_object, int64_t numel, const char *reason, int keeps_size)
+fp_torch_allocate(PyObject *object, int64_t numel)
 {
     return fp::guarded(-1, [&] {
-        const at::Tensor &tensor = fp::unpack(tensor_object);
+        const at::Tensor &tensor = fp::unpack(object);
         const auto item_bytes = static_cast<int64_t>(tensor.element_size());
         TORCH_CHECK_VALUE(numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
                           "a storage cannot have ", numel, " elements");
-        c10::StorageImpl *storage = fp::storage_of(tensor);
-        if (numel == 0 && !storage->resizable() && fp::is_reused(storage)) {
-            fp::move_to_storage(tensor, fp::freed_source(tensor.options(), storage->nbytes(), reason, keeps_size != 0));
-            return;
+        const auto wanted = static_cast<size_t>(numel * item_bytes);
+        c10::StorageImpl *storage = fp_torch_is_plain(object) ? fp::storage_of(tensor) : nullptr;
+        const size_t present = storage == nullptr ? 0 : fp::memory_of(storage);
+        if (storage == nullptr || (present != 0 && present != wanted)) {
+            return 2;
         }
-        fp::resize_storage(storage, static_cast<size_t>(numel * item_bytes), reason, keeps_size != 0);
+        fp::resize_storage(storage, wanted, nullptr, false);
+        return present == wanted ? 0 : 1;
+    });
+}
+
+int
+fp_torch_free(PyObject *object, const char *reason, int keeps_size)
+{
+    return fp::guarded(-1, [&] {
+        const at::Tensor &tensor = fp::unpack(object);
+        if (!fp_torch_is_plain(object) || tensor.storage_offset() != 0) {
+            return 0;
+        }
+        c10::StorageImpl *storage = fp::storage_of(tensor);
+        if (!storage->resizable() && fp::is_reused(storage)) {
+            fp::move_to_storage(tensor, fp::freed_source(tensor.options(), storage->nbytes(), reason, keeps_size != 0));
+        }
+        else {
+            fp::resize_storage(storage, 0, reason, keeps_size != 0);
+        }
+        return 1;
     });
 }
 

@@ -101,26 +101,29 @@ int fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometr
 int fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int *any_requires_grad);
 int fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n);
 
-/* What in-place changes of tensors and of their gradients show in. */
+/* What in-place changes of tensors, and of their gradients if with_grads, show in; added to *versions. */
 typedef struct {
     int64_t values;      /* sum of the tensors' versions */
     int64_t grads;       /* how many have a gradient */
     int64_t grad_values; /* sum of the gradients' versions */
 } fp_versions;
-int fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, fp_versions *versions);
+int fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, int with_grads, fp_versions *versions);
 
 /* target = source, or target += source if accumulate: 1-D, equally long, contiguous, in separate memory, of any dtypes; in
  * one pass over memory on the CPU. ValueError, with nothing done, for other tensors. */
 int fp_torch_convert(PyObject *target, PyObject *source, int accumulate);
 
-/* Resize the storage of tensor in place: 0 frees it. Views made before stay valid as soon as it has its size again.
- * Contents are not kept. A storage that cannot be resized is left as it was: an error; but if it was freed here before, its
- * memory is lent since, and freeing it leaves it to others: tensor then lies in another storage, which is freed.
+/* Give the freed storage of tensor room for numel elements, in place: views made before are valid again. Contents are not
+ * kept. 1; 0: it has just that room already; 2, with nothing done: it has other room, or tensor is not plain; -1. */
+int fp_torch_allocate(PyObject *tensor, int64_t numel);
+/* Free the storage of tensor in place. 1; 0, with nothing done: tensor is not plain, or does not begin its storage; -1.
+ * A storage that cannot be resized is left as it was: an error; but if it was freed here before, its memory is lent since,
+ * and freeing it leaves it to others: tensor then lies in another storage, which is freed.
  * reason (UTF-8, copied; may be NULL): what a RuntimeError says when the data of a freed storage is read or written, until
- * it is resized again; without it, such an access is a null pointer's. With a reason and keeps_size a freed storage only
+ * it is allocated again; without it, such an access is a null pointer's. With a reason and keeps_size a freed storage only
  * loses its memory and still says its size: views can then be made of it, and reading one says the reason where torch would
  * say that it is out of bounds. */
-int fp_torch_resize_storage(PyObject *tensor, int64_t numel, const char *reason, int keeps_size);
+int fp_torch_free(PyObject *tensor, const char *reason, int keeps_size);
 int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements of tensor's dtype its memory can hold; -1: error */
 int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */
 

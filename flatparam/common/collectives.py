@@ -31,6 +31,16 @@ def name_of(backend: Any) -> str:
     return str(backend.name()) if hasattr(backend, "name") else ""
 
 
+def name_in_cpp(group: dist.ProcessGroup) -> str | None:
+    """The name under which C++ finds ``group``, if it does."""
+    name = group.group_name
+    try:
+        known = dist.distributed_c10d._resolve_process_group(name) is not None
+    except (RuntimeError, KeyError, ValueError):
+        known = False
+    return name if known else None
+
+
 def can_be_cut(backend: Any) -> bool:
     """Whether waits for its collectives may be given up and begun again: gloo's may, those of others abort."""
     return name_of(unwrapped(backend)) == "gloo"
@@ -109,19 +119,16 @@ def torchs(name: str) -> Any:
 _TORCHS = [torchs(name) for name in ("all_gather", *NAMES["all_gather"], *NAMES["all_reduce"])]
 
 
+def is_replaced(function: Any) -> bool:
+    """Whether a user has put it in the place of the ``torch.distributed`` function of its name."""
+    return function not in _TORCHS
+
+
 def gathering() -> Callable[..., Any]:
     """The all-gather into one tensor, by the newest name that this torch has."""
     newest, older = NAMES["all_gather"]
     function: Callable[..., Any] = getattr(dist, newest, None) or getattr(dist, older)
     return function
-
-
-def all_gather_at_once(output: Tensor, shard: Tensor, group: Any, async_op: bool) -> Any:
-    """Begin ``gathering()``; past torch's checks of its arguments, where nobody has replaced it."""
-    function = gathering()
-    if hasattr(group, "_allgather_base") and any(function is known for known in _TORCHS):
-        return group._allgather_base(output, shard)
-    return function(output, shard, group=group, async_op=async_op)
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
@@ -145,7 +152,7 @@ def _complete(
     """Wait for it here, so that Ctrl-C ends that; torch does for what a user has put in its place, and where waits
     cannot be cut.
     """
-    if is_sliced(group, sent.device) and any(collective is known for known in _TORCHS):
+    if is_sliced(group, sent.device) and not is_replaced(collective):
         wait_in_slices(collective(*args, **kwargs, async_op=True))
     else:
         collective(*args, **kwargs)

@@ -124,13 +124,11 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
 
 def allocate(tensor: Tensor, size: torch.Size) -> bool:
     """Give ``tensor``'s freed storage room for ``size`` elements. False: it is plain, and has that already."""
-    numel = size.numel()
-    held = _C.storage_numel(tensor) if _C.is_plain_tensor(tensor) else -1
-    if held == 0:
-        _C.resize_storage(tensor, numel)
-    elif held != numel:
+    given = _C.allocate(tensor, size.numel())
+    if given is None:
         _alloc_storage(tensor, size)
-    return held != numel
+        return True
+    return given
 
 
 def free(tensor: Tensor, reason: str | None = None, keeps_size: bool = False) -> None:
@@ -139,9 +137,7 @@ def free(tensor: Tensor, reason: str | None = None, keeps_size: bool = False) ->
     ``reason`` is what a RuntimeError says when the freed data is read or written. With ``keeps_size`` it also does for
     a view that is made of it then; the storage goes on to say the size that it had.
     """
-    if _C.is_plain_tensor(tensor) and tensor.storage_offset() == 0:
-        _C.resize_storage(tensor, 0, reason, keeps_size)
-    else:
+    if not _C.free(tensor, reason, keeps_size):
         _free_storage(tensor)
 
 

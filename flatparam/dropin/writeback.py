@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from .. import _C
 from ..common.tensors import has_memory, same_storage
 from ..common.torch_private import HandleTrainingState
 from .views import Views
@@ -73,11 +72,9 @@ class Writeback(Views):
         flat_param, infos = self.flat_param, self.flat_param._shard_param_infos
         skipped = self._skipped_use_sharded_views
         grad = None if skipped else self._flat_grad_for_writeback()  # no gradients are shown while skipping
-        if self._unit is None or not _C.is_plain(owner, *(() if grad is None else (grad,))):
-            return [i for i, piece in enumerate(infos) if piece.in_shard]
         params = flat_param._tensors if skipped else flat_param._params
-        changed: list[int] = self._unit.scan(params, owner, grad, infos)
-        return changed
+        changed: list[int] | None = None if self._unit is None else self._unit.scan(params, owner, grad, infos)
+        return [i for i, piece in enumerate(infos) if piece.in_shard] if changed is None else changed
 
     def _writeback_one(self, i: int, owner: Tensor) -> bool:
         flat_param = self.flat_param

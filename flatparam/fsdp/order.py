@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ..common.collectives import is_sliced, name_of, unwrapped, wait_in_slices, wait_in_thread
+from ..common.collectives import (
+    gathering,
+    is_replaced,
+    is_sliced,
+    name_in_cpp,
+    name_of,
+    unwrapped,
+    wait_in_slices,
+    wait_in_thread,
+)
 from . import peers
 from .errors import OrderError, without_store
 from .placement import Placement
@@ -93,6 +102,22 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     return collective(*tensors, group=group, async_op=True, **options)
 
 
+def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
+    """The all-gather of ``native_gather(group)``, into ``output`` ``[ranks * n]``, as ``issue`` begins it."""
+    if native is None or is_replaced(gathering()):
+        return issue(gathering(), output, shard.detach(), group=group)
+    native.begin(output, shard)
+    return native
+
+
+def native_gather(group: dist.ProcessGroup, device: torch.device) -> _C.Gather | None:
+    """All-gathers over ``group`` without torch's Python; None where they need that: see ``issue``."""
+    name = name_in_cpp(group)
+    if name is None or dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return None
+    return _C.Gather(group, name, is_sliced(group, device))
+
+
 def _meet(group: dist.ProcessGroup) -> None:
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     ranks = dist.get_process_group_ranks(group)
@@ -122,8 +147,12 @@ def wait(work: Any, group: dist.ProcessGroup, device: torch.device, is_reduce_sc
         if found:
             raise OrderError(found + AND_SO)
 
-    sliced = is_sliced(group, device)
     try:
+        if isinstance(work, _C.Gather):
+            while not work.wait():
+                look()
+            return
+        sliced = is_sliced(group, device)
         if is_reduce_scatter and sliced and device.type == "cpu":
             wait_in_thread(work, look)
         else:

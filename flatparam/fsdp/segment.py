@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 
 from .. import _C
+from ..common.collectives import name_in_cpp
 from ..common.tensors import in_storage_order, lacks_memory
 from . import collectives, order
 from .materialize import blank
@@ -248,9 +249,4 @@ def describe_group(group: dist.ProcessGroup | None) -> Group | None:
     """A group as the C core takes it: with the name under which C++ knows it, if it does."""
     if group is None:
         return None
-    name = group.group_name
-    try:
-        known = dist.distributed_c10d._resolve_process_group(name) is not None
-    except (RuntimeError, KeyError, ValueError):
-        known = False
-    return group, name if known else None
+    return group, name_in_cpp(group)

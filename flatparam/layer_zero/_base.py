@@ -26,6 +26,9 @@ class Base:
     zero3_group_rank: int
     zero3_group_size: int
     device: torch.device
+    _is_on_host: bool  # there is one stream
+    _zero1_gather: _C.Gather | None  # None: through torch.distributed's functions, as where those are replaced
+    _zero3_gather: _C.Gather | None
     flat_param: Any  # a FlatParameter
     _device_handle: Any  # a _FSDPDeviceHandle
     _flat: FlatParam
@@ -91,7 +94,7 @@ class Base:
 
     def _free_after_use(self, tensor: Tensor) -> None:
         """Free it once the current stream has come so far."""
-        (self._free if self.device.type == "cpu" else self._flat._free_after_use)(tensor)
+        (self._free if self._is_on_host else self._flat._free_after_use)(tensor)
 
     # Checks, as the reference has them
 
@@ -106,10 +109,13 @@ class Base:
     def _is_storage_freed(tensor: Tensor | None) -> bool:
         return tensor is not None and not is_allocated(tensor)
 
-    def _versions(self, tensors: Any) -> tuple[int, int, int]:
-        """Sums of the versions of tensors and of their gradients, and how many have one: ``_C.versions`` of any."""
-        found = _C.versions(tensors)
+    def _versions(self) -> tuple[int, int, int]:
+        """What users have done: versions of parameters and masters, how many gradients there are, versions of those."""
+        flat_param = self.flat_param
+        params, masters = flat_param._params, (flat_param, flat_param._zero1_shard)
+        found = _C.versions(params, *masters)
         if found is None:
-            grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-            found = sum(tensor._version for tensor in tensors), len(grads), sum(grad._version for grad in grads)
+            grads = [param.grad for param in params if param.grad is not None]
+            values = sum(tensor._version for tensor in (*params, *masters))
+            found = values, len(grads), sum(grad._version for grad in grads)
         return found

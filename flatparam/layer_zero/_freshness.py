@@ -29,8 +29,7 @@ class Freshness(Sums):
 
     @property
     def _now(self) -> tuple[int, int]:
-        flat_param = self.flat_param
-        return self._versions((*flat_param._params, flat_param, flat_param._zero1_shard))[0], optimizers.taken
+        return self._versions()[0], optimizers.taken
 
     @property
     def _is_changed_here(self) -> bool:

@@ -100,7 +100,7 @@ class Gradients(Parameters):
         flat_param = self.flat_param
         self._stop_showing()
         if flat_param.grad is not None and not self._in_backward:
-            count = self._versions(flat_param._params)[1]
+            count = self._versions()[1]
             if 0 < count < self._count_reduced:
                 self._zero_cleared_pieces()
             if count:
@@ -249,7 +249,7 @@ class Gradients(Parameters):
         flat_param.grad = reduced
         self._flat._note_grads_came()
         self._use_sharded_grad_views()
-        self._count_reduced = self._versions(flat_param._params)[1]
+        self._count_reduced = self._versions()[1]
 
     prepare_gradient_for_optim = prepare_gradient_for_zero1
 

@@ -3,12 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .. import _C
-from ..common.collectives import all_gather_at_once
-from ..common.tensors import allocate, has_memory, pinned
+from ..common.tensors import allocate, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp import order
 from ._freshness import Freshness
@@ -21,8 +18,8 @@ class Parameters(Freshness):
 
     _ag_handle: Any = None
     _ag_group: Any = None
-    _was_given_up = False  # a wait for it, by Ctrl-C say
     _gather_source: Tensor | None = None  # kept while it is read
+    _was_given_up = False  # a wait for it, by Ctrl-C say
     _is_from_masters = False  # what was gathered, and no reshard has taken a zero3 shard of it yet
 
     @torch.no_grad()
@@ -131,13 +128,15 @@ class Parameters(Freshness):
             return False
         if self._shown is not None:
             self._notice_cleared_grads()
-        grad, infos = flat_param.grad, flat_param._shard_param_infos
+        grad = flat_param.grad
         if grad is not None and self._shown is None and not self._in_backward:
             grad = self._drop_cleared_grad()
-        plain = unit is not None and _C.is_plain(flat_param, *(() if grad is None else (grad,)))
-        if plain and not flat_param._shared_param_infos and not unit.scan(flat_param._params, flat_param, grad, infos):
-            return False
-        return self._flat._writeback_orig_params()
+        as_put = (
+            unit is not None
+            and not flat_param._shared_param_infos
+            and unit.scan(flat_param._params, flat_param, grad, flat_param._shard_param_infos) == []
+        )
+        return not as_put and self._flat._writeback_orig_params()
 
     def unshard(self) -> None:
         """Gather what is not gathered yet, or is no longer fresh, and switch to it.
@@ -151,7 +150,7 @@ class Parameters(Freshness):
         allocate(padded, self.flat_param._padded_unsharded_size)
         if self._state is SUMMON_FULL_PARAMS:
             self._gathered = self._is_from_masters = False
-            self._gather(padded, self.flat_param._zero1_shard, self.zero1_process_group)
+            self._gather(padded, self.flat_param._zero1_shard, from_masters=True)
         else:
             self._all_gather_flat_param(padded)
         self._use_unsharded_flat_param(padded)
@@ -164,11 +163,11 @@ class Parameters(Freshness):
         from_masters = self._must_refresh()
         if from_masters:
             self._refuse_older_graphs()
-            self._gather(padded, flat_param._zero1_shard.to(self._fwd_bwd_param_dtype), self.zero1_process_group)
+            self._gather(padded, flat_param._zero1_shard.to(self._fwd_bwd_param_dtype), from_masters=True)
             self._seen = self._now
             self._is_from_masters = True
         elif not self._gathered:
-            self._gather(padded, flat_param._zero3_shard, self.zero3_process_group)
+            self._gather(padded, flat_param._zero3_shard)
         self._gathered = self._confirmed = True
         return padded
 
@@ -177,8 +176,11 @@ class Parameters(Freshness):
         if self._seen[0] != -1 and self._is_changed_here:
             torch.autograd.graph.increment_version(self.flat_param)
 
-    def _gather(self, padded: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
-        ranks = group.size()
+    def _gather(self, padded: Tensor, shard: Tensor, from_masters: bool = False) -> None:
+        if from_masters:
+            group, ranks, native = self.zero1_process_group, self.zero1_world_size, self._zero1_gather
+        else:
+            group, ranks, native = self.zero3_process_group, self.zero3_group_size, self._zero3_gather
         expected = shard.numel() * ranks
         if padded.numel() != expected:
             raise AssertionError(self._about(f"expects {expected} elements to gather into, got {padded.numel()}"))
@@ -187,27 +189,26 @@ class Parameters(Freshness):
             with torch.no_grad():
                 padded.copy_(shard)
             return
-        self._gather_source, self._ag_group = shard.detach(), group
-        self._ag_handle = order.issue(all_gather_at_once, padded, self._gather_source, group=group)
+        self._gather_source, self._ag_group = shard, group
+        self._ag_handle = order.begin_gather(native, padded, shard, group)
 
     def wait_unshard(self) -> None:
         """Wait for the gather: the host on the CPU, the current stream on an accelerator."""
-        if self._ag_handle is not None:
-            self._was_given_up = True
-            try:
-                order.wait(self._ag_handle, self._ag_group, self.device)
-            except RuntimeError:
-                if self._ag_handle.is_completed():  # it has failed
-                    self._ag_handle = self._gather_source = None
-                    self._gathered = self._confirmed = self._is_from_masters = False
-                    self._forget_what_was_gathered()
-                raise
+        if self._ag_handle is None:
+            return
+        self._was_given_up = True
+        try:
+            order.wait(self._ag_handle, self._ag_group, self.device)
+        except RuntimeError:
+            if self._ag_handle.is_completed():  # it has failed
+                self._ag_handle = self._gather_source = None
+                self._gathered = self._confirmed = self._is_from_masters = False
+                self._forget_what_was_gathered()
+            raise
         self._was_given_up = False
         self._ag_handle = self._gather_source = None
 
-    def post_unshard(self) -> None:
-        """Wait for the gather."""
-        self.wait_unshard()
+    post_unshard = wait_unshard
 
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Let ``flat_param`` be the unsharded one; the modules have views in forward and backward, else parameters."""
@@ -215,7 +216,7 @@ class Parameters(Freshness):
         self._is_unsharded = True
         in_forward = state is FORWARD
         again = state is BACKWARD_PRE and flat_param._tensors[0] is not None
-        if (in_forward or state is BACKWARD_PRE) and self._unit is not None and _C.is_plain(padded):
+        if (in_forward or state is BACKWARD_PRE) and self._unit is not None:
             unsafe = self._flat._unsafe
             views = self._unit.use_unsharded(flat_param, padded, flat_param._tensors, again, in_forward, unsafe)
             if views is not None:
@@ -237,7 +238,8 @@ class Parameters(Freshness):
         With a zero3 group of one rank the unsharded parameter is the zero3 shard, and is not freed.
         """
         flat_param = self.flat_param
-        self.wait_unshard()
+        if self._ag_handle is not None:
+            self.wait_unshard()
         if self._is_from_masters:
             self._take_zero3_shard()
         self._confirmed, self._agreed = False, None
@@ -248,8 +250,7 @@ class Parameters(Freshness):
             if self._stays_unsharded:
                 flat_param._zero3_shard = None  # it was freed, or may have been written to
         elif free_unsharded_flat_param and not (self._stays_unsharded and self._gathered):
-            if has_memory(flat_param._full_param_padded):
-                self._free_after_use(flat_param._full_param_padded)
+            self._free_after_use(flat_param._full_param_padded)
             self._gathered = False
 
     @torch.no_grad()
@@ -275,7 +276,7 @@ class Parameters(Freshness):
         if (
             unit is None
             or shard.size() != flat_param._sharded_size
-            or not (_C.is_plain(flat_param, shard) and shard.is_contiguous())
+            or not shard.is_contiguous()
             or not unit.use_sharded(
                 flat_param, shard, params, shared, flat_param._shard_param_infos, self._flat._unsafe
             )

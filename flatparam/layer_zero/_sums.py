@@ -22,7 +22,7 @@ from ..fsdp import order
 from ._base import Base
 from .states import IDLE
 
-_showing: "weakref.WeakSet[Sums]" = weakref.WeakSet()
+_watched: "weakref.WeakSet[Sums]" = weakref.WeakSet()  # whatever has shown a sum
 _IN_ORDER = nullcontext()  # as everything is on the host
 
 
@@ -45,11 +45,12 @@ class Sums(Base):
     _sum = Sum.NONE
     _last_use: Any = None  # an event on an accelerator
     _shown: tuple[int, int] | None = None  # how many gradients, and the sum of their versions, when they were shown
+    _is_watched = False  # before an optimizer's step
     _rs_handle: Any = None
     _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
 
     def _in_order(self) -> AbstractContextManager[None]:
-        return _IN_ORDER if self.device.type == "cpu" else self._in_order_of_streams()
+        return _IN_ORDER if self._is_on_host else self._in_order_of_streams()
 
     @contextmanager
     def _in_order_of_streams(self) -> Generator[None, None, None]:
@@ -152,9 +153,11 @@ class Sums(Base):
         self._flat._clear_grads()
         _C.set_grad(flat_param, total)
         self._flat._set_unsharded_grads(total)
-        self._shown = self._versions(flat_param._params)[1:]
-        _showing.add(self)
-        optimizers.ask_before(_check)
+        self._shown = self._versions()[1:]
+        if not self._is_watched:
+            self._is_watched = True
+            _watched.add(self)
+            optimizers.ask_before(_check)
 
     def _show_reduced(self) -> None:
         """Show what was reduced before and put aside, where nothing was added up since."""
@@ -194,7 +197,6 @@ class Sums(Base):
             self._flat._clear_grads()
         _C.set_grad(self.flat_param, None)
         self._shown = None
-        _showing.discard(self)
         return True
 
     def _notice_cleared_grads(self) -> None:
@@ -202,12 +204,11 @@ class Sums(Base):
         if self._shown is None:
             return
         flat_param = self.flat_param
-        now = self._versions(flat_param._params)[1:]
+        now = self._versions()[1:]
         if now == self._shown:
             return
         if now[0] == 0:
             self._shown, self._sum = None, Sum.NONE
-            _showing.discard(self)
             _C.set_grad(flat_param, None)
             vars(flat_param).pop("_saved_grad_shard", None)
             self.free_full_prec_grad()
@@ -217,12 +218,12 @@ class Sums(Base):
             for i, view in enumerate(self._flat._get_unflat_views(flat_param.grad)):
                 if not view.any():
                     self._flat._zero_grad_of_earlier_backwards(i)
-        self._shown = self._versions(flat_param._params)[1:]
+        self._shown = self._versions()[1:]
 
     def _drop_cleared_grad(self) -> Tensor | None:
         """The reduced gradient; None, and it is given up, where no original parameter has one any more."""
         flat_param = self.flat_param
-        if self._versions(flat_param._params)[1] == 0:
+        if self._versions()[1] == 0:
             _C.set_grad(flat_param, None)
             vars(flat_param).pop("_saved_grad_shard", None)
         grad: Tensor | None = flat_param.grad
@@ -250,12 +251,13 @@ class Sums(Base):
 
 def _check(optimizer: Optimizer, *arguments: Any) -> None:
     """Raises: ValueError naming a parameter whose ``.grad`` is the sum of micro-batches of this rank alone."""
-    if not _showing:
+    showing = [handle for handle in _watched if handle._shown is not None]
+    if not showing:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
-    for handle in list(_showing):
+    for handle in showing:
         for fqn, param in zip(handle.flat_param._fqns, handle.flat_param._params, strict=True):
-            if id(param) in stepped and handle._shown is not None:
+            if id(param) in stepped:
                 raise ValueError(
                     f"{type(optimizer).__name__}.step(): the gradient of `{fqn}` is the sum of this rank's "
                     "micro-batches, not reduced over the ranks yet: reduce it in the last one, or clear the gradients"

@@ -16,6 +16,7 @@ from .. import _C
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
+from ..fsdp import order
 from ..fsdp.agreement import Described, check_described
 from ..fsdp.placement import check_pair
 from ._gradients import Gradients
@@ -113,6 +114,7 @@ class FlatParamHandle(Gradients):
                 if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                     raise ValueError(f"{what}: expected {name} to be a floating-point dtype or None, got {dtype!r}")
             self.device, self._zero3_module = torch.device(device), zero3_module
+            self._is_on_host = self.device.type == "cpu"
             names = self._check_params(params, zero3_module, what)
             settings = (
                 f"zero3 of {self.zero3_group_size}, zero1 of {self.zero1_world_size} ranks, "
@@ -133,6 +135,8 @@ class FlatParamHandle(Gradients):
             problem = error
         check_described(described, problem, zero1_process_group)
         self._offload_grads = bool(offload_grads)
+        self._zero1_gather = order.native_gather(zero1_process_group, self.device)
+        self._zero3_gather = order.native_gather(zero3_process_group, self.device)
 
     def _check_params(self, params: Sequence[Any], module: nn.Module, what: str) -> list[str]:
         """The names of ``params``. Raises: ValueError naming one that cannot be flattened with the others, and why."""

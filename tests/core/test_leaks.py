@@ -261,7 +261,7 @@ def test_wrong_arguments_to_the_extension():
         lambda: _C.convert(flat, flat[:4], True),
         lambda: _C.clear_grads(flat[0]),
         lambda: _C.same_storage(flat, None),
-        lambda: _C.resize_storage(flat, "x"),
+        lambda: _C.allocate(flat, "x"),
         lambda: _C.storage_numel(None),
     ]
 

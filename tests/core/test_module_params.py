@@ -515,10 +515,10 @@ def test_a_unit_in_a_cycle_is_collected():
 def test_storage_is_resized_in_place_and_views_live_again():
     tensor = torch.arange(8.0)
     view = tensor[2:4]
-    _C.resize_storage(tensor, 0)
+    _C.free(tensor)
     assert tensor.untyped_storage().size() == 0
     assert _C.storage_numel(view) == 0
-    _C.resize_storage(tensor, 8)
+    _C.allocate(tensor, 8)
     tensor.copy_(torch.arange(8.0))
     assert view.tolist() == [2.0, 3.0]
     assert _C.same_storage(view, tensor)
@@ -528,23 +528,23 @@ def test_a_freed_storage_that_keeps_its_size_says_why_to_a_view_made_later():
     tensor = torch.arange(8.0)
     memory = tensor.untyped_storage()
     weight = tensor.view(2, 4)
-    _C.resize_storage(tensor, 0, "gone for a reason", True)
+    _C.free(tensor, "gone for a reason", True)
     assert memory.size() == 32
     assert _C.storage_numel(tensor) == 0
     with pytest.raises(RuntimeError, match="gone for a reason"):
         torch.ones(2, 4) @ weight.t()
-    _C.resize_storage(tensor, 0, "gone for a reason")
+    _C.free(tensor, "gone for a reason")
     assert memory.size() == 0
-    _C.resize_storage(tensor, 0, "gone for a reason", True)  # nothing to keep
+    _C.free(tensor, "gone for a reason", True)  # nothing to keep
     assert memory.size() == 0
     for keeps_size in (True, False, True):
-        _C.resize_storage(tensor, 8)
+        _C.allocate(tensor, 8)
         assert _C.storage_numel(tensor) == 8
         tensor.copy_(torch.arange(8.0))
         assert (torch.ones(2, 4) @ weight.t()).tolist() == [[6.0, 22.0]] * 2
-        _C.resize_storage(tensor, 0, "gone for a reason", keeps_size)
+        _C.free(tensor, "gone for a reason", keeps_size)
     other = torch.arange(8.0)
-    _C.resize_storage(other, 0, None, True)  # without a reason nothing would stop who reads it
+    _C.free(other, None, True)  # without a reason nothing would stop who reads it
     assert other.untyped_storage().size() == 0
 
 
@@ -552,8 +552,8 @@ def test_a_storage_that_borrows_its_memory_is_left_alone():
     memory = bytearray(16)
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     with pytest.raises(RuntimeError, match="cannot be resized"):
-        _C.resize_storage(tensor, 0)
+        _C.free(tensor)
     assert tensor.tolist() == [0.0] * 4
     for numel in (-1, 2**62):
         with pytest.raises(ValueError, match="cannot have"):
-            _C.resize_storage(torch.zeros(4), numel)
+            _C.allocate(torch.zeros(4), numel)

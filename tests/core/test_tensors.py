@@ -22,7 +22,7 @@ def test_the_fused_addition_gives_torchs_bits():
         assert torch.equal(target, source.to(to) + source.to(to))
     whole = torch.ones(8)
     freed = torch.ones(4)
-    flatparam._C.resize_storage(freed, 0)
+    flatparam._C.free(freed)
     for bad in (whole[:4], whole.view(2, 4), freed, whole[:8:2], torch.ones(5)):
         with pytest.raises(ValueError, match=r"expected two|with memory for"):
             flatparam._C.convert(whole[:4], bad, True)

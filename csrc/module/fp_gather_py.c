@@ -1,0 +1,89 @@
+/* module/fp_gather_py.c -- the heap type flatparam._C.Gather: the all-gathers of one unit that Python begins. */
+#include "module/fp_tables.h"
+#include "tensor/fp_channel.h"
+
+typedef struct {
+    PyObject_HEAD
+    fp_gather *gather;
+} gather_object;
+
+static fp_gather *
+gather_of(PyObject *self)
+{
+    return ((gather_object *)self)->gather;
+}
+
+static PyObject *
+gather_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"group", "name", "sliced", NULL};
+    PyObject *group;
+    const char *name;
+    int sliced;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Osp:Gather", keywords, &group, &name, &sliced)) {
+        return NULL;
+    }
+    PyObject *self = type->tp_alloc(type, 0);
+    fp_gather *gather = self == NULL ? NULL : fp_gather_new(group, name, sliced);
+    if (gather == NULL) {
+        Py_CLEAR(self);
+        return NULL;
+    }
+    ((gather_object *)self)->gather = gather;
+    return self;
+}
+
+static void
+gather_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    fp_gather_free(gather_of(self));
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+gather_begin(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("begin", nargs, 2) < 0 || fp_gather_begin(gather_of(self), args[0], args[1]) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+gather_wait(PyObject *self, PyObject *ignored)
+{
+    const int ended = fp_gather_wait(gather_of(self));
+    return ended < 0 ? NULL : PyBool_FromLong(ended);
+}
+
+static PyObject *
+gather_is_completed(PyObject *self, PyObject *ignored)
+{
+    return PyBool_FromLong(!fp_gather_is_under_way(gather_of(self)));
+}
+
+static PyMethodDef gather_methods[] = {
+    {"begin", FP_FASTCALL(gather_begin), METH_FASTCALL,
+     "begin($self, output, shard, /)\n--\n\nBegin to gather the shard of every rank into output, in rank order. "
+     "RuntimeError if one is under way."},
+    {"wait", gather_wait, METH_NOARGS,
+     "wait($self, /)\n--\n\nUntil it has ended; on an accelerator the current stream waits. False: it has not, and a "
+     "moment is over (sliced). RuntimeError: it has failed, and is forgotten."},
+    {"is_completed", gather_is_completed, METH_NOARGS,
+     "is_completed($self, /)\n--\n\nWhether none is under way, as torch's Work says it of one."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot gather_slots[] = {
+    {Py_tp_doc,
+     "Gather(group, name, sliced)\n--\n\nThe all-gathers of one unit over a process group, one at a time.\n\n"
+     "name: under which C++ knows the group; sliced: its waits can be left and begun again."},
+    {Py_tp_new, gather_new},
+    {Py_tp_dealloc, gather_dealloc},
+    {Py_tp_methods, gather_methods},
+    {0, NULL},
+};
+
+PyType_Spec fp_gather_type = FP_TYPE("Gather", gather_object, 0, gather_slots);
