@@ -69,7 +69,7 @@ const fp_state_table fp_data_moves = TABLE(data_moves, data_states, data_events)
 
 enum { NONE = 1 + FP_GRADIENT_NONE, PACKED, INNER, PARTIAL, REDUCING, ARRIVING };
 static const unsigned char gradient_moves[FP_GRADIENT_EVENTS][FP_GRADIENT_STATES] = {
-    [FP_GRADIENT_PACK] = {PACKED, 0, 0, 0, 0, 0},
+    [FP_GRADIENT_PACK] = {PACKED, PACKED, 0, 0, 0, 0},       /* more of another graph task, before its turn */
     [FP_GRADIENT_REDUCE_INNER] = {INNER, INNER, 0, 0, 0, 0}, /* from NONE: what no_sync has kept, or zeros */
     [FP_GRADIENT_REDUCE_PARTIAL] = {PARTIAL, PARTIAL, 0, 0, 0, 0},
     [FP_GRADIENT_REDUCE] = {REDUCING, REDUCING, REDUCING, 0, 0, 0},

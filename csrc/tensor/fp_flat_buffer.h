@@ -108,7 +108,8 @@ void fp_flat_buffer_average_elsewhere(fp_flat_buffer *flat); /* from now on grad
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype; in fp32 if that is a low
  * one. */
 int fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
-/* Put gradients, and what is kept, together as they are reduced; fp_flat_buffer_start_reduce sends that. */
+/* Put gradients, and what is kept, together as they are reduced; fp_flat_buffer_start_reduce sends that. Until then more may
+ * join it. */
 int fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
 /* Start reducing what was packed, or what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros.
  * How far, nested only: over param_group, added to what earlier calls have left; from there to the shard; or both. */

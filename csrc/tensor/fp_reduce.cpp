@@ -145,12 +145,17 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
     move(flat, FP_GRADIENT_SEND);
 }
 
+std::optional<double>
+predivision(const fp_flat_buffer &flat)
+{
+    return flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
+}
+
 // What is kept and the gradients, which may be null, as they are reduced.
 void
 make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at::TensorOptions &options)
 {
-    const std::optional<double> scale =
-        flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
+    const std::optional<double> scale = predivision(flat);
     const WithoutGil released;
     if (flat.refresh_group == nullptr) {
         reload(flat, flat.accumulated_grad);
@@ -169,6 +174,22 @@ make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at:
     else {
         flat.reduce_input = at::zeros({flat.geometry->total}, options);
     }
+}
+
+// What is kept since that was made, and the gradients, join it.
+void
+add_to_reduce_input(fp_flat_buffer &flat, const fp_gradients &gradients)
+{
+    const How how = {.scale = predivision(flat), .accumulate = true};
+    const WithoutGil released;
+    if (flat.refresh_group == nullptr) {
+        reload(flat, flat.accumulated_grad);
+    }
+    if (flat.accumulated_grad.defined()) {
+        convert(flat.reduce_input, flat.accumulated_grad, how);
+        flat.accumulated_grad.reset();
+    }
+    pack_gradients(flat, flat.reduce_input, gradients.list, how);
 }
 
 // What the ranks that share the secondary shard have added up joins what they have added up before, in the shard's dtype.
@@ -244,7 +265,12 @@ fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObjec
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         fp::check(*flat, FP_GRADIENT_PACK);
-        fp::make_reduce_input(*flat, gradients, fp::reduce_options(*flat, shard));
+        if (flat->gradient == FP_GRADIENT_PACKED) {
+            fp::add_to_reduce_input(*flat, *gradients);
+        }
+        else {
+            fp::make_reduce_input(*flat, gradients, fp::reduce_options(*flat, shard));
+        }
         fp::move(*flat, FP_GRADIENT_PACK);
         return 0;
     });

@@ -95,7 +95,9 @@ check_steps(void)
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_PACK, FP_GRADIENT_REDUCE_INNER, FP_GRADIENT_ACCUMULATE,
                    FP_GRADIENT_REDUCE, FP_GRADIENT_SEND, FP_GRADIENT_TAKE),
              FP_GRADIENT_NONE);
-    CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_PACK, FP_GRADIENT_PACK), -1); /* the first one would be lost */
+    CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_PACK, FP_GRADIENT_PACK),
+             FP_GRADIENT_PACKED);                                                 /* one joins the other */
+    CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_PACK), -1); /* would write to it */
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_REDUCE), -1);
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_TAKE, FP_GRADIENT_TAKE), -1);
     CHECK_EQ(AFTER(fp_turn_moves, FP_TURN_EXPECT, FP_TURN_PACK, FP_TURN_EXPECT, FP_TURN_PASS), FP_TURN_PASSED);

@@ -81,6 +81,15 @@ class Around(Net):
         return self.last(x)
 
 
+class Twice(Net):
+    """Units that are used twice, once in what is recomputed: gradients come in two graph tasks, in either order."""
+
+    def forward(self, x):
+        x = self.blocks[0](self.first(x))
+        x = recomputed(self.blocks[1], recomputed(self.blocks[0], x))
+        return self.last(self.blocks[2](self.blocks[1](x)))
+
+
 def averaged(module, steps):
     """What the ranks' gradients of ``steps`` average to, each rank's added up before."""
     of_ranks = []
@@ -138,6 +147,32 @@ def recomputation_in_units(strategy, uo):
 @pytest.mark.multiprocess
 def test_what_is_recomputed_inside_of_a_unit_is_trained(strategy, uo):
     run_ranks(recomputation_in_units, 2, strategy, uo)
+
+
+def units_used_twice():
+    for strategy, uo in zip(STRATEGIES, itertools.cycle((True, False))):
+        note(what := f"{strategy} uo={uo}")
+        module = make(cls=Twice, block=Before)
+        once, twice = averaged(module, (0,)), averaged(module, (1, 0))
+        model = wrap_blocks(
+            make(cls=Twice, block=Before),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=uo,
+            process_group=pair(1) if strategy.startswith("LAYER") else None,
+        )
+        for _ in range(2):
+            loss_of(model, data(0)).backward()
+            check(full_grads(model), module, once, what, exact=False)
+            model.zero_grad()
+        with model.no_sync():
+            loss_of(model, data(1)).backward()
+        loss_of(model, data(0)).backward()
+        check(full_grads(model), module, twice, f"{what} after no_sync", exact=False)
+
+
+@pytest.mark.multiprocess
+def test_units_that_are_used_beside_a_checkpoint_and_in_it():
+    run_ranks(units_used_twice, 2)
 
 
 class Stages(nn.Module):
