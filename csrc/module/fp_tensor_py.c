@@ -1,6 +1,7 @@
 /* module/fp_tensor_py.c -- wrappers of csrc/tensor: tensors and their storages, signs of life. */
 #include "core/fp_alloc.h"
 #include "tensor/fp_flatten.h"
+#include "tensor/fp_gradients.h"
 #include "tensor/fp_pulse.h"
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
@@ -130,6 +131,37 @@ survey(PyObject *module, PyObject *tensors)
 }
 
 static PyObject *
+grad_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    double order;
+    int in_fp64;
+    if (fp_check_nargs("grad_norm", nargs, 4) < 0 || fp_as_double(args[1], &order) < 0 ||
+        fp_as_bool(args[2], &in_fp64) < 0) {
+        return NULL;
+    }
+    PyObject *items = PySequence_Tuple(args[0]);
+    PyObject *norm =
+        items == NULL ? NULL : fp_gradients_norm(fp_items(items), PyTuple_GET_SIZE(items), order, in_fp64, args[3]);
+    Py_XDECREF(items);
+    return norm;
+}
+
+static PyObject *
+clip_grads(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    double root, max_norm;
+    if (fp_check_nargs("clip_grads", nargs, 4) < 0 || fp_as_double(args[2], &root) < 0 ||
+        fp_as_double(args[3], &max_norm) < 0) {
+        return NULL;
+    }
+    PyObject *items = PySequence_Tuple(args[0]);
+    PyObject *norm =
+        items == NULL ? NULL : fp_gradients_clip(fp_items(items), PyTuple_GET_SIZE(items), args[1], root, max_norm);
+    Py_XDECREF(items);
+    return norm;
+}
+
+static PyObject *
 convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int accumulate;
@@ -220,6 +252,14 @@ PyMethodDef fp_tensor_methods[] = {
      "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
      "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "
      "of its own. Else None."},
+    {"grad_norm", FP_FASTCALL(grad_norm), METH_FASTCALL,
+     "grad_norm($module, params, order, in_fp64, device, /)\n--\n\nThe norm of the gradients of params, to the power "
+     "of "
+     "order unless that is infinite: a scalar on device, computed in fp64 or fp32."},
+    {"clip_grads", FP_FASTCALL(clip_grads), METH_FASTCALL,
+     "clip_grads($module, params, sum, root, max_norm, /)\n--\n\nScale the gradients of params by max_norm / norm, "
+     "where "
+     "that is less than 1. The norm, sum to the power of root, in the widest real dtype of the gradients."},
     {"convert", FP_FASTCALL(convert), METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},

@@ -47,6 +47,13 @@ Py_ssize_t fp_gradients_check_pieces(PyObject *const *params, Py_ssize_t n, cons
 /* Set what kept, elements [first, ...), has of the i-th parameter to 0. */
 int fp_gradients_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first);
 
+/* The norm of this order of the gradients of params, to the power of order unless that is infinite: a scalar on device,
+ * computed in fp64 or fp32, new reference. No gradient: 0. */
+PyObject *fp_gradients_norm(PyObject *const *params, Py_ssize_t n, double order, int in_fp64, PyObject *device);
+/* Scale the gradients of params by max_norm / norm, where that is less than 1. The norm, sum to the power of root, in the
+ * widest real dtype of the gradients, new reference. */
+PyObject *fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum, double root, double max_norm);
+
 /* Whether somebody has let a view, one without a node, require grad: if so it does not any more, and owner (NULL: none)
  * does instead. 0: nobody has; 1: and it was not used since; 2: it was, so autograd has a gradient for it. */
 int fp_param_take_requires_grad(PyObject *view, PyObject *owner);

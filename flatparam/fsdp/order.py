@@ -41,7 +41,7 @@ def sequence_of(group: dist.ProcessGroup | None, device: torch.device) -> Sequen
 
     None where its ranks are no processes that could disagree.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None:
         return None
     of_group = _sequences.setdefault(group, {})
     if device.type not in of_group:
@@ -51,7 +51,7 @@ def sequence_of(group: dist.ProcessGroup | None, device: torch.device) -> Sequen
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    if store is None:
+    if store is None or dist.get_world_size(group) == 1:
         return None
     try:
         backend: Any = group._get_backend(device)

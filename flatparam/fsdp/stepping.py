@@ -314,8 +314,8 @@ class Stepping(Wrapper):
         A collective call, for the root, between backward and the optimizer's step.
         Raises: ValueError for gradients of ``no_sync`` that are not reduced yet.
         """
-        self._check_root("clip_grad_norm_")
         modules = list(self.modules())
+        self._check_root("clip_grad_norm_", modules)
         units = list(units_of(modules))
         refuse_unreduced(units, "clip_grad_norm_")
         return clip_grad_norm(
@@ -323,7 +323,6 @@ class Stepping(Wrapper):
             (param for module in modules for param in module._parameters.values() if param is not None),
             float(max_norm),
             float(norm_type),
-            self.compute_device,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,15 +56,16 @@ class Wrapper(Marks, nn.Module):
         outer: Any = self._outer() if self._outer is not None else None
         return self if outer is None else outer._outermost()
 
-    def _check_root(self, what: str) -> None:
-        """Raises: StateError unless this is the outermost unit and nothing is under way."""
+    def _check_root(self, what: str, modules: Iterable[nn.Module] | None = None) -> None:
+        """Raises: StateError unless this is the outermost unit and nothing is under way. ``modules``: all of its."""
         if self._outermost() is not self:
             raise StateError(f"`{what}()` should only be called on the root FSDP instance; this is {self._unit.name}")
-        self._check_idle(what)
+        self._check_idle(what, modules)
 
-    def _check_idle(self, what: str) -> None:
-        for wrapper in self.fsdp_modules(self):
-            wrapper._check_idle_here(what)
+    def _check_idle(self, what: str, modules: Iterable[nn.Module] | None = None) -> None:
+        for module in self.modules() if modules is None else modules:
+            if isinstance(module, Wrapper):
+                module._check_idle_here(what)
 
     def _check_idle_here(self, what: str) -> None:
         self._forget_interrupted()

@@ -9,6 +9,7 @@ from gloo import run_ranks
 from torch import nn
 
 import flatparam
+from flatparam import _C
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,3 +36,25 @@ def test_the_norm_is_that_of_all_ranks(value):
     for found, raised in run_ranks(norms, 2, value):
         assert str(found) == str([value] * 4)
         assert raised == [2.0, math.inf] * 2
+
+
+@pytest.mark.parametrize("dtypes", [["float32"], ["bfloat16", "float64"], ["float32", "complex64"]])
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.5, torch.inf])
+def test_clipping_in_one_call_has_the_bits_of_single_operations(order, dtypes):
+    params = [nn.Parameter(torch.zeros(9, dtype=getattr(torch, dtype))) for dtype in dtypes for _ in range(2)]
+    wide = "float64" in dtypes
+    precision = torch.float64 if wide else torch.float32
+    for bound in (1e-3, 1e3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        grads = [param.grad.clone() for param in params]
+        each = [torch._foreach_norm([g], order, torch.promote_types(g.dtype, precision))[0] for g in grads]
+        norm = torch.linalg.vector_norm(torch.stack([one.to(precision) for one in each]), order)
+        total = norm if order == torch.inf else norm**order
+        found = _C.grad_norm(params, order, wide, torch.device("cpu"))
+        assert torch.equal(found, total)
+        root = 1.0 if order == torch.inf else 1.0 / order
+        assert torch.equal(_C.clip_grads(params, found, root, bound), total**root)
+        factor = torch.clamp(bound / (total**root + 1e-6), max=1.0)
+        for param, grad in zip(params, grads, strict=True):
+            assert torch.equal(param.grad, grad * factor.to(grad.dtype.to_real()))
