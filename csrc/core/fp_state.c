@@ -97,6 +97,19 @@ static const char *const turn_states[] = {"OPEN", "COMING", "PACKED", "PASSED"};
 static const char *const turn_events[] = {"expect", "pack", "pass", "forget"};
 const fp_state_table fp_turn_moves = TABLE(turn_moves, turn_states, turn_events);
 
+/* ---- what .grad shows of it ---- */
+
+enum { REDUCED = 1 + FP_SHOWN_REDUCED, KEPT_AS_IT_IS, KEPT_WIDE, UNREDUCED };
+static const unsigned char shown_moves[FP_SHOWN_EVENTS][FP_SHOWN_STATES] = {
+    [FP_SHOWN_SHOW_KEPT] = {KEPT_AS_IT_IS, 0, 0, 0}, /* else what is shown would be put aside as a reduced one */
+    [FP_SHOWN_SHOW_WIDE] = {KEPT_WIDE, 0, 0, 0},
+    [FP_SHOWN_SHOW_UNREDUCED] = {UNREDUCED, 0, 0, 0},
+    [FP_SHOWN_READ] = {REDUCED, REDUCED, REDUCED, REDUCED},
+};
+static const char *const shown_states[] = {"REDUCED", "KEPT", "KEPT_WIDE", "UNREDUCED"};
+static const char *const shown_events[] = {"show_kept", "show_wide", "show_unreduced", "read"};
+const fp_state_table fp_shown_moves = TABLE(shown_moves, shown_states, shown_events);
+
 /* ---- moves ---- */
 
 fp_status

@@ -12,7 +12,8 @@
  *
  * FORWARD_AGAIN is a forward of a unit whose earlier forward awaits its backward. RECOMPUTING is a forward that runs after
  * backward came to the unit, as activation checkpointing does. The unsharded data of a unit: fp_unit_state. The storage of
- * one flat parameter: fp_data_state. Its gradient: fp_gradient_state, and in the order of reductions: fp_turn_state. */
+ * one flat parameter: fp_data_state. Its gradient: fp_gradient_state, in the order of reductions fp_turn_state, and as .grad shows it
+ * fp_shown_state. */
 #ifndef FP_STATE_H
 #define FP_STATE_H
 
@@ -122,13 +123,30 @@ typedef enum {
     FP_TURN_EVENTS,
 } fp_turn_event;
 
+typedef enum {
+    FP_SHOWN_REDUCED = 0, /* the gradient of the shard, or none */
+    FP_SHOWN_KEPT,        /* what no_sync has kept, and an optimizer can step with */
+    FP_SHOWN_KEPT_WIDE,   /* what it has kept in another dtype than the parameters': to be rounded for an optimizer */
+    FP_SHOWN_UNREDUCED,   /* what it has kept, and is to be reduced first */
+    FP_SHOWN_STATES,
+} fp_shown_state;
+
+typedef enum {
+    FP_SHOWN_SHOW_KEPT = 0,
+    FP_SHOWN_SHOW_WIDE,
+    FP_SHOWN_SHOW_UNREDUCED,
+    FP_SHOWN_READ, /* what users have done to it counts */
+    FP_SHOWN_EVENTS,
+} fp_shown_event;
+
 /* The states and events of one of these, by number; moves: [event][state], 1 + the next state, 0 for an illegal move. */
 typedef struct {
     const char *const *states, *const *events;
     const unsigned char *moves;
     int n_states, n_events;
 } fp_state_table;
-extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_turn_moves;
+extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_turn_moves,
+    fp_shown_moves;
 
 /* The state after event. FP_ESTATE if it may not happen in state, FP_EINVAL for a value that is no state or event;
  * *next is written only when FP_OK is returned. */

@@ -190,7 +190,7 @@ before_accumulation(void *object, int index)
 {
     fp_unit *unit = object;
     fp_flat_param *flat_param = &unit->flat_params[index];
-    if (unit->root == NULL || !flat_param->shows_kept) {
+    if (unit->root == NULL || flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
     if (check_may_turn(unit) < 0) {
@@ -229,10 +229,10 @@ finish_step_of(fp_unit *unit)
         if (fp_flat_buffer_settle_copies(flat_param->flat) < 0) {
             return -1;
         }
-        if (!flat_param->shows_kept && fp_flat_buffer_has_accumulated(flat_param->flat) &&
+        if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat) &&
             (fp_graph_watch(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners), unit->ref, (int)k) <
                  0 ||
-             fp_flat_param_show_kept(flat_param) < 0)) {
+             fp_flat_param_show_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0)) {
             return -1;
         }
     }

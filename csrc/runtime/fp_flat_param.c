@@ -9,15 +9,36 @@ int64_t fp_flat_param_unfit;
 
 /* ---- what modules and .grad show ---- */
 
-/* Where nothing is sharded, what is kept is the gradient of this rank, unless a reduced one was put aside. */
-static void
-set_shows_kept(fp_flat_param *flat_param, int shows)
+static int
+is_unfit(const fp_flat_param *flat_param)
 {
-    const int was_unfit = flat_param->unreduced || flat_param->wide;
-    flat_param->unreduced = shows && (flat_param->shard_group != NULL || flat_param->saved != NULL);
-    flat_param->wide = shows && fp_param_is_low(flat_param->master);
-    fp_flat_param_unfit += (flat_param->unreduced || flat_param->wide) - was_unfit;
-    flat_param->shows_kept = shows;
+    return flat_param->shown == FP_SHOWN_KEPT_WIDE || flat_param->shown == FP_SHOWN_UNREDUCED;
+}
+
+static int
+move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
+{
+    const int was_unfit = is_unfit(flat_param);
+    int next;
+    if (fp_state_next(&fp_shown_moves, flat_param->shown, event, &next) != FP_OK) {
+        char text[FP_STATE_MESSAGE_BYTES];
+        fp_state_message(&fp_shown_moves, flat_param->shown, event, text, sizeof text);
+        PyErr_Format(PyExc_RuntimeError, "%s: %s", name, text);
+        return -1;
+    }
+    flat_param->shown = next;
+    fp_flat_param_unfit += is_unfit(flat_param) - was_unfit;
+    return 0;
+}
+
+/* Where nothing is sharded, what is kept is the gradient of this rank, unless a reduced one was put aside. */
+static fp_shown_event
+event_of_showing(const fp_flat_param *flat_param)
+{
+    if (flat_param->shard_group != NULL || flat_param->saved != NULL) {
+        return FP_SHOWN_SHOW_UNREDUCED;
+    }
+    return fp_param_is_low(flat_param->master) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_KEPT;
 }
 
 int
@@ -277,10 +298,10 @@ refuse_written(const fp_flat_param *flat_param, Py_ssize_t i, const char *name)
 int
 fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
 {
-    if (!flat_param->shows_kept) {
+    if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    set_shows_kept(flat_param, 0);
+    move_shown(flat_param, FP_SHOWN_READ, name);
     PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (kept == NULL) {
         return -1;
@@ -383,17 +404,17 @@ fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, const char *ow
 int
 fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name)
 {
-    if (!flat_param->shows_kept) {
+    if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
     if (fp_flat_param_read_kept(flat_param, name) < 0) {
         return -1;
     }
-    return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_kept(flat_param) : 0;
+    return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_kept(flat_param, name) : 0;
 }
 
 int
-fp_flat_param_show_kept(fp_flat_param *flat_param)
+fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
 {
     PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (kept == NULL) {
@@ -424,9 +445,8 @@ fp_flat_param_show_kept(fp_flat_param *flat_param)
                      : fp_gradients_show_pieces(owners, n, flat_param->starts, flat_param->numels, flat_param->gets,
                                                 kept, flat_param->own);
     }
-    set_shows_kept(flat_param, status == 0);
     Py_DECREF(kept);
-    return status;
+    return status < 0 ? -1 : move_shown(flat_param, event_of_showing(flat_param), name);
 }
 
 /* ---- from Python, and back ---- */
@@ -616,7 +636,7 @@ clear_part(fp_flat_param *flat_param)
 void
 fp_flat_param_free(fp_flat_param *flat_param)
 {
-    set_shows_kept(flat_param, 0);
+    move_shown(flat_param, FP_SHOWN_READ, "");
     clear_part(flat_param);
     fp_attributes_free(&flat_param->attributes);
     fp_flat_buffer_free(flat_param->flat);

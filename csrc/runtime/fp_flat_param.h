@@ -36,9 +36,7 @@ typedef struct {
     int full_precision;      /* gradients are reduced and added in the shard's dtype, which is no low one */
     int gathered;            /* or being gathered */
     int shows;               /* what the modules have now: FP_SHOWS_... */
-    int shows_kept;          /* .grad of the owners are the unsharded gradient */
-    int unreduced;           /* and that is not what the optimizer is to step with */
-    int wide;                /* and that has another dtype than they */
+    fp_shown_state shown;    /* what .grad of the owners are; changed by move_shown() alone */
     int deferred;            /* gradients of this pass are kept though they are to be reduced */
     int64_t versions;        /* of the owners and the master at the last gather */
     int has_secondary_shard; /* what is gathered is good until the masters change, not for one pass */
@@ -88,10 +86,10 @@ int fp_flat_param_is_summoned(fp_flat_param *flat_param, PyObject *params, PyObj
 /* Let another Parameter be the i-th original one. */
 int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param);
 
-extern int64_t fp_flat_param_unfit; /* how many are unreduced or wide */
+extern int64_t fp_flat_param_unfit; /* of how many .grad is not what an optimizer can step with */
 
 /* Show the gradients that were kept in no_sync, and put a reduced one aside. */
-int fp_flat_param_show_kept(fp_flat_param *flat_param);
+int fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
  * are shown again. */
 int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);

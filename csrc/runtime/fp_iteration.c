@@ -218,7 +218,7 @@ fp_iteration_recover(fp_root *root)
             fp_flat_param *flat_param = &unit->flat_params[k];
             flat_param->deferred = 0;
             fp_flat_buffer_forget_written(flat_param->flat);
-            fp_flat_buffer_drop_grads(flat_param->flat, !flat_param->shows_kept);
+            fp_flat_buffer_drop_grads(flat_param->flat, flat_param->shown == FP_SHOWN_REDUCED);
             keep_first(&first, in_backward ? fp_flat_param_drop_kept(flat_param) : 0);
             if (flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */

@@ -364,7 +364,7 @@ is_frozen(fp_flat_param *flat_param)
 static int
 is_unreduced(fp_flat_param *flat_param)
 {
-    return flat_param->unreduced;
+    return flat_param->shown == FP_SHOWN_UNREDUCED;
 }
 
 /* What a getter asks of each flat parameter. */
@@ -448,8 +448,8 @@ unit_show_kept(PyObject *self, PyObject *argument)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         if (!shown ? fp_flat_param_read_kept(flat_param, name) < 0
-                   : !flat_param->shows_kept && fp_flat_buffer_has_accumulated(flat_param->flat) &&
-                         fp_flat_param_show_kept(flat_param) < 0) {
+                   : flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat) &&
+                         fp_flat_param_show_kept(flat_param, name) < 0) {
             return NULL;
         }
     }
