@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.dense import Dense
 from ..common.layout import Box
 from ..common.tensors import row_major
 from ..fsdp.safetensors_files import Entry
 from .errors import CheckpointError
 from .files import Chunk
-from .pieces import Dense
 
 SLAB_BYTES = 2**22  # read at once where a box is no run of the file
 

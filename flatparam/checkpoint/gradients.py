@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fsdp.held import Held
 from ..fsdp.segment import Segment
 from ..fsdp.summon import refuse_unreduced
 from ..fsdp.unit import Unit
 from .errors import CheckpointError
 from .index import Index
-from .pieces import Held
 from .reading import OfRank, Source
 
 Kept = dict[str, tuple[int, Tensor, bool]]  # by parameter: its elements from where on; whether it is owed: see set_kept

@@ -23,7 +23,7 @@ from .files import Chunk
 from .gradients import Sums, sums_of
 from .index import Index
 from .optimizers import Named
-from .pieces import held_by
+from .pieces import InHandle, all_held
 from .planning import check_idle
 from .progress import Meter, Summary
 from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite
@@ -148,7 +148,7 @@ class _Loading:
         check_idle(self.model, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
         self.digest = source.digest
-        held = list(held_by(self.model, self.council.rank))
+        held = list(all_held(self.model))
         index = source.index
         source.fit({name for one in held for name in one.names})
         targets = into_model(held, source, strict, self._own())
@@ -195,7 +195,7 @@ class _Loading:
                 self.source.read(read)
         for held in self.into[0].touched:
             torch.autograd.graph.increment_version(held.owner)
-            if held.handle is not None:
+            if isinstance(held, InHandle):
                 held.handle._forget_what_was_gathered()
         note_filled(self.model, self.source.model)
         for module, value in self._of_modules:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fsdp.held import Held
 from ..fsdp.originals import in_order
 from ..fsdp.states.values import keys_of_one_shape
 from .errors import CheckpointError
-from .pieces import Held
+from .pieces import InHandle
 
 
 def labelled(given: Any) -> dict[str, Any]:
@@ -85,9 +86,9 @@ class Named:
 
     def lies_whole(self, held: Held) -> bool:
         """Whether the optimizer here has all of a parameter, in its own shape, so that its state is the parameter's."""
-        if not held.sharded and len(self.held[id(held.owner)]) == 1:
+        if not held.is_sharded and len(self.held[id(held.owner)]) == 1:
             return True
-        return tuple(held.owner.shape) == held.dense.shape and held.numel == math.prod(held.dense.shape)
+        return tuple(held.owner.shape) == held.shape and held.numel == math.prod(held.shape)
 
     def has_many(self, param: Tensor) -> bool:
         """Whether ``param`` is a flat one of several."""
@@ -134,7 +135,7 @@ def _gradient(param: Tensor, held: list[Held]) -> Iterator[tuple[str, Tensor]]:
     if grad is None:
         return
     why = None
-    if held[0].handle is not None:
+    if isinstance(held[0], InHandle):
         why = "belongs to a handle that is driven by hand"
     elif grad.layout != torch.strided or grad.shape != param.shape:
         why = f"is {grad.layout} of shape {tuple(grad.shape)}"

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..fsdp.loading import join, units_in
+from ..fsdp.held import Held, join, unit_paths, units_in
 from ..fsdp.names import clean_tensor_name
 from ..fsdp.safetensors_files import bytes_of
 from ..fsdp.wrapper import Wrapper
@@ -22,7 +22,7 @@ from .files import Part
 from .gradients import taken
 from .index import MODEL, OPTIMIZER, RANKS
 from .optimizers import GRADIENT, Named, states_of
-from .pieces import Held, held_by
+from .pieces import InHandle, all_held, written
 from .values import encode
 
 
@@ -41,13 +41,13 @@ class SavePlan:
 
     def add(self, folder: str, key: str, held: Held, values: Tensor, rank: int) -> None:
         """Have what this rank writes of ``held`` written, of ``values``, which are 1-D as ``held.flat``."""
-        begin, end = held.written
+        begin, end = written(held, rank)
         boxes = held.dense.boxes(begin, end)
-        if not boxes and rank == 0 and 0 in held.dense.shape:
-            empty = values.new_empty(held.dense.shape)
-            self._put(folder, 0, rank, Part(key, held.dense.shape, (0,) * empty.dim(), empty))
+        if not boxes and rank == 0 and 0 in held.shape:
+            empty = values.new_empty(held.shape)
+            self._put(folder, 0, rank, Part(key, held.shape, (0,) * empty.dim(), empty))
         for i, box in enumerate(boxes):
-            part = Part(key, held.dense.shape, box.offsets, held.dense.view(values, held.start, box))
+            part = Part(key, held.shape, box.offsets, held.dense.view(values, held.start, box))
             self._put(folder, i, rank, part)
 
     def add_own(self, values: dict[str, Tensor], rank: int) -> None:
@@ -65,10 +65,10 @@ class SavePlan:
 def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SavePlan:
     """What ``rank`` writes. Raises: CheckpointError naming what cannot be written, before anything is."""
     check_idle(module, "checkpoint.save")
-    units = list(dict.fromkeys(unit for _, unit in units_in(module)))
-    plan = SavePlan(held=list(held_by(module, rank)))
+    units = list(unit_paths(module))
+    plan = SavePlan(held=list(all_held(module)))
     for held in plan.held:
-        if held.handle is not None and held.handle._sum is not Sum.NONE:
+        if isinstance(held, InHandle) and held.handle._sum is not Sum.NONE:
             raise CheckpointError(
                 f"`{held.name}`: its handle has gradients of micro-batches that are not reduced: save after the step"
             )
@@ -119,7 +119,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
     whole: dict[str, str] = {}  # digests of gradients that all ranks have, and one writes
     for held, key, kind, value, of_piece in states_of(named):
         name = f"state.{held.name}.{key}"
-        begin, end = held.written
+        begin, end = written(held, rank)
         if kind == "box":
             plan.add(OPTIMIZER, name, held, value, rank)
         if of_piece:
@@ -165,7 +165,8 @@ def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: di
 
 def buffers_of(held: Iterable[Held]) -> dict[str, Tensor]:
     """What each rank may have other values of: tensors that no unit manages."""
-    return {one.name: one.owner.detach() for one in held if one.unit is None and one.handle is None and one.numel}
+    rest = (one for one in held if one.unit is None and not isinstance(one, InHandle))
+    return {one.name: one.owner.detach() for one in rest if one.numel}
 
 
 def digest(buffers: Mapping[Any, Tensor]) -> str:

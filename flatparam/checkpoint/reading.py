@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.dense import Dense
 from ..common.tensors import row_major
 from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of, open_file
 from .boxes import Read, check_whole, read_box, reads_of
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk
 from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
-from .pieces import Dense
 
 Look = Callable[[Chunk, Tensor], None]  # is given what was read of a box
 

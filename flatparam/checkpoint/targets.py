@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ..fsdp.held import Held
 from ..fsdp.loading import kind_of
 from ..fsdp.names import clean_tensor_name
 from ..fsdp.safetensors_files import DTYPES, bytes_of
@@ -17,7 +18,7 @@ from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
 from .optimizers import GRADIENT, Named, in_owners_order, like, tensors_in
-from .pieces import Held
+from .pieces import InHandle
 from .reading import OfRank, Source, check_reads
 from .values import decode
 
@@ -53,11 +54,11 @@ def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str,
             found.missing.append(one.name)
             continue
         chunks = own.get(one.name) or source.model[name]
-        _check(name, chunks, one.dense.shape, one.flat.dtype)
+        _check(name, chunks, one.shape, one.flat.dtype)
         found.reads += reads_of(name, chunks, one.dense, one.start, one.flat)
         for other in one.names:
             if other != name and other in source.model and own.get(one.name) is None:
-                _check(other, source.model[other], one.dense.shape, one.flat.dtype)
+                _check(other, source.model[other], one.shape, one.flat.dtype)
                 found.tied.append((one, name, other))
         found.touched.append(one)
         stored, dtype = DTYPES[chunks[0].dtype], one.flat.dtype
@@ -137,7 +138,7 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source, strict
                 state[key] = _one(found, named, param, here[: len(kinds)], key, kinds, before.get(key), source)
         if here:
             found.state.append((param, state))
-        if not any(one.handle is not None for one in held):
+        if not any(isinstance(one, InHandle) for one in held):
             having = [one for one in here if GRADIENT in told["states"].get(one.name, {})]  # others in it count as 0
             grad = _like_param(found, param, having, GRADIENT, None, source) if having else None
             found.gradients.append((param, grad))
@@ -195,7 +196,7 @@ def _like_param(found: Targets, param: Tensor, here: list[Held], key: str, befor
         state = like(param, dtype)
         flat = in_owners_order(state, param)
     for one, its in zip(here, chunks, strict=True):
-        _check(_name(one, key), its, one.dense.shape, dtype)
+        _check(_name(one, key), its, one.shape, dtype)
         found.reads += reads_of(_name(one, key), its, one.dense, one.start, flat.narrow(0, one.offset, one.numel))
     return state
 

@@ -4,7 +4,6 @@ import hashlib
 import math
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.tensors import is_dense, row_major
+from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
 from .agreement import digest_of, groups_of_placement
+from .held import Held, held_by, join, unit_paths, units_in
 from .materialize import blank
 from .names import clean_tensor_name
 from .order import gather_objects
@@ -26,19 +26,6 @@ from .unit import Unit, units_of
 
 Values = dict[str, tuple[Unit | None, str]]  # by name: what has it, and a digest of what is loaded into it
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-
-
-@dataclass
-class Wanted:
-    """What this rank keeps of one tensor: elements ``[start, start + target.numel())`` in its memory order."""
-
-    names: list[str]  # all that the model has for it
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-    target: Tensor  # 1-D
-    in_place: bool  # target has no values that a failure could take
-    read: Tensor | None = None
 
 
 def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) -> _IncompatibleKeys:
@@ -60,7 +47,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
     """
     units = list(units_of(module.modules()))
     found: _IncompatibleKeys | None = None
-    wanted: list[Wanted] = []
+    read: list[tuple[Held, Tensor]] = []
     reader: Files | None = None
     values: Values = {}
     error: Exception | None = None
@@ -68,10 +55,15 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
         try:
             _check_idle(module)
             reader = Files(files)
-            wanted = list(_wanted(module))
+            wanted = list(held_by(module))
             found = _match(wanted, reader, strict)
             for one in wanted:
-                _read(one, reader)
+                names = [name for name in one.names if name in reader.entries]
+                for other in names[1:]:
+                    _check_tied(one, reader.entries[names[0]], reader.entries[other], [names[0], other])
+                if names:  # into its place, if there are no values that a failure could take
+                    read.append((one, torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat))
+                    _read_piece(one, reader.entries[names[0]], read[-1][1])
             shared = {name: unit for name, unit in _managed(module).items() if name in reader.entries}
             values["the header"] = (None, reader.digest)
             values |= {name: (shared[name], value) for name, value in reader.samples(shared).items()}
@@ -80,17 +72,17 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
         said = None if error is None else f"{type(error).__name__}: {error}"
         agree_on_loading("load_safetensors", units, said, values)
     except BaseException as failure:
-        for one in wanted:
-            if one.in_place and one.read is not None:
-                blank(one.target)
+        for one, value in read:
+            if value is one.flat:
+                blank(value)
         raise failure from error
     finally:
         if reader is not None:
             reader.close()
     with torch.no_grad():
-        for one in wanted:
-            if one.read is not None and not one.in_place:
-                one.target.copy_(one.read)
+        for one, value in read:
+            if value is not one.flat:
+                one.flat.copy_(value)
     assert found is not None
     assert reader is not None
     note_filled(module, reader.entries)
@@ -99,10 +91,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
 
 def note_filled(module: nn.Module, names: Container[str]) -> None:
     """Have the units in ``module`` know that their parameters called ``names``, as when unwrapped, have values."""
-    places: dict[Unit, list[str]] = {}
-    for path, unit in units_in(module):
-        places.setdefault(unit, []).append(path)
-    for unit, paths in places.items():
+    for unit, paths in unit_paths(module).items():
         unit.filled(unit.without(partial(_is_in, names, paths)))
         unit.apart = None
 
@@ -118,62 +107,7 @@ def _check_idle(module: nn.Module) -> None:
             check(inner, "load_safetensors")
 
 
-def _wanted(module: nn.Module) -> Iterator[Wanted]:
-    """What this rank reads: its pieces of managed parameters, other parameters and persistent buffers whole."""
-    paths: dict[Unit, list[str]] = {}
-    for path, unit in units_in(module):
-        paths.setdefault(unit, []).append(path)
-    for unit, places in paths.items():
-        unit.look_over()
-        for segment in unit.segments:
-            yield from _pieces(places, segment)
-    yield from _unmanaged(module, managed_places(paths))
-
-
-def managed_places(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
-    """Where modules have parameters of ``units``, original or flat, and by which names."""
-    return {place for unit in units for place in (*unit.places, *((unit.module, name) for name in unit.flat_names()))}
-
-
-def _pieces(paths: list[str], segment: Segment) -> Iterator[Wanted]:
-    shard = segment.flat.detach()
-    for original, piece in zip(segment.originals, segment.pieces, strict=True):
-        yield Wanted(
-            [clean_tensor_name(join(path, name.fqn)) for path in paths for name in original.names],
-            tuple(original.shape),
-            original.stride,
-            piece.intra_param_start_idx or 0,
-            shard.narrow(0, piece.offset_in_shard or 0, piece.numel_in_shard or 0),
-            original.template is not None,
-        )
-
-
-def _unmanaged(module: nn.Module, managed: set[tuple[nn.Module, str]]) -> Iterator[Wanted]:
-    found: dict[int, Wanted] = {}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        persistent = {n: b for n, b in inner._buffers.items() if n not in inner._non_persistent_buffers_set}
-        for name, tensor in {**inner._parameters, **persistent}.items():
-            if tensor is None or (inner, name) in managed:
-                continue
-            key = clean_tensor_name(join(path, name))
-            if id(tensor) in found:
-                found[id(tensor)].names.append(key)
-                continue
-            if tensor.is_meta or not is_dense(tensor):
-                raise ValueError(
-                    f"`{key}` is {'on the meta device' if tensor.is_meta else 'not dense'}: replace it first"
-                )
-            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-            found[id(tensor)] = Wanted([key], tuple(tensor.shape), tuple(tensor.stride()), 0, flat, False)
-    yield from found.values()
-
-
-def join(path: str, name: str) -> str:
-    """The name of what is called ``name`` in the module at ``path``."""
-    return f"{path}.{name}" if path else name
-
-
-def _match(wanted: list[Wanted], files: Files, strict: bool) -> _IncompatibleKeys:
+def _match(wanted: list[Held], files: Files, strict: bool) -> _IncompatibleKeys:
     """Check every tensor that is to be read against its file. Raises: ValueError, RuntimeError."""
     missing = [one.names[0] for one in wanted if not any(name in files.entries for name in one.names)]
     known = {name for one in wanted for name in one.names}
@@ -191,10 +125,10 @@ def _match(wanted: list[Wanted], files: Files, strict: bool) -> _IncompatibleKey
     return _IncompatibleKeys(missing, unexpected)
 
 
-def _check(name: str, one: Wanted, entry: Entry) -> None:
+def _check(name: str, one: Held, entry: Entry) -> None:
     if entry.shape != one.shape:
         raise ValueError(f"{entry.path}: `{name}` has shape {entry.shape}, the model's has {one.shape}")
-    dtype = one.target.dtype
+    dtype = one.flat.dtype
     same_kind = entry.dtype is not None and (
         entry.dtype == dtype
         or (entry.dtype.is_floating_point and dtype.is_floating_point)
@@ -204,22 +138,16 @@ def _check(name: str, one: Wanted, entry: Entry) -> None:
         raise ValueError(f"{entry.path}: `{name}` has dtype {entry.dtype_name}, which cannot be loaded into {dtype}")
 
 
-def _read(one: Wanted, files: Files) -> None:
-    """Read a piece; of further names of a tied parameter, whether they have the same values."""
-    names = [name for name in one.names if name in files.entries]
-    for name in names[1:]:
-        again = torch.empty_like(one.target, device="cpu")
-        _read_piece(one, files.entries[name], again)
-        first = torch.empty_like(again)
-        _read_piece(one, files.entries[names[0]], first)
-        if not torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
-            raise ValueError(f"`{names[0]}` and `{name}` are one parameter, and have different values in the files")
-    if names:
-        one.read = one.target if one.in_place else torch.empty_like(one.target, device="cpu")
-        _read_piece(one, files.entries[names[0]], one.read)
+def _check_tied(one: Held, first: Entry, other: Entry, names: list[str]) -> None:
+    """Raises: ValueError if two names of one parameter have different values in the files."""
+    values = [torch.empty_like(one.flat, device="cpu") for _ in names]
+    for entry, out in zip((first, other), values, strict=True):
+        _read_piece(one, entry, out)
+    if not torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8)):
+        raise ValueError(f"`{names[0]}` and `{names[1]}` are one parameter, and have different values in the files")
 
 
-def _read_piece(one: Wanted, entry: Entry, out: Tensor) -> None:
+def _read_piece(one: Held, entry: Entry, out: Tensor) -> None:
     """Elements of the file, which is row-major, in the order of the model's memory."""
     if out.numel() == 0:
         return
@@ -279,12 +207,6 @@ def _names(path: str, unit: Unit) -> Iterator[tuple[str, Segment]]:
 def _managed(module: nn.Module) -> dict[str, Unit]:
     """The unit of each parameter by its name in the unwrapped model."""
     return {name: unit for path, unit in units_in(module) for name, _ in _names(path, unit)}
-
-
-def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units in ``module``, each under every path that it has."""
-    for path, inner in module.named_modules(remove_duplicate=False):
-        yield from ((path, unit) for unit in units_of([inner]))
 
 
 def values_of(module: nn.Module, state: Mapping[str, Any]) -> Values:

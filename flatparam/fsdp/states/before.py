@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..loading import managed_places
+from ..held import managed_places
 from ..originals import Original
 from ..segment import Segment
 from ..unit import Unit

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import order
+from ..held import Held
 from ..originals import in_order
 from .loading import Fetch, by_first_name
-from .table import Param, Table
+from .table import Table
 from .values import described
 
 
@@ -49,7 +50,7 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
     whole = by_first_name(table, full.get("state", {})) if is_first and full else {}
 
     @torch.no_grad()
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Param]) -> Iterator[tuple[Param, Tensor]]:
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
         segment = table.segments[number]
         flat = torch.empty(segment.layout.numel, dtype=dtype, device=segment.device)
         for param in params if is_first else ():
@@ -57,7 +58,7 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
             flat.narrow(0, segment.layout.offsets[param.number], value.numel()).copy_(value)
         _broadcast(flat.view(torch.uint8) if dtype.itemsize == 1 else flat, group)
         for param in params:
-            yield param, flat.narrow(0, segment.layout.offsets[param.number] + param.begin, param.numel)
+            yield param, flat.narrow(0, segment.layout.offsets[param.number] + param.start, param.numel)
 
     return header, fetch
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
+from ..held import Held
 from ..originals import in_order
-from .table import Param, Stepped, Table
+from .table import Stepped, Table
 from .values import Described, Like, Scalar, classify, same
 
 # fetch(segment's number, key, dtype, parameters): of each parameter the elements that are here, 1-D, in memory order
-Fetch = Callable[[int, str, torch.dtype, list[Param]], Iterator[tuple[Param, Tensor]]]
+Fetch = Callable[[int, str, torch.dtype, list[Held]], Iterator[tuple[Held, Tensor]]]
 
 
 _ALIKE = (
@@ -129,7 +130,7 @@ def _own(value: Any, one: Stepped) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _put(values: dict[str, Any], key: str, one: Stepped, param: Param, piece: Tensor) -> None:
+def _put(values: dict[str, Any], key: str, one: Stepped, param: Held, piece: Tensor) -> None:
     here = param.here
     assert here is not None
     if not one.is_flat:
@@ -193,10 +194,10 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Of a state that is whole on this rank. No communication."""
     whole = by_first_name(table, state)
 
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Param]) -> Iterator[tuple[Param, Tensor]]:
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
         for param in params:
             assert param.here is not None
             value = in_order(whole[param.name][key].detach(), param.here.original.stride)
-            yield param, value.narrow(0, param.begin, param.numel)
+            yield param, value.narrow(0, param.start, param.numel)
 
     return fetch

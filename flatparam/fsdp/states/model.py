@@ -14,6 +14,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from ..errors import StateError
+from ..held import Held
 from ..loading import Values, agree_on_loading, check_kinds, values_of
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..originals import Original
@@ -24,7 +25,7 @@ from .before import Before
 from .entries import own_names, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .kinds import Kinds
 from .rows import check_rows, cut_rows, gathered_rows, has_rows, is_rows
-from .table import Param, Table
+from .table import Table
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go
 _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
@@ -217,16 +218,18 @@ def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Ori
 
 def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
     """Replace the rows in ``state`` of what ``unit`` has. A collective call, if there are any."""
-    groups: dict[tuple[int, torch.dtype], dict[Param, Any]] = {}
-    names: dict[Param, list[str]] = {}
-    of_originals: dict[int, Param] = {}
+    groups: dict[tuple[int, torch.dtype], dict[Held, Any]] = {}
+    names: dict[Held, list[str]] = {}
+    of_originals: dict[int, Held] = {}
     for key, segment, original in own_names(unit, prefix):
         value: Any = state.get(key)
         if is_rows(value):
             number = next(i for i, one in enumerate(unit.segments) if one is segment)
             param = of_originals.get(id(original))
             if param is None:
-                param = of_originals[id(original)] = Param([key], original.param, tuple(original.shape), segment)
+                param = of_originals[id(original)] = Held(
+                    [key], original.param, tuple(original.shape), original.stride, unit, segment, number
+                )
                 groups.setdefault((number, value.dtype), {})[param] = value
             names.setdefault(param, []).append(key)
     for (number, dtype), values in groups.items():

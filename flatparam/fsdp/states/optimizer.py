@@ -12,13 +12,14 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
+from ..held import Held
 from ..loading import Values, agree_on_loading
 from .exchange import from_first
 from .ids import rekeyed
 from .loading import cut, from_here
 from .rows import check_rows, cut_rows, from_rows, is_rows
 from .saving import Sink, unsharded_state
-from .table import Param, Table, settings_of
+from .table import Table, settings_of
 
 OptimInput = Iterable[Any] | None
 
@@ -191,7 +192,7 @@ def _full(
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    def take(param: Param, whole: Tensor) -> Tensor:
+    def take(param: Held, whole: Tensor) -> Tensor:
         copied = whole.cpu() if to_cpu else whole
         return copied.clone() if copied.data_ptr() == whole.data_ptr() else copied
 
@@ -205,7 +206,7 @@ def _full(
 def _sharded(
     model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any], *, to_cpu: bool
 ) -> dict[str, Any]:
-    def take(param: Param, whole: Tensor) -> Any:
+    def take(param: Held, whole: Tensor) -> Any:
         segment = param.segment
         assert segment is not None
         return cut_rows(segment, whole, to_cpu=to_cpu)

@@ -19,10 +19,11 @@ from ... import _C
 from ...common.torch_private import Shard, ShardedTensor, _create_chunk_sharded_tensor
 from .. import collectives, order
 from ..errors import StateError
+from ..held import Held
 from ..originals import in_order, row_numel
 from ..segment import Segment
 from .loading import Fetch, by_first_name
-from .table import Param, Table
+from .table import Table
 
 
 def is_rows(value: Any) -> bool:
@@ -125,14 +126,14 @@ def local_rows(value: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def gathered_rows(segment: Segment, values: Mapping[Param, Any], dtype: torch.dtype) -> Iterator[tuple[Param, Tensor]]:
+def gathered_rows(segment: Segment, values: Mapping[Held, Any], dtype: torch.dtype) -> Iterator[tuple[Held, Tensor]]:
     """Whole tensors of rows that all ranks have. A collective call; each tensor is a view of what it gathered."""
     group = segment.placement.optim
     assert group is not None
     cuts = [_cuts_of(segment, rank) for rank in dist.get_process_group_ranks(group)]
     parts = {param: [_rows_of(param.shape[0], cut) for cut in cuts] for param in values}
     widths = {param: row_numel(param.shape) for param in values}
-    starts: dict[Param, int] = {}
+    starts: dict[Held, int] = {}
     total = 0
     for param, ranges in parts.items():
         starts[param] = total
@@ -163,7 +164,7 @@ def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Of a sharded state, which ``cut`` takes. The fetches are collective calls."""
     whole = by_first_name(table, state)
 
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Param]) -> Iterator[tuple[Param, Tensor]]:
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
         segment = table.segments[number]
         rows = {param: whole[param.name][key] for param in params if is_rows(whole[param.name][key])}
         for param in params:
@@ -175,6 +176,6 @@ def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     return fetch
 
 
-def _piece(param: Param, whole: Tensor) -> Tensor:
+def _piece(param: Held, whole: Tensor) -> Tensor:
     assert param.here is not None
-    return in_order(whole.detach(), param.here.original.stride).narrow(0, param.begin, param.numel)
+    return in_order(whole.detach(), param.here.original.stride).narrow(0, param.start, param.numel)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import StateError
+from ..held import Held
 from ..order import gather_objects
 from ..segment import Segment
-from .table import Param, Stepped, Table
+from .table import Stepped, Table
 from .values import Described, Like, Scalar, described, keys_of_one_shape, same
 
 Place = tuple[int, int]  # which segment, which original; -1: all of them
@@ -27,7 +28,7 @@ _NOTHING = "nothing"  # of a parameter lies on a rank
 class Sink(NamedTuple):
     """What becomes of whole tensors, which are another's memory, and whether of others copies on the host."""
 
-    take: Callable[[Param, Tensor], Any]
+    take: Callable[[Held, Tensor], Any]
     to_cpu: bool
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,43 +9,9 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from ..names import clean_tensor_name
-from ..segment import Here, Segment
-from ..unit import Unit, units_of
-
-
-@dataclass(eq=False)
-class Param:
-    """One parameter of the unwrapped model.
-
-    ``names``: all that it has there; ``stepped``: what an optimizer has in its place: itself or the flat one;
-    ``segment``, ``number``: which original of which flat parameter it is; None: no unit manages it; ``here``: what this
-    rank's shard holds of it; ``begin``: the first of its elements there.
-    """
-
-    names: list[str]
-    stepped: Tensor
-    shape: tuple[int, ...]
-    segment: Segment | None = None
-    number: int = 0
-    here: Here | None = None
-    begin: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def numel(self) -> int:
-        """How many of its elements are here."""
-        return math.prod(self.shape) if self.here is None else max(0, self.here.numel)
-
-    def piece_of(self, shard: Tensor) -> Tensor:
-        """What a tensor like the shard has of it, in the shape that an optimizer sees."""
-        assert self.here is not None
-        assert self.segment is not None
-        piece = self.here.of(shard)
-        return piece.view(1) if self.segment.is_sharded and not piece.dim() else piece
+from ..held import Held, held_by, unit_paths
+from ..segment import Segment
+from ..unit import Unit
 
 
 @dataclass(eq=False)
@@ -54,7 +19,7 @@ class Stepped:
     """What an optimizer steps: one original parameter, all of a flat one, or a parameter that no unit manages."""
 
     tensor: Tensor
-    params: list[Param]
+    params: list[Held]
     place: tuple[int, int] | None = None  # (which segment, which original; -1: all of them)
 
     @property
@@ -85,52 +50,23 @@ class Table:
     model: nn.Module
     units: list[Unit] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    params: list[Param] = field(default_factory=list)
-    by_name: dict[str, Param] = field(default_factory=dict)
+    params: list[Held] = field(default_factory=list)
+    by_name: dict[str, Held] = field(default_factory=dict)
     _stepped: dict[int, Stepped] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        paths: dict[Unit, list[str]] = {}
-        modules = list(self.model.named_modules(remove_duplicate=False))
-        for path, inner in modules:
-            for unit in units_of([inner]):
-                paths.setdefault(unit, []).append(path)
-        for unit, places in paths.items():
-            self._add_unit(unit, places)
-        others: dict[int, Param] = {}
-        for path, inner in modules:
-            for name, tensor in inner._parameters.items():
-                if tensor is None or id(tensor) in self._stepped:
-                    continue
-                key = clean_tensor_name(_join(path, name))
-                if id(tensor) in others:
-                    others[id(tensor)].names.append(key)
-                else:
-                    others[id(tensor)] = Param([key], tensor, tuple(tensor.shape))
-        for param in others.values():
-            self.params.append(param)
-            self._stepped[id(param.stepped)] = Stepped(param.stepped, [param])
-        self.by_name = {name: param for param in self.params for name in param.names}
-
-    def _add_unit(self, unit: Unit, paths: list[str]) -> None:
-        unit.look_over()
-        self.units.append(unit)
-        for segment in unit.segments:
-            place = len(self.segments)
-            self.segments.append(segment)
-            params = []
-            for number, (here, piece) in enumerate(zip(segment.here(), segment.pieces, strict=True)):
-                original = here.original
-                names = [clean_tensor_name(_join(path, name.fqn)) for path in paths for name in original.names]
-                stepped = original.param if segment.use_orig_params else segment.flat
-                params.append(Param(names, stepped, tuple(original.shape), segment, number, here))
-                params[-1].begin = piece.intra_param_start_idx or 0
-            self.params += params
-            if segment.use_orig_params:
-                for param in params:
-                    self._stepped[id(param.stepped)] = Stepped(param.stepped, [param], (place, param.number))
+        self.params = list(held_by(self.model, buffers=False))
+        self.units = list(unit_paths(self.model))
+        self.segments = [segment for unit in self.units for segment in unit.segments]
+        places = {segment: place for place, segment in enumerate(self.segments)}
+        for param in self.params:
+            if param.segment is not None and not param.segment.use_orig_params:
+                one = self._stepped.setdefault(id(param.owner), Stepped(param.owner, [], (places[param.segment], -1)))
+                one.params.append(param)
             else:
-                self._stepped[id(segment.flat)] = Stepped(segment.flat, params, (place, -1))
+                place = None if param.segment is None else (places[param.segment], param.number)
+                self._stepped[id(param.owner)] = Stepped(param.owner, [param], place)
+        self.by_name = {name: param for param in self.params for name in param.names}
 
     def all_stepped(self) -> list[Stepped]:
         """What an optimizer of all parameters steps, in the order of the table."""
@@ -168,10 +104,6 @@ def _groups(given: Iterable[Any]) -> Iterator[Iterable[Tensor]]:
         yield from ([group["params"]] if isinstance(group["params"], Tensor) else group["params"] for group in listed)
     else:
         yield listed
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def settings_of(model: nn.Module) -> Any:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from .table import Param, Table
+from ..held import Held
+from .table import Table
 
 
 class Like(NamedTuple):
@@ -173,7 +174,7 @@ def _is_made_of(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return len(whole) > 1 and len(shape) <= len(whole) and shape != whole and all(one in sizes for one in kept)
 
 
-def _is_cut(param: Param) -> bool:
+def _is_cut(param: Held) -> bool:
     """Whether no optimizer has all of it, in its own shape and nothing else."""
     segment = param.segment
     assert segment is not None
@@ -185,7 +186,7 @@ def _is_cut(param: Param) -> bool:
     return segment.is_sharded and not (segment.in_rows[param.number] and ends_there)
 
 
-def _may_be_other(param: Param, shape: tuple[int, ...], constant: Iterable[str], key: str) -> bool:
+def _may_be_other(param: Held, shape: tuple[int, ...], constant: Iterable[str], key: str) -> bool:
     """Whether a tensor may be of another shape than its parameter by intent, and not that of another model."""
     if key in constant or len(shape) != len(param.shape):
         return True

@@ -1,0 +1,49 @@
+"""The memory order of a dense tensor, and boxes of runs in it.
+
+It is row-major but for dense tensors with other strides (a transposed weight). Boxes have the tensor's own dimensions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .layout import Box, boxes_of_range
+from .tensors import row_major
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The memory order of a dense tensor. ``shape``, ``stride``: its own; ``order``: dimensions, outermost first."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], stride: Sequence[int]) -> "Dense":
+        """Of dense strides; those of dimensions of one element may be anything."""
+        if tuple(stride) == row_major(shape):
+            return cls(tuple(shape), tuple(stride), tuple(range(len(shape))))
+        order = sorted(range(len(shape)), key=lambda d: (shape[d] > 1, -stride[d]))
+        inner = row_major([shape[d] for d in order])
+        strides = dict(zip(order, inner, strict=True))
+        return cls(tuple(shape), tuple(strides[d] for d in range(len(shape))), tuple(order))
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether memory order is row-major order."""
+        return self.order == tuple(range(len(self.shape)))
+
+    def boxes(self, begin: int, end: int) -> list[Box]:
+        """Elements ``[begin, end)`` in memory order as boxes of the tensor."""
+        found = boxes_of_range([self.shape[d] for d in self.order], begin, end)
+        if self.is_row_major:
+            return found
+        back = sorted(range(len(self.order)), key=lambda i: self.order[i])
+        return [Box(tuple(box.offsets[i] for i in back), tuple(box.sizes[i] for i in back)) for box in found]
+
+    def view(self, flat: Tensor, start: int, box: Box) -> Tensor:
+        """``box`` in ``flat``, 1-D, whose first element is the whole's element ``start``."""
+        at = sum(offset * stride for offset, stride in zip(box.offsets, self.stride, strict=True)) - start
+        return flat.as_strided(box.sizes, self.stride, flat.storage_offset() + at)
