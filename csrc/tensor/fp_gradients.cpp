@@ -495,10 +495,4 @@ fp_param_is_tensor(PyObject *object)
     return fp::guarded(-1, [&] { return THPVariable_Check(object) ? 1 : 0; }); /* it may ask the object's class */
 }
 
-PyObject *
-fp_param_grad(PyObject *tensor)
-{
-    return fp::guarded<PyObject *>(nullptr, [&] { return THPVariable_Wrap(fp::unpack(tensor).grad()); });
-}
-
 } // extern "C"

@@ -57,7 +57,6 @@ PyObject *fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum
 /* Whether somebody has let a view, one without a node, require grad: if so it does not any more, and owner (NULL: none)
  * does instead. 0: nobody has; 1: and it was not used since; 2: it was, so autograd has a gradient for it. */
 int fp_param_take_requires_grad(PyObject *view, PyObject *owner);
-PyObject *fp_param_grad(PyObject *tensor); /* .grad, new reference */
 
 /* Sum of the versions of tensors: it changes when one of them is changed in place. */
 int64_t fp_param_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;

@@ -7,32 +7,22 @@ from collections.abc import Generator
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import StateDictSettings, StateDictType
 
 from ..errors import StateError
 from ..wrapper import Wrapper
 
 _CONFIGS = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
 }
 
 
 def first_settings() -> StateDictSettings:
     """What a unit begins with."""
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig())
 
 
 class Kinds(Wrapper):
@@ -43,11 +33,11 @@ class Kinds(Wrapper):
         return self._settings.state_dict_type
 
     @property
-    def _state_dict_config(self) -> StateDictConfig:
+    def _state_dict_config(self) -> fsdp.StateDictConfig:
         return self._settings.state_dict_config
 
     @property
-    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+    def _optim_state_dict_config(self) -> fsdp.OptimStateDictConfig:
         return self._settings.optim_state_dict_config
 
     @staticmethod
