@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,8 +21,7 @@ class InHandle(Held):
 
     handle: FlatParamHandle
 
-    @functools.cached_property
-    def flat(self) -> Tensor:
+    def _find_flat(self) -> Tensor:
         flat_param = self.handle.flat_param
         piece = flat_param._shard_param_infos[self.number]
         shard: Tensor = flat_param._zero1_shard.detach()

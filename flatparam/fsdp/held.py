@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +36,8 @@ class Held:
     here: Here | None = None
     start: int = 0
     is_buffer: bool = False
+    _dense: Dense | None = None  # cached properties take longer, where there are thousands
+    _flat: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -61,14 +62,21 @@ class Held:
     def has_values(self) -> bool:
         return self.here is None or self.here.original.template is None
 
-    @functools.cached_property
+    @property
     def dense(self) -> Dense:
         """The order of its elements."""
-        return Dense.of(self.shape, self.stride)
+        if self._dense is None:
+            self._dense = Dense.of(self.shape, self.stride)
+        return self._dense
 
-    @functools.cached_property
+    @property
     def flat(self) -> Tensor:
         """The memory of its elements here, 1-D. Raises: ValueError for one on the meta device, or not dense."""
+        if self._flat is None:
+            self._flat = self._find_flat()
+        return self._flat
+
+    def _find_flat(self) -> Tensor:
         if self.here is not None and self.segment is not None:
             return self.segment.flat.detach().narrow(0, self.here.start, self.numel)
         if self.owner.is_meta or not is_dense(self.owner):
