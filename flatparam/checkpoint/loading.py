@@ -58,6 +58,7 @@ def load(
 
     A call that all ranks of ``process_group`` (the world) make. First everything is checked: names, shapes, dtypes, and
     the checksums of all bytes that this rank will read. When all ranks have done that, each reads into its shards.
+    With ``optimizer``, gradients are those of the checkpoint, or None.
     Args: ``path``: a checkpoint; a folder of torch's distributed checkpoint; one safetensors file, or an index.
         ``strict``: every name of the model must be there, and no other; ``check_finite``: refuse NaN and infinities;
         ``trusted``: read torch's ``.metadata``, a pickle that can run anything; ``progress``: show a bar on rank 0.

@@ -97,7 +97,7 @@ def save(
     """Save a checkpoint in the folder ``path``, which is there when all ranks have written, or not at all.
 
     A call that all ranks of ``process_group`` (the world) make. Each rank writes the boxes of parameters that it owns;
-    no tensor is communicated. The folder must be one that all ranks see.
+    no tensor is communicated. The folder must be one that all ranks see. With ``optimizer``, gradients are saved too.
     Args: ``optimizer``: one, or a list or dict of several, each of parameters of its own;
         ``extra``: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own;
         ``overwrite``: take the place of a checkpoint there, in one step; ``progress``: show a bar on rank 0.

@@ -269,6 +269,31 @@ def test_ranks(tmp_path, fn):
     run_ranks(fn, 2, tmp_path, timeout=60)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Module()
+
+    def tie(self, weight):
+        self.b.register_parameter("weight", weight)
+        return self
+
+
+def tied_afterwards(folder):
+    """What has another name since its unit was made is saved under both, and not as a parameter of its own."""
+    model, plain = Tied(), Tied()
+    model.a = FSDP(model.a, use_orig_params=True)
+    model.tie(next(model.a.parameters()))
+    checkpoint.save(folder / "one", model, torch.optim.Adam(model.parameters()))
+    checkpoint.load(folder / "one", plain.tie(plain.a.weight))
+    with FSDP.summon_full_params(model.a):
+        assert torch.equal(plain.b.weight, model.a.module.weight)
+
+
+def test_a_parameter_that_was_tied_after_wrapping(tmp_path):
+    run_ranks(tied_afterwards, 2, tmp_path)
+
+
 def of_torch(folder):
     """Its shards are no parameters: rank 0's would be taken for all."""
     checkpoint.save(folder / "plain", nn.Linear(5, 5))
