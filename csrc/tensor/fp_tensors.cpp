@@ -480,14 +480,17 @@ int
 fp_torch_allocate(PyObject *object, int64_t numel)
 {
     return fp::guarded(-1, [&] {
-        const at::Tensor &tensor = fp::unpack(object);
+        if (!fp_torch_is_plain(object)) {
+            return 2;
+        }
+        const at::Tensor &tensor = THPVariable_Unpack(object);
         const auto item_bytes = static_cast<int64_t>(tensor.element_size());
         TORCH_CHECK_VALUE(numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
                           "a storage cannot have ", numel, " elements");
         const auto wanted = static_cast<size_t>(numel * item_bytes);
-        c10::StorageImpl *storage = fp_torch_is_plain(object) ? fp::storage_of(tensor) : nullptr;
-        const size_t present = storage == nullptr ? 0 : fp::memory_of(storage);
-        if (storage == nullptr || (present != 0 && present != wanted)) {
+        c10::StorageImpl *storage = fp::storage_of(tensor);
+        const size_t present = fp::memory_of(storage);
+        if (present != 0 && present != wanted) {
             return 2;
         }
         fp::resize_storage(storage, wanted, nullptr, false);
@@ -499,10 +502,10 @@ int
 fp_torch_free(PyObject *object, const char *reason, int keeps_size)
 {
     return fp::guarded(-1, [&] {
-        const at::Tensor &tensor = fp::unpack(object);
-        if (!fp_torch_is_plain(object) || tensor.storage_offset() != 0) {
+        if (!fp_torch_is_plain(object) || THPVariable_Unpack(object).storage_offset() != 0) {
             return 0;
         }
+        const at::Tensor &tensor = THPVariable_Unpack(object);
         c10::StorageImpl *storage = fp::storage_of(tensor);
         if (!storage->resizable() && fp::is_reused(storage)) {
             fp::move_to_storage(tensor, fp::freed_source(tensor.options(), storage->nbytes(), reason, keeps_size != 0));

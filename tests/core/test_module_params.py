@@ -548,6 +548,19 @@ def test_a_freed_storage_that_keeps_its_size_says_why_to_a_view_made_later():
     assert other.untyped_storage().size() == 0
 
 
+def test_what_is_not_plain_or_has_other_room_is_left_to_torch():
+    whole = torch.arange(8.0)
+    assert _C.allocate(whole, 8) is False
+    assert _C.allocate(whole, 4) is None
+    assert _C.free(whole[2:]) is False
+    assert whole.tolist() == list(range(8))
+    for other in (torch.ones(8, device="meta"), torch.ones(2, 2).to_sparse(), None):
+        assert _C.allocate(other, 8) is None
+        assert _C.free(other) is False
+    assert _C.free(whole) is True
+    assert _C.allocate(whole, 8) is True
+
+
 def test_a_storage_that_borrows_its_memory_is_left_alone():
     memory = bytearray(16)
     tensor = torch.frombuffer(memory, dtype=torch.float32)

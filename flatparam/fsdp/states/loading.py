@@ -135,9 +135,7 @@ def _put(values: dict[str, Any], key: str, one: Stepped, param: Held, piece: Ten
     assert here is not None
     if not one.is_flat:
         stride = here.stride if len(here.stride) == len(one.shape) else (1,)
-        mine = (
-            piece.to("cpu", copy=True) if one.tensor.is_cpu else piece.clone()
-        )  # offloaded: all of it fits on the host
+        mine = piece.to(one.tensor.device, copy=True)  # on the host where parameters are offloaded
         values[key] = mine.as_strided(one.shape, stride)
     elif piece.numel():
         values[key].narrow(0, here.start, here.numel).copy_(piece)
