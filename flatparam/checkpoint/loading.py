@@ -59,11 +59,20 @@ def load(
     A call that all ranks of ``process_group`` (the world) make. First everything is checked: names, shapes, dtypes, and
     the checksums of all bytes that this rank will read. When all ranks have done that, each reads into its shards.
     With ``optimizer``, gradients are those of the checkpoint, or None.
-    Args: ``path``: a checkpoint; a folder of torch's distributed checkpoint; one safetensors file, or an index.
-        ``strict``: every name of the model must be there, and no other; ``check_finite``: refuse NaN and infinities;
-        ``trusted``: read torch's ``.metadata``, a pickle that can run anything; ``progress``: show a bar on rank 0.
-    Raises: CheckpointError on every rank alike, naming rank, file and tensor; model and optimizer are as before. Where
-        reading fails after all checks, or a ``set_extra_state`` raises, it says that the model is loaded in part.
+
+    Args:
+        path: a checkpoint; a folder of torch's distributed checkpoint; one safetensors file, or an index.
+        model: wrapped or plain, the same on all ranks.
+        optimizer: one, or a list or dict of several, as they were saved.
+        strict: every name of the model must be there, and no other.
+        check_finite: refuse NaN and infinities.
+        trusted: read torch's ``.metadata``, a pickle that can run anything.
+        process_group: the ranks that hold the model.
+        progress: show a bar on rank 0.
+
+    Raises:
+        CheckpointError: on every rank alike, naming rank, file and tensor; model and optimizer are as before. Where
+            reading fails after all checks, or a ``set_extra_state`` raises, it says that the model is loaded in part.
     """
     council = Council(process_group, "checkpoint.load")
     meter = Meter(f"load {os.path.basename(path)}", progress and council.is_first)

@@ -98,10 +98,18 @@ def save(
 
     A call that all ranks of ``process_group`` (the world) make. Each rank writes the boxes of parameters that it owns;
     no tensor is communicated. The folder must be one that all ranks see. With ``optimizer``, gradients are saved too.
-    Args: ``optimizer``: one, or a list or dict of several, each of parameters of its own;
-        ``extra``: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own;
-        ``overwrite``: take the place of a checkpoint there, in one step; ``progress``: show a bar on rank 0.
-    Raises: CheckpointError on every rank alike, naming the rank and what is wrong; nothing is there then.
+
+    Args:
+        path: a folder that is not there yet, unless ``overwrite``.
+        model: wrapped or plain, the same on all ranks.
+        optimizer: one, or a list or dict of several, each of parameters of its own.
+        extra: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own.
+        process_group: the ranks that hold the model.
+        overwrite: take the place of a checkpoint there, in one step.
+        progress: show a bar on rank 0.
+
+    Raises:
+        CheckpointError: on every rank alike, naming the rank and what is wrong; nothing is there then.
     """
     return _Saving(path, model, optimizer, extra, process_group, overwrite, progress).write()
 
