@@ -428,7 +428,7 @@ fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
     if (saved == Py_None) {
         Py_CLEAR(saved);
     }
-    flat_param->saved = saved;
+    Py_XSETREF(flat_param->saved, saved); /* of a call that failed */
     if (status == 0 && saved != NULL && flat_param->shard_group == NULL && flat_param->replicate_group == NULL) {
         status = fp_gradients_add(kept, saved); /* there is nobody to reduce it with */
         Py_CLEAR(flat_param->saved);
