@@ -6,7 +6,7 @@
 #define FP_TARGET __attribute__((target("avx512f")))
 #define FP_VECTOR_BYTES 64
 #define FP_F32_OF_F16(halves) _mm512_cvtph_ps((__m256i)(halves))
-#define FP_F16_OF_F32(floats) _mm512_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT)
+#define FP_F16_OF_F32(floats) _mm512_maskz_cvtps_ph(0xFFFF, floats, _MM_FROUND_TO_NEAREST_INT)
 #define FP_WIDE(halves) _mm512_cvtepu16_epi32((__m256i)(halves))
 #define FP_NARROW(bits) _mm512_cvtepi32_epi16((__m512i)(bits))
 #define FP_IF_NAN(floats, bits, others)                                                                                \

@@ -4,6 +4,12 @@
 
 #include <stddef.h>
 
+#if defined(__CUDACC__)
+#define FP_HD __host__ __device__ /* kernels of accelerators are made of these functions too */
+#else
+#define FP_HD
+#endif
+
 typedef enum {
     FP_F64 = 0, /* IEEE binary64 */
     FP_F32,     /* IEEE binary32 */
@@ -14,7 +20,7 @@ typedef enum {
 enum { FP_DTYPE_COUNT = 4 };
 
 /* Bytes of one element: 8, 4, 2 or 2; 0 for a value that is no fp_dtype. */
-static inline size_t
+FP_HD static inline size_t
 fp_dtype_bytes(fp_dtype dtype)
 {
     switch (dtype) {

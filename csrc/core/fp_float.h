@@ -9,7 +9,7 @@
 
 #include "core/fp_dtype.h"
 
-static inline uint32_t
+FP_HD static inline uint32_t
 fp_bits_of_f32(float value)
 {
     uint32_t bits;
@@ -17,7 +17,7 @@ fp_bits_of_f32(float value)
     return bits;
 }
 
-static inline float
+FP_HD static inline float
 fp_f32_of_bits(uint32_t bits)
 {
     float value;
@@ -25,13 +25,13 @@ fp_f32_of_bits(uint32_t bits)
     return value;
 }
 
-static inline float
+FP_HD static inline float
 fp_f32_of_bf16(uint16_t bf16)
 {
     return fp_f32_of_bits((uint32_t)bf16 << 16);
 }
 
-static inline uint16_t
+FP_HD static inline uint16_t
 fp_bf16_of_f32(float value)
 {
     const uint32_t bits = fp_bits_of_f32(value);
@@ -41,7 +41,7 @@ fp_bf16_of_f32(float value)
     return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-static inline float
+FP_HD static inline float
 fp_f32_of_f16(uint16_t f16)
 {
     const uint32_t sign = ((uint32_t)f16 & 0x8000u) << 16;
@@ -56,7 +56,7 @@ fp_f32_of_f16(uint16_t f16)
     return fp_f32_of_bits(sign | (magnitude + 0x38000000u)); /* the exponent's bias grows from 15 to 127 */
 }
 
-static inline uint16_t
+FP_HD static inline uint16_t
 fp_f16_of_f32(float value)
 {
     const uint32_t bits = fp_bits_of_f32(value);
@@ -72,7 +72,7 @@ fp_f16_of_f32(float value)
 }
 
 /* Element i of an array as float (fp64 is rounded) or as double (exact). */
-static inline float
+FP_HD static inline float
 fp_load_f32(const void *array, size_t i, fp_dtype dtype)
 {
     double f64;
@@ -93,7 +93,7 @@ fp_load_f32(const void *array, size_t i, fp_dtype dtype)
     return dtype == FP_BF16 ? fp_f32_of_bf16(half) : fp_f32_of_f16(half);
 }
 
-static inline double
+FP_HD static inline double
 fp_load_f64(const void *array, size_t i, fp_dtype dtype)
 {
     double f64;
@@ -105,7 +105,7 @@ fp_load_f64(const void *array, size_t i, fp_dtype dtype)
 }
 
 /* Round value to dtype and write it to element i. */
-static inline void
+FP_HD static inline void
 fp_store_f32(void *array, size_t i, fp_dtype dtype, float value)
 {
     const double f64 = (double)value;
@@ -125,7 +125,7 @@ fp_store_f32(void *array, size_t i, fp_dtype dtype, float value)
     }
 }
 
-static inline void
+FP_HD static inline void
 fp_store_f64(void *array, size_t i, fp_dtype dtype, double value)
 {
     if (dtype == FP_F64) {
@@ -136,7 +136,7 @@ fp_store_f64(void *array, size_t i, fp_dtype dtype, double value)
 }
 
 /* The nearest value that dtype can hold. */
-static inline float
+FP_HD static inline float
 fp_round_f32(float value, fp_dtype dtype)
 {
     switch (dtype) {

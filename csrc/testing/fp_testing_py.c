@@ -6,16 +6,15 @@
 #include "core/fp_alloc.h"
 #include "core/fp_pack.h"
 #include "core/fp_simd.h"
-#include "python/fp_args.h"
+#include "testing/fp_testing.h"
 
 /* From this many bytes on the interpreter lock is released: the buffers stay exported, so nobody can free them. */
 enum { RELEASE_GIL_BYTES = 1 << 20 };
 
 static const char *const dtype_names[FP_DTYPE_COUNT] = {"float64", "float32", "bfloat16", "float16"};
 
-/* "float64", "float32", "bfloat16" or "float16" as fp_dtype. */
-static int
-as_dtype(PyObject *object, fp_dtype *out)
+int
+fp_testing_dtype(PyObject *object, fp_dtype *out)
 {
     if (!PyUnicode_Check(object)) {
         PyErr_Format(PyExc_TypeError, "expected the name of a dtype, got %.200s", Py_TYPE(object)->tp_name);
@@ -31,9 +30,8 @@ as_dtype(PyObject *object, fp_dtype *out)
     return -1;
 }
 
-/* Borrow the memory of object until PyBuffer_Release: contiguous, and writable if asked for. Else TypeError. */
-static int
-get_buffer(PyObject *object, int writable, Py_buffer *out)
+int
+fp_testing_buffer(PyObject *object, int writable, Py_buffer *out)
 {
     if (PyObject_GetBuffer(object, out, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) {
         return 0;
@@ -93,7 +91,7 @@ get_segment(PyObject *module, packing *call, Py_ssize_t i, size_t item_bytes)
     if (memory == Py_None) {
         return 0;
     }
-    if (get_buffer(memory, 0, &call->buffers[i]) < 0) {
+    if (fp_testing_buffer(memory, 0, &call->buffers[i]) < 0) {
         return -1;
     }
     if (!holds(call->buffers[i].len, segment->numel, item_bytes)) {
@@ -148,7 +146,7 @@ packing_init(PyObject *module, packing *call, PyObject *segments, size_t segment
             return -1;
         }
     }
-    if (get_buffer(flat, 1, &call->flat) < 0) {
+    if (fp_testing_buffer(flat, 1, &call->flat) < 0) {
         return -1;
     }
     if (call->begin < 0 || call->begin > call->end || !holds(call->flat.len, call->end, flat_bytes)) {
@@ -193,8 +191,8 @@ fp_py_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     fp_dtype segment_dtype, flat_dtype;
     fp_status status;
 
-    if (fp_check_nargs_between("pack", nargs, 6, 8) < 0 || as_dtype(args[1], &segment_dtype) < 0 ||
-        as_dtype(args[3], &flat_dtype) < 0 || (nargs > 6 && as_scale(args[6], &opts) < 0) ||
+    if (fp_check_nargs_between("pack", nargs, 6, 8) < 0 || fp_testing_dtype(args[1], &segment_dtype) < 0 ||
+        fp_testing_dtype(args[3], &flat_dtype) < 0 || (nargs > 6 && as_scale(args[6], &opts) < 0) ||
         (nargs > 7 && fp_as_bool(args[7], &opts.accumulate) < 0)) {
         return NULL;
     }
@@ -231,7 +229,7 @@ fp_py_pack_raw(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     if (nargs > 5 && args[5] != Py_None) {
-        if (get_buffer(args[5], 0, &fill) < 0) {
+        if (fp_testing_buffer(args[5], 0, &fill) < 0) {
             return NULL;
         }
         if (fill.len != item_bytes) {
@@ -334,6 +332,13 @@ static PyMethodDef testing_methods[] = {
     {"pack_raw", FP_FASTCALL(fp_py_pack_raw), METH_FASTCALL,
      "pack_raw(segments, item_bytes, flat, begin, end, fill=None, /)\n--\n\n"
      "Copy segments into elements [begin, end) of flat as raw items of item_bytes bytes."},
+    {"kernel_pack", FP_FASTCALL(fp_py_kernel_pack), METH_FASTCALL,
+     "kernel_pack(pieces, flat, flat_dtype, begin, end, before=1.0, scale=None, accumulate=False, /)\n--\n\n"
+     "What the accelerator's kernel does with pieces (buffer or None, dtype, start, numel, ((numel, stride), ...))."},
+    {"kernel_norm", FP_FASTCALL(fp_py_kernel_norm), METH_FASTCALL,
+     "kernel_norm(arrays, is_max, /)\n--\n\nThe sum of squares, or the largest magnitude, of (buffer, dtype, numel)."},
+    {"kernel_scale", FP_FASTCALL(fp_py_kernel_scale), METH_FASTCALL,
+     "kernel_scale(arrays, factor, in_fp64, /)\n--\n\nMultiply the elements of (buffer, dtype, numel) by a factor."},
     {"simd_levels", FP_FASTCALL(fp_py_simd_levels), METH_FASTCALL,
      "simd_levels()\n--\n\nNames of the SIMD levels that work on this processor, the best one last."},
     {"simd_level", FP_FASTCALL(fp_py_simd_level), METH_FASTCALL,

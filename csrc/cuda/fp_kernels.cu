@@ -1,0 +1,181 @@
+// cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. What a thread does is in fp_bodies.h.
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+extern "C" {
+#include "cuda/fp_bodies.h"
+}
+
+namespace {
+
+// A job and its table, where that goes along: kernels take 4 KiB of arguments, and 32,764 bytes from CUDA 12.1 on.
+template <class Job, size_t BYTES> struct Arguments {
+    Job job;
+    uint32_t n;
+    alignas(16) unsigned char table[BYTES];
+
+    __device__ const fp_piece *pieces() const
+    {
+        return reinterpret_cast<const fp_piece *>(table);
+    }
+};
+
+// The same where the table is in memory of the device.
+template <class Job> struct Arguments<Job, 0> {
+    Job job;
+    uint32_t n;
+    const void *table;
+
+    __device__ const fp_piece *pieces() const
+    {
+        return static_cast<const fp_piece *>(table);
+    }
+};
+
+constexpr size_t small_bytes = 4096 - 96, large_bytes = CUDART_VERSION >= 12010 ? 32752 - 96 : small_bytes;
+static_assert(sizeof(Arguments<fp_pack_job, small_bytes>) <= 4096);
+static_assert(sizeof(Arguments<fp_pack_job, large_bytes>) <= (CUDART_VERSION >= 12010 ? 32764 : 4096));
+
+template <fp_dtype to, size_t BYTES>
+__global__ void
+__launch_bounds__(FP_KERNEL_THREADS) pack(const __grid_constant__ Arguments<fp_pack_job, BYTES> asked)
+{
+    const fp_pack_job job = asked.job;
+    fp_pack_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x, to);
+}
+
+__device__ void
+fold(double *sums, int is_max)
+{
+    for (uint32_t half = FP_KERNEL_THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        fp_norm_fold(sums, half, threadIdx.x, is_max);
+    }
+}
+
+// The block that ends last joins the partial results of all, in their order. It knows by a counter behind them.
+template <size_t BYTES>
+__global__ void
+__launch_bounds__(FP_KERNEL_THREADS) norm(const __grid_constant__ Arguments<fp_norm_job, BYTES> asked)
+{
+    __shared__ double sums[FP_KERNEL_THREADS];
+    __shared__ bool is_last;
+    const fp_norm_job job = asked.job;
+    sums[threadIdx.x] = fp_norm_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x);
+    fold(sums, job.is_max);
+    if (threadIdx.x == 0) {
+        job.partials[blockIdx.x] = sums[0];
+        __threadfence();
+        is_last = atomicAdd(reinterpret_cast<unsigned *>(job.partials + gridDim.x), 1U) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!is_last) {
+        return;
+    }
+    __threadfence();
+    sums[threadIdx.x] = fp_norm_gather(&job, threadIdx.x);
+    fold(sums, job.is_max);
+    if (threadIdx.x == 0) {
+        fp_norm_finish(&job, sums[0]);
+    }
+}
+
+template <size_t BYTES>
+__global__ void
+__launch_bounds__(FP_KERNEL_THREADS) scale(const __grid_constant__ Arguments<fp_scale_job, BYTES> asked)
+{
+    const fp_scale_job job = asked.job;
+    fp_scale_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x);
+}
+
+template <class Job, size_t BYTES>
+cudaError_t
+launch_one(void (*kernel)(Arguments<Job, BYTES>), uint32_t blocks, const Job &job, const fp_table &table,
+           cudaStream_t stream)
+{
+    Arguments<Job, BYTES> arguments; // what is behind the table is not read
+    arguments.job = job;
+    arguments.n = table.n;
+    if constexpr (BYTES == 0) {
+        arguments.table = table.memory;
+    }
+    else {
+        std::memcpy(arguments.table, table.memory, table.bytes);
+    }
+    void *all[] = {&arguments};
+    return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), dim3(blocks), dim3(FP_KERNEL_THREADS), all, 0,
+                            stream);
+}
+
+template <class Job>
+int
+launch(void (*small)(Arguments<Job, small_bytes>), void (*large)(Arguments<Job, large_bytes>),
+       void (*resident)(Arguments<Job, 0>), uint32_t blocks, const Job &job, const fp_table &table, void *stream_handle)
+{
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    if (blocks == 0) {
+        return cudaSuccess;
+    }
+    if (table.resident) {
+        return launch_one(resident, blocks, job, table, stream);
+    }
+    if (table.bytes > large_bytes) {
+        return cudaErrorInvalidValue;
+    }
+    return table.bytes <= small_bytes ? launch_one(small, blocks, job, table, stream)
+                                      : launch_one(large, blocks, job, table, stream);
+}
+
+template <fp_dtype to>
+int
+launch_pack(const fp_pack_job &job, const fp_table &table, void *stream)
+{
+    return launch<fp_pack_job>(pack<to, small_bytes>, pack<to, large_bytes>, pack<to, 0>, fp_pack_blocks(&job), job,
+                               table, stream);
+}
+
+int
+pack_any(const fp_pack_job *job, const fp_table *table, void *stream)
+{
+    switch (job->dtype) {
+        case FP_F64:
+            return launch_pack<FP_F64>(*job, *table, stream);
+        case FP_F32:
+            return launch_pack<FP_F32>(*job, *table, stream);
+        case FP_BF16:
+            return launch_pack<FP_BF16>(*job, *table, stream);
+        case FP_F16:
+            return launch_pack<FP_F16>(*job, *table, stream);
+    }
+    return cudaErrorInvalidValue;
+}
+
+int
+norm_any(const fp_norm_job *job, const fp_table *table, void *stream)
+{
+    const uint32_t blocks = fp_norm_blocks(job->end);
+    const cudaError_t error =
+        cudaMemsetAsync(job->partials + blocks, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+    return error != cudaSuccess
+               ? error
+               : launch<fp_norm_job>(norm<small_bytes>, norm<large_bytes>, norm<0>, blocks, *job, *table, stream);
+}
+
+int
+scale_any(const fp_scale_job *job, const fp_table *table, void *stream)
+{
+    return launch<fp_scale_job>(scale<small_bytes>, scale<large_bytes>, scale<0>, fp_scale_blocks(job), *job, *table,
+                                stream);
+}
+
+const char *
+message(int error)
+{
+    return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+
+} // namespace
+
+extern "C" const fp_kernels fp_cuda_kernels = {
+    .argument_bytes = large_bytes, .pack = pack_any, .norm = norm_any, .scale = scale_any, .message = message};

@@ -1,0 +1,241 @@
+/* testing/fp_kernels_py.c -- the bodies of the accelerator's kernels run on the host, all blocks and threads in turn. */
+#include "core/fp_alloc.h"
+#include "cuda/fp_bodies.h"
+#include "testing/fp_testing.h"
+
+static int
+host_pack(const fp_pack_job *job, const fp_table *table, void *stream)
+{
+    const fp_piece *pieces = table->memory;
+    for (uint32_t block = 0; block < fp_pack_blocks(job); block++) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+#define FP_CALL(to) fp_pack_thread(job, pieces, table->n, block, thread, to)
+            FP_FOR_DTYPE(job->dtype, FP_CALL)
+#undef FP_CALL
+        }
+    }
+    return 0;
+}
+
+/* The tree that a block's threads climb together. */
+static double
+folded(double *sums, int is_max)
+{
+    for (uint32_t half = FP_KERNEL_THREADS / 2; half > 0; half /= 2) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+            fp_norm_fold(sums, half, thread, is_max);
+        }
+    }
+    return sums[0];
+}
+
+static int
+host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
+{
+    double sums[FP_KERNEL_THREADS];
+    for (uint32_t block = 0; block < fp_norm_blocks(job->end); block++) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+            sums[thread] = fp_norm_thread(job, table->memory, table->n, block, thread);
+        }
+        job->partials[block] = folded(sums, job->is_max);
+    }
+    for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+        sums[thread] = fp_norm_gather(job, thread);
+    }
+    fp_norm_finish(job, folded(sums, job->is_max));
+    return 0;
+}
+
+static int
+host_scale(const fp_scale_job *job, const fp_table *table, void *stream)
+{
+    for (uint32_t block = 0; block < fp_scale_blocks(job); block++) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+            fp_scale_thread(job, table->memory, table->n, block, thread);
+        }
+    }
+    return 0;
+}
+
+/* The memory of one call. Zero it before use. */
+typedef struct {
+    PyObject *items; /* owned tuple of the caller's pieces */
+    Py_buffer *buffers;
+    void *memory; /* the table */
+    Py_buffer flat;
+    fp_table table;
+    int64_t end; /* of the last piece */
+} asked;
+
+static void
+asked_release(asked *call)
+{
+    for (Py_ssize_t i = 0; call->buffers != NULL && i < PyTuple_GET_SIZE(call->items); i++) {
+        PyBuffer_Release(&call->buffers[i]);
+    }
+    fp_free(call->buffers);
+    fp_free(call->memory);
+    PyBuffer_Release(&call->flat);
+    Py_XDECREF(call->items);
+}
+
+/* Read dims, a tuple of (numel, stride), for piece; *last becomes its last element's offset. */
+static int
+get_dims(PyObject *module, PyObject *dims, fp_piece *piece, fp_piece_dim *out, int64_t *last)
+{
+    int64_t numel = 1;
+    *last = 0;
+    for (Py_ssize_t d = 0; d < PyTuple_GET_SIZE(dims); d++) {
+        PyObject *pair = PyTuple_GET_ITEM(dims, d); /* borrowed */
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+            fp_as_int64(PyTuple_GET_ITEM(pair, 0), &out[d].numel) < 0 ||
+            fp_as_int64(PyTuple_GET_ITEM(pair, 1), &out[d].stride) < 0) {
+            return PyErr_Occurred() ? -1 : fp_fail(module, FP_EINVAL, "expected dimensions (numel, stride)");
+        }
+        if (out[d].numel < 1 || out[d].stride < 0 || out[d].numel > 1 << 20 || out[d].stride > 1 << 20) {
+            return fp_fail(module, FP_EINVAL, "dimension %zd does not fit", d);
+        }
+        numel *= out[d].numel;
+        *last += (out[d].numel - 1) * out[d].stride;
+    }
+    piece->ndim = (uint16_t)PyTuple_GET_SIZE(dims);
+    if (piece->ndim == 0) {
+        *last = piece->numel - 1;
+        return 0;
+    }
+    return numel == piece->numel ? 0 : fp_fail(module, FP_EINVAL, "the dimensions have not the piece's elements");
+}
+
+/* Fill call->table from tuples (buffer or None, dtype, start, numel, dims), or for a list (buffer, dtype, numel). */
+static int
+asked_init(PyObject *module, asked *call, PyObject *pieces, int is_list)
+{
+    call->items = PySequence_Tuple(pieces);
+    if (call->items == NULL) {
+        return -1;
+    }
+    const Py_ssize_t n = PyTuple_GET_SIZE(call->items);
+    size_t ndims = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PyTuple_GET_ITEM(call->items, i);
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != (is_list ? 3 : 5) ||
+            (!is_list && !PyTuple_Check(PyTuple_GET_ITEM(item, 4)))) {
+            PyErr_Format(PyExc_TypeError, "piece %zd is not as expected", i);
+            return -1;
+        }
+        ndims += is_list ? 0 : (size_t)PyTuple_GET_SIZE(PyTuple_GET_ITEM(item, 4));
+    }
+    call->table.bytes = (size_t)n * sizeof(fp_piece) + ndims * sizeof(fp_piece_dim);
+    call->buffers = fp_new_array(n, sizeof *call->buffers);
+    call->memory = fp_new_array((Py_ssize_t)call->table.bytes, 1);
+    if (call->buffers == NULL || call->memory == NULL) {
+        return -1;
+    }
+    fp_piece *piece = call->memory;
+    fp_piece_dim *dims = (fp_piece_dim *)(void *)(piece + n);
+    uint32_t used = 0;
+    call->table.memory = call->memory;
+    call->table.n = (uint32_t)n;
+    for (Py_ssize_t i = 0; i < n; i++, piece++) {
+        PyObject *item = PyTuple_GET_ITEM(call->items, i), *memory = PyTuple_GET_ITEM(item, 0);
+        fp_dtype dtype;
+        int64_t last = 0;
+        if (fp_testing_dtype(PyTuple_GET_ITEM(item, 1), &dtype) < 0 ||
+            fp_as_int64(PyTuple_GET_ITEM(item, is_list ? 2 : 3), &piece->numel) < 0 ||
+            (!is_list && fp_as_int64(PyTuple_GET_ITEM(item, 2), &piece->start) < 0)) {
+            return -1;
+        }
+        piece->dtype = (uint16_t)dtype;
+        piece->first_dim = used;
+        last = piece->numel - 1;
+        if (!is_list && get_dims(module, PyTuple_GET_ITEM(item, 4), piece, dims + used, &last) < 0) {
+            return -1;
+        }
+        used += piece->ndim;
+        if (memory != Py_None) {
+            if (fp_testing_buffer(memory, is_list, &call->buffers[i]) < 0) {
+                return -1;
+            }
+            if (piece->numel < 0 || last >= call->buffers[i].len / (Py_ssize_t)fp_dtype_bytes(dtype)) {
+                return fp_fail(module, FP_EINVAL, "piece %zd does not fit its buffer", i);
+            }
+            piece->data = call->buffers[i].buf;
+        }
+        piece->start = is_list ? fp_list_start(call->end, piece->data, dtype) : piece->start;
+        if (piece->start < call->end) {
+            return fp_fail(module, FP_EINVAL, "piece %zd begins before the end of that before it", i);
+        }
+        call->end = piece->start + piece->numel;
+    }
+    return 0;
+}
+
+PyObject *
+fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    asked call = {0};
+    fp_pack_job job = {.before = 1.0};
+    PyObject *result = NULL;
+    if (fp_check_nargs_between("kernel_pack", nargs, 5, 8) < 0 || fp_testing_dtype(args[2], &job.dtype) < 0 ||
+        fp_as_int64(args[3], &job.begin) < 0 || fp_as_int64(args[4], &job.end) < 0 ||
+        (nargs > 5 && fp_as_double(args[5], &job.before) < 0) ||
+        (nargs > 7 && fp_as_bool(args[7], &job.accumulate) < 0)) {
+        return NULL;
+    }
+    job.has_scale = nargs > 6 && args[6] != Py_None;
+    if ((!job.has_scale || fp_as_double(args[6], &job.scale) == 0) && asked_init(module, &call, args[0], 0) == 0 &&
+        fp_testing_buffer(args[1], 1, &call.flat) == 0) {
+        job.flat = call.flat.buf;
+        if (job.begin < 0 || job.begin > job.end || job.end > call.flat.len / (Py_ssize_t)fp_dtype_bytes(job.dtype)) {
+            fp_fail(module, FP_EINVAL, "elements [%lld, %lld) are no range of the buffer", (long long)job.begin,
+                    (long long)job.end);
+        }
+        else {
+            host_pack(&job, &call.table, NULL);
+            result = Py_NewRef(Py_None);
+        }
+    }
+    asked_release(&call);
+    return result;
+}
+
+PyObject *
+fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    asked call = {0};
+    double partials[FP_NORM_BLOCKS + 1], norm = 0;
+    fp_norm_job job = {.partials = partials, .result = &norm, .in_fp64 = 1};
+    PyObject *result = NULL;
+    if (fp_check_nargs("kernel_norm", nargs, 2) < 0 || fp_as_bool(args[1], &job.is_max) < 0) {
+        return NULL;
+    }
+    if (asked_init(module, &call, args[0], 1) == 0) {
+        job.end = call.end;
+        host_norm(&job, &call.table, NULL);
+        result = PyFloat_FromDouble(norm);
+    }
+    asked_release(&call);
+    return result;
+}
+
+PyObject *
+fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    asked call = {0};
+    double wide = 0;
+    fp_scale_job job = {.factor = &wide};
+    PyObject *result = NULL;
+    if (fp_check_nargs("kernel_scale", nargs, 3) < 0 || fp_as_double(args[1], &wide) < 0 ||
+        fp_as_bool(args[2], &job.in_fp64) < 0) {
+        return NULL;
+    }
+    const float narrow = (float)wide;
+    job.factor = job.in_fp64 ? (const void *)&wide : (const void *)&narrow;
+    if (asked_init(module, &call, args[0], 1) == 0) {
+        job.end = call.end;
+        host_scale(&job, &call.table, NULL);
+        result = Py_NewRef(Py_None);
+    }
+    asked_release(&call);
+    return result;
+}
