@@ -6,7 +6,6 @@
 #include "core/fp_boxes.h"
 #include "core/fp_layout.h"
 #include "core/fp_pack.h"
-#include "core/fp_shard.h"
 #include "core/fp_simd.h"
 #include "core/fp_state.h"
 
@@ -49,31 +48,6 @@ phase_parts_of_one_shard(void)
     fp_layout_params_in(&layout, begin, end, &first, &last);
     for (size_t i = first; i < last; i++) {
         sink += fp_layout_part(&layout, i, begin, end).numel;
-    }
-}
-
-PHASE
-phase_shards_of_4096_ranks(void)
-{
-    fp_shard shard;
-    for (int64_t rank = 0; rank < 4096; rank++) {
-        need(fp_shard_of_rank(1000003, 4096, rank, &shard));
-        sink += shard.numel;
-    }
-}
-
-PHASE
-phase_ranks_of_400_parameters(void)
-{
-    int64_t first, last;
-    fp_rank_piece piece;
-    for (size_t i = 0; i < PARAMS; i++) {
-        const int64_t start = layout.starts[i], end = start + layout.numels[i];
-        need(fp_ranks_of_range(layout.numel, WORLD, start, end, &first, &last));
-        for (int64_t rank = first; rank < last; rank++) {
-            need(fp_piece_of_rank(layout.numel, WORLD, start, end, rank, &piece));
-            sink += piece.numel;
-        }
     }
 }
 
@@ -168,8 +142,6 @@ main(void)
     need(fp_simd_set_level(FP_SIMD_BASELINE));
     phase_layout_of_400();
     phase_parts_of_one_shard();
-    phase_shards_of_4096_ranks();
-    phase_ranks_of_400_parameters();
     phase_boxes_of_a_shard();
     phase_states_of_a_step();
     phase_pack_400_small();

@@ -12,7 +12,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/fp_shard.h"
 #include "core/fp_status.h"
 
 /* Owns its arrays: filled by fp_layout_init, given back by fp_layout_clear. Nobody else writes to it, so after

@@ -1,38 +1,8 @@
-/* module/fp_core_py.c -- wrappers of core/fp_shard and fp_boxes. */
+/* module/fp_core_py.c -- wrapper of core/fp_boxes, and what a shard holds. */
 #include "module/fp_tables.h"
 
 #include "core/fp_alloc.h"
 #include "core/fp_boxes.h"
-#include "core/fp_shard.h"
-
-/* Convert n arguments to int64_t. */
-static int
-as_int64s(PyObject *const *args, Py_ssize_t n, int64_t *out)
-{
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (fp_as_int64(args[i], &out[i]) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* shard_of_rank(numel, world_size, rank) -> (start, numel, padding) */
-static PyObject *
-fp_py_shard_of_rank(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    int64_t in[3]; /* numel, world_size, rank */
-    fp_shard shard;
-    if (fp_check_nargs("shard_of_rank", nargs, 3) < 0 || as_int64s(args, nargs, in) < 0 ||
-        fp_fail(module, fp_shard_of_rank(in[0], in[1], in[2], &shard),
-                "expected numel >= 1, world_size >= 1 and 0 <= rank < world_size, with numel + world_size in 64 bits; "
-                "got numel %lld, world_size %lld, rank %lld",
-                (long long)in[0], (long long)in[1], (long long)in[2]) < 0) {
-        return NULL;
-    }
-    const int64_t out[3] = {shard.start, shard.numel, shard.padding};
-    return fp_int64_tuple(out, 3);
-}
 
 /* Append to columns what each of fields says of parameter i, and to the one after them (first, last) of its info. */
 static int
@@ -47,7 +17,6 @@ add_held(PyObject *const *columns, PyObject *info, PyObject *const *fields, Py_s
     return status;
 }
 
-/* held(infos, *fields) -> (*fields, ranges) of the parameters that the shard has something of */
 static PyObject *
 held(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -87,51 +56,6 @@ done:
     return result;
 }
 
-/* The longest list that ranks_of_range makes; more would be a mistake in the arguments. */
-enum { MOST_RANKS = 1 << 20 };
-
-/* ranks_of_range(numel, world_size, begin, end) -> [(rank, start, numel, offset_in_shard), ...] */
-static PyObject *
-fp_py_ranks_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    PyObject *pieces = NULL; /* owned */
-    int64_t in[4];           /* numel, world_size, begin, end */
-    int64_t first, last;
-    if (fp_check_nargs("ranks_of_range", nargs, 4) < 0 || as_int64s(args, nargs, in) < 0 ||
-        fp_fail(module, fp_ranks_of_range(in[0], in[1], in[2], in[3], &first, &last),
-                "expected numel >= 1, world_size >= 1 and 0 <= begin <= end <= numel, with numel + world_size in 64 "
-                "bits; got numel %lld, world_size %lld, begin %lld, end %lld",
-                (long long)in[0], (long long)in[1], (long long)in[2], (long long)in[3]) < 0) {
-        return NULL;
-    }
-    if (last - first > MOST_RANKS) {
-        fp_fail(module, FP_EINVAL, "expected a range over at most %d ranks, got one over %lld", MOST_RANKS,
-                (long long)(last - first));
-        return NULL;
-    }
-    pieces = PyList_New((Py_ssize_t)(last - first));
-    if (pieces == NULL) {
-        return NULL;
-    }
-    for (int64_t rank = first; rank < last; rank++) {
-        fp_rank_piece piece;
-        if (fp_fail(module, fp_piece_of_rank(in[0], in[1], in[2], in[3], rank, &piece), "rank %lld holds nothing",
-                    (long long)rank) < 0) {
-            goto fail;
-        }
-        const int64_t out[4] = {piece.rank, piece.start, piece.numel, piece.offset_in_shard};
-        PyObject *item = fp_int64_tuple(out, 4);
-        if (item == NULL) {
-            goto fail;
-        }
-        PyList_SET_ITEM(pieces, (Py_ssize_t)(rank - first), item); /* steals item */
-    }
-    return pieces;
-fail:
-    Py_DECREF(pieces);
-    return NULL;
-}
-
 /* A list of (offsets, sizes) from count boxes of ndim dimensions; NULL with an exception set. */
 static PyObject *
 boxes_as_list(const int64_t *offsets, const int64_t *sizes, size_t count, Py_ssize_t ndim)
@@ -155,18 +79,17 @@ boxes_as_list(const int64_t *offsets, const int64_t *sizes, size_t count, Py_ssi
     return list;
 }
 
-/* boxes_of_range(shape, begin, end) -> [(offsets, sizes), ...] */
 static PyObject *
 fp_py_boxes_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *result = NULL;
     int64_t *shape = NULL, *boxes = NULL; /* owned */
     Py_ssize_t ndim;
-    int64_t in[2]; /* begin, end */
+    int64_t begin, end;
     size_t count;
 
-    if (fp_check_nargs("boxes_of_range", nargs, 3) < 0 || as_int64s(args + 1, 2, in) < 0 ||
-        fp_as_int64_array(args[0], &shape, &ndim) < 0) {
+    if (fp_check_nargs("boxes_of_range", nargs, 3) < 0 || fp_as_int64(args[1], &begin) < 0 ||
+        fp_as_int64(args[2], &end) < 0 || fp_as_int64_array(args[0], &shape, &ndim) < 0) {
         goto done;
     }
     if (ndim > FP_MAX_DIMS) {
@@ -177,10 +100,10 @@ fp_py_boxes_of_range(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     boxes = fp_new_array((Py_ssize_t)(2 * half), sizeof *boxes);
     if (boxes != NULL &&
         fp_fail(
-            module, fp_boxes_of_range(shape, (size_t)ndim, in[0], in[1], boxes, boxes + half, &count),
+            module, fp_boxes_of_range(shape, (size_t)ndim, begin, end, boxes, boxes + half, &count),
             "expected 0 <= begin <= end <= the shape's elements, which fit 64 bits; got begin %lld, end %lld of %zd "
             "dimensions",
-            (long long)in[0], (long long)in[1], ndim) == 0) {
+            (long long)begin, (long long)end, ndim) == 0) {
         result = boxes_as_list(boxes, boxes + half, count, ndim);
     }
 done:
@@ -190,15 +113,9 @@ done:
 }
 
 PyMethodDef fp_core_methods[] = {
-    {"shard_of_rank", FP_FASTCALL(fp_py_shard_of_rank), METH_FASTCALL,
-     "shard_of_rank(numel, world_size, rank, /)\n--\n\n"
-     "A rank's shard of numel elements: (start, numel, padding)."},
     {"held", FP_FASTCALL(held), METH_FASTCALL,
      "held($module, infos, /, *fields)\n--\n\n(*values of fields, (first, last) elements) of the parameters that the "
      "shard has something of by their infos; a tuple each."},
-    {"ranks_of_range", FP_FASTCALL(fp_py_ranks_of_range), METH_FASTCALL,
-     "ranks_of_range(numel, world_size, begin, end, /)\n--\n\n"
-     "Which ranks hold elements [begin, end): a list of (rank, start, numel, offset_in_shard)."},
     {"boxes_of_range", FP_FASTCALL(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
      "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},

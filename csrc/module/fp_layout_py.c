@@ -25,7 +25,6 @@ module_of(PyObject *self)
     return PyType_GetModule(Py_TYPE(self)); /* borrowed */
 }
 
-/* Layout(numels, world_size, itemsize, alignment[, blocks]) */
 static PyObject *
 layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -99,7 +98,6 @@ as_range(PyObject *self, const char *name, PyObject *const *args, Py_ssize_t nar
     return 0;
 }
 
-/* shard_range(rank) -> (begin, end) of the rank's padded shard */
 static PyObject *
 layout_shard_range(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -112,7 +110,6 @@ layout_shard_range(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return fp_int64_tuple(range, 2);
 }
 
-/* params_in(begin, end) -> (first, last): parameters [first, last) have elements in [begin, end) */
 static PyObject *
 layout_params_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -125,8 +122,6 @@ layout_params_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return fp_int64_tuple((int64_t[2]){(int64_t)first, (int64_t)last}, 2);
 }
 
-/* parts(begin, end) -> [(offset, numel, start, inclusive end), ...] of the parameters that params_in(begin, end) tells
- * */
 static PyObject *
 layout_parts(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -152,7 +147,6 @@ layout_parts(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return parts;
 }
 
-/* flatten(tensors, fill, begin, end) -> a new 1-D tensor */
 static PyObject *
 layout_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -172,26 +166,6 @@ layout_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *flat = tensors == NULL ? NULL : fp_torch_flatten(fp_items(tensors), layout, fill, begin, end);
     Py_XDECREF(tensors);
     return flat;
-}
-
-/* Torch's offsets: (first, last) element of each item, both INCLUSIVE. */
-static PyObject *
-layout_get_item_ranges(PyObject *self, void *closure)
-{
-    const fp_layout *layout = layout_of(self);
-    int64_t range[2] = {0, -1};
-    PyObject *ranges = PyList_New((Py_ssize_t)layout->num_items);
-    for (size_t i = 0; ranges != NULL && i < layout->num_items; i++) {
-        range[0] = range[1] + 1;
-        range[1] += layout->item_numels[i];
-        PyObject *item = fp_int64_tuple(range, 2);
-        if (item == NULL) {
-            Py_CLEAR(ranges);
-            break;
-        }
-        PyList_SET_ITEM(ranges, (Py_ssize_t)i, item); /* steals item */
-    }
-    return ranges;
 }
 
 /* The arrays, each as a new tuple; closure is one of these. */
@@ -255,7 +229,6 @@ static PyGetSetDef layout_getset[] = {
     {"numels_with_padding", layout_get_array, NULL, "elements of each parameter and padding, in order",
      (void *)(intptr_t)GET_ITEM_NUMELS},
     {"is_padding_mask", layout_get_array, NULL, "which of those are paddings", (void *)(intptr_t)GET_IS_PADDING},
-    {"item_ranges", layout_get_item_ranges, NULL, "first and last element (inclusive) of each, as a list", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

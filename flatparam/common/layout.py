@@ -4,12 +4,14 @@ All sizes are in elements unless a name ends in ``bytes``; ranges are half-open 
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from .. import _C
 
 _Part = TypeVar("_Part")
+_MOST_RANKS = 2**20  # that hold a range; more would be a mistake in the arguments
 
 
 class Shard(NamedTuple):
@@ -166,7 +168,9 @@ class FlatLayout:
 
     def shard(self, rank: int) -> Shard:
         """Return the shard of ``rank``."""
-        return Shard(*_C.shard_of_rank(self.numel, self.world_size, rank))
+        begin, end = self._layout.shard_range(rank)
+        start, stop = min(begin, self.numel), min(end, self.numel)
+        return Shard(start, stop - start, end - begin - (stop - start))
 
     def param_shards(self, rank: int) -> tuple[ParamShard, ...]:
         """Return what ``rank`` holds of each parameter: torch's ``_shard_param_infos``."""
@@ -177,8 +181,18 @@ class FlatLayout:
         return range(*self._layout.params_in(begin, end))
 
     def ranks_of(self, begin: int, end: int) -> list[RankPiece]:
-        """Return which ranks hold elements ``[begin, end)`` of the flat parameter, in order."""
-        return [RankPiece(*piece) for piece in _C.ranks_of_range(self.numel, self.world_size, begin, end)]
+        """Return which ranks hold elements ``[begin, end)`` of the flat parameter in order."""
+        begin, end, size = operator.index(begin), operator.index(end), self.shard_numel
+        ranks = range(begin // size, -(-end // size)) if begin < end else range(0)
+        if not 0 <= begin <= end <= self.numel or len(ranks) > _MOST_RANKS:
+            raise _C.ShardError(
+                f"expected 0 <= begin <= end <= {self.numel}, and a range over at most {_MOST_RANKS} ranks, got begin "
+                f"{begin}, end {end}"
+            )
+        starts = [max(begin, rank * size) for rank in ranks]
+        ends = [min(end, (rank + 1) * size) for rank in ranks]
+        pieces = zip(ranks, starts, ends, strict=True)
+        return [RankPiece(rank, start, stop - start, start - rank * size) for rank, start, stop in pieces]
 
     def ranks_of_param(self, index: int) -> list[RankPiece]:
         """Return which ranks hold elements of a parameter, in order."""

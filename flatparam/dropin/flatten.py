@@ -304,8 +304,9 @@ class Flattening(HandleBase):
         ``originals`` are the tensors of which ``flat_param`` would consist, paddings left out.
         """
         layout = self._layout
-        begin, numel, padding = _C.shard_of_rank(layout.numel, self.world_size, self.rank)
-        return layout.flatten(originals, _FLAT_PARAM_PADDING_VALUE, begin, begin + numel + padding), padding
+        begin, end = layout.shard_range(self.rank)
+        padding = end - max(begin, min(end, layout.numel))
+        return layout.flatten(originals, _FLAT_PARAM_PADDING_VALUE, begin, end), padding
 
 
 def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None) -> Iterator[Tensor]:

@@ -296,8 +296,6 @@ VALID = {
     "Layout.flatten": lambda: [[torch.ones(5), torch.ones(1), torch.ones(7)], 42.0, 3, 9],
     "held": lambda: [infos(), ["weight", "bias"], ((2, 3), (2,))],
     "survey": lambda: [params()],
-    "shard_of_rank": lambda: [10, 3, 1],
-    "ranks_of_range": lambda: [10, 3, 2, 7],
     "boxes_of_range": lambda: [[3, 4, 5], 7, 44],
 }
 
