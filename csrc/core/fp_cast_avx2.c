@@ -13,8 +13,6 @@
 #define FP_IF_NAN(floats, bits, others)                                                                                \
     _mm256_blendv_epi8((__m256i)(others), (__m256i)(bits),                                                             \
                        _mm256_castps_si256(_mm256_cmp_ps(floats, floats, _CMP_UNORD_Q)))
-#define FP_LOAD_FEW(from) _mm_loadl_epi64((const __m128i *)(const void *)(from))
-#define FP_FEW(floats) _mm256_castps256_ps128(floats)
 #define FP_F64_OF_F32(few) _mm256_cvtps_pd(few)
 
 #include "core/fp_cast_kernels.h"

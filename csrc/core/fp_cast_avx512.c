@@ -11,8 +11,6 @@
 #define FP_NARROW(bits) _mm512_cvtepi32_epi16((__m512i)(bits))
 #define FP_IF_NAN(floats, bits, others)                                                                                \
     _mm512_mask_mov_epi32((__m512i)(others), _mm512_cmp_ps_mask(floats, floats, _CMP_UNORD_Q), (__m512i)(bits))
-#define FP_LOAD_FEW(from) _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(from)))
-#define FP_FEW(floats) _mm512_castps512_ps256(floats)
 #define FP_F64_OF_F32(few) _mm512_cvtps_pd(few)
 
 #include "core/fp_cast_kernels.h"

@@ -7,10 +7,10 @@
  *   FP_F32_OF_F16, FP_F16_OF_F32   a vector of floats from and to as many fp16, rounded to nearest even
  *   FP_WIDE, FP_NARROW             a vector of 32-bit integers from and to as many of 16 bits
  *   FP_IF_NAN                      bits where floats are NaN, others elsewhere
- *   FP_LOAD_FEW, FP_FEW            so many halves, and floats, as a vector has doubles
- *   FP_F64_OF_F32                  those floats as doubles
+ *   FP_F64_OF_F32                  a vector of doubles from as many floats
  * All else is the compilers' own vectors. A dtype is a constant in every kernel, so that switches fold away.
- * Floats compute for the destinations fp32, bf16 and fp16; doubles for fp64. The last few elements go one by one.
+ * Floats compute for the destinations fp32, bf16 and fp16; doubles for fp64. The last few elements go one by one, and halves
+ * that become doubles, which no model has.
  * Multiplication and addition round separately: the build must not fuse them (-ffp-contract=off, as -std=c11 sets). */
 #include <stdint.h>
 
@@ -66,12 +66,6 @@ bf16_of_f32(vec_f32 value)
 }
 
 FP_INLINE vec_f32
-f32_of_halves(vec_halves halves, fp_dtype dtype)
-{
-    return dtype == FP_BF16 ? (vec_f32)((vec_bits)FP_WIDE(halves) << 16) : (vec_f32)FP_F32_OF_F16(halves);
-}
-
-FP_INLINE vec_f32
 f32_load(const char *from, fp_dtype dtype)
 {
     vec_f32 value;
@@ -89,7 +83,7 @@ f32_load(const char *from, fp_dtype dtype)
             break;
     }
     memcpy(&halves, from, sizeof halves);
-    return f32_of_halves(halves, dtype);
+    return dtype == FP_BF16 ? (vec_f32)((vec_bits)FP_WIDE(halves) << 16) : (vec_f32)FP_F32_OF_F16(halves);
 }
 
 FP_INLINE vec_f64
@@ -101,12 +95,7 @@ f64_load(const char *from, fp_dtype dtype)
         memcpy(&value, from, sizeof value);
         return value;
     }
-    if (dtype == FP_F32) {
-        memcpy(&floats, from, sizeof floats);
-    }
-    else {
-        floats = (few_f32)FP_FEW(f32_of_halves((vec_halves)FP_LOAD_FEW(from), dtype));
-    }
+    memcpy(&floats, from, sizeof floats);
     return (vec_f64)FP_F64_OF_F32(floats);
 }
 
@@ -177,8 +166,12 @@ cast_any(const void *source, fp_dtype from, void *destination, fp_dtype to, size
 {
     size_t i = 0;
 #if defined(FP_VECTOR_BYTES)
-    i = to == FP_F64 ? cast_f64(source, from, destination, n, op, scale)
-                     : cast_f32(source, from, destination, to, n, op, scale);
+    if (to != FP_F64) {
+        i = cast_f32(source, from, destination, to, n, op, scale);
+    }
+    else if (from == FP_F64 || from == FP_F32) {
+        i = cast_f64(source, from, destination, n, op, scale);
+    }
 #endif
     for (; i < n; i++) {
         cast_one(source, from, destination, to, i, op, scale);

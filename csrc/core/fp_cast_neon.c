@@ -1,7 +1,6 @@
 /* core/fp_cast_neon.c -- the kernels with NEON, which every aarch64 processor has: 4 floats or 2 doubles at a time. */
 #if defined(__aarch64__)
 #include <arm_neon.h>
-#include <string.h>
 
 #define FP_TABLE fp_cast_neon
 #define FP_TARGET
@@ -11,17 +10,7 @@
 #define FP_WIDE(halves) vmovl_u16((uint16x4_t)(halves))
 #define FP_NARROW(bits) vmovn_u32((uint32x4_t)(bits))
 #define FP_IF_NAN(floats, bits, others) vbslq_u32(vceqq_f32(floats, floats), (uint32x4_t)(others), (uint32x4_t)(bits))
-#define FP_LOAD_FEW(from) load_two(from)
-#define FP_FEW(floats) vget_low_f32(floats)
 #define FP_F64_OF_F32(few) vcvt_f64_f32(few)
-
-static inline uint32x2_t
-load_two(const char *halves)
-{
-    uint32_t both;
-    memcpy(&both, halves, sizeof both); /* they need not be aligned */
-    return vdup_n_u32(both);
-}
 
 #include "core/fp_cast_kernels.h"
 #else
