@@ -38,7 +38,6 @@ from torch.distributed.fsdp._flat_param import (
     _construct_padding_tensor,
     _convert_to_params,
     _detach_if_needed,
-    _ext_post_unflatten_transform,
     _ext_pre_flatten_transform,
     _FlatParameterMeta,
     _get_aligned_numel,

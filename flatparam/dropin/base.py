@@ -102,6 +102,9 @@ class HandleBase(Interruptible):
 
     # What follows from them, as in torch's handle
 
+    uses_sharded_strategy: bool = TORCH_HANDLE.uses_sharded_strategy
+    is_sharded = TORCH_HANDLE.is_sharded  # False before ``shard()`` and for NO_SHARD
+    _init_setattr_fns = TORCH_HANDLE._init_setattr_fns
     _uses_param_mixed_precision: bool = TORCH_HANDLE._uses_param_mixed_precision
     _uses_reduce_mixed_precision: bool = TORCH_HANDLE._uses_reduce_mixed_precision
     _force_full_precision: bool = TORCH_HANDLE._force_full_precision
@@ -132,15 +135,6 @@ class HandleBase(Interruptible):
     def _all_infos(self) -> tuple[Any, ...]:
         """The places of original parameters, then their further ones."""
         return (*self.flat_param._param_infos, *self.flat_param._shared_param_infos)
-
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        return self._sharding_strategy is not HandleShardingStrategy.NO_SHARD
-
-    def is_sharded(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has the size of the sharded flat parameter; False before ``shard()`` and for NO_SHARD."""
-        sharded_size = getattr(self.flat_param, "_sharded_size", None)
-        return sharded_size is not None and self.uses_sharded_strategy and tensor.size() == sharded_size
 
     def _is_replaced(self, *names: str) -> bool:
         """Whether a user replaced one of these methods, on the class or on this handle."""

@@ -275,32 +275,15 @@ class Gathering(Gradients):
     @step_of(RESHARD)
     def _use_sharded_flat_param(self) -> None:
         """Let ``flat_param`` be the local shard, and the original parameters and gradients pieces of it."""
-        flat_param = self.flat_param
-        in_forward = self._training_state == HandleTrainingState.FORWARD
-        skip_views = (
-            self._use_orig_params
-            and in_forward
-            and torch.is_grad_enabled()
-            and self._sharding_strategy in NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
-        )
-        unsharded = flat_param.data if skip_views else None
-        if self._offload_params and flat_param._local_shard.device.type != "cpu":
-            raise self._wrong(f"Expects the local shard to be on CPU but got {flat_param._local_shard.device}")
         if self._offload_params and not self.uses_sharded_strategy:  # nothing else has noted who reads the copy
-            _no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())
-        flat_param.data = flat_param._local_shard
-        if in_forward:
+            _no_dispatch_record_stream(self.flat_param.data, self._device_handle.current_stream())
+        if self._offload_params and not self.flat_param._local_shard.is_cpu:
+            raise self._wrong(f"Expects the local shard to be on CPU but got {self.flat_param._local_shard.device}")
+        TORCH_HANDLE._use_sharded_flat_param(self)
+        if self._training_state == HandleTrainingState.FORWARD:
             self._let_model_go_without_backward()
         elif not self._use_orig_params:
             self._note_grads_left_by_backward()
-        if not self._use_orig_params:
-            return
-        if skip_views:
-            self._unsharded_flat_param_for_skipped_views = unsharded
-            return  # gradients stay as they are too: sharded ones beside unsharded parameters would confuse
-        self._use_sharded_views()
-        if in_forward:  # after backward the runtime does this when the gradient has been reduced
-            self._show_grads_after_forward()
 
     def _let_model_go_without_backward(self) -> None:
         """Make the runtime's post-backward hook refer weakly to the model.
@@ -328,15 +311,9 @@ class Gathering(Gradients):
         is_local_shard = (
             local_shard is not None and not self.uses_sharded_strategy and same_storage(local_shard, flat_param)
         )
-        flat_param.data = flat_param.to(*args, **kwargs)
+        TORCH_HANDLE.flat_param_to(self, *args, **kwargs)
         if is_local_shard:
             flat_param._local_shard = flat_param.data
-        if not self._use_orig_params:
-            return
-        if self.is_sharded(flat_param):
-            self._use_sharded_views()
-        else:
-            self._use_unsharded_views(as_params=True)
 
     # The fast paths of a step
 

@@ -1,5 +1,6 @@
 """The flat gradient from backward to the optimizer, and its views as the gradients of the original parameters."""
 
+import contextlib
 import warnings
 
 import torch
@@ -193,33 +194,21 @@ class Gradients(Writeback):
         if grad is None:
             self._clear_grads()
             return
-        self._check_unsharded(grad)
         self._set_unsharded_grads(grad)
         self._note_grads_left_by_backward()
         if not self.uses_sharded_strategy and self._training_state == HandleTrainingState.BACKWARD_POST:
             self._note_grads_came()  # in no_sync(); torch waits for a reduced one, and drops what came until then
 
     def _set_unsharded_grads(self, grad: Tensor) -> None:
-        flat_param = self.flat_param
         if self._loops_in_c(grad) and not grad.requires_grad:
-            try:
+            self._check_unsharded(grad)
+            with contextlib.suppress(AttributeError, TypeError):  # one is missing, or not plain
                 self._unit.set_grads(grad)
-            except (AttributeError, TypeError):  # a parameter is missing or no plain tensor: say which, or take it
-                self._use_unsharded_grad_views_by_ops(grad)
-        else:
-            self._use_unsharded_grad_views_by_ops(grad)
-        for info in flat_param._shared_param_infos:
-            param = getattr(info.module, info.param_name, None)
-            if param is None:
-                raise self._wrong(f"{info.module_name}.{info.param_name} is missing from its module")
-            _set_grad(param, getattr(info.prim_module, info.prim_param_name).grad)
-
-    def _use_unsharded_grad_views_by_ops(self, grad: Tensor) -> None:
-        views = zip(self._get_unflat_views(grad), self.flat_param._param_infos, self.flat_param._fqns, strict=True)
-        for view, info, fqn in views:
-            if not hasattr(info.module, info.param_name):
-                raise AssertionError(f"{fqn} is missing from its module")
-            _set_grad(getattr(info.module, info.param_name), view)
+                for info in self.flat_param._shared_param_infos:
+                    primary = getattr(info.prim_module, info.prim_param_name)
+                    _set_grad(getattr(info.module, info.param_name), primary.grad)
+                return
+        TORCH_HANDLE._use_unsharded_grad_views(self)
 
     @step_of(RESHARD)
     def _use_sharded_grad_views(self) -> None:

@@ -15,7 +15,6 @@ from ..common.collectives import fake_group
 from ..common.layout import parts_of
 from ..common.tensors import free, in_storage_order, pinned, watch_exports
 from ..common.torch_private import (
-    FlatParamShardMetadata,
     FSDPExtensions,
     HandleShardingStrategy,
     HandleTrainingState,
@@ -253,25 +252,10 @@ class FlatParamHandle(Flattening, Gathering):
 
     _get_sharded_size = staticmethod(TORCH_HANDLE._get_sharded_size)
 
-    def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
-        """First and last element (inclusive) in the unsharded flat parameter of each original one, and of padding."""
-        if self._padded_to is not None and any(self.flat_param._numels):
-            return self._layout.item_ranges
-        offsets: list[tuple[int, int]] = TORCH_HANDLE._get_flat_param_offsets(self)
-        return offsets
-
-    def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank's shard holds of each original parameter; those that it does not hold are left out."""
-        flat_param = self.flat_param
-        fields: Any = _C.held(
-            flat_param._shard_param_infos,
-            flat_param._fqns,
-            flat_param._shapes,
-            flat_param._strides,
-            flat_param._contiguities,
-            flat_param._numels,
-        )
-        return FlatParamShardMetadata(*fields)
+    # First and last element (inclusive) in the unsharded flat parameter of each original one, and of padding
+    _get_flat_param_offsets = TORCH_HANDLE._get_flat_param_offsets
+    # What this rank's shard holds of each original parameter; those that it does not hold are left out
+    shard_metadata = TORCH_HANDLE.shard_metadata
 
     @torch.no_grad()
     @torch.inference_mode(False)

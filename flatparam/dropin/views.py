@@ -1,8 +1,8 @@
 """Switching the original parameters between views of the unsharded and pieces of the sharded flat parameter.
 
 The loops run in C (``_C.ModuleParams``), one call a unit. They take plain tensors and nn.Module's own attribute rules.
-Where a tensor has a subclass, an extension or a mode is active, or a step that they would bypass was replaced, the same
-is done parameter by parameter with torch's operations (``*_by_ops``).
+Where a tensor has a subclass, an extension or a mode is active, or a step that they would bypass was replaced, the
+method of torch's handle does the same parameter by parameter.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +15,11 @@ from torch import Tensor
 from .. import _C
 from ..common.torch_private import (
     HandleTrainingState,
-    _ext_post_unflatten_transform,
     _safe_setattr_tensor_or_param,
     _unsafe_setattr_param,
     _unsafe_setattr_tensor,
 )
-from .base import RESHARD, STREAM, TORCH_HANDLE, UNSHARD, VIEWS, HandleBase, environment_is_on, step_of
+from .base import RESHARD, STREAM, TORCH_HANDLE, UNSHARD, VIEWS, HandleBase, step_of
 
 
 class Views(HandleBase):
@@ -28,11 +27,6 @@ class Views(HandleBase):
 
     # A user's; a bound method kept would be a cycle
     _own_way_to_unflatten: Callable[..., Iterable[Tensor]] | None = None
-
-    def _init_setattr_fns(self) -> None:
-        unsafe = environment_is_on("FSDP_USE_UNSAFE_SETATTR")
-        self._setattr_tensor = _unsafe_setattr_tensor if unsafe else _safe_setattr_tensor_or_param
-        self._setattr_param = _unsafe_setattr_param if unsafe else _safe_setattr_tensor_or_param
 
     def _init_get_unflat_views_fn(self, align_addresses: bool) -> None:
         self._aligns_addresses = align_addresses
@@ -73,38 +67,21 @@ class Views(HandleBase):
 
         Shapes: ``tensor`` is ``[unpadded unsharded numel]``: the flat parameter, its gradient or optimizer state.
         """
-        return iter(self._unflatten(self.flat_param if tensor is None else tensor))
+        views = self._views_in_c(tensor)
+        made: Any = TORCH_HANDLE._get_unflat_views_unaligned(self, tensor) if views is None else views
+        return iter(made)
 
     @step_of(VIEWS, UNSHARD, RESHARD, STREAM)
     def _get_unflat_views_aligned(self, tensor: Tensor | None = None) -> list[Tensor]:
         """The same as a list; padding between the parameters is left out."""
-        return self._unflatten(self.flat_param if tensor is None else tensor)
+        views = self._views_in_c(tensor)
+        made: list[Tensor] = TORCH_HANDLE._get_unflat_views_aligned(self, tensor) if views is None else views
+        return made
 
-    def _unflatten(self, tensor: Tensor) -> list[Tensor]:
-        if self._unit is not None and torch.is_grad_enabled() and _C.is_plain(tensor):
-            views: list[Tensor] = self._unit.views(tensor)
-            return views
-        flat_param = self.flat_param
-        pieces = (
-            piece
-            for piece, padding in zip(
-                torch.split(tensor, flat_param._numels_with_padding), flat_param._is_padding_mask, strict=True
-            )
-            if not padding
-        )
-        return [
-            _ext_post_unflatten_transform(
-                piece.view(shape) if contiguous else piece.as_strided(shape, stride), extension, self._fsdp_extension
-            )
-            for piece, shape, stride, contiguous, extension in zip(
-                pieces,
-                flat_param._shapes,
-                flat_param._strides,
-                flat_param._contiguities,
-                flat_param._param_extensions,
-                strict=True,
-            )
-        ]
+    def _views_in_c(self, tensor: Tensor | None) -> list[Tensor] | None:
+        flat = self.flat_param if tensor is None else tensor
+        in_c = self._unit is not None and torch.is_grad_enabled() and _C.is_plain(flat)
+        return self._unit.views(flat) if in_c else None
 
     # Unsharded
 
@@ -116,20 +93,30 @@ class Views(HandleBase):
         forward and backward need them, in gradient mode or not: a prefetch may run in another module's ``no_grad``
         forward, and its views must have a history (torch PR 116792).
         """
-        flat_param = self.flat_param
-        self._check_unsharded(flat_param)
-        if not self._loops_in_c(flat_param):
-            self._use_unsharded_views_by_ops(as_params)
-        elif as_params:
+        if not self._loops_in_c(self.flat_param):
+            self._use_unsharded_views_as_torch(as_params)
+            return
+        self._check_unsharded(self.flat_param)
+        if as_params:
             self._use_unsharded_params()
         else:
             self._use_unsharded_tensors()
+
+    def _use_unsharded_views_as_torch(self, as_params: bool) -> None:
+        try:
+            TORCH_HANDLE._use_unsharded_views(self, as_params)
+        except AssertionError as error:
+            if "prim_param" not in str(error):
+                raise
+            infos = self.flat_param._shared_param_infos
+            names = ", ".join(f"{info.module_name}.{info.param_name}" for info in infos)
+            raise self._wrong(f"{names} should share an nn.Parameter each: {error}") from None
 
     def _use_unsharded_params(self) -> None:
         flat_param, unit = self.flat_param, self._unit
         if self._use_orig_params:
             if not unit.use_parameters(flat_param, flat_param._params, flat_param._shared_params, self._unsafe):
-                self._use_unsharded_views_by_ops(as_params=True)
+                self._use_unsharded_views_as_torch(as_params=True)
         else:
             params = unit.parameters(flat_param, flat_param.requires_grad)
             shared = self._shared_of(params) if flat_param._shared_param_infos else []
@@ -155,49 +142,9 @@ class Views(HandleBase):
         last = tensors if again or self.uses_sharded_strategy else None
         views = self._unit.use_unsharded(flat_param, flat_param, last, again, listed, self._unsafe)
         if views is None:
-            self._use_unsharded_views_by_ops(as_params=False)
+            self._use_unsharded_views_as_torch(as_params=False)
         elif listed:
             flat_param._tensors[:] = views
-
-    @torch.enable_grad()
-    def _use_unsharded_views_by_ops(self, as_params: bool) -> None:
-        flat_param = self.flat_param
-        orig, state = self._use_orig_params, self._training_state
-        from torch.distributed.tensor import DTensor
-
-        def put(module: nn.Module, name: str, value: Any) -> None:
-            if as_params:
-                self._setattr_param(module, name, value)
-                return
-            self._setattr_tensor(module, name, value)
-            if orig and state == HandleTrainingState.FORWARD:
-                module._parameters[name] = value
-
-        for i, (view, info) in enumerate(zip(self._get_unflat_views(), flat_param._param_infos, strict=True)):
-            value = view
-            if as_params and (not orig or type(view) is DTensor):  # a DTensor cannot become a parameter's data
-                value = nn.Parameter(view, requires_grad=flat_param.requires_grad)
-            elif as_params:
-                value = flat_param._params[i]
-            elif orig and state == HandleTrainingState.FORWARD:
-                flat_param._tensors[i] = view
-            elif orig and state == HandleTrainingState.BACKWARD_PRE:
-                value = flat_param._tensors[i]
-                value.data = view
-            put(info.module, info.param_name, value)
-            if as_params and orig and type(view) is not DTensor:
-                value.data = view
-        for i, info in enumerate(flat_param._shared_param_infos):
-            value = getattr(info.prim_module, info.prim_param_name)
-            if as_params and not isinstance(value, nn.Parameter):
-                raise self._wrong(
-                    f"{info.module_name}.{info.param_name} should share the nn.Parameter "
-                    f"{info.prim_module_name}.{info.prim_param_name}, which is a {type(value).__name__}"
-                )
-            if as_params and orig:
-                shared, value = value, flat_param._shared_params[i]
-                value.data = shared
-            put(info.module, info.param_name, value)
 
     unflatten_as_params = TORCH_HANDLE.unflatten_as_params  # a context: parameters in it, tensors after it
 
@@ -216,10 +163,12 @@ class Views(HandleBase):
         flat_param = self.flat_param
         if self._training_state is HandleTrainingState.IDLE:
             self._keep_moved_shard()
-        self._check_sharded(flat_param)
-        if not self._loops_in_c(flat_param) or not self._point_at(flat_param):
-            self._use_sharded_views_by_ops()
-        if self._training_state == HandleTrainingState.BACKWARD_POST:
+        in_c = self._loops_in_c(flat_param)
+        if in_c:
+            self._check_sharded(flat_param)
+        if not (in_c and self._point_at(flat_param)):
+            TORCH_HANDLE._use_sharded_views(self)
+        elif self._training_state == HandleTrainingState.BACKWARD_POST:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go
 
     def _point_at(self, shard: Tensor) -> bool:
@@ -227,22 +176,6 @@ class Views(HandleBase):
         flat_param = self.flat_param
         params, shared, infos = flat_param._params, flat_param._shared_params, flat_param._shard_param_infos
         return shard.is_contiguous() and self._unit.use_sharded(flat_param, shard, params, shared, infos, self._unsafe)
-
-    @torch.no_grad()
-    def _use_sharded_views_by_ops(self) -> None:
-        flat_param = self.flat_param
-        empty = torch.empty(0, dtype=flat_param.dtype, device=flat_param.device)
-        for param, piece, info in zip(
-            flat_param._params, flat_param._shard_param_infos, flat_param._param_infos, strict=True
-        ):
-            self._setattr_param(info.module, info.param_name, param)
-            if piece.in_shard:
-                param.data = flat_param[piece.offset_in_shard : piece.offset_in_shard + piece.numel_in_shard]
-            else:
-                param.data = empty
-        for param, info in zip(flat_param._shared_params, flat_param._shared_param_infos, strict=True):
-            self._setattr_param(info.module, info.param_name, param)
-            param.data = getattr(info.prim_module, info.prim_param_name)
 
     _deregister_orig_params = TORCH_HANDLE._deregister_orig_params
 

@@ -55,7 +55,7 @@ def test_a_parameter_of_any_layout_keeps_its_values(layout, orig):
         handle = handle_for(module, group, orig=orig)
         assert torch.equal(module.weight, before)
         (module.weight * before).sum().backward()
-        view = handle._unflatten(handle.flat_param.grad)[0]
+        view = next(iter(handle._get_unflat_views(handle.flat_param.grad)))
         assert torch.equal(view, before)
 
 
@@ -193,8 +193,8 @@ def test_writeback_takes_another_shape_that_fits(strategy, layout):
             module.weight.grad = 2 * replacement
             assert handle.pre_unshard()
             expected = replacement.reshape(4, 3, 2, 2)
-            assert torch.equal(handle._unflatten(handle.flat_param.detach())[0], expected)
-            assert torch.equal(handle._unflatten(handle.flat_param.grad)[0], 2 * expected)
+            assert torch.equal(next(iter(handle._get_unflat_views(handle.flat_param.detach()))), expected)
+            assert torch.equal(next(iter(handle._get_unflat_views(handle.flat_param.grad))), 2 * expected)
             handle._use_sharded_views()
 
 
