@@ -63,27 +63,26 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with ``function`` applied to its tensors; what holds none is passed on as it is."""
+    """The same structure with ``function`` applied to its tensors; ``value`` itself if that changes none."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(map_tensors(function, item) for item in value)
-    if type(value) is dict:
-        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, _PLAIN):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            field.name: map_tensors(function, getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        return dataclasses.replace(value, **changed)
-    if isinstance(value, _HOLDERS) and pytree.tree_is_leaf(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        mapped = {name: map_tensors(function, item) for name, item in fields.items()}
+        changed = {name: item for name, item in mapped.items() if item is not fields[name]}
+        return dataclasses.replace(value, **changed) if changed else value
+    if type(value) in (tuple, list, dict) or (isinstance(value, _HOLDERS) and pytree.tree_is_leaf(value)):
         return _map_held(function, value)
-    return pytree.tree_map_only(Tensor, function, value)
+    leaves, spec = pytree.tree_flatten(value)
+    items = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    same = all(item is leaf for item, leaf in zip(items, leaves, strict=True))
+    return value if same else pytree.tree_unflatten(items, spec)
 
 
 def _map_held(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A copy of a container of a class that no pytree knows, with ``function`` applied; itself if that changes none."""
+    """A copy of a container, perhaps of a class that no pytree knows, with ``function`` applied; itself as above."""
     if isinstance(value, (dict, UserDict)):
         mapped = {key: map_tensors(function, item) for key, item in value.items()}
         changed = {key: item for key, item in mapped.items() if item is not value[key]}
@@ -115,32 +114,11 @@ def cast_floats(dtype: torch.dtype, value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-def _any_tensor(holds: Callable[[Tensor], bool], value: Any) -> bool:
-    """Whether ``holds`` for a tensor that ``map_tensors`` finds in ``value``."""
-    if isinstance(value, Tensor):
-        return holds(value)
-    if isinstance(value, _PLAIN):
-        return False
-    if type(value) in (tuple, list):
-        return any(_any_tensor(holds, item) for item in value)
-    if type(value) is dict:
-        return any(_any_tensor(holds, item) for item in value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_any_tensor(holds, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
-    if isinstance(value, _HOLDERS) and pytree.tree_is_leaf(value):
-        return any(
-            _any_tensor(holds, item) for item in (value.values() if isinstance(value, (dict, UserDict)) else value)
-        )
-    return any(isinstance(leaf, Tensor) and holds(leaf) for leaf in pytree.tree_leaves(value))
-
-
 def move_tensors(device: torch.device, value: Any, name: str) -> Any:
     """The tensors in ``value`` on ``device``; ``value`` itself if they are there.
 
     Raises: DeviceError for one that is on the meta device.
     """
-    if not _any_tensor(lambda tensor: tensor.device != device, value):
-        return value
 
     def move(tensor: Tensor) -> Tensor:
         if tensor.is_meta and device.type != "meta":
