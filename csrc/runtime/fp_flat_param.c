@@ -7,6 +7,17 @@
 
 int64_t fp_flat_param_unfit;
 
+/* What has .grad, and what the shard has of it. */
+static fp_param_pieces
+owners_of(const fp_flat_param *flat_param)
+{
+    return (fp_param_pieces){.params = fp_items(flat_param->owners),
+                             .n = PyTuple_GET_SIZE(flat_param->owners),
+                             .geometry = flat_param->owner_geometry,
+                             .starts = flat_param->starts,
+                             .numels = flat_param->numels};
+}
+
 /* ---- what modules and .grad show ---- */
 
 static int
@@ -169,8 +180,8 @@ Py_ssize_t
 fp_flat_param_find_moved(fp_flat_param *flat_param)
 {
     if (flat_param->params != NULL) {
-        const Py_ssize_t moved = fp_param_moved(fp_items(flat_param->params), flat_param->n, flat_param->geometry,
-                                                flat_param->master, flat_param->starts, flat_param->numels);
+        const fp_param_pieces owners = owners_of(flat_param); /* the same as the parameters */
+        const Py_ssize_t moved = fp_param_moved(&owners, flat_param->master);
         if (moved >= 0) {
             return moved;
         }
@@ -184,8 +195,8 @@ fp_flat_param_point(fp_flat_param *flat_param)
     if (flat_param->params == NULL) {
         return 0;
     }
-    return fp_torch_set_shards(fp_items(flat_param->params), flat_param->geometry, flat_param->master,
-                               flat_param->starts, flat_param->numels, flat_param->in_rows, flat_param->is_sharded);
+    const fp_param_pieces owners = owners_of(flat_param);
+    return fp_torch_set_shards(&owners, flat_param->master, flat_param->in_rows, flat_param->is_sharded);
 }
 
 int
@@ -267,12 +278,9 @@ static int
 show_saved(fp_flat_param *flat_param)
 {
     PyObject *saved = flat_param->saved;
+    const fp_param_pieces owners = owners_of(flat_param);
     flat_param->saved = NULL;
-    const int status = saved == NULL
-                           ? 0
-                           : fp_gradients_add_pieces(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners),
-                                                     flat_param->owner_geometry, flat_param->starts, flat_param->numels,
-                                                     flat_param->in_saved, saved, 0);
+    const int status = saved == NULL ? 0 : fp_gradients_add_pieces(&owners, flat_param->in_saved, saved, 0);
     Py_XDECREF(saved);
     return status;
 }
@@ -306,17 +314,14 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
     if (kept == NULL) {
         return -1;
     }
-    PyObject *const *owners = fp_items(flat_param->owners);
-    const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
+    const fp_param_pieces owners = owners_of(flat_param);
     const fp_put_aside aside = {.tensor = &flat_param->saved,
                                 .like = flat_param->master,
                                 .has = flat_param->in_saved,
                                 .owed = flat_param->owed};
     const Py_ssize_t shown = flat_param->refresh_group == NULL
-                                 ? fp_gradients_check_kept(owners, n, flat_param->owner_geometry, flat_param->starts,
-                                                           flat_param->numels, kept, aside)
-                                 : fp_gradients_check_pieces(owners, n, flat_param->owner_geometry, flat_param->starts,
-                                                             flat_param->numels, kept, aside, flat_param->kept_first,
+                                 ? fp_gradients_check_kept(&owners, kept, aside)
+                                 : fp_gradients_check_pieces(&owners, kept, aside, flat_param->kept_first,
                                                              flat_param->own, name, flat_param->cleared);
     Py_DECREF(kept);
     if (shown < -1) {
@@ -336,14 +341,12 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
 int
 fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad)
 {
-    PyObject *const *owners = fp_items(flat_param->owners);
-    const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        flat_param->gets[i] = (char)(fp_param_requires_grad(owners[i]) || flat_param->owed[i]);
+    const fp_param_pieces owners = owners_of(flat_param);
+    for (Py_ssize_t i = 0; i < owners.n; i++) {
+        flat_param->gets[i] = (char)(fp_param_requires_grad(owners.params[i]) || flat_param->owed[i]);
         flat_param->owed[i] = 0;
     }
-    return fp_gradients_add_pieces(owners, n, flat_param->owner_geometry, flat_param->starts, flat_param->numels,
-                                   flat_param->gets, grad, 1);
+    return fp_gradients_add_pieces(&owners, flat_param->gets, grad, 1);
 }
 
 int
@@ -420,10 +423,8 @@ fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
     if (kept == NULL) {
         return -1;
     }
-    PyObject *const *owners = fp_items(flat_param->owners);
-    const Py_ssize_t n = PyTuple_GET_SIZE(flat_param->owners);
-    PyObject *saved = fp_gradients_collect(owners, n, flat_param->owner_geometry, flat_param->starts,
-                                           flat_param->numels, flat_param->master, flat_param->in_saved);
+    const fp_param_pieces owners = owners_of(flat_param);
+    PyObject *saved = fp_gradients_collect(&owners, flat_param->master, flat_param->in_saved);
     int status = saved == NULL ? -1 : 0;
     if (saved == Py_None) {
         Py_CLEAR(saved);
@@ -432,18 +433,17 @@ fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
     if (status == 0 && saved != NULL && flat_param->shard_group == NULL && flat_param->replicate_group == NULL) {
         status = fp_gradients_add(kept, saved); /* there is nobody to reduce it with */
         Py_CLEAR(flat_param->saved);
-        for (Py_ssize_t i = 0; i < n; i++) {
+        for (Py_ssize_t i = 0; i < owners.n; i++) {
             flat_param->owed[i] = (char)(flat_param->owed[i] || flat_param->in_saved[i]);
         }
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        flat_param->gets[i] = (char)(flat_param->owed[i] || fp_param_requires_grad(owners[i]));
+    for (Py_ssize_t i = 0; i < owners.n; i++) {
+        flat_param->gets[i] = (char)(flat_param->owed[i] || fp_param_requires_grad(owners.params[i]));
     }
     if (status == 0) {
         status = flat_param->refresh_group == NULL
-                     ? fp_gradients_show_kept(owners, n, flat_param->owner_geometry, flat_param->gets, kept)
-                     : fp_gradients_show_pieces(owners, n, flat_param->starts, flat_param->numels, flat_param->gets,
-                                                kept, flat_param->own);
+                     ? fp_gradients_show_kept(&owners, flat_param->gets, kept)
+                     : fp_gradients_show_pieces(&owners, flat_param->gets, kept, flat_param->own);
     }
     Py_DECREF(kept);
     return status < 0 ? -1 : move_shown(flat_param, event_of_showing(flat_param), name);

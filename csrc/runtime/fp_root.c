@@ -90,7 +90,6 @@ root_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* tell(model_traces) */
 static PyObject *
 root_tell(PyObject *self, PyObject *model_traces)
 {

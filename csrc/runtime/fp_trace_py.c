@@ -110,7 +110,6 @@ trace_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* note(event, new_pass) */
 static PyObject *
 trace_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -123,7 +122,6 @@ trace_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
     Py_RETURN_NONE;
 }
 
-/* at(index) */
 static PyObject *
 trace_at(PyObject *object, PyObject *argument)
 {

@@ -49,29 +49,6 @@ unpack_all(PyObject *const *objects, Py_ssize_t n)
     return tensors;
 }
 
-// n plain tensor objects, all of them looked at before the first is used. Borrowed: whoever calls keeps the objects.
-class Targets {
-  public:
-    Targets(PyObject *const *objects, Py_ssize_t n) : objects_(objects), n_(static_cast<size_t>(n))
-    {
-        for (size_t i = 0; i < n_; i++) {
-            unpack(objects_[i]);
-        }
-    }
-    size_t size() const
-    {
-        return n_;
-    }
-    const at::Tensor &operator[](size_t i) const
-    {
-        return THPVariable_Unpack(objects_[i]);
-    }
-
-  private:
-    PyObject *const *objects_;
-    size_t n_;
-};
-
 // The barrier: runs body, which may return nothing for 0; a C++ exception becomes a Python one and failure is returned.
 template <class Result, class Body>
 Result
@@ -186,10 +163,6 @@ int make_leaves(const at::Tensor &flat, const Geometry &geometry, bool requires_
 // for any device, layout or wrapper. Undefined pieces count as zeros.
 at::Tensor flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
                           const at::TensorOptions &options);
-
-// The same in one pass over memory, for plain dense CPU tensors of one dtype.
-at::Tensor flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces,
-                            const at::TensorOptions &options);
 
 bool is_plain_tensor(const at::Tensor &tensor);
 

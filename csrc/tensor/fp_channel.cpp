@@ -370,11 +370,6 @@ fp_group_is_same(const fp_group *a, const fp_group *b) noexcept
 int
 fp_group_place(const fp_group *group, int *rank, int *size)
 {
-    if (group->native) {
-        *rank = group->native->getRank();
-        *size = group->native->getSize();
-        return 0;
-    }
     PyObject *pair[2] = {PyObject_CallMethod(group->object, "rank", nullptr),
                          PyObject_CallMethod(group->object, "size", nullptr)};
     *rank = pair[0] == nullptr ? -1 : static_cast<int>(PyLong_AsLong(pair[0]));

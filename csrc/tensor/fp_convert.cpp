@@ -31,13 +31,11 @@ core_dtype(at::ScalarType dtype)
     }
 }
 
-} // namespace
-
-bool
-is_known_to_core(at::ScalarType dtype)
-{
-    return core_dtype(dtype).has_value();
-}
+// Plain dense CPU tensors as the core reads them.
+struct Sources {
+    std::vector<fp_segment> segments; // no data where a piece is undefined or lies otherwise than its view
+    std::vector<size_t> strided;      // the latter
+};
 
 Sources
 sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
@@ -60,29 +58,8 @@ sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
     return sources;
 }
 
-bool
-pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments, const How &how,
-     const void *fill)
-{
-    const std::optional<fp_dtype> to = core_dtype(target.scalar_type()), from = core_dtype(source_dtype);
-    const bool raw = target.scalar_type() == source_dtype && !how.scale && !how.accumulate;
-    if (!raw && (!to || !from)) {
-        return false;
-    }
-    const fp_pack_opts opts = {
-        .scale = how.scale.value_or(1.0), .has_scale = how.scale.has_value(), .accumulate = how.accumulate};
-    const auto item_bytes = static_cast<int64_t>(target.element_size());
-    void *memory = target.mutable_data_ptr();
-    at::parallel_for(0, target.numel(), std::max<int64_t>(1, grain_bytes / item_bytes),
-                     [&](int64_t begin, int64_t end) {
-                         const fp_status status =
-                             raw ? fp_pack_raw(segments.data(), segments.size(), item_bytes, memory, begin, end, fill)
-                                 : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
-                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
-                     });
-    return true;
-}
-
+// target (+)= the pieces at their places * scale, by kernels that each take many tensors. false: nothing was done, some piece
+// is not plain or not on target's device.
 bool
 pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces, const How &how)
 {
@@ -116,6 +93,7 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
     return true;
 }
 
+// target (+)= source * scale, by torch's operations.
 void
 convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how)
 {
@@ -124,6 +102,54 @@ convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &ho
         values = values.mul(*how.scale);
     }
     how.accumulate ? target.add_(values) : target.copy_(values);
+}
+
+} // namespace
+
+bool
+pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments, const How &how,
+     const void *fill)
+{
+    const std::optional<fp_dtype> to = core_dtype(target.scalar_type()), from = core_dtype(source_dtype);
+    const bool raw = target.scalar_type() == source_dtype && !how.scale && !how.accumulate;
+    if (!raw && (!to || !from)) {
+        return false;
+    }
+    const fp_pack_opts opts = {
+        .scale = how.scale.value_or(1.0), .has_scale = how.scale.has_value(), .accumulate = how.accumulate};
+    const auto item_bytes = static_cast<int64_t>(target.element_size());
+    void *memory = target.mutable_data_ptr();
+    at::parallel_for(0, target.numel(), std::max<int64_t>(1, grain_bytes / item_bytes),
+                     [&](int64_t begin, int64_t end) {
+                         const fp_status status =
+                             raw ? fp_pack_raw(segments.data(), segments.size(), item_bytes, memory, begin, end, fill)
+                                 : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
+                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
+                     });
+    return true;
+}
+
+void
+pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
+            const at::TensorOptions &options, const How &how)
+{
+    const at::ScalarType dtype = options.dtype().toScalarType();
+    const bool plain =
+        target.is_cpu() && std::all_of(pieces.begin(), pieces.end(), [&](const at::Tensor &piece) {
+            return !piece.defined() || (is_plain_tensor(piece) && piece.is_cpu() && piece.scalar_type() == dtype);
+        });
+    if (plain && (core_dtype(dtype) || target.scalar_type() == dtype)) {
+        const Sources sources = sources_of(geometry, pieces);
+        if (pack(target, dtype, sources.segments, how)) {
+            for (const size_t i : sources.strided) {
+                convert_by_ops(alias(target, geometry.views[i]), pieces[i], how);
+            }
+            return;
+        }
+    }
+    if (target.is_cpu() || !pack_batched(target, geometry, pieces, how)) {
+        convert_by_ops(target, flatten_by_ops(geometry, pieces, options), how);
+    }
 }
 
 void

@@ -10,13 +10,13 @@
 namespace fp {
 namespace {
 
-// Nothing is put aside for the i-th parameter any more, whose piece is elements [start, start + numel).
+// Nothing is put aside for the i-th parameter any more.
 void
-clear_aside(const fp_put_aside &aside, size_t i, int64_t start, int64_t numel)
+clear_aside(const fp_put_aside &aside, const fp_param_pieces &of, size_t i)
 {
-    if (*aside.tensor != nullptr && aside.has[i] != 0 && numel > 0) {
+    if (*aside.tensor != nullptr && aside.has[i] != 0 && of.numels[i] > 0) {
         const at::Tensor &whole = unpack(*aside.tensor);
-        alias(whole, numel, int64_t{1}, whole.storage_offset() + start).zero_();
+        alias(whole, of.numels[i], int64_t{1}, whole.storage_offset() + of.starts[i]).zero_();
     }
     aside.has[i] = 0;
 }
@@ -33,8 +33,10 @@ struct Shape {
 };
 
 Shape
-shape_of(const View &view, const at::Tensor &target, size_t i, int64_t numel)
+shape_of(const fp_param_pieces &of, const at::Tensor &target, size_t i)
 {
+    const View &view = of.geometry->shared->views[i];
+    const int64_t numel = std::max<int64_t>(of.numels[i], 0);
     if (numel == view.numel && target.sizes() == c10::IntArrayRef(view.shape)) {
         return {view.shape, view.stride};
     }
@@ -46,10 +48,10 @@ shape_of(const View &view, const at::Tensor &target, size_t i, int64_t numel)
 
 // What the shard's gradient has for the i-th parameter, in the shape that it has here.
 at::Tensor
-piece_of(const at::Tensor &grad, const at::Tensor &param, const View &view, size_t i, int64_t start, int64_t numel)
+piece_of(const at::Tensor &grad, const at::Tensor &param, const fp_param_pieces &of, size_t i)
 {
-    const Shape shape = shape_of(view, param, i, numel);
-    return alias(grad, shape.sizes, shape.strides, grad.storage_offset() + start);
+    const Shape shape = shape_of(of, param, i);
+    return alias(grad, shape.sizes, shape.strides, grad.storage_offset() + of.starts[i]);
 }
 
 // Whether grad is the elements of whole from offset of its storage on, in this shape and no other order.
@@ -78,29 +80,29 @@ zeros_like_shard(const at::Tensor &shard, const at::Tensor &grad)
 
 // Whether that is the gradient of the i-th parameter.
 bool
-is_aside(const fp_put_aside &aside, size_t i, const View &view, const at::Tensor &param, int64_t start, int64_t numel)
+is_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pieces &of, size_t i)
 {
     const at::Tensor &grad = param.unsafeGetTensorImpl()->grad();
     if (!grad.defined() || *aside.tensor == nullptr || aside.has[i] == 0) {
         return false;
     }
     const at::Tensor &whole = unpack(*aside.tensor);
-    const Shape shape = shape_of(view, param, i, std::max<int64_t>(numel, 0));
-    return is_shown(grad, whole, shape.sizes, shape.strides, whole.storage_offset() + start);
+    const Shape shape = shape_of(of, param, i);
+    return is_shown(grad, whole, shape.sizes, shape.strides, whole.storage_offset() + of.starts[i]);
 }
 
 // The gradient that the i-th parameter was given, one of the shard, is what is put aside for it.
 void
-put_aside(const fp_put_aside &aside, size_t i, const View &view, const at::Tensor &param, int64_t start, int64_t numel)
+put_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pieces &of, size_t i)
 {
     const at::Tensor own = param.unsafeGetTensorImpl()->grad();
     if (*aside.tensor == nullptr) {
         *aside.tensor = THPVariable_Wrap(zeros_like_shard(unpack(aside.like), own));
     }
-    if (numel > 0) {
-        take(piece_of(unpack(*aside.tensor), param, view, i, start, numel), own, i);
+    if (of.numels[i] > 0) {
+        take(piece_of(unpack(*aside.tensor), param, of, i), own, i);
     }
-    aside.has[i] = static_cast<char>(numel >= 0);
+    aside.has[i] = static_cast<char>(of.numels[i] >= 0);
 }
 
 // What kept, elements [first, ...) of an unsharded gradient, has of view is 0 from now on.
@@ -117,29 +119,29 @@ clear_range(const at::Tensor &kept, const View &view, int64_t first)
 // The tensor, like model, of which the gradients of all params that are in which are the pieces; undefined if they lie
 // otherwise.
 at::Tensor
-shown_together(const std::vector<at::Tensor> &params, const Geometry &geometry, const int64_t *starts,
-               const int64_t *numels, const char *which, const at::Tensor &model)
+shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of, const char *which,
+               const at::Tensor &model)
 {
     at::Tensor whole;
     for (size_t i = 0; i < params.size(); i++) {
-        if (numels[i] < 0 || which[i] == 0) {
+        if (of.numels[i] < 0 || which[i] == 0) {
             continue;
         }
         const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
         if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != model.scalar_type() ||
-            own.device() != model.device() || own.numel() != numels[i]) {
+            own.device() != model.device() || own.numel() != of.numels[i]) {
             return at::Tensor();
         }
         if (!whole.defined()) {
-            const int64_t offset = own.storage_offset() - starts[i];
+            const int64_t offset = own.storage_offset() - of.starts[i];
             const auto room = static_cast<int64_t>(own.storage().nbytes() / own.element_size());
             if (offset < 0 || offset + model.numel() > room) {
                 return at::Tensor();
             }
             whole = alias(own, model.numel(), int64_t{1}, offset);
         }
-        const Shape shape = shape_of(geometry.views[i], params[i], i, numels[i]);
-        if (!is_shown(own, whole, shape.sizes, shape.strides, whole.storage_offset() + starts[i])) {
+        const Shape shape = shape_of(of, params[i], i);
+        if (!is_shown(own, whole, shape.sizes, shape.strides, whole.storage_offset() + of.starts[i])) {
             return at::Tensor();
         }
     }
@@ -196,36 +198,34 @@ fp_param_take_requires_grad(PyObject *view_object, PyObject *owner)
 }
 
 int
-fp_gradients_add_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                        const int64_t *numels, const char *which, PyObject *grad_object, int hooks)
+fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, PyObject *grad_object, int hooks)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor grad = fp::unpack(grad_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
-        const fp::Geometry &places = *geometry->shared;
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         std::vector<at::Tensor> hooked;
         for (size_t i = 0; hooks != 0 && i < targets.size(); i++) {
             auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
-            if (meta == nullptr || numels[i] < 0 || which[i] == 0) {
+            if (meta == nullptr || of->numels[i] < 0 || which[i] == 0) {
                 continue;
             }
             if (meta->post_acc_grad_hooks_ != nullptr) {
                 hooked.push_back(targets[i]);
             }
             if (!meta->hooks_.empty()) {
-                fp::call_hooks(*meta, fp::piece_of(grad, targets[i], places.views[i], i, starts[i], numels[i]));
+                fp::call_hooks(*meta, fp::piece_of(grad, targets[i], *of, i));
             }
         }
-        const at::Tensor together = fp::shown_together(targets, places, starts, numels, which, grad);
+        const at::Tensor together = fp::shown_together(targets, *of, which, grad);
         if (together.defined()) {
             fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
         }
         for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
-            if (numels[i] < 0 || which[i] == 0) {
+            if (of->numels[i] < 0 || which[i] == 0) {
                 continue;
             }
-            at::Tensor piece = fp::piece_of(grad, targets[i], places.views[i], i, starts[i], numels[i]);
+            at::Tensor piece = fp::piece_of(grad, targets[i], *of, i);
             at::Tensor &slot = targets[i].mutable_grad();
             if (slot.defined()) {
                 TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
@@ -244,31 +244,29 @@ fp_gradients_add_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry
 }
 
 PyObject *
-fp_gradients_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                     const int64_t *numels, PyObject *shard_object, char *has)
+fp_gradients_collect(const fp_param_pieces *of, PyObject *shard_object, char *has)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        const fp::Geometry &places = *geometry->shared;
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         at::Tensor some;
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            has[i] = static_cast<char>(own.defined() && numels[i] >= 0);
+            has[i] = static_cast<char>(own.defined() && of->numels[i] >= 0);
             some = has[i] != 0 ? own : some;
         }
         if (!some.defined()) {
             Py_RETURN_NONE;
         }
-        at::Tensor all = fp::shown_together(targets, places, starts, numels, has, shard);
+        at::Tensor all = fp::shown_together(targets, *of, has, shard);
         if (all.defined()) {
             return THPVariable_Wrap(std::move(all));
         }
         all = fp::zeros_like_shard(shard, some);
         for (size_t i = 0; i < targets.size(); i++) {
-            if (has[i] != 0 && numels[i] > 0) {
-                fp::take(fp::piece_of(all, targets[i], places.views[i], i, starts[i], numels[i]), targets[i].grad(), i);
+            if (has[i] != 0 && of->numels[i] > 0) {
+                fp::take(fp::piece_of(all, targets[i], *of, i), targets[i].grad(), i);
             }
         }
         return THPVariable_Wrap(std::move(all));
@@ -285,34 +283,31 @@ fp_gradients_add(PyObject *target, PyObject *source)
 }
 
 int
-fp_gradients_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
-                       PyObject *kept_object)
+fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept_object)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = geometry->shared->views[i];
             if (which[i] != 0) {
-                targets[i].mutable_grad() = fp::alias(kept, view);
+                targets[i].mutable_grad() = fp::alias(kept, of->geometry->shared->views[i]);
             }
         }
     });
 }
 
 Py_ssize_t
-fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                        const int64_t *numels, PyObject *kept_object, fp_put_aside aside)
+fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside)
 {
     return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
         const fp::Plainly plainly;
         const at::Tensor &kept = fp::unpack(kept_object);
-        const bool is_sharded = fp::unpack(aside.like).numel() != geometry->shared->total;
+        const bool is_sharded = fp::unpack(aside.like).numel() != of->geometry->shared->total;
         const bool has_reduced = *aside.tensor != nullptr;
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = geometry->shared->views[i];
+            const fp::View &view = of->geometry->shared->views[i];
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
             const bool frozen = !targets[i].requires_grad();
             aside.owed[i] = 0;
@@ -320,7 +315,7 @@ fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry
                 fp::is_shown(own, kept, view.shape, view.stride, kept.storage_offset() + view.offset)) {
                 const bool written = own._version() != 0;
                 if (written && !own.any().item<bool>()) {
-                    fp::clear_aside(aside, i, starts[i], numels[i]);
+                    fp::clear_aside(aside, *of, i);
                     continue;
                 }
                 if (written && has_reduced) {
@@ -331,7 +326,7 @@ fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry
                 continue;
             }
             at::Tensor place = fp::alias(kept, view);
-            if (fp::is_aside(aside, i, view, targets[i], starts[i], numels[i])) {
+            if (fp::is_aside(aside, targets[i], *of, i)) {
                 place.zero_(); /* it did not show kept: it was frozen then */
                 continue;
             }
@@ -341,14 +336,14 @@ fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry
             }
             if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
                 fp::take(place, own, i); /* the user's own: that is what is to be reduced */
-                fp::clear_aside(aside, i, starts[i], numels[i]);
+                fp::clear_aside(aside, *of, i);
                 shown++;
             }
             else {
                 place.zero_();
-                fp::clear_aside(aside, i, starts[i], numels[i]);
+                fp::clear_aside(aside, *of, i);
                 if (own.defined()) {
-                    fp::put_aside(aside, i, view, targets[i], starts[i], numels[i]);
+                    fp::put_aside(aside, targets[i], *of, i);
                 }
             }
         }
@@ -357,57 +352,56 @@ fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry
 }
 
 int
-fp_gradients_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                         const char *which, PyObject *kept_object, int64_t own)
+fp_gradients_show_pieces(const fp_param_pieces *of, const char *which, PyObject *kept_object, int64_t own)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         for (size_t i = 0; i < targets.size(); i++) {
             if (which[i] != 0) {
-                const int64_t numel = std::max<int64_t>(numels[i], 0);
+                const int64_t numel = std::max<int64_t>(of->numels[i], 0);
                 targets[i].mutable_grad() =
-                    fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
+                    fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? of->starts[i] : 0));
             }
         }
     });
 }
 
 Py_ssize_t
-fp_gradients_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                          const int64_t *numels, PyObject *kept_object, fp_put_aside aside, int64_t first, int64_t own,
-                          const char *name, char *cleared)
+fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside, int64_t first,
+                          int64_t own, const char *name, char *cleared)
 {
     return fp::guarded<Py_ssize_t>(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = geometry->shared->views[i];
-            const int64_t numel = std::max<int64_t>(numels[i], 0);
+            const fp::View &view = of->geometry->shared->views[i];
+            const int64_t numel = std::max<int64_t>(of->numels[i], 0);
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
-            const bool ours = grad.defined() && fp::is_shown(grad, kept, numel, int64_t{1},
-                                                             kept.storage_offset() + own + (numel > 0 ? starts[i] : 0));
+            const bool ours =
+                grad.defined() && fp::is_shown(grad, kept, numel, int64_t{1},
+                                               kept.storage_offset() + own + (numel > 0 ? of->starts[i] : 0));
             aside.owed[i] = 0;
             if (ours && grad._version() == 0) {
                 aside.owed[i] = static_cast<char>(!targets[i].requires_grad());
                 shown++;
                 continue;
             }
-            if (fp::is_aside(aside, i, view, targets[i], starts[i], numels[i])) {
+            if (fp::is_aside(aside, targets[i], *of, i)) {
                 continue; /* it did not show kept: it was frozen then */
             }
             if (grad.defined() && !ours && !targets[i].requires_grad()) {
-                fp::clear_aside(aside, i, starts[i], numels[i]);
-                fp::put_aside(aside, i, view, targets[i], starts[i], numels[i]);
+                fp::clear_aside(aside, *of, i);
+                fp::put_aside(aside, targets[i], *of, i);
                 continue;
             }
             TORCH_CHECK_VALUE(
                 !grad.defined() || (ours && (numel == 0 || !grad.any().item<bool>())), name,
                 ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
                 "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
-            fp::clear_aside(aside, i, starts[i], numels[i]);
+            fp::clear_aside(aside, *of, i);
             fp::clear_range(kept, view, first);
             cleared[i] = static_cast<char>(cleared[i] || numel > 0);
         }
@@ -449,24 +443,24 @@ fp_param_versions(PyObject *const *tensors, Py_ssize_t n) noexcept
 }
 
 Py_ssize_t
-fp_param_moved(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *shard_object,
-               const int64_t *starts, const int64_t *numels) noexcept
+fp_param_moved(const fp_param_pieces *of, PyObject *shard_object) noexcept
 {
     Py_ssize_t i = 0;
     try {
         const at::Tensor &shard = THPVariable_Unpack(shard_object);
-        for (; i < n; i++) {
-            const at::Tensor &param = THPVariable_Unpack(params[i]);
-            if (numels[i] <= 0) {
+        for (; i < of->n; i++) {
+            const at::Tensor &param = THPVariable_Unpack(of->params[i]);
+            if (of->numels[i] <= 0) {
                 if (param.numel() != 0) {
                     return i;
                 }
                 continue;
             }
-            const fp::View &view = geometry->shared->views[static_cast<size_t>(i)];
+            const fp::View &view = of->geometry->shared->views[static_cast<size_t>(i)];
             const bool as_put = param.dim() == static_cast<int64_t>(view.shape.size()) ? fp::same_layout(param, view)
                                                                                        : param.is_contiguous();
-            if (!as_put || !fp::is_piece(param, shard, starts[i], numels[i]) || param.dtype() != shard.dtype()) {
+            if (!as_put || !fp::is_piece(param, shard, of->starts[i], of->numels[i]) ||
+                param.dtype() != shard.dtype()) {
                 return i;
             }
         }

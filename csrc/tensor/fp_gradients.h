@@ -7,22 +7,28 @@
 
 FP_BEGIN_C
 
+/* Parameters, their places in the whole, and what a shard has of each: numels[i] elements from starts[i] on; < 0: nothing.
+ * All is borrowed. */
+typedef struct {
+    PyObject *const *params;
+    Py_ssize_t n;
+    const fp_geometry *geometry;
+    const int64_t *starts, *numels;
+} fp_param_pieces;
+
 /* Those of params that do not require grad count as none. */
 int fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n);
 /* tensor.grad = grad whatever the shape and dtype; NULL: None. */
 int fp_gradients_set(PyObject *tensor, PyObject *grad);
-/* Add grad, the gradient of the shard, to params[i].grad where which[i], its pieces, in the shape that params[i] has:
- * numels[i] < 0: none here. Pieces that lie together in one gradient are added to in place. hooks: as autograd does, call
- * the hooks of params[i] with its piece before, and those for after that. */
-int fp_gradients_add_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const int64_t *starts,
-                            const int64_t *numels, const char *which, PyObject *grad, int hooks);
+/* Add grad, the gradient of the shard, to params[i].grad where which[i], its pieces, in the shape that params[i] has.
+ * Pieces that lie together in one gradient are added to in place. hooks: as autograd does, call the hooks of params[i] with
+ * its piece before, and those for after that. */
+int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, PyObject *grad, int hooks);
 /* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one; has[i]: which. */
-PyObject *fp_gradients_collect(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
-                               const int64_t *starts, const int64_t *numels, PyObject *shard, char *has);
+PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char *has);
 int fp_gradients_add(PyObject *target, PyObject *source); /* target += source, both 1-D */
 /* Make params[i].grad its place in the unsharded gradient where which[i]. */
-int fp_gradients_show_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, const char *which,
-                           PyObject *kept);
+int fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept);
 /* The reduced gradient that was put aside: *tensor, or NULL; which parameters have one in it; and which
  * do not require grad any more and have something in what is kept. The functions below keep it up to date. */
 typedef struct {
@@ -33,17 +39,14 @@ typedef struct {
  * gradient that it was given instead, which is one of the shard; or nothing. A shard that is the whole has no other: what
  * was given goes into kept. One that was set to 0 in place counts as cleared. -2 - i: the i-th was written to otherwise
  * while something is put aside, which would not have been. -1: error. */
-Py_ssize_t fp_gradients_check_kept(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
-                                   const int64_t *starts, const int64_t *numels, PyObject *kept, fp_put_aside aside);
+Py_ssize_t fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept, fp_put_aside aside);
 /* The same where kept is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
  * each parameter shows its piece of the shard, which begins at own in kept (numels < 0: nothing). A parameter's gradient
  * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. Where the piece of a cleared one has
  * elements, so that others can count on its being cleared, cleared[i] becomes 1. */
-int fp_gradients_show_pieces(PyObject *const *params, Py_ssize_t n, const int64_t *starts, const int64_t *numels,
-                             const char *which, PyObject *kept, int64_t own);
-Py_ssize_t fp_gradients_check_pieces(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry,
-                                     const int64_t *starts, const int64_t *numels, PyObject *kept, fp_put_aside aside,
-                                     int64_t first, int64_t own, const char *name, char *cleared);
+int fp_gradients_show_pieces(const fp_param_pieces *of, const char *which, PyObject *kept, int64_t own);
+Py_ssize_t fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept, fp_put_aside aside, int64_t first,
+                                     int64_t own, const char *name, char *cleared);
 /* Set what kept, elements [first, ...), has of the i-th parameter to 0. */
 int fp_gradients_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first);
 
@@ -60,10 +63,8 @@ int fp_param_take_requires_grad(PyObject *view, PyObject *owner);
 
 /* Sum of the versions of tensors: it changes when one of them is changed in place. */
 int64_t fp_param_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;
-/* The first parameter whose data are not the piece of shard that starts and numels say, in one of the layouts that pieces
- * have; geometry: of the whole parameters. -1: none. */
-Py_ssize_t fp_param_moved(PyObject *const *params, Py_ssize_t n, const fp_geometry *geometry, PyObject *shard,
-                          const int64_t *starts, const int64_t *numels) FP_NOEXCEPT;
+/* The first parameter whose data are not its piece of shard, in one of the layouts that pieces have. -1: none. */
+Py_ssize_t fp_param_moved(const fp_param_pieces *of, PyObject *shard) FP_NOEXCEPT;
 int fp_param_requires_grad(PyObject *tensor) FP_NOEXCEPT;
 int fp_param_is_tensor(PyObject *object);          /* -1 on failure */
 int fp_param_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */

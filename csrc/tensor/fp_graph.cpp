@@ -157,11 +157,8 @@ ViewsBackward::apply(torch::autograd::variable_list &&grads)
     if (!packable) {
         return {flatten_by_ops(*geometry, grads, options)};
     }
-    if (options.device().is_cpu()) {
-        return {flatten_in_place(*geometry, grads, options)};
-    }
     const at::Tensor flat = at::empty({geometry->total}, options);
-    pack_batched(flat, *geometry, grads, {});
+    pack_pieces(flat, *geometry, grads, options, {});
     return {flat};
 }
 
@@ -234,9 +231,8 @@ int
 fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index)
 {
     return fp::guarded(-1, [&] {
-        const fp::Targets targets(params, n);
-        for (size_t i = 0; i < targets.size(); i++) {
-            auto &hooks = torch::autograd::impl::materialize_autograd_meta(targets[i])->hooks_; // beside the user's
+        for (const at::Tensor &target : fp::unpack_all(params, n)) {
+            auto &hooks = torch::autograd::impl::materialize_autograd_meta(target)->hooks_; // beside the user's
             if (std::none_of(hooks.begin(), hooks.end(), [&](const auto &hook) {
                     const auto *ours = dynamic_cast<const fp::BeforeAccumulation *>(hook.get());
                     return ours != nullptr && ours->ref == ref->shared;

@@ -10,27 +10,9 @@ namespace {
 
 // target (+)= the gradients at their places * scale; zeros where there is none.
 void
-pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const std::vector<at::Tensor> &gradients,
-               const How &how)
+pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const fp_gradients &gradients, const How &how)
 {
-    const at::ScalarType dtype = flat.unsharded.scalar_type();
-    const bool plain =
-        target.is_cpu() && std::all_of(gradients.begin(), gradients.end(), [&](const at::Tensor &grad) {
-            return !grad.defined() || (is_plain_tensor(grad) && grad.is_cpu() && grad.scalar_type() == dtype);
-        });
-    const std::vector<View> &views = flat.geometry->views;
-    if (plain && (is_known_to_core(dtype) || target.scalar_type() == dtype)) {
-        const Sources sources = sources_of(*flat.geometry, gradients);
-        if (pack(target, dtype, sources.segments, how)) {
-            for (const size_t i : sources.strided) {
-                convert_by_ops(alias(target, views[i]), gradients[i], how);
-            }
-            return;
-        }
-    }
-    if (target.is_cpu() || !pack_batched(target, *flat.geometry, gradients, how)) {
-        convert_by_ops(target, flatten_by_ops(*flat.geometry, gradients, flat.unsharded.options()), how);
-    }
+    pack_pieces(target, *flat.geometry, gradients.list, flat.unsharded.options(), how);
 }
 
 bool
@@ -162,14 +144,14 @@ make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at:
     }
     if (flat.accumulated_grad.defined()) {
         if (gradients != nullptr) {
-            pack_gradients(flat, flat.accumulated_grad, gradients->list, {.scale = std::nullopt, .accumulate = true});
+            pack_gradients(flat, flat.accumulated_grad, *gradients, {.scale = std::nullopt, .accumulate = true});
         }
         flat.reduce_input = as_reduce_input(std::move(flat.accumulated_grad), options, scale);
         flat.accumulated_grad.reset();
     }
     else if (gradients != nullptr) {
         flat.reduce_input = at::empty({flat.geometry->total}, options);
-        pack_gradients(flat, flat.reduce_input, gradients->list, {.scale = scale, .accumulate = false});
+        pack_gradients(flat, flat.reduce_input, *gradients, {.scale = scale, .accumulate = false});
     }
     else {
         flat.reduce_input = at::zeros({flat.geometry->total}, options);
@@ -189,7 +171,7 @@ add_to_reduce_input(fp_flat_buffer &flat, const fp_gradients &gradients)
         convert(flat.reduce_input, flat.accumulated_grad, how);
         flat.accumulated_grad.reset();
     }
-    pack_gradients(flat, flat.reduce_input, gradients.list, how);
+    pack_gradients(flat, flat.reduce_input, gradients, how);
 }
 
 // What the ranks that share the secondary shard have added up joins what they have added up before, in the shard's dtype.
@@ -249,7 +231,7 @@ fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, P
         const bool first = !flat->accumulated_grad.defined();
         const at::TensorOptions options = fp::reduce_options(*flat, shard).dtype(flat->accumulated_dtype_of(shard));
         at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->accumulated_grad;
-        fp::pack_gradients(*flat, target, gradients->list, {.scale = std::nullopt, .accumulate = !first});
+        fp::pack_gradients(*flat, target, *gradients, {.scale = std::nullopt, .accumulate = !first});
         flat->accumulated_grad = std::move(target);
         if (flat->refresh_group == nullptr) {
             fp::offload(*flat, flat->accumulated_grad);

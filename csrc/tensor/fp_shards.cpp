@@ -139,15 +139,15 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library)
 extern "C" {
 
 int
-fp_torch_set_shards(PyObject *const *params, const fp_geometry *geometry, PyObject *shard_object, const int64_t *starts,
-                    const int64_t *numels, const char *in_rows, int marked)
+fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const char *in_rows, int marked)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        const std::vector<fp::View> &views = geometry->shared->views;
+        const std::vector<fp::View> &views = of->geometry->shared->views;
+        const int64_t *starts = of->starts, *numels = of->numels;
         const at::Tensor &whole = fp::unpack(shard_object); /* ours is an alias: what is replaced may run Python code */
         const at::Tensor shard = fp::alias(whole, whole.sizes(), whole.strides(), whole.storage_offset());
-        const std::vector<at::Tensor> targets = fp::unpack_all(params, static_cast<Py_ssize_t>(views.size()));
+        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         const c10::DispatchKeySet keys = marked ? shard.key_set().add(fp::marked) : shard.key_set();
         for (size_t i = 0; i < targets.size(); i++) {
             const int64_t numel = std::max<int64_t>(numels[i], 0);

@@ -2,16 +2,14 @@
 #ifndef FP_SHARDS_H
 #define FP_SHARDS_H
 
-#include "tensor/fp_torch.h"
+#include "tensor/fp_gradients.h"
 
 FP_BEGIN_C
 
-/* Let params[i]'s data be its piece of the shard: starts[i], numels[i]; numels[i] < 0: an empty tensor. marked: as shards, where
- * torch knows their device: operations that take whole parameters refuse them, and others that fail with them say why. Such
- * a piece is 1-D, or in_rows[i] whole rows of the parameter; any other has the shape that geometry says. -1 with an
- * exception. */
-int fp_torch_set_shards(PyObject *const *params, const fp_geometry *geometry, PyObject *shard, const int64_t *starts,
-                        const int64_t *numels, const char *in_rows, int marked);
+/* Let params[i]'s data be its piece of the shard, or an empty tensor. marked: as shards, where torch knows their device:
+ * operations that take whole parameters refuse them, and others that fail with them say why. Such a piece is 1-D, or
+ * in_rows[i] whole rows of the parameter; any other has the shape that the geometry says. -1 with an exception. */
+int fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard, const char *in_rows, int marked);
 
 /* explain(tensor): what to say of a shard, a str; or None if it is none any more. Kept. */
 void fp_torch_explain_shards(PyObject *explain);

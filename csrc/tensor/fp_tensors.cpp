@@ -80,15 +80,14 @@ is_at(const at::Tensor &tensor, const at::Tensor &source, c10::IntArrayRef shape
 
 namespace {
 
-// Throws unless set_data can give source's data to every target.
+// Throws unless the n objects are plain tensors to which set_data can give source's data.
 void
-check_targets(const Targets &targets, const at::Tensor &source)
+check_targets(PyObject *const *objects, Py_ssize_t n, const at::Tensor &source)
 {
-    if (torch::autograd::isDifferentiableType(source.scalar_type())) {
-        return;
-    }
-    for (size_t i = 0; i < targets.size(); i++) {
-        TORCH_CHECK_TYPE(!targets[i].requires_grad(), "tensor ", i, " requires grad, which data of type ",
+    const bool may_require_grad = torch::autograd::isDifferentiableType(source.scalar_type());
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const bool requires_grad = unpack(objects[i]).requires_grad();
+        TORCH_CHECK_TYPE(may_require_grad || !requires_grad, "tensor ", i, " requires grad, which data of type ",
                          source.scalar_type(), " cannot have");
     }
 }
@@ -255,11 +254,10 @@ fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *
         const fp::Geometry &shape = *geometry->shared;
         const at::Tensor flat = fp::pinned_down(fp::unpack(flat_object));
         fp::check_total(flat, shape, "the unsharded flat parameter");
-        const fp::Targets targets(tensors, static_cast<Py_ssize_t>(shape.views.size()));
-        fp::check_targets(targets, flat);
-        for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = shape.views[i];
-            fp::point(targets[i], flat, view.shape, view.stride, flat.storage_offset() + view.offset);
+        fp::check_targets(tensors, static_cast<Py_ssize_t>(shape.views.size()), flat);
+        for (const fp::View &view : shape.views) {
+            fp::point(THPVariable_Unpack(*tensors++), flat, view.shape, view.stride,
+                      flat.storage_offset() + view.offset);
         }
     });
 }
@@ -271,11 +269,10 @@ fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_ob
     return fp::guarded(-1, [&] {
         const at::Tensor shard = fp::pinned_down(fp::unpack(shard_object));
         fp::check_pieces(shard, n, starts, numels, "the sharded flat parameter");
-        const fp::Targets targets(tensors, n);
-        fp::check_targets(targets, shard);
+        fp::check_targets(tensors, n, shard);
         at::Tensor empty;
         for (Py_ssize_t i = 0; i < n; i++) {
-            const at::Tensor &target = targets[static_cast<size_t>(i)];
+            const at::Tensor &target = THPVariable_Unpack(tensors[i]);
             if (numels[i] >= 0) {
                 fp::point(target, shard, numels[i], fp::unit_stride, shard.storage_offset() + starts[i]);
             }
@@ -311,7 +308,7 @@ fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t nume
         const int64_t wanted = numel < 0 ? source.numel() : numel;
         TORCH_CHECK_VALUE(source.dim() == 1 && source.is_contiguous() && wanted <= source.numel(),
                           "expected a 1-D tensor of at least ", wanted, " elements, got shape ", source.sizes());
-        fp::check_targets({&flat_object, 1}, source);
+        fp::check_targets(&flat_object, 1, source);
         fp::point(flat, source, wanted, fp::unit_stride, source.storage_offset());
     });
 }
@@ -321,7 +318,7 @@ fp_torch_point_like(PyObject *tensor, PyObject *source)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &origin = fp::unpack(source);
-        fp::check_targets({&tensor, 1}, origin);
+        fp::check_targets(&tensor, 1, origin);
         fp::point(fp::unpack(tensor), origin, origin.sizes(), origin.strides(), origin.storage_offset());
     });
 }
@@ -379,7 +376,7 @@ fp_torch_set_grads(PyObject *const *params, const fp_geometry *geometry, PyObjec
         const fp::Geometry &shape = *geometry->shared;
         const at::Tensor grad = fp::pinned_down(fp::unpack(grad_object));
         fp::check_total(grad, shape, "the unsharded flat gradient");
-        const fp::Targets targets(params, static_cast<Py_ssize_t>(shape.views.size()));
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, static_cast<Py_ssize_t>(shape.views.size()));
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = shape.views[i];
             fp::set_grad(targets[i], grad, view.shape, view.stride, grad.storage_offset() + view.offset, false);

@@ -99,18 +99,6 @@ flatten_by_ops(const Geometry &geometry, const std::vector<at::Tensor> &pieces, 
     return at::cat(parts);
 }
 
-at::Tensor
-flatten_in_place(const Geometry &geometry, const std::vector<at::Tensor> &pieces, const at::TensorOptions &options)
-{
-    const at::Tensor flat = at::empty({geometry.total}, options);
-    const Sources sources = sources_of(geometry, pieces);
-    pack(flat, flat.scalar_type(), sources.segments, {});
-    for (const size_t i : sources.strided) {
-        alias(flat, geometry.views[i]).copy_(pieces[i]);
-    }
-    return flat;
-}
-
 } // namespace fp
 
 extern "C" int
