@@ -1,6 +1,7 @@
 """What all tests share: failed assertions in the helper modules show their values, as in the tests themselves."""
 
 import gc
+import itertools
 import os
 import signal
 from collections import defaultdict
@@ -8,6 +9,8 @@ from collections import defaultdict
 import pytest
 
 pytest.register_assert_rewrite("gloo", "one_handle", "random_modules", "recording")
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that have nothing to do do not spin
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,14 +30,30 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
     sweeps = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sweep") is not None:
+        if item.get_closest_marker("sweep") is not None and item.get_closest_marker("thorough") is None:
             sweeps[item.nodeid.partition("[")[0]].append(item)
     for cases in sweeps.values():
         [kept] = cases[0].get_closest_marker("sweep").args
-        stay = {i * len(cases) // kept for i in range(kept)}
-        for i, case in enumerate(cases):
-            if i not in stay:
+        stay = spread(cases, min(kept, len(cases)))
+        for case in cases:
+            if case not in stay:
                 case.add_marker("thorough")
+
+
+def spread(cases, kept):
+    """Choose some, at equal distances: each the next one with the most pairs of values that none before it has."""
+    chosen, seen = [], set()
+    for i in range(kept):
+        start = i * len(cases) // kept
+        turned = [case for case in (*cases[start:], *cases[:start]) if case not in chosen]
+        chosen.append(max(turned, key=lambda case: len(pairs_of(case) - seen)))
+        seen |= pairs_of(chosen[-1])
+    return chosen
+
+
+def pairs_of(case):
+    values = [(name, str(value)) for name, value in case.callspec.params.items()]
+    return set(itertools.combinations_with_replacement(values, 2))
 
 
 def pytest_collection_finish():

@@ -89,6 +89,7 @@ def test_no_strategy_sends_tensors(tmp_path):
     run_ranks(nothing, 2, tmp_path)
 
 
+@pytest.mark.thorough
 def test_no_strategy_of_four_ranks_sends_tensors(tmp_path):
     run_ranks(nothing, 4, tmp_path)
 

@@ -70,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("cls", [Scaled, adafactor])
 @pytest.mark.parametrize(("strategy", "uo", "atomic"), CASES)
 def test_resumed_with_the_same_ranks(tmp_path, strategy, uo, atomic, cls):

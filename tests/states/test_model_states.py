@@ -75,6 +75,7 @@ def as_torchs(uo, meshed):
                 assert torch.equal(other.get_parameter(name), param)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("uo", "meshed"), itertools.product([False, True], repeat=2))
 def test_states_are_torchs(uo, meshed):
@@ -124,6 +125,7 @@ def forms(strategy, uo, mesh, more):
         optimizer.zero_grad()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", [False, True])
 @pytest.mark.parametrize("uo", [False, True])
@@ -132,6 +134,7 @@ def test_forms(strategy, uo, mesh):
     run_ranks(forms, 2, strategy, uo, mesh, {})
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"])
@@ -139,6 +142,7 @@ def test_forms_of_four_ranks(strategy, uo):
     run_ranks(forms, 4, strategy, uo, False, {})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["LAYER_ZERO", "LAYER_ZERO_NESTED"])

@@ -216,6 +216,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("which", OPTIMIZERS)
 @pytest.mark.parametrize(("strategy", "uo"), SETTINGS)
@@ -223,6 +224,7 @@ def test_full_states_are_the_unsharded_optimizers(strategy, uo, which):
     run_ranks(full_states, 2, strategy, uo, which, {})
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED"])

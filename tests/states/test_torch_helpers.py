@@ -87,6 +87,7 @@ def helpers(uo, meshed):
                 alike(dict(other.state_dict()), dict(ours.state_dict()))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("uo", "meshed"), itertools.product([False, True], repeat=2))
 def test_helpers_give_what_torchs_class_gives(uo, meshed):
@@ -133,6 +134,7 @@ def saved_and_loaded(strategy, uo, meshed, folder):
     assert_same(model, plain)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("uo", [False, True])
 @pytest.mark.parametrize("meshed", [False, True])
