@@ -1,6 +1,5 @@
 /* module/fp_gather_py.c -- the heap type flatparam._C.Gather: the all-gathers of one unit that Python begins. */
 #include "module/fp_tables.h"
-#include "tensor/fp_channel.h"
 
 typedef struct {
     PyObject_HEAD
@@ -40,6 +39,12 @@ gather_dealloc(PyObject *self)
     fp_gather_free(gather_of(self));
     type->tp_free(self);
     Py_DECREF(type);
+}
+
+fp_gather *
+fp_gather_of(PyObject *object)
+{
+    return fp_is_of(object, gather_dealloc) ? gather_of(object) : NULL;
 }
 
 static PyObject *

@@ -3,11 +3,26 @@
 #define FP_TABLES_H
 
 #include "python/fp_args.h"
+#include "tensor/fp_channel.h"
 
 extern PyMethodDef fp_core_methods[];
 extern PyMethodDef fp_tensor_methods[];
 extern PyType_Spec fp_gather_type;
+extern PyType_Spec fp_handle_steps_type;
 extern PyType_Spec fp_layout_type;
 extern PyType_Spec fp_module_params_type;
+
+/* What a _C.Gather has; NULL, without an exception: object is none. */
+fp_gather *fp_gather_of(PyObject *object);
+
+/* Methods of a _C.ModuleParams, and whether object is one. */
+int fp_is_module_params(PyObject *object);
+PyObject *fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *fp_module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *fp_module_params_set_grads(PyObject *self, PyObject *grad);
+
+/* Once: intern the names that fp_handle_steps.c calls by. */
+int fp_handle_steps_exec(void);
 
 #endif

@@ -68,7 +68,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
     units = list(unit_paths(module))
     plan = SavePlan(held=list(all_held(module)))
     for held in plan.held:
-        if isinstance(held, InHandle) and held.handle._sum is not Sum.NONE:
+        if isinstance(held, InHandle) and held.handle._sum != Sum.NONE:
             raise CheckpointError(
                 f"`{held.name}`: its handle has gradients of micro-batches that are not reduced: save after the step"
             )

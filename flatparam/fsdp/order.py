@@ -129,10 +129,16 @@ def _meet(group: dist.ProcessGroup) -> None:
     _meetings[group].forget()
 
 
-def wait(work: Any, group: dist.ProcessGroup, device: torch.device, is_reduce_scatter: bool = False) -> None:
+def wait(
+    work: Any,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    is_reduce_scatter: bool = False,
+    error: Exception | None = None,
+) -> None:
     """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it, not the collective.
 
-    Raises: OrderError, when another rank cannot come to it.
+    ``error``: that waiting for it has raised already. Raises: OrderError, when another rank cannot come to it.
     """
     if work is None:
         return
@@ -148,6 +154,8 @@ def wait(work: Any, group: dist.ProcessGroup, device: torch.device, is_reduce_sc
             raise OrderError(found + AND_SO)
 
     try:
+        if error is not None:
+            raise error
         if isinstance(work, _C.Gather):
             while not work.wait():
                 look()

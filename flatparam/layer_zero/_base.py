@@ -10,10 +10,9 @@ from torch import Tensor
 from .. import _C
 from ..common.tensors import free, is_allocated
 from ..dropin.handle import FlatParamHandle as FlatParam
-from .states import BACKWARD_POST, BACKWARD_PRE, IDLE, HandleTrainingState
 
 
-class Base:
+class Base(_C.HandleSteps):
     """Has a flat parameter over the zero1 group, which flattens, makes views and pieces, and knows the layout.
 
     The names of groups, dtypes and states are the reference's.
@@ -26,25 +25,15 @@ class Base:
     zero3_group_rank: int
     zero3_group_size: int
     device: torch.device
-    _is_on_host: bool  # there is one stream
     _zero1_gather: _C.Gather | None  # None: through torch.distributed's functions, as where those are replaced
     _zero3_gather: _C.Gather | None
-    flat_param: Any  # a FlatParameter
     _device_handle: Any  # a _FSDPDeviceHandle
     _flat: FlatParam
-    _unit: Any  # its _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
     _zero3_module: nn.Module
     _orig_param_dtype: torch.dtype
     _fwd_bwd_param_dtype: torch.dtype
     _reduce_dtype: torch.dtype
     _offload_grads: bool
-    _has_zero3_copy: bool  # a second shard: over all ranks the master is it, over one the unsharded parameter
-    _stays_unsharded: bool
-    _state: HandleTrainingState = IDLE
-    _training_state: Any  # the same for users; setting it checks it
-    _is_unsharded = False  # whether flat_param is the unsharded one
-    _in_backward = False  # since prepare_gradient_for_backward(), until the state is IDLE
-    _prepared: int | None = None  # version of this backward's gradient when it was zeros
 
     # Kept for the runtime that drives it: places in its orders of handles, and what prefetching did
     _handle_index: int | None = None
@@ -55,8 +44,6 @@ class Base:
     _prefetched = False
     _ran_pre_backward_hook = False
     _ran_post_backward_hook = False
-    _needs_param_sync = True
-    _param_synced = False
     _grad_synced = False
     enter_backward = False
     prev_iter_synced = True
@@ -75,13 +62,6 @@ class Base:
     def grad_dtype(self) -> torch.dtype:
         """Of the reduce-scatter."""
         return self._reduce_dtype
-
-    @property
-    def _in_backward_state(self) -> bool:
-        return self._state is BACKWARD_PRE or self._state is BACKWARD_POST
-
-    def _set_state(self, state: HandleTrainingState) -> None:
-        self._state = self._flat._state = state  # type: ignore[assignment]  # it equals torch's of its name
 
     def _names(self) -> str:
         return self._flat._names()

@@ -22,45 +22,17 @@ class Freshness(Sums):
     ``_needs_param_sync and not _param_synced`` says so without asking, as in the reference; drivers may set both.
     """
 
-    _gathered = False  # the unsharded parameter has values
-    _confirmed = False  # and they were found to be fresh since the last reshard
-    _seen = (-1, -1)  # versions of the masters, and steps of optimizers, when they were gathered last
-    _agreed: bool | None = None  # what agree() found
+    def _note_fresh(self) -> None:
+        """Masters are gathered as they are now."""
+        self._seen_values, self._seen_steps = self._versions()[0], optimizers.taken
 
-    @property
-    def _now(self) -> tuple[int, int]:
-        return self._versions()[0], optimizers.taken
+    def _ask(self, changed: bool) -> bool:
+        return _any_rank([changed], self)[0]
 
-    @property
-    def _is_changed_here(self) -> bool:
-        return self._seen != self._now
-
-    def _must_refresh(self) -> bool:
-        """Whether to gather from the masters rather than to use what was gathered from them before.
-
-        Collective, over the zero1 group, unless in backward or control flow tells: an all-reduce of 4 bytes.
-        """
-        agreed, self._agreed = self._agreed, None
-        if not self._is_known_fresh():
-            return True
-        if self._in_backward_state:
-            return False  # backward goes with what its forward had
-        changed = self._is_changed_here
-        if agreed is None:
-            [agreed] = _any_rank([changed], self)
-        elif changed and not agreed:
-            raise RuntimeError(
-                f"{self._names()} was written to after agree() and before its forward: write before, or do without "
-                "agree()"
-            )
-        return agreed
-
-    def _is_known_fresh(self) -> bool:
-        """What control flow tells: the same on all ranks."""
-        has_copy = self.flat_param._zero3_shard is not None
-        if not (self._has_zero3_copy or self._stays_unsharded):
-            has_copy = self._gathered
-        return has_copy and not (self._needs_param_sync and not self._param_synced)
+    def _refuse_write(self) -> None:
+        raise RuntimeError(
+            f"{self._names()} was written to after agree() and before its forward: write before, or do without agree()"
+        )
 
 
 def agree(handles: Sequence[Any]) -> None:

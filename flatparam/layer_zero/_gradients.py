@@ -1,18 +1,16 @@
 """The path of the gradients: a micro-batch's, the sum, the reduced shard, ``.grad`` of the original parameters."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
 from ..common.collectives import gathering
-from ..common.tensors import allocate, same_storage
+from ..common.tensors import same_storage
 from ..fsdp import order
 from ._parameters import Parameters
 from ._sums import Sum
-from .states import BACKWARD_POST, BACKWARD_PRE, BEFORE, FORWARD, IDLE, SYNC_PARAMS, state_of
+from .states import BACKWARD_POST, BACKWARD_PRE, IDLE, SYNC_PARAMS, HandleTrainingState, state_of
 
 
 class Gradients(Parameters):
@@ -20,31 +18,20 @@ class Gradients(Parameters):
 
     _count_reduced = 0  # of how many parameters the gradients were shown when they were reduced last
 
-    @property
-    def _training_state(self) -> Any:
-        """Raises when set: ValueError for no state, RuntimeError if it may not follow that which it is in."""
-        return self._state
+    _state_of = staticmethod(state_of)
 
-    @_training_state.setter
-    def _training_state(self, value: Any) -> None:
-        state, before = state_of(value), self._state
-        was_in_backward = before is BACKWARD_PRE or before is BACKWARD_POST
-        allowed = BEFORE[state._name_]
-        if before._name_ not in allowed and not (
-            state is FORWARD and was_in_backward and torch._C._current_graph_task_id() != -1
-        ):
-            raise RuntimeError(
-                f"{state.name} is not possible in {before.name}, only in {', '.join(allowed)}, for {self._names()}"
-                + (
-                    ": its last backward was not ended by IDLE. Where an exception ended it, call recover() of "
-                    "every handle on every rank, and run all micro-batches of the step again"
-                    if was_in_backward
-                    else ": set IDLE first"
-                )
+    def _refuse(self, state: HandleTrainingState) -> None:
+        before = self._state
+        allowed = [other.name for other in HandleTrainingState if self._may_follow(other, state)]
+        raise RuntimeError(
+            f"{state.name} is not possible in {before.name}, only in {', '.join(allowed)}, for {self._names()}"
+            + (
+                ": its last backward was not ended by IDLE. Where an exception ended it, call recover() of "
+                "every handle on every rank, and run all micro-batches of the step again"
+                if before is BACKWARD_PRE or before is BACKWARD_POST
+                else ": set IDLE first"
             )
-        self._set_state(state)
-        if state is IDLE and was_in_backward:
-            self._leave_backward()
+        )
 
     def sync_params(self) -> None:
         """Take what is forwarded with from the masters now, where they have changed: after a load, before evaluation.
@@ -67,33 +54,13 @@ class Gradients(Parameters):
 
     # A micro-batch
 
-    def prepare_gradient_for_backward(self) -> None:
-        """Make zeros in ``param_dtype`` for this backward to accumulate into: ``flat_param.grad``.
-
-        They are ``_full_grad_padded``; the views in the modules have their parts as ``.grad``. What was reduced before
-        is put aside, to be added to. Nothing happens in a frozen unit.
-        """
-        flat_param = self.flat_param
+    def _refuse_to_prepare(self) -> None:
         if self._state is not BACKWARD_PRE and self._state is not IDLE:
             raise AssertionError(
                 self._about(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._state.name}")
             )
-        if not flat_param.requires_grad:
-            return
-        self._check_on_compute_device(flat_param)
-        if not self._is_unsharded:
+        if self.flat_param.requires_grad:
             raise AssertionError(self._about("expects to be unsharded: call unshard() first"))
-        grad = flat_param._full_grad_padded
-        if self._prepared is None:
-            self._set_aside()
-            allocate(grad, flat_param._padded_unsharded_size)
-            grad.zero_()
-            self._prepared = grad._version
-            self._in_backward = True
-        if flat_param.grad is None:
-            flat_param.grad = grad
-        if self._state is BACKWARD_PRE:
-            self._flat._set_unsharded_grads(grad)
 
     def _set_aside(self) -> None:
         """Take the user's gradients from ``flat_param.grad``: reduced ones become ``_saved_grad_shard``."""
@@ -127,22 +94,17 @@ class Gradients(Parameters):
         grads = []
         if grad is not None and not same_storage(grad, buffer):
             grads.append(grad)
-        if self._prepared is not None and (not grads or buffer._version != self._prepared):
+        if self._prepared >= 0 and (not grads or buffer._version != self._prepared):
             grads.append(buffer)
         if grads and (grads[0].requires_grad or grads[-1].requires_grad):
             raise RuntimeError(f"gradients of gradients are not supported: {self._names()}")
         _C.set_grad(flat_param, None)
         if flat_param._tensors[0] is not None:
             _C.clear_grads(flat_param._tensors)
-        self._prepared = None
+        self._prepared = -1
         return grads
 
-    def accumulate_grad(self) -> None:
-        """Add this backward's gradient to the sum of the micro-batches, in ``full_prec_dtype``.
-
-        Nothing happens in a frozen unit. Raises: RuntimeError in another state than BACKWARD_POST, without
-        ``prepare_gradient_for_backward()`` before, and for gradients that have a history.
-        """
+    def _accumulate_by_ops(self) -> None:
         if self._state is not BACKWARD_POST:
             raise RuntimeError(
                 f"accumulate_grad() is not possible in {self._state.name}, only in BACKWARD_POST, for {self._names()}"
@@ -157,27 +119,23 @@ class Gradients(Parameters):
             )
         self._add(grads)
 
-    def free_runtime_unshard_grad(self) -> None:
-        """Free this backward's gradient, which has been accumulated. Raises: RuntimeError if it has not."""
-        buffer = self.flat_param._full_grad_padded
-        if self._prepared is not None:
-            if buffer._version != self._prepared:
-                raise RuntimeError(
-                    f"the gradient of {self._names()} would be lost: call accumulate_grad() before "
-                    "free_runtime_unshard_grad()"
-                )
-            self._take_runtime_grads()
-        self._free(buffer)
+    def _give_up_gradient(self) -> None:
+        if self.flat_param._full_grad_padded._version != self._prepared:
+            raise RuntimeError(
+                f"the gradient of {self._names()} would be lost: call accumulate_grad() before "
+                "free_runtime_unshard_grad()"
+            )
+        self._take_runtime_grads()
 
-    def _leave_backward(self) -> None:
-        """Give up what was prepared for a gradient that did not come; show the user what he has now."""
-        flat_param = self.flat_param
-        if self._prepared is not None and flat_param._full_grad_padded._version == self._prepared:
+    def _free_unused_gradient(self) -> None:
+        """Give up what was prepared for a gradient that did not come."""
+        if self.flat_param._full_grad_padded._version == self._prepared:
             self.free_runtime_unshard_grad()
-        self._in_backward = False
-        if not hasattr(flat_param, "_saved_grad"):
-            self._show_sum()
-            self._show_reduced()
+
+    def _show(self) -> None:
+        """Show the user what he has now."""
+        self._show_sum()
+        self._show_reduced()
 
     # The reduction
 
@@ -192,7 +150,7 @@ class Gradients(Parameters):
             raise RuntimeError(f"there is nothing to reduce of {self._names()}: all its parameters are frozen")
         self._stop_showing()
         self.wait_reduce_scatter()
-        if self._prepared is not None:
+        if self._prepared >= 0:
             came = flat_param._full_grad_padded._version != self._prepared
             grads = self._take_runtime_grads()
             if came:
@@ -238,7 +196,7 @@ class Gradients(Parameters):
         if reduced is None:
             return
         self._set_aside()
-        if self._sum is Sum.NONE:
+        if self._sum == Sum.NONE:
             self.free_full_prec_grad()
         reduced = reduced.to(self.full_prec_dtype)
         earlier = vars(flat_param).pop("_saved_grad_shard", None)
@@ -263,7 +221,7 @@ class Gradients(Parameters):
         requires_grad = summary[1] if summary else any(param.requires_grad for param in flat_param._params)
         if flat_param.requires_grad != requires_grad:
             flat_param.requires_grad = requires_grad
-        if self._shown is not None:
+        if self._is_shown:
             self._notice_cleared_grads()
         elif self._state is IDLE:
             self._drop_cleared_grad()
@@ -277,7 +235,7 @@ class Gradients(Parameters):
         Communicates over the zero1 group: an all-reduce of one int32 and an all-gather, in ``full_prec_dtype``.
         """
         flat_param = self.flat_param
-        if not self._is_unsharded or self._in_backward or self._shown is not None:
+        if not self._is_unsharded or self._in_backward or self._is_shown:
             raise RuntimeError(
                 f"unshard_grad() needs {self._names()} unsharded, outside of backward and with reduced gradients"
             )

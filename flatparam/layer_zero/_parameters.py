@@ -10,17 +10,13 @@ from ..dropin.handle import FlatParamHandle as FlatParam
 from ..fsdp import order
 from ._freshness import Freshness
 from .metadata import with_places
-from .states import BACKWARD_POST, BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
+from .states import BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
 
 
 class Parameters(Freshness):
     """The part of the handle that shards, unshards and reshards."""
 
-    _ag_handle: Any = None
     _ag_group: Any = None
-    _gather_source: Tensor | None = None  # kept while it is read
-    _was_given_up = False  # a wait for it, by Ctrl-C say
-    _is_from_masters = False  # what was gathered, and no reshard has taken a zero3 shard of it yet
 
     @torch.no_grad()
     def shard(self) -> None:
@@ -70,6 +66,7 @@ class Parameters(Freshness):
             setattr(flat_param, name, tensor)
         if self._offload_grads:
             flat_param._cpu_grad = pinned(torch.zeros(size, dtype=full, device="cpu"))
+        self._bind_buffers()
 
     # The unsharded tensors
 
@@ -79,6 +76,9 @@ class Parameters(Freshness):
         if free:
             self._free_unsharded_flat_tensor(param)
         return tensor
+
+    def _allocate_by_ops(self, tensor: Tensor) -> None:
+        allocate(tensor, self.flat_param._padded_unsharded_size)
 
     def _alloc_padded_unsharded_flat_tensor(self, param: bool = True) -> Tensor:
         tensor = self._get_padded_unsharded_flat_tensor(param, free=False)
@@ -102,79 +102,31 @@ class Parameters(Freshness):
 
     # Unsharding
 
-    def needs_unshard(self) -> bool:
-        """Whether ``unshard()`` has anything to do: to gather, to ask if what was kept is fresh, or to switch to it."""
-        if not self._is_unsharded or self._was_given_up or self._state is SUMMON_FULL_PARAMS:
-            return True
-        return not self._is_settled
-
-    @property
-    def _is_settled(self) -> bool:
-        """Whether what was gathered is good without asking."""
-        return self._gathered and (self._confirmed or self._in_backward_state)
-
-    def pre_unshard(self) -> bool:
-        """Write back what was put in place of parameters, and allocate. Returns whether anything was done."""
-        if not hasattr(self.flat_param, "_full_param_padded"):
-            self.init_flat_param_attributes()
-        wrote = self._write_back()
-        self._check_on_compute_device(self.flat_param)
-        return allocate(self._get_padded_to_gather_into(), self.flat_param._padded_unsharded_size) or wrote
-
-    def _write_back(self) -> bool:
-        """Copy into the master what the user has put in place of parameters; whether there was any."""
-        flat_param, unit = self.flat_param, self._unit
-        if self._is_unsharded or self._flat._skip_writeback_check or not self._flat.is_sharded(flat_param):
+    def _write_back_by_ops(self) -> bool:
+        flat_param = self.flat_param
+        if self._flat._skip_writeback_check or not self._flat.is_sharded(flat_param):
             return False
-        if self._shown is not None:
+        if self._is_shown:
             self._notice_cleared_grads()
-        grad = flat_param.grad
-        if grad is not None and self._shown is None and not self._in_backward:
-            grad = self._drop_cleared_grad()
-        as_put = (
-            unit is not None
-            and not flat_param._shared_param_infos
-            and unit.scan(flat_param._params, flat_param, grad, flat_param._shard_param_infos) == []
-        )
-        return not as_put and self._flat._writeback_orig_params()
+        elif flat_param.grad is not None and not self._in_backward:
+            self._drop_cleared_grad()
+        return self._flat._writeback_orig_params()
 
-    def unshard(self) -> None:
-        """Gather what is not gathered yet, or is no longer fresh, and switch to it.
+    def _refuse_unshard(self) -> None:
+        raise AssertionError(self._about("call pre_unshard() before unshard()"))
 
-        From the masters over the zero1 group where they have changed, else from the zero3 shards over theirs; in
-        SUMMON_FULL_PARAMS from the masters, in full precision. The data are there after ``post_unshard()``.
-        """
-        if not hasattr(self.flat_param, "_full_param_padded"):
-            raise AssertionError(self._about("call pre_unshard() before unshard()"))
-        padded = self._get_padded_to_gather_into()
-        allocate(padded, self.flat_param._padded_unsharded_size)
+    def _gather_masters(self, padded: Tensor) -> None:
+        """In SUMMON_FULL_PARAMS in full precision."""
+        shard = self.flat_param._zero1_shard
         if self._state is SUMMON_FULL_PARAMS:
             self._gathered = self._is_from_masters = False
-            self._gather(padded, self.flat_param._zero1_shard, from_masters=True)
-        else:
-            self._all_gather_flat_param(padded)
-        self._use_unsharded_flat_param(padded)
-
-    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
-        """Fill ``padded_unsharded_flat_param``, unless it has fresh values."""
-        flat_param, padded = self.flat_param, padded_unsharded_flat_param
-        if self._is_settled:
-            return padded
-        from_masters = self._must_refresh()
-        if from_masters:
-            self._refuse_older_graphs()
-            self._gather(padded, flat_param._zero1_shard.to(self._fwd_bwd_param_dtype), from_masters=True)
-            self._seen = self._now
-            self._is_from_masters = True
-        elif not self._gathered:
-            self._gather(padded, flat_param._zero3_shard)
-        self._gathered = self._confirmed = True
-        return padded
-
-    def _refuse_older_graphs(self) -> None:
-        """Let autograd refuse graphs of forwards with other weights, as it does for an unsharded module."""
-        if self._seen[0] != -1 and self._is_changed_here:
+            self._gather(padded, shard, from_masters=True)
+            return
+        if self._seen_values != -1 and self._is_changed_here:  # let autograd refuse graphs of other weights
             torch.autograd.graph.increment_version(self.flat_param)
+        self._gather(padded, shard.to(self._fwd_bwd_param_dtype), from_masters=True)
+        self._note_fresh()
+        self._is_from_masters = True
 
     def _gather(self, padded: Tensor, shard: Tensor, from_masters: bool = False) -> None:
         if from_masters:
@@ -192,13 +144,12 @@ class Parameters(Freshness):
         self._gather_source, self._ag_group = shard, group
         self._ag_handle = order.begin_gather(native, padded, shard, group)
 
-    def wait_unshard(self) -> None:
-        """Wait for the gather: the host on the CPU, the current stream on an accelerator."""
-        if self._ag_handle is None:
-            return
+    def _wait_for_gather(self, error: Exception | None) -> None:
+        """Or what waiting has raised already."""
         self._was_given_up = True
+        group = self.zero3_process_group if self._ag_handle is self._zero3_gather else self._ag_group
         try:
-            order.wait(self._ag_handle, self._ag_group, self.device)
+            order.wait(self._ag_handle, group, self.device, error=error)
         except RuntimeError:
             if self._ag_handle.is_completed():  # it has failed
                 self._ag_handle = self._gather_source = None
@@ -208,50 +159,21 @@ class Parameters(Freshness):
         self._was_given_up = False
         self._ag_handle = self._gather_source = None
 
-    post_unshard = wait_unshard
-
-    def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
-        """Let ``flat_param`` be the unsharded one; the modules have views in forward and backward, else parameters."""
-        flat_param, padded, state = self.flat_param, padded_unsharded_flat_param, self._state
-        self._is_unsharded = True
-        in_forward = state is FORWARD
+    def _use_unsharded_by_ops(self, padded: Tensor) -> None:
+        flat_param, state = self.flat_param, self._state
         again = state is BACKWARD_PRE and flat_param._tensors[0] is not None
-        if (in_forward or state is BACKWARD_PRE) and self._unit is not None:
-            unsafe = self._flat._unsafe
-            views = self._unit.use_unsharded(flat_param, padded, flat_param._tensors, again, in_forward, unsafe)
-            if views is not None:
-                flat_param._tensors[:] = views
-                return
         flat_param.data = padded[: flat_param._unpadded_unsharded_size.numel()]
         if state is BACKWARD_PRE and not again:
             with torch.enable_grad():
                 flat_param._tensors[:] = self._flat._get_unflat_views()
-        self._flat._use_unsharded_views(as_params=not in_forward and state is not BACKWARD_PRE)
-
-    _use_unpadded_unsharded_flat_param = _use_unsharded_flat_param
+        self._flat._use_unsharded_views(as_params=state is not FORWARD and state is not BACKWARD_PRE)
 
     # Resharding
 
-    def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """Switch to the master; take the zero3 shard if the masters were gathered; free the unsharded one if asked.
-
-        With a zero3 group of one rank the unsharded parameter is the zero3 shard, and is not freed.
-        """
-        flat_param = self.flat_param
-        if self._ag_handle is not None:
-            self.wait_unshard()
-        if self._is_from_masters:
-            self._take_zero3_shard()
-        self._confirmed, self._agreed = False, None
-        if self._is_unsharded or self._state is not BACKWARD_POST or flat_param._tensors[0] is not None:
-            self._use_sharded_flat_param()
-        if self._state is SUMMON_FULL_PARAMS:
-            self._free(self._get_padded_to_gather_into())
-            if self._stays_unsharded:
-                flat_param._zero3_shard = None  # it was freed, or may have been written to
-        elif free_unsharded_flat_param and not (self._stays_unsharded and self._gathered):
-            self._free_after_use(flat_param._full_param_padded)
-            self._gathered = False
+    def _free_summoned(self) -> None:
+        self._free(self._get_padded_to_gather_into())
+        if self._stays_unsharded:
+            self.flat_param._zero3_shard = None  # it was freed, or may have been written to
 
     @torch.no_grad()
     def _take_zero3_shard(self) -> None:
@@ -269,22 +191,9 @@ class Parameters(Freshness):
     def post_reshard(self) -> None:
         """Nothing: for symmetry with ``post_unshard()``."""
 
-    def _use_sharded_flat_param(self) -> None:
-        flat_param, unit = self.flat_param, self._unit
-        shard, params, shared = flat_param._zero1_shard, flat_param._params, flat_param._shared_params
-        self._is_unsharded = False
-        if (
-            unit is None
-            or shard.size() != flat_param._sharded_size
-            or not shard.is_contiguous()
-            or not unit.use_sharded(
-                flat_param, shard, params, shared, flat_param._shard_param_infos, self._flat._unsafe
-            )
-        ):
-            flat_param.data = shard
-            self._flat._use_sharded_views()
-        elif self._state is BACKWARD_POST:
-            flat_param._tensors[:] = [None] * len(flat_param._tensors)  # backward is over, their graph may go
+    def _use_sharded_by_ops(self) -> None:
+        self.flat_param.data = self.flat_param._zero1_shard
+        self._flat._use_sharded_views()
 
     def _forget_what_was_gathered(self) -> None:
         """The masters are about to change: the next unshard gathers from them."""

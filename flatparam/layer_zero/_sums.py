@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _watched: "weakref.WeakSet[Sums]" = weakref.WeakSet()  # whatever has shown a su
 _IN_ORDER = nullcontext()  # as everything is on the host
 
 
-class Sum(Enum):
+class Sum(IntEnum):
     """Where the sum of the micro-batches is."""
 
     NONE = auto()
@@ -42,9 +42,7 @@ class Sums(Base):
     shown, unreduced and whole, as gradients of the original parameters.
     """
 
-    _sum = Sum.NONE
     _last_use: Any = None  # an event on an accelerator
-    _shown: tuple[int, int] | None = None  # how many gradients, and the sum of their versions, when they were shown
     _is_watched = False  # before an optimizer's step
     _rs_handle: Any = None
     _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
@@ -69,7 +67,7 @@ class Sums(Base):
         if self.already_load_full_prec_grad():
             return
         self._allocate_sum()
-        if self._sum is Sum.NONE:
+        if self._sum == Sum.NONE:
             with self._in_order():
                 self.flat_param._full_prec_grad_padded.zero_()
             self._sum = Sum.ZEROS
@@ -80,7 +78,7 @@ class Sums(Base):
 
     def free_full_prec_grad(self) -> None:
         """Free the sum's memory on the device; it is given up unless it was offloaded."""
-        if self._sum is not Sum.ON_HOST:
+        if self._sum != Sum.ON_HOST:
             was_shown = self._stop_showing()
             self._sum = Sum.NONE
             if was_shown:
@@ -94,11 +92,11 @@ class Sums(Base):
         """Add gradients of one micro-batch, of any dtype, in one pass over memory each."""
         self.reload_full_prec_grad()
         total = self.flat_param._full_prec_grad_padded
-        if self._sum is Sum.NONE:
+        if self._sum == Sum.NONE:
             self._allocate_sum()
         with self._in_order():
             for grad in grads:
-                first = self._sum is Sum.NONE
+                first = self._sum == Sum.NONE
                 if _C.is_plain(total, grad):
                     _C.convert(total, grad.detach(), not first)
                 elif first:
@@ -117,9 +115,9 @@ class Sums(Base):
                 f"offload_grad() does nothing for {self._names()}: it was made with offload_grads=False", stacklevel=2
             )
             return
-        if self._sum is not Sum.ON_DEVICE:
+        if self._sum != Sum.ON_DEVICE:
             raise RuntimeError(
-                f"{self._names()} has no gradient on the device to offload ({self._sum.name}): call it after "
+                f"{self._names()} has no gradient on the device to offload ({Sum(self._sum).name}): call it after "
                 "accumulate_grad() of a micro-batch"
             )
         shown = self._stop_showing()
@@ -129,10 +127,7 @@ class Sums(Base):
         if shown:
             self._show_sum()
 
-    def reload_full_prec_grad(self) -> None:
-        """Copy the sum back to the device, on the current stream, if it was offloaded; else nothing."""
-        if self._sum is not Sum.ON_HOST:
-            return
+    def _reload(self) -> None:
         self._stop_showing()
         self._allocate_sum()
         with self._in_order():
@@ -143,17 +138,19 @@ class Sums(Base):
 
     def _show_sum(self) -> None:
         """Show it if this is the time: the unit is idle, the modules have their parameters."""
-        if self._shown is not None or self._state is not IDLE or self._is_unsharded:
+        if self._is_shown or self._state is not IDLE or self._is_unsharded:
             return
-        if self._sum is not Sum.ON_DEVICE and self._sum is not Sum.ON_HOST:
+        if self._sum != Sum.ON_DEVICE and self._sum != Sum.ON_HOST:
             return
         flat_param = self.flat_param
-        whole = flat_param._cpu_grad if self._sum is Sum.ON_HOST else flat_param._full_prec_grad_padded
+        whole = flat_param._cpu_grad if self._sum == Sum.ON_HOST else flat_param._full_prec_grad_padded
         total = whole[: flat_param._unpadded_unsharded_size.numel()]
         self._flat._clear_grads()
         _C.set_grad(flat_param, total)
         self._flat._set_unsharded_grads(total)
-        self._shown = self._versions()[1:]
+        self._note_shown()
+        if self._total is None and self._is_on_host and self._sum == Sum.ON_DEVICE:
+            self._total = total
         if not self._is_watched:
             self._is_watched = True
             _watched.add(self)
@@ -163,7 +160,7 @@ class Sums(Base):
         """Show what was reduced before and put aside, where nothing was added up since."""
         flat_param = self.flat_param
         reduced = getattr(flat_param, "_saved_grad_shard", None)
-        if reduced is None or self._sum is not Sum.NONE or flat_param.grad is not None or self._is_unsharded:
+        if reduced is None or self._sum != Sum.NONE or flat_param.grad is not None or self._is_unsharded:
             return
         del flat_param._saved_grad_shard
         _C.set_grad(flat_param, reduced)
@@ -186,29 +183,23 @@ class Sums(Base):
             if hasattr(flat_param, name):
                 shard: Tensor | None = getattr(flat_param, name)
                 return shard if shard is None else shard.to(self.full_prec_dtype)
-        return None if self._shown is not None or self._prepared is not None else flat_param.grad
+        return None if self._is_shown or self._prepared >= 0 else flat_param.grad
 
-    def _stop_showing(self) -> bool:
-        """Take notice of what the user did to what was shown, and take it back. Returns whether it was shown."""
-        if self._shown is None:
-            return False
+    def _stop_showing_by_ops(self) -> bool:
         self._notice_cleared_grads()
-        if self._shown is not None:
+        if self._is_shown:
             self._flat._clear_grads()
         _C.set_grad(self.flat_param, None)
-        self._shown = None
+        self._is_shown = False
         return True
 
     def _notice_cleared_grads(self) -> None:
         """Give up what the user has cleared or zeroed since it was shown, of this sum and of earlier reductions."""
-        if self._shown is None:
+        if not self._is_shown or self._is_as_shown:
             return
         flat_param = self.flat_param
-        now = self._versions()[1:]
-        if now == self._shown:
-            return
-        if now[0] == 0:
-            self._shown, self._sum = None, Sum.NONE
+        if self._versions()[1] == 0:
+            self._is_shown, self._sum = False, Sum.NONE
             _C.set_grad(flat_param, None)
             vars(flat_param).pop("_saved_grad_shard", None)
             self.free_full_prec_grad()
@@ -218,7 +209,7 @@ class Sums(Base):
             for i, view in enumerate(self._flat._get_unflat_views(flat_param.grad)):
                 if not view.any():
                     self._flat._zero_grad_of_earlier_backwards(i)
-        self._shown = self._versions()[1:]
+        self._note_shown()
 
     def _drop_cleared_grad(self) -> Tensor | None:
         """The reduced gradient; None, and it is given up, where no original parameter has one any more."""
@@ -251,7 +242,7 @@ class Sums(Base):
 
 def _check(optimizer: Optimizer, *arguments: Any) -> None:
     """Raises: ValueError naming a parameter whose ``.grad`` is the sum of micro-batches of this rank alone."""
-    showing = [handle for handle in _watched if handle._shown is not None]
+    showing = [handle for handle in _watched if handle._is_shown]
     if not showing:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}

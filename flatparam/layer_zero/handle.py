@@ -13,6 +13,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
+from ..common import optimizers
+from ..common.collectives import gathering, is_replaced
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
@@ -21,6 +23,7 @@ from ..fsdp.agreement import Described, check_described
 from ..fsdp.placement import check_pair
 from ._gradients import Gradients
 from .metadata import FlatParamShardMetadata
+from .states import IDLE
 
 _owners: "weakref.WeakValueDictionary[int, FlatParamHandle]" = weakref.WeakValueDictionary()  # by parameters' ids
 
@@ -82,9 +85,14 @@ class FlatParamHandle(Gradients):
             process_group=zero1_process_group,
             use_orig_params=True,
         )
-        self.flat_param, self._unit = self._flat.flat_param, self._flat._unit
+        own = gathering()
+        native = None if is_replaced(own) else self._zero3_gather
+        flat, ranks = self._flat, self.zero3_group_size
+        self._bind(flat.flat_param, flat, optimizers, (dist, own.__name__, own), flat._unit, native, ranks)
+        self._unsafe = self._flat._unsafe
         self._device_handle, self._aligned_numel = self._flat._device_handle, self._flat._aligned_numel
         self._orig_param_dtype = params[0].dtype
+        self._set_state(IDLE)
         self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
         self._reduce_dtype = mp_reduce_dtype or self.full_prec_dtype
         _owners.update((id(param), self) for param in params)

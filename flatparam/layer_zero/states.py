@@ -1,4 +1,4 @@
-"""The states of a LayerZero handle, and which may follow which."""
+"""The states of a LayerZero handle."""
 
 from enum import Enum, auto
 from typing import Any
@@ -8,6 +8,8 @@ _ENUM = "HandleTrainingState"
 
 class HandleTrainingState(Enum):
     """torch's states of a handle, and SYNC_PARAMS: refreshing what forwards gather from, without one.
+
+    ``csrc/module/fp_handle_steps.c`` knows them by their values, and which may follow which.
 
     A member equals that of the same name of any other enum of this name: torch's, and the reference's.
     """
@@ -35,21 +37,9 @@ BACKWARD_POST = HandleTrainingState.BACKWARD_POST
 SUMMON_FULL_PARAMS = HandleTrainingState.SUMMON_FULL_PARAMS
 SYNC_PARAMS = HandleTrainingState.SYNC_PARAMS
 
-# By name, what may come before. Activation checkpointing runs forwards, and uses a unit again, within a backward.
-BEFORE = {
-    "IDLE": tuple(HandleTrainingState.__members__),
-    "FORWARD": ("IDLE", "FORWARD"),
-    "BACKWARD_PRE": ("IDLE", "BACKWARD_PRE", "BACKWARD_POST"),
-    "BACKWARD_POST": ("IDLE", "BACKWARD_PRE", "BACKWARD_POST"),
-    "SUMMON_FULL_PARAMS": ("IDLE",),
-    "SYNC_PARAMS": ("IDLE",),
-}
-
 
 def state_of(value: Any) -> HandleTrainingState:
-    """The state that a member of this enum, of torch's or of the reference's stands for. Raises: ValueError."""
-    if type(value) is HandleTrainingState:
-        return value
+    """The state that a member of torch's enum or of the reference's stands for. Raises: ValueError."""
     name = getattr(value, "_name_", "")
     state = HandleTrainingState.__members__.get(name) if type(value).__name__ == _ENUM else None
     if state is None:
