@@ -15,7 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads tha
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background deaf to Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("test_build.py", "test_upstream_runner.py", "test_demo_run.py")  # first, so that no worker ends long last
+LONGEST = (  # first, so that no worker ends long last
+    *("test_dropin_states.py", "test_dropin_training.py", "test_interruptions.py", "test_build.py", "test_demo_run.py"),
+    *("test_upstream_runner.py", "test_model_states.py", "test_optimizer_states.py", "test_torch_helpers.py"),
+)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.multiprocess  # with the sanitizers of its own
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "tests" / "c").glob("test_*.c"))
 SOURCES = sorted((ROOT / "csrc" / "core").glob("*.c"))

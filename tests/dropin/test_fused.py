@@ -76,6 +76,7 @@ def test_training_is_the_same_with_and_without(mode, monkeypatch):
 
 
 @pytest.mark.thorough
+@pytest.mark.multiprocess
 def test_the_environment_turns_it_off():
     for value, expected in (("0", "False"), ("1", "True")):
         done = subprocess.run(
