@@ -1,7 +1,6 @@
 /* core/fp_alloc.h -- the one place of the core that allocates. Pure C11: no Python.h, no torch.
  * Sizes are in bytes. Every function is safe in several threads and without the GIL. */
-#ifndef FP_ALLOC_H
-#define FP_ALLOC_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -19,5 +18,3 @@ void fp_alloc_fail_at(int64_t k);
 
 /* Blocks given out and not yet given back: a test that sees it grow has found a leak. */
 int64_t fp_alloc_live(void);
-
-#endif

@@ -4,8 +4,7 @@
  * Parameters stay in their order, each in one run. A parameter may be cut between two shards only at a multiple of its
  * block, counted from its start; so one that lies over more than two shards needs shards that are a multiple of its
  * block long. Padding goes before parameters, and makes all shards equally long. */
-#ifndef FP_ATOMIC_H
-#define FP_ATOMIC_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -36,5 +35,3 @@ fp_status fp_atomic_shard_numel(const fp_atomic *atomic, int64_t *shard_numel);
 
 /* The start of each parameter in shards of this length, which fp_atomic_shard_numel gave. */
 void fp_atomic_starts(const fp_atomic *atomic, int64_t shard_numel, int64_t *starts);
-
-#endif

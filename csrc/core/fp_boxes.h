@@ -1,7 +1,6 @@
 /* core/fp_boxes.h -- an element range of an N-D parameter as boxes. Pure C11: no Python.h, no torch.
  * Sizes are in ELEMENTS. Elements are counted in row-major order of the shape; ranges are half-open: [begin, end). */
-#ifndef FP_BOXES_H
-#define FP_BOXES_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -33,5 +32,3 @@ fp_boxes_most(size_t ndim)
  * is not full. */
 fp_status fp_boxes_of_range(const int64_t *shape, size_t ndim, int64_t begin, int64_t end, int64_t *offsets,
                             int64_t *sizes, size_t *count);
-
-#endif

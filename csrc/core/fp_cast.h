@@ -1,7 +1,6 @@
 /* core/fp_cast.h -- the inner loops of packing: cast, scale and add for each pair of dtypes, one table a SIMD level.
  * Pure C11: no Python.h, no torch. Internal to the core: fp_pack.c is the only user. */
-#ifndef FP_CAST_H
-#define FP_CAST_H
+#pragma once
 
 #include <stddef.h>
 
@@ -30,5 +29,3 @@ extern const fp_cast_table fp_cast_neon;
 
 /* The table of the SIMD level in use (fp_simd.h). */
 const fp_cast_table *fp_cast_current(void);
-
-#endif

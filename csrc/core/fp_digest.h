@@ -1,7 +1,6 @@
 /* core/fp_digest.h -- whether ranks have the same values: a digest of memory, not for adversaries. Pure C11: no Python.h,
  * no torch. Allocates nothing, safe without the GIL. */
-#ifndef FP_DIGEST_H
-#define FP_DIGEST_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -16,5 +15,3 @@ enum {
  * the last line. So a difference of FP_DIGEST_STEP + FP_DIGEST_LINE bytes in a row is always seen, and one of a page or
  * less perhaps, for a percent of what copying takes. data may be NULL if bytes is 0; it need not be aligned. */
 uint64_t fp_digest(const void *data, size_t bytes);
-
-#endif

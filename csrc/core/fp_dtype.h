@@ -1,6 +1,5 @@
 /* core/fp_dtype.h -- the floating-point element types that the core computes with. Pure C11: no Python.h, no torch. */
-#ifndef FP_DTYPE_H
-#define FP_DTYPE_H
+#pragma once
 
 #include <stddef.h>
 
@@ -34,5 +33,3 @@ fp_dtype_bytes(fp_dtype dtype)
     }
     return 0;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* core/fp_float.h -- one element at a time: load, round, store for each dtype. Pure C11: no Python.h, no torch.
  * The definition of all conversions: the vector kernels have to give the same bits (NaN excepted: any NaN will do). All
  * rounding is to nearest even. Memory goes through memcpy, so no address needs to be aligned. */
-#ifndef FP_FLOAT_H
-#define FP_FLOAT_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -150,5 +149,3 @@ fp_round_f32(float value, fp_dtype dtype)
     }
     return value;
 }
-
-#endif

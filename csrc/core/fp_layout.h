@@ -6,8 +6,7 @@
  * to make the total a multiple of the world size. Without, the parameters follow each other, and only the shards are
  * padded. A layout is a list of items in order: parameters and paddings. A 0-dim parameter has one element, as shape
  * (1,). */
-#ifndef FP_LAYOUT_H
-#define FP_LAYOUT_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -72,5 +71,3 @@ fp_param_part fp_layout_part(const fp_layout *layout, size_t i, int64_t begin, i
 /* The range [*begin, *end) of a rank's padded shard; it may reach past the unsharded flat parameter, as torch's does.
  * FP_EINVAL unless 0 <= rank < world_size. */
 fp_status fp_layout_shard_range(const fp_layout *layout, int64_t rank, int64_t *begin, int64_t *end);
-
-#endif

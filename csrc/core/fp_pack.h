@@ -5,8 +5,7 @@
  *
  * A list of segments is valid when every start and numel is >= 0, start + numel fits int64_t, and each segment starts
  * at or after the end of the one before it. Elements of the flat buffer that no segment covers are gaps. */
-#ifndef FP_PACK_H
-#define FP_PACK_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -48,5 +47,3 @@ fp_status fp_pack(const fp_segment *segments, size_t n, fp_dtype segment_dtype, 
  * NULL segments become zero bytes. Returns FP_OK, FP_EINVAL or FP_EOVERFLOW with nothing written. */
 fp_status fp_pack_raw(const fp_segment *segments, size_t n, int64_t item_bytes, void *flat, int64_t begin, int64_t end,
                       const void *fill_item);
-
-#endif

@@ -1,7 +1,6 @@
 /* core/fp_simd.h -- which instruction set the packing loops use: found at run time, or forced by a switch.
  * Pure C11: no Python.h, no torch. Safe in several threads and without the GIL. */
-#ifndef FP_SIMD_H
-#define FP_SIMD_H
+#pragma once
 
 #include "core/fp_status.h"
 
@@ -26,5 +25,3 @@ fp_status fp_simd_set_level(fp_simd_level level);
 
 /* "baseline", "avx2", "avx512" or "neon"; NULL for a value that is no level. Static storage. */
 const char *fp_simd_name(fp_simd_level level);
-
-#endif

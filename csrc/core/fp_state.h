@@ -14,8 +14,7 @@
  * backward came to the unit, as activation checkpointing does. The unsharded data of a unit: fp_unit_state. The storage of
  * one flat parameter: fp_data_state. Its gradient: fp_gradient_state, in the order of reductions fp_turn_state, and as .grad shows it
  * fp_shown_state. */
-#ifndef FP_STATE_H
-#define FP_STATE_H
+#pragma once
 
 #include <stddef.h>
 
@@ -158,5 +157,3 @@ enum { FP_STATE_MESSAGE_BYTES = 256 };
 /* Say why event may not happen in state, and in which states it may: a terminated text of at most size bytes, cut if it
  * does not fit. Both values are valid, size >= 1. */
 void fp_state_message(const fp_state_table *table, int state, int event, char *text, size_t size);
-
-#endif

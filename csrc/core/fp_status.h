@@ -1,6 +1,5 @@
 /* core/fp_status.h -- the result codes of the core. Pure C11: no Python.h, no torch. */
-#ifndef FP_STATUS_H
-#define FP_STATUS_H
+#pragma once
 
 typedef enum {
     FP_OK = 0,
@@ -9,8 +8,3 @@ typedef enum {
     FP_ENOMEM,    /* an allocation failed; nothing was written */
     FP_ESTATE,    /* a move that the life cycle of a unit does not allow */
 } fp_status;
-
-/* What a status means, as the end of a sentence ("... : a size does not fit 64 bits"). Static storage, never NULL. */
-const char *fp_status_message(fp_status status);
-
-#endif

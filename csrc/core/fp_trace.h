@@ -6,8 +6,7 @@
  *
  * Events belong to passes. An event is looked for after the same pass so far and the same FP_ORDER_PASSES passes before
  * it; else after the same pass so far; else, from the second pass on, after the same last event. */
-#ifndef FP_TRACE_H
-#define FP_TRACE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -40,5 +39,3 @@ int64_t fp_trace_passes(const fp_trace *order); /* passes that they began */
 
 /* The event with this index, counted from 0: 1, and *event and *new_pass are written; 0: not yet, or too long ago. */
 int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass);
-
-#endif

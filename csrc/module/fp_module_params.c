@@ -222,23 +222,6 @@ done:
     return views;
 }
 
-static PyObject *
-module_params_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    fp_module_params *table = (fp_module_params *)self;
-    PyObject *list = NULL;
-    int requires_grad;
-    if (fp_check_nargs("parameters", nargs, 2) < 0 || fp_as_bool(args[1], &requires_grad) < 0) {
-        return NULL;
-    }
-    PyObject **made = fp_new_array(table->n, sizeof *made);
-    if (made != NULL && fp_torch_make_leaves(args[0], table->geometry, requires_grad, made) == 0) {
-        list = fp_attributes_as_parameters(made, table->n);
-    }
-    drop_all(made, table->n);
-    return list;
-}
-
 /* Register values[i] for the parameters and shared_values[k] (NULL: the parameter's value) for their further names. */
 static int
 register_all(fp_module_params *table, PyObject *const *values, PyObject *const *shared_values, fp_place place)
@@ -560,9 +543,6 @@ fail:
 static PyMethodDef module_params_methods[] = {
     {"views", module_params_views, METH_O,
      "views($self, flat, /)\n--\n\nViews of the unsharded flat, one a parameter; one autograd node tracks them all."},
-    {"parameters", FP_FASTCALL(module_params_parameters), METH_FASTCALL,
-     "parameters($self, flat, requires_grad, /)\n--\n\nNew nn.Parameters over the unsharded flat's memory, which "
-     "autograd does not track back to it."},
     {"register_tensors", FP_FASTCALL(module_params_register_tensors), METH_FASTCALL,
      "register_tensors($self, tensors, listed, unsafe, /)\n--\n\nMake them the modules' plain attributes; listed: in "
      "_parameters too."},
@@ -594,10 +574,9 @@ static PyMethodDef module_params_methods[] = {
 
 static PyType_Slot module_params_slots[] = {
     {Py_tp_doc,
-     "ModuleParams(parameters, shared, numel)\n--\n\n"
-     "The original parameters of one flat parameter, and the loops over them.\n\n"
-     "parameters: (module, name, shape, stride or None if contiguous, offset) each, in the order of their offsets;\n"
-     "shared: (module, name, index of the parameter) for each further name; numel: of the unsharded flat."},
+     "ModuleParams(parameters, shared, numel)\n--\n\nThe original parameters of one flat parameter, and the loops over "
+     "them.\n\nparameters: (module, name, shape, stride or None if contiguous, offset) each, in the order of their "
+     "offsets;\nshared: (module, name, index of the parameter) for each further name; numel: of the unsharded flat."},
     {Py_tp_new, module_params_new},
     {Py_tp_dealloc, module_params_dealloc},
     {Py_tp_traverse, module_params_traverse},

@@ -1,6 +1,5 @@
 /* module/fp_pieces.h -- which piece of each parameter this rank's shard has. */
-#ifndef FP_PIECES_H
-#define FP_PIECES_H
+#pragma once
 
 #include "python/fp_args.h"
 
@@ -22,5 +21,3 @@ typedef struct {
  * the tuple is not the one that was read last. To be given back with fp_pieces_release(); NULL with an exception set. */
 fp_pieces *fp_pieces_of(fp_last_pieces *last, Py_ssize_t n, PyObject *infos);
 void fp_pieces_release(fp_pieces *pieces); /* one user less; NULL is allowed */
-
-#endif

@@ -1,6 +1,5 @@
 /* module/fp_tables.h -- what the files of the module give it: method tables, and specs of types. */
-#ifndef FP_TABLES_H
-#define FP_TABLES_H
+#pragma once
 
 #include "python/fp_args.h"
 #include "tensor/fp_channel.h"
@@ -24,5 +23,3 @@ PyObject *fp_module_params_set_grads(PyObject *self, PyObject *grad);
 
 /* Once: intern the names that fp_handle_steps.c calls by. */
 int fp_handle_steps_exec(void);
-
-#endif

@@ -224,9 +224,8 @@ PyMethodDef fp_tensor_methods[] = {
      "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
     {"allocate", FP_FASTCALL(allocate), METH_FASTCALL,
      "allocate($module, tensor, numel, /)\n--\n\nGive the freed storage of tensor room for numel elements of its "
-     "dtype. "
-     "Contents are not kept.\n\nFalse: it has just that room already; None, with nothing done: it has other room, or "
-     "tensor is not plain."},
+     "dtype. Contents are not kept.\n\nFalse: it has just that room already; None, with nothing done: it has other "
+     "room, or tensor is not plain."},
     {"free", FP_FASTCALL(free_storage), METH_FASTCALL,
      "free($module, tensor, reason=None, keeps_size=False, /)\n--\n\nFree the storage of tensor in place. "
      "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
@@ -246,20 +245,17 @@ PyMethodDef fp_tensor_methods[] = {
      "unless is_plain(*params)."},
     {"versions", FP_FASTCALL(versions), METH_FASTCALL,
      "versions($module, params, /, *others)\n--\n\n(sum of the versions of all, how many parameters have a gradient, "
-     "sum "
-     "of the versions of those); None unless all are plain."},
+     "sum of the versions of those); None unless all are plain."},
     {"survey", survey, METH_O,
      "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
      "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "
      "of its own. Else None."},
     {"grad_norm", FP_FASTCALL(grad_norm), METH_FASTCALL,
      "grad_norm($module, params, order, in_fp64, device, /)\n--\n\nThe norm of the gradients of params, to the power "
-     "of "
-     "order unless that is infinite: a scalar on device, computed in fp64 or fp32."},
+     "of order unless that is infinite: a scalar on device, computed in fp64 or fp32."},
     {"clip_grads", FP_FASTCALL(clip_grads), METH_FASTCALL,
      "clip_grads($module, params, sum, root, max_norm, /)\n--\n\nScale the gradients of params by max_norm / norm, "
-     "where "
-     "that is less than 1. The norm, sum to the power of root, in the widest real dtype of the gradients."},
+     "where that is less than 1. The norm, sum to the power of root, in the widest real dtype of the gradients."},
     {"convert", FP_FASTCALL(convert), METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},

@@ -1,8 +1,7 @@
 /* python/fp_args.h -- module state, and the helpers for arguments and errors that all wrappers use.
  * Conventions: functions that return int give 0, or -1 with a Python exception set. PyObject arguments are borrowed.
  * The caller holds the GIL. */
-#ifndef FP_ARGS_H
-#define FP_ARGS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -81,5 +80,3 @@ PyObject *fp_int64_tuple(const int64_t *values, Py_ssize_t n);
  * FP_ESTATE into RuntimeError; with a message (printf format of PyErr_Format) that says what was expected and what came.
  * Returns 0 for FP_OK, else -1. */
 int fp_fail(PyObject *module, fp_status status, const char *format, ...);
-
-#endif

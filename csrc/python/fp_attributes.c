@@ -392,19 +392,6 @@ fp_attributes_check(PyObject *value, int is_parameter)
 }
 
 PyObject *
-fp_attributes_as_parameters(PyObject *const *tensors, Py_ssize_t n)
-{
-    PyObject *list = PyList_New(n);
-    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyList_SET_ITEM(list, i, Py_NewRef(tensors[i])); /* steals it */
-        if (PyObject_SetAttrString(tensors[i], "__class__", nn.parameter_class) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-PyObject *
 fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i)
 {
     return attributes->items[i].name;

@@ -4,8 +4,7 @@
  * hook on parameter registration is set, it goes through delattr and setattr as torch does. Which of the two holds is
  * found again whenever the class changes (its version tag tells). The result is the same, the order of _parameters too,
  * as long as each name has gone through delattr and setattr once before (FlatParamHandle's constructor does that). */
-#ifndef FP_ATTRIBUTES_H
-#define FP_ATTRIBUTES_H
+#pragma once
 
 #include "python/fp_args.h"
 
@@ -38,9 +37,6 @@ int fp_attributes_exec(void);
 /* TypeError unless value may stand in a parameter's place: an nn.Parameter (is_parameter), else a Tensor. */
 int fp_attributes_check(PyObject *value, int is_parameter);
 
-/* A new list of the n tensors, which nobody else has, each made an nn.Parameter. NULL with an exception set. */
-PyObject *fp_attributes_as_parameters(PyObject *const *tensors, Py_ssize_t n);
-
 /* Room for n parameters and n_shared further names, all empty. -1 with MemoryError. */
 int fp_attributes_init(fp_attributes *attributes, Py_ssize_t n, Py_ssize_t n_shared);
 /* Name item i. TypeError unless module is an nn.Module and name a str. */
@@ -68,5 +64,3 @@ PyObject *fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i);
 int fp_attributes_traverse(fp_attributes *attributes, visitproc visit, void *arg);
 void fp_attributes_clear(fp_attributes *attributes); /* drops the references, keeps the room */
 void fp_attributes_free(fp_attributes *attributes);  /* gives back the room; after fp_attributes_clear */
-
-#endif

@@ -1,6 +1,5 @@
 /* python/fp_compat.h -- names of newer CPython, for those that lack them. */
-#ifndef FP_COMPAT_H
-#define FP_COMPAT_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -35,6 +34,4 @@ PyErr_SetRaisedException(PyObject *error)
 {
     PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
 }
-#endif
-
 #endif

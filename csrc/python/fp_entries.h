@@ -1,6 +1,5 @@
 /* python/fp_entries.h -- reading what a unit is told of its parameters: where they live, and where they lie. */
-#ifndef FP_ENTRIES_H
-#define FP_ENTRIES_H
+#pragma once
 
 #include "tensor/fp_torch.h"
 #include "python/fp_attributes.h"
@@ -11,5 +10,3 @@
  * a failure too: what was not made by then is as it was. */
 int fp_entries_read(PyObject *parameters, PyObject *shared, int64_t numel, fp_attributes *attributes,
                     fp_geometry **geometry);
-
-#endif

@@ -1,6 +1,5 @@
 /* runtime/fp_consensus.h -- what the ranks tell each other of units with a secondary shard: once a forward and once a backward. */
-#ifndef FP_CONSENSUS_H
-#define FP_CONSENSUS_H
+#pragma once
 
 #include "runtime/fp_types.h"
 
@@ -19,5 +18,3 @@ int fp_consensus_traverse(const fp_root *root, visitproc visit, void *arg);
 
 /* The exception that is set becomes what all ranks raise when this backward ends, in the name of unit. */
 void fp_consensus_note_error(fp_root *root, const fp_unit *unit);
-
-#endif

@@ -294,10 +294,9 @@ refuse_written(const fp_flat_param *flat_param, Py_ssize_t i, const char *name)
     if (what != NULL) {
         PyErr_Format(
             PyExc_ValueError,
-            "%s: the gradient of %U was changed in place between micro-batches in no_sync(). There it shows what "
-            "was added up in no_sync(), which is dropped now; what a synced backward had reduced before was put "
-            "aside, and would not have been changed. Change gradients after the last micro-batch, outside of "
-            "no_sync()",
+            "%s: the gradient of %U was changed in place between micro-batches in no_sync(). There it shows what was "
+            "added up in no_sync(), which is dropped now; what a synced backward had reduced before was put aside, and "
+            "would not have been changed. Change gradients after the last micro-batch, outside of no_sync()",
             name, what);
         Py_DECREF(what);
     }
@@ -551,32 +550,32 @@ check_tensors(const fp_flat_param *flat_param)
 int
 fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
 {
-    PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *compute, *reduce;
-    PyObject *param_group, *refresh_group, *device;
+    PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *param_group, *refresh_group;
     long long numel, shard_numel;
-    int rank, shards, keep_reduce_dtype, stays_full, param_rank, param_shards, offloads;
-    double predivide, postdivide;
+    fp_flat_buffer_options options = {0};
+    fp_flat_buffer_plan *plan = &options.plan;
     if (!PyTuple_Check(tuple)) {
         PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
         return -1;
     }
     if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
-                          &master, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &rank, &shards, &shard_group,
-                          &replicate_group, &predivide, &postdivide, &compute, &reduce, &keep_reduce_dtype, &stays_full,
-                          &param_rank, &param_shards, &param_group, &refresh_group, &offloads,
-                          &flat_param->full_precision, &device)) {
+                          &master, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &plan->rank, &plan->shards,
+                          &shard_group, &replicate_group, &plan->predivide, &plan->postdivide, &options.compute_dtype,
+                          &options.reduce_dtype, &plan->keep_reduce_dtype, &plan->stays_full, &plan->param_rank,
+                          &plan->param_shards, &param_group, &refresh_group, &plan->offloads, &plan->full_precision,
+                          &options.device)) {
         return -1;
     }
     if (params != Py_None && !PyTuple_Check(params)) {
         PyErr_SetString(PyExc_TypeError, "expected the original parameters as a tuple, or None");
         return -1;
     }
-    if (shards < 1 || shard_numel < 1 || shard_numel > INT64_MAX / shards) {
-        PyErr_Format(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld", shards,
+    if (plan->shards < 1 || shard_numel < 1 || shard_numel > INT64_MAX / plan->shards) {
+        PyErr_Format(PyExc_ValueError, "expected shards and shard_numel of at least 1, got %d and %lld", plan->shards,
                      shard_numel);
         return -1;
     }
-    const int64_t total = shards * (int64_t)shard_numel;
+    const int64_t total = plan->shards * (int64_t)shard_numel;
     flat_param->master = Py_NewRef(master);
     flat_param->params = params == Py_None ? NULL : Py_NewRef(params);
     flat_param->n = PyTuple_GET_SIZE(entries);
@@ -588,37 +587,23 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
         read_group(refresh_group, &flat_param->refresh_group) < 0) {
         return -1;
     }
-    const fp_flat_buffer_options options = {
-        .plan = {.shard_numel = shard_numel,
-                 .rank = rank,
-                 .shards = shards,
-                 .shard_group = flat_param->shard_group,
-                 .replicate_group = flat_param->replicate_group,
-                 .param_rank = param_rank,
-                 .param_shards = param_shards,
-                 .param_group = flat_param->param_group,
-                 .refresh_group = flat_param->refresh_group,
-                 .predivide = predivide,
-                 .postdivide = postdivide,
-                 .full_precision = flat_param->full_precision,
-                 .keep_reduce_dtype = keep_reduce_dtype,
-                 .stays_full = stays_full,
-                 .offloads = offloads},
-        .geometry = flat_param->geometry,
-        .compute_dtype = compute,
-        .reduce_dtype = reduce,
-        .device = device,
-    };
+    plan->shard_numel = shard_numel;
+    plan->shard_group = flat_param->shard_group;
+    plan->replicate_group = flat_param->replicate_group;
+    plan->param_group = flat_param->param_group;
+    plan->refresh_group = flat_param->refresh_group;
+    options.geometry = flat_param->geometry;
+    flat_param->full_precision = plan->full_precision;
     flat_param->versions = flat_param->synced = -1;
     flat_param->shows = flat_param->params == NULL ? FP_SHOWS_NOTHING : FP_SHOWS_PARAMS;
     flat_param->flat = fp_flat_buffer_new(&options);
     if (flat_param->flat == NULL) {
         return -1;
     }
-    flat_param->is_sharded = shards > 1;
-    flat_param->has_secondary_shard = shards > 1 && (stays_full || flat_param->param_group != NULL);
-    flat_param->kept_first = param_rank * (total / param_shards);
-    flat_param->own = rank * (int64_t)shard_numel - flat_param->kept_first;
+    flat_param->is_sharded = plan->shards > 1;
+    flat_param->has_secondary_shard = flat_param->is_sharded && (plan->stays_full || flat_param->param_group != NULL);
+    flat_param->kept_first = plan->param_rank * (total / plan->param_shards);
+    flat_param->own = plan->rank * plan->shard_numel - flat_param->kept_first;
     return 0;
 }
 

@@ -1,6 +1,5 @@
 /* runtime/fp_flat_param.h -- one flat parameter of a unit: what it owns, and what the modules and .grad show of it. */
-#ifndef FP_FLAT_PARAM_H
-#define FP_FLAT_PARAM_H
+#pragma once
 
 #include "core/fp_state.h"
 #include "tensor/fp_flat_buffer.h"
@@ -107,5 +106,3 @@ int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);
 int fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, const char *owed);
 /* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
 int fp_flat_param_drop_kept(fp_flat_param *flat_param);
-
-#endif

@@ -1,6 +1,5 @@
 /* runtime/fp_forward.h -- methods of _C.Unit: around a module's forward. */
-#ifndef FP_FORWARD_H
-#define FP_FORWARD_H
+#pragma once
 
 #include "runtime/fp_types.h"
 
@@ -9,5 +8,3 @@ PyObject *fp_forward_post(PyObject *self, PyObject *output);
 PyObject *fp_forward_abort(PyObject *self, PyObject *ignored);
 PyObject *fp_forward_expect_inputs(PyObject *self, PyObject *ignored);
 PyObject *fp_forward_inputs_done(PyObject *self, PyObject *ignored);
-
-#endif

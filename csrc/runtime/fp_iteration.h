@@ -1,6 +1,5 @@
 /* runtime/fp_iteration.h -- an iteration of a model, and which thread it runs in. */
-#ifndef FP_ITERATION_H
-#define FP_ITERATION_H
+#pragma once
 
 #include "runtime/fp_types.h"
 
@@ -31,5 +30,3 @@ void fp_iteration_leave(fp_root *root);
 /* The same for forwards, which matter where one is recomputed. NULL: nothing is locked. */
 fp_root *fp_iteration_lock_in_backward(fp_root *root);
 void fp_iteration_unlock(fp_root *locked);
-
-#endif

@@ -5,8 +5,7 @@
  * turn comes when backward reaches a unit whose forward had ended before its own began: by then it has all the gradients
  * that it gets here, as autograd runs nodes in the reverse order of the forward. Who has none sends zeros, if some rank
  * has one (see fp_consensus.h). Gathers that a rank's backward passes over are made up for at the same places. */
-#ifndef FP_REDUCE_ORDER_H
-#define FP_REDUCE_ORDER_H
+#pragma once
 
 #include "runtime/fp_types.h"
 
@@ -27,5 +26,3 @@ int fp_reduce_order_start_reload(fp_root *root);
 
 int fp_reduce_order_join(fp_root *root, fp_unit *unit); /* the root has room for it in units already */
 void fp_reduce_order_leave(fp_root *root, const fp_unit *unit);
-
-#endif

@@ -1,6 +1,5 @@
 /* runtime/fp_reduction.h -- the reductions of a backward. */
-#ifndef FP_REDUCTION_H
-#define FP_REDUCTION_H
+#pragma once
 
 #include "runtime/fp_types.h"
 
@@ -8,5 +7,3 @@
 int fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far);
 /* Wait for what is being reduced of a flat parameter, if anything is: it becomes the gradient. */
 int fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param);
-
-#endif

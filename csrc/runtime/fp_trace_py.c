@@ -170,12 +170,10 @@ static PyMemberDef trace_members[] = {
 
 static PyType_Slot trace_slots[] = {
     {Py_tp_doc, "CollectiveTrace(agree, waiting, failed)\n--\n\n"
-                "The collectives over one group, in the order of this process.\n\n"
-                "agree(index, event, new_pass, alone) is called before one that was not to be expected; alone: 1 if "
-                "ranks that did\n"
-                "as expected do not call it, 2 if this rank did. waiting() is called a few times a second while one is "
-                "waited for,\n"
-                "failed(message) when one has failed."},
+                "The collectives over one group, in the order of this process.\n\nagree(index, event, new_pass, alone) "
+                "is called before one that was not to be expected; alone: 1 if ranks that did\nas expected do not call "
+                "it, 2 if this rank did. waiting() is called a few times a second while one is waited "
+                "for,\nfailed(message) when one has failed."},
     {Py_tp_new, trace_new},
     {Py_tp_dealloc, trace_dealloc},
     {Py_tp_traverse, trace_traverse},

@@ -1,7 +1,6 @@
 /* runtime/fp_trace_py.h -- the heap types _C.CollectiveTrace, the collectives over one group in the order of this process, and
  * _C.ModelTrace, one model at a CollectiveTrace, which those of a group may share. */
-#ifndef FP_TRACE_PY_H
-#define FP_TRACE_PY_H
+#pragma once
 
 #include "tensor/fp_channel.h"
 #include "python/fp_args.h"
@@ -13,5 +12,3 @@ extern const fp_group_calls fp_model_trace_calls; /* with a ModelTrace as watche
 /* The following are of a ModelTrace. A pass begins; its backward has ended, keeping its gradients or not. */
 void fp_model_trace_begin_pass(PyObject *trace);
 void fp_model_trace_end_backward(PyObject *trace, int keeps);
-
-#endif

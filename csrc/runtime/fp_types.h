@@ -7,8 +7,7 @@
  *     fp_iteration               an iteration of the model: threads, order, recovery
  *     fp_forward, fp_backward    what Python and autograd call
  *     fp_unit, fp_root           the Python types */
-#ifndef FP_TYPES_H
-#define FP_TYPES_H
+#pragma once
 
 #include "runtime/fp_flat_param.h"
 
@@ -131,5 +130,3 @@ PyObject *fp_unit_collectives(const fp_unit *unit); /* what does collectives in 
  * which is returned; -1 too where there is no memory. */
 int fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param));
 int fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit));
-
-#endif

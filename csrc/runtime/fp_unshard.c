@@ -307,6 +307,12 @@ fp_unshard_make_full(fp_unit *unit)
     return fp_unshard_move(unit, FP_UNIT_ARRIVE);
 }
 
+static int
+is_gathered(fp_flat_param *flat_param)
+{
+    return flat_param->gathered;
+}
+
 int
 fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
 {
@@ -316,7 +322,7 @@ fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param)
         return -1; /* the wait was interrupted: all is as before */
     }
     flat_param->gathered = 0;
-    const fp_unit_event event = fp_unshard_is_partly_full(unit) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE;
+    const fp_unit_event event = fp_unit_each(unit, is_gathered) ? FP_UNIT_FREE_SOME : FP_UNIT_FREE;
     return fp_unshard_move(unit, event) < 0 ? -1 : status; /* -1 too where its gather has failed */
 }
 
@@ -329,18 +335,6 @@ fp_unshard_release(fp_unit *unit)
         }
     }
     return fp_unshard_move(unit, FP_UNIT_FREE);
-}
-
-static int
-is_gathered(fp_flat_param *flat_param)
-{
-    return flat_param->gathered;
-}
-
-int
-fp_unshard_is_partly_full(const fp_unit *unit)
-{
-    return fp_unit_each(unit, is_gathered);
 }
 
 int

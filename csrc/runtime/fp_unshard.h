@@ -1,6 +1,5 @@
 /* runtime/fp_unshard.h -- the unsharded data of a unit: gathered, looked at for changes of users, freed. */
-#ifndef FP_UNSHARD_H
-#define FP_UNSHARD_H
+#pragma once
 
 #include "runtime/fp_types.h"
 
@@ -14,7 +13,6 @@ int fp_unshard_move(fp_unit *unit, fp_unit_event event);
 int fp_unshard_start(fp_unit *unit);          /* start gathering */
 int fp_unshard_make_full(fp_unit *unit);      /* gather, unless what is there is of now, and wait */
 int fp_unshard_is_fresh(const fp_unit *unit); /* whether what is gathered has the values of now */
-int fp_unshard_is_partly_full(const fp_unit *unit);
 int fp_unshard_prefetch(fp_unit *target);                              /* start gathering what a backward comes to */
 int fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param); /* free the unsharded data of a flat parameter */
 int fp_unshard_release(fp_unit *unit);                                 /* of all */
@@ -28,5 +26,3 @@ int fp_unshard_take_written_in_forward(fp_unit *unit);
 /* Before the backward of a unit: what was written since its forward is known to autograd, or refused. */
 int fp_unshard_check_unchanged(fp_unit *unit);
 int fp_unshard_take_requires_grad(fp_unit *unit);
-
-#endif

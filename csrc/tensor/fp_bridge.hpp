@@ -157,7 +157,7 @@ void check_memory(const at::Tensor &tensor);
 // spare, idle: see fp_torch_make_views().
 int make_views(const at::Tensor &flat, const Geometry &geometry, const NodePtr &node, PyObject **out,
                PyObject *const *spare = nullptr, const char *idle = nullptr);
-int make_leaves(const at::Tensor &flat, const Geometry &geometry, bool requires_grad, PyObject **out);
+int make_leaves(const at::Tensor &flat, const Geometry &geometry, PyObject **out);
 
 // One 1-D tensor with the pieces at their places and zeros between them, made of torch operations only: differentiable,
 // for any device, layout or wrapper. Undefined pieces count as zeros.

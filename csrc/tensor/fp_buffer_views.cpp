@@ -90,7 +90,7 @@ fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int un
         if (!untracked) {
             node = fp::make_node<fp::ViewsBackward>(flat->geometry, ref->shared, index);
         }
-        const int status = untracked ? fp::make_leaves(flat->unsharded, *flat->geometry, false, out)
+        const int status = untracked ? fp::make_leaves(flat->unsharded, *flat->geometry, out)
                                      : fp::make_views(flat->unsharded, *flat->geometry, node, out);
         if (status == 0) {
             flat->node = std::move(node);

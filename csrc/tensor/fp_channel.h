@@ -1,7 +1,6 @@
 /* tensor/fp_channel.h -- ranks that share something: their collectives, who is told of those, and the sum of flags that
  * they agree by. Plain C, under the rules of fp_torch.h. */
-#ifndef FP_CHANNEL_H
-#define FP_CHANNEL_H
+#pragma once
 
 #include "tensor/fp_torch.h"
 
@@ -72,4 +71,3 @@ int fp_sum_read(fp_sum *sum, int32_t *flags); /* all n of them */
 void fp_sum_free(fp_sum *sum);                /* NULL is allowed */
 
 FP_END_C
-#endif

@@ -1,7 +1,6 @@
 // tensor/fp_channel.hpp -- ranks that share something, for the C++ side: collectives over them, waiting for those, copies
 // to and from the host.
-#ifndef FP_CHANNEL_HPP
-#define FP_CHANNEL_HPP
+#pragma once
 
 #include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -70,5 +69,3 @@ c10::Event recorded_now(const c10::Device &device);
 void wait_until(std::optional<c10::Event> &event);
 
 } // namespace fp
-
-#endif

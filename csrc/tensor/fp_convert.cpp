@@ -124,7 +124,7 @@ pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp
                          const fp_status status =
                              raw ? fp_pack_raw(segments.data(), segments.size(), item_bytes, memory, begin, end, fill)
                                  : fp_pack(segments.data(), segments.size(), *from, memory, *to, begin, end, &opts);
-                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed: ", fp_status_message(status));
+                         TORCH_CHECK(status == FP_OK, "flatparam: packing failed with status ", status);
                      });
     return true;
 }

@@ -8,8 +8,7 @@
  *                             after a change of the shards leaves a secondary shard, from which the others gather
  *     free                    when nobody needs it: its storage has 0 bytes, the views stay
  *     keep -> reduce -> take  the gradients of the views, packed, reduced over the ranks, as the gradient of the shard */
-#ifndef FP_FLAT_BUFFER_H
-#define FP_FLAT_BUFFER_H
+#pragma once
 
 #include "tensor/fp_channel.h"
 #include "tensor/fp_graph.h"
@@ -140,4 +139,3 @@ int fp_flat_buffer_settle_copies(fp_flat_buffer *flat);
 void fp_flat_buffer_accumulated_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;
 
 FP_END_C
-#endif

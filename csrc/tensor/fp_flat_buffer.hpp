@@ -1,6 +1,5 @@
 // tensor/fp_flat_buffer.hpp -- one flat parameter, for the C++ side.
-#ifndef FP_FLAT_BUFFER_HPP
-#define FP_FLAT_BUFFER_HPP
+#pragma once
 
 #include "tensor/fp_channel.hpp"
 #include "tensor/fp_flat_buffer.h"
@@ -129,5 +128,3 @@ void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
 void offload(fp_flat_buffer &flat, at::Tensor &accumulator);
 
 } // namespace fp
-
-#endif

@@ -1,6 +1,5 @@
 /* tensor/fp_flatten.h -- original parameters before they are flattened, and flattening them; see fp_torch.h. */
-#ifndef FP_FLATTEN_H
-#define FP_FLATTEN_H
+#pragma once
 
 #include "tensor/fp_torch.h"
 
@@ -19,5 +18,3 @@ int fp_torch_survey(PyObject *const *tensors, Py_ssize_t n, int64_t *numels, Py_
 PyObject *fp_torch_flatten(PyObject *const *tensors, const fp_layout *layout, double fill, int64_t begin, int64_t end);
 
 FP_END_C
-
-#endif

@@ -157,10 +157,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
 int
 fp_flat_buffer_wait(fp_flat_buffer *flat)
 {
-    return fp::guarded(-1, [&] {
-        fp::wait_for_gather(*flat);
-        return 0;
-    });
+    return fp::guarded(-1, [&] { fp::wait_for_gather(*flat); });
 }
 
 int
@@ -188,7 +185,6 @@ fp_flat_buffer_wait_read(fp_flat_buffer *flat)
         std::optional<c10::Event> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
         flat->was_read.reset();
         fp::wait_until(read);
-        return 0;
     });
 }
 

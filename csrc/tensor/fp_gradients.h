@@ -1,7 +1,6 @@
 /* tensor/fp_gradients.h -- gradients as attributes of parameters: what .grad shows of a shard's or a unit's gradient. Plain
  * C, under the rules of fp_torch.h. */
-#ifndef FP_GRADIENTS_H
-#define FP_GRADIENTS_H
+#pragma once
 
 #include "tensor/fp_graph.h"
 
@@ -70,4 +69,3 @@ int fp_param_is_tensor(PyObject *object);          /* -1 on failure */
 int fp_param_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */
 
 FP_END_C
-#endif

@@ -267,7 +267,6 @@ fp_graph_keep_caller(void)
         if (!at::impl::ThreadLocalPythonObjects::contains(fp::Caller::key)) {
             at::impl::ThreadLocalPythonObjects::set(fp::Caller::key, std::make_shared<fp::Caller>(fp_graph_caller()));
         }
-        return 0;
     });
 }
 

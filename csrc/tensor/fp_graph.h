@@ -1,7 +1,6 @@
 /* tensor/fp_graph.h -- what autograd calls of a unit, and what may be asked of the backward that runs. Plain C, under the
  * rules of fp_torch.h. */
-#ifndef FP_GRAPH_H
-#define FP_GRAPH_H
+#pragma once
 
 #include "tensor/fp_torch.h"
 
@@ -50,4 +49,3 @@ fp_range *fp_range_begin(const char *what, PyObject *name) FP_NOEXCEPT; /* name:
 void fp_range_end(fp_range *range);                                     /* NULL is allowed */
 
 FP_END_C
-#endif

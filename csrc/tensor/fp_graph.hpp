@@ -1,6 +1,5 @@
 // tensor/fp_graph.hpp -- a unit as autograd's graph knows it, for the C++ side.
-#ifndef FP_GRAPH_HPP
-#define FP_GRAPH_HPP
+#pragma once
 
 #include <atomic>
 #include <string>
@@ -71,5 +70,3 @@ struct fp_params_ref {
 struct fp_gradients {
     std::vector<at::Tensor> &list;
 };
-
-#endif

@@ -1,7 +1,6 @@
 /* tensor/fp_pulse.h -- a sign of life: a thread that answers other processes while Python does not come to it, because it
  * computes or holds the GIL. A process that does not answer is stopped, gone or out of reach. */
-#ifndef FP_PULSE_H
-#define FP_PULSE_H
+#pragma once
 
 #include "tensor/fp_torch.h"
 
@@ -16,5 +15,3 @@ fp_pulse *fp_pulse_start(const char *group, const char *prefix, const char *answ
 void fp_pulse_stop(fp_pulse *pulse);
 
 FP_END_C
-
-#endif

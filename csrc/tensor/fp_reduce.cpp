@@ -236,7 +236,6 @@ fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, P
         if (flat->refresh_group == nullptr) {
             fp::offload(*flat, flat->accumulated_grad);
         }
-        return 0;
     });
 }
 
@@ -254,7 +253,6 @@ fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObjec
             fp::make_reduce_input(*flat, gradients, fp::reduce_options(*flat, shard));
         }
         fp::move(*flat, FP_GRADIENT_PACK);
-        return 0;
     });
 }
 
@@ -413,7 +411,6 @@ fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard_obj
                               grad.scalar_type() == dtype && grad.device() == device,
                           name, ": expected a kept gradient of shape [", numel, "] and ", dtype, " on ", device,
                           ", got ", grad.sizes(), " and ", grad.scalar_type(), " on ", grad.device());
-        return 0;
     });
 }
 

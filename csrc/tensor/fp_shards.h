@@ -1,6 +1,5 @@
 /* tensor/fp_shards.h -- this rank's pieces of parameters, told apart from whole parameters by what is done with them. */
-#ifndef FP_SHARDS_H
-#define FP_SHARDS_H
+#pragma once
 
 #include "tensor/fp_gradients.h"
 
@@ -15,5 +14,3 @@ int fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard, const char *
 void fp_torch_explain_shards(PyObject *explain);
 
 FP_END_C
-
-#endif

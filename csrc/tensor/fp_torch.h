@@ -4,8 +4,7 @@
  * borrowed; results are new references. Sizes are in ELEMENTS unless a name ends in _bytes.
  * Failure: -1 (or NULL) with a Python exception set (TypeError: not a plain tensor; RuntimeError: torch's own). No C++
  * exception passes this header. What a failure leaves behind stands at each function. */
-#ifndef FP_TORCH_H
-#define FP_TORCH_H
+#pragma once
 
 #include <Python.h>
 #include <stdint.h>
@@ -58,9 +57,6 @@ int fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n)
  * for spare[i], and libtorch has none, out[i] is that object once more, with a history of now: as good as a new one. */
 int fp_torch_make_views(PyObject *flat, const fp_geometry *geometry, PyObject *const *spare, const char *idle,
                         PyObject **out);
-
-/* The same as leaves, which share flat's memory and version counter, but not its history. */
-int fp_torch_make_leaves(PyObject *flat, const fp_geometry *geometry, int requires_grad, PyObject **out);
 
 /* Set tensors[i].data to its place in flat, unless it is there already. All are checked before the first is moved; the
  * same holds for every setter below. */
@@ -139,4 +135,3 @@ int fp_torch_lend(PyObject *tensor);
 PyObject *fp_torch_lending_exchange(PyObject *capsule);
 
 FP_END_C
-#endif

@@ -220,13 +220,12 @@ make_views(const at::Tensor &flat, const Geometry &geometry, const NodePtr &node
 }
 
 int
-make_leaves(const at::Tensor &flat, const Geometry &geometry, bool requires_grad, PyObject **out)
+make_leaves(const at::Tensor &flat, const Geometry &geometry, PyObject **out)
 {
     check_flat(flat, geometry);
     return make_each(geometry.views.size(), out, [&](size_t i) {
         at::Tensor leaf = alias(flat, geometry.views[i]);
         leaf.unsafeGetTensorImpl()->set_version_counter(torch::autograd::impl::version_counter(flat));
-        leaf.set_requires_grad(requires_grad);
         return THPVariable_Wrap(std::move(leaf));
     });
 }
@@ -243,15 +242,5 @@ fp_torch_make_views(PyObject *flat_object, const fp_geometry *geometry, PyObject
         const fp::NodePtr node =
             flat.requires_grad() ? fp::NodePtr(fp::make_node<fp::ViewsBackward>(geometry->shared, flat)) : nullptr;
         return fp::make_views(flat, *geometry->shared, node, out, spare, idle);
-    });
-}
-
-extern "C" int
-fp_torch_make_leaves(PyObject *flat_object, const fp_geometry *geometry, int requires_grad, PyObject **out)
-{
-    return fp::guarded(-1, [&] {
-        const at::Tensor &flat = fp::unpack(flat_object);
-        fp::check_memory(flat);
-        return fp::make_leaves(flat, *geometry->shared, requires_grad != 0, out);
     });
 }

@@ -152,10 +152,7 @@ def lacks_memory(tensor: Tensor) -> bool:
     """Whether a plain ``tensor``'s storage is too small for it: it was freed, or resized."""
     if not _C.is_plain_tensor(tensor) or tensor.numel() == 0:
         return False
-    last = tensor.numel() - 1
-    if not tensor.is_contiguous():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _C.storage_numel(tensor) <= tensor.storage_offset() + last
+    return _C.storage_numel(tensor) < tensor.storage_offset() + _span(tensor)
 
 
 def has_memory(tensor: Tensor) -> bool:

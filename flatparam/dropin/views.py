@@ -118,7 +118,7 @@ class Views(HandleBase):
             if not unit.use_parameters(flat_param, flat_param._params, flat_param._shared_params, self._unsafe):
                 self._use_unsharded_views_as_torch(as_params=True)
         else:
-            params = unit.parameters(flat_param, flat_param.requires_grad)
+            params = [nn.Parameter(view, flat_param.requires_grad) for view in self._get_unflat_views()]
             shared = self._shared_of(params) if flat_param._shared_param_infos else []
             unit.register_parameters(params, shared, self._unsafe)
 

@@ -45,6 +45,8 @@ from .wrap import check_not_tied, replace_modules, targets_of
 __all__ = ["FullyShardedDataParallel", "StateError", "WritebackError"]
 
 _HOST = torch.device("cpu")
+# What the constructor has besides the arguments of each unit that a policy makes
+_OF_THE_TREE = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 
 
 class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerStates, Copies):
@@ -86,6 +88,7 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
         offload_grads: bool = False,
         check_values: bool = True,
     ):
+        arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
         super().__init__()
         watch_torch()
         leave_out_of_graphs()
@@ -93,26 +96,6 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
         watch_helpers()
         peers.enter()
         watch_registrations()
-        arguments = {  # of each unit that a policy makes
-            "process_group": process_group,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "device_mesh": device_mesh,
-            "placement": placement,
-            "segments": segments,
-            "shard_alignment": shard_alignment,
-            "atomic": atomic,
-            "offload_grads": offload_grads,
-            "check_values": check_values,
-        }
         building = Building(default_groups(process_group, device_mesh, placement))
         with telling(building):
             self._strategy = ShardingStrategy.of(sharding_strategy)

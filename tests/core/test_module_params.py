@@ -54,7 +54,6 @@ def calls(net, unit, flat):
         "flatten": lambda: LAYOUT.flatten(params, 42.0, 0, 10),
         "register_tensors": lambda: unit.register_tensors(views, True, False),
         "register_parameters": lambda: unit.register_parameters(params, shared, False),
-        "parameters": lambda: unit.parameters(flat, True),
         "use_parameters": lambda: unit.use_parameters(flat, params, shared, False),
         "use_sharded": lambda: unit.use_sharded(
             other, torch.arange(4.0), params, shared, tuple(map(tuple, SHARD)), False
@@ -212,24 +211,6 @@ def test_whole_switches_are_their_parts():
         other = torch.arange(20.0, 32.0)
         assert unit.use_unsharded(flat, other, views, True, listed, False) is views
         assert views[0].tolist() == [[20, 21, 22], [23, 24, 25]]
-
-
-def test_parameters_are_leaves_over_the_flat_tensor():
-    """The oracle is nn.Parameter of a slice."""
-    unit, flat = make(Net())
-    for requires_grad in (True, False):
-        made = unit.parameters(flat, requires_grad)
-        oracle = nn.Parameter(flat[:6].view(2, 3), requires_grad=requires_grad)
-        assert [type(p) for p in made] == [nn.Parameter, nn.Parameter]
-        for name in ("is_leaf", "requires_grad", "grad_fn", "shape", "dtype", "_version"):
-            assert getattr(made[0], name) == getattr(oracle, name), name
-        assert not made[0]._is_view()
-        assert [p.data_ptr() for p in made] == [flat.data_ptr(), flat[8:].data_ptr()]
-        made[0].sum()
-        with torch.no_grad():
-            made[0].add_(1.0)
-        assert made[0]._version == flat._version
-        assert nn.Linear(1, 1).register_parameter("new", made[0]) is None
 
 
 def test_whole_switches_do_nothing_where_torch_must():
@@ -464,7 +445,7 @@ def test_python_allocation_failures_leave_everything_as_it_was():
             assert state(net) == before, name
         else:
             pytest.fail(f"{name} never succeeded")
-    assert min(failures[name] for name in ("views", "parameters")) >= 3  # two objects, and what lists them
+    assert failures["views"] >= 3  # two objects, and what lists them
     assert sum(failures.values()) > 20
 
 

@@ -258,7 +258,6 @@ VALID = {
     "ModuleParams.views": lambda: [a_flat().requires_grad_()],
     "ModuleParams.register_tensors": lambda: [[torch.ones(2, 3), torch.ones(2)], True, False],
     "ModuleParams.register_parameters": lambda: [params(), [nn.Parameter(torch.ones(2))], False],
-    "ModuleParams.parameters": lambda: [a_flat(), True],
     "ModuleParams.use_parameters": lambda: [a_flat(), params(), [nn.Parameter(torch.ones(2))], False],
     "ModuleParams.use_unsharded": lambda: [
         a_flat(),
