@@ -346,8 +346,9 @@ fp_norm_element(const void *array, size_t index, fp_dtype dtype, double sum, int
     return fp_norm_join(sum, fp_norm_one(&in, 0, dtype, is_max), is_max);
 }
 
+/* is_max: the job's, a constant. */
 FP_BODY double
-fp_norm_thread(const fp_norm_job *job, const fp_piece *pieces, uint32_t n, uint32_t block, uint32_t thread)
+fp_norm_thread(const fp_norm_job *job, const fp_piece *pieces, uint32_t n, uint32_t block, uint32_t thread, int is_max)
 {
     const int64_t share = fp_norm_share(job->end), begin = (int64_t)block * share;
     const int64_t stop = begin + share < job->end ? begin + share : job->end;
@@ -358,7 +359,7 @@ fp_norm_thread(const fp_norm_job *job, const fp_piece *pieces, uint32_t n, uint3
         i = fp_find(pieces, i, n, at);
         if (i < n && fp_covers(&pieces[i], at, at + FP_LIST_WIDTH) &&
             (source = fp_aligned_at(&pieces[i], at, FP_VECTOR_BYTES)) != NULL) {
-#define FP_CALL(dtype) sum = fp_norm_vectors(source, dtype, sum, job->is_max)
+#define FP_CALL(dtype) sum = fp_norm_vectors(source, dtype, sum, is_max)
             FP_FOR_DTYPE((fp_dtype)pieces[i].dtype, FP_CALL)
 #undef FP_CALL
             continue;
@@ -367,7 +368,7 @@ fp_norm_thread(const fp_norm_job *job, const fp_piece *pieces, uint32_t n, uint3
             const uint32_t j = fp_find(pieces, i, n, p);
             if (j < n && pieces[j].start <= p) {
                 const size_t index = (size_t)(p - pieces[j].start);
-#define FP_CALL(dtype) sum = fp_norm_element(pieces[j].data, index, dtype, sum, job->is_max)
+#define FP_CALL(dtype) sum = fp_norm_element(pieces[j].data, index, dtype, sum, is_max)
                 FP_FOR_DTYPE((fp_dtype)pieces[j].dtype, FP_CALL)
 #undef FP_CALL
             }

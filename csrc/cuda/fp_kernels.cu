@@ -1,6 +1,8 @@
 // cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. What a thread does is in fp_bodies.h.
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <cstring>
 
 extern "C" {
@@ -62,7 +64,8 @@ __launch_bounds__(FP_KERNEL_THREADS) norm(const __grid_constant__ Arguments<fp_n
     __shared__ double sums[FP_KERNEL_THREADS];
     __shared__ bool is_last;
     const fp_norm_job job = asked.job;
-    sums[threadIdx.x] = fp_norm_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x);
+    sums[threadIdx.x] = job.is_max ? fp_norm_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x, 1)
+                                   : fp_norm_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x, 0);
     fold(sums, job.is_max);
     if (threadIdx.x == 0) {
         job.partials[blockIdx.x] = sums[0];
@@ -169,6 +172,23 @@ scale_any(const fp_scale_job *job, const fp_table *table, void *stream)
                                 stream);
 }
 
+// A device older than all architectures that were compiled for has no kernels; CUDA is asked once a device.
+int
+works(int device)
+{
+    static std::array<std::atomic<int>, 64> known; // 0: not asked yet
+    if (device < 0 || static_cast<size_t>(device) >= known.size()) {
+        return 0;
+    }
+    if (known[device] == 0) {
+        cudaFuncAttributes attributes;
+        const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(scale<0>));
+        known[device] = error == cudaSuccess ? 1 : -1;
+        cudaGetLastError(); // so that torch does not find the error
+    }
+    return known[device] > 0;
+}
+
 const char *
 message(int error)
 {
@@ -177,5 +197,9 @@ message(int error)
 
 } // namespace
 
-extern "C" const fp_kernels fp_cuda_kernels = {
-    .argument_bytes = large_bytes, .pack = pack_any, .norm = norm_any, .scale = scale_any, .message = message};
+extern "C" const fp_kernels fp_cuda_kernels = {.argument_bytes = large_bytes,
+                                               .works = works,
+                                               .pack = pack_any,
+                                               .norm = norm_any,
+                                               .scale = scale_any,
+                                               .message = message};

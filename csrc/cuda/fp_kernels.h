@@ -87,10 +87,11 @@ fp_norm_blocks(int64_t end)
     return (uint32_t)((end + fp_norm_share(end) - 1) / fp_norm_share(end));
 }
 
-/* The kernels of one kind of device. Each call queues one launch on the stream of the current device, waits for nothing, and
- * returns 0 or a number that message() explains. */
+/* The kernels of one type of device. pack, norm and scale queue one launch on a stream of the current device, wait for nothing,
+ * and return 0 or a number that message() explains. */
 typedef struct {
-    size_t argument_bytes; /* of a table that goes along with a launch */
+    size_t argument_bytes;    /* of a table that goes along with a launch */
+    int (*works)(int device); /* whether the current device, of this index, can run them */
     int (*pack)(const fp_pack_job *job, const fp_table *table, void *stream);
     int (*norm)(const fp_norm_job *job, const fp_table *table, void *stream);
     int (*scale)(const fp_scale_job *job, const fp_table *table, void *stream);

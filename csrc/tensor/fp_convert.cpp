@@ -8,11 +8,15 @@
 
 #include <algorithm>
 
+#include "tensor/fp_launch.hpp"
+
 namespace fp {
 namespace {
 
 // The bytes of one copied range that keep a thread busy for longer than waking it costs.
 constexpr int64_t grain_bytes = 1 << 18;
+
+} // namespace
 
 std::optional<fp_dtype>
 core_dtype(at::ScalarType dtype)
@@ -30,6 +34,8 @@ core_dtype(at::ScalarType dtype)
             return std::nullopt;
     }
 }
+
+namespace {
 
 // Plain dense CPU tensors as the core reads them.
 struct Sources {
@@ -63,6 +69,9 @@ sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
 bool
 pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces, const How &how)
 {
+    if (launch_pack(target, geometry, pieces, how)) {
+        return true;
+    }
     std::vector<at::Tensor> places, values;
     int64_t numel = 0;
     for (size_t i = 0; i < pieces.size(); i++) {
@@ -163,7 +172,9 @@ convert(const at::Tensor &target, const at::Tensor &source, const How &how)
             return;
         }
     }
-    convert_by_ops(target, source, how);
+    if (!launch_convert(target, source, how)) {
+        convert_by_ops(target, source, how);
+    }
 }
 
 } // namespace fp

@@ -22,17 +22,21 @@ struct How {
 
 // What follows throws ValueError for a source or target that is freed or too small.
 
+// The core's name for a dtype that it converts from and to; it copies any.
+std::optional<fp_dtype> core_dtype(at::ScalarType dtype);
+
 // The segments of sources into target in one pass over memory, both on the CPU; between them zeros, or for a plain copy
 // the item at fill. false: not for these dtypes.
 bool pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp_segment> &segments,
           const How &how, const void *fill = nullptr);
 
 // target (+)= the pieces at their places * scale; zeros where there is none. In one pass where all is plain, on the CPU and
-// of the dtype in options; else by kernels that each take many tensors; else by torch's operations on what options describe.
+// of the dtype in options; else by kernels, ours or torch's, that each take many tensors; else by torch's operations on what
+// options describe.
 void pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
                  const at::TensorOptions &options, const How &how);
 
-// target (+)= source * scale, both 1-D and equally long; in one pass where both are on the CPU.
+// target (+)= source * scale, both 1-D and equally long; in one pass where both are on the CPU or the device has kernels.
 void convert(const at::Tensor &target, const at::Tensor &source, const How &how);
 
 } // namespace fp

@@ -1,5 +1,6 @@
-// tensor/fp_norms.cpp -- the norm of gradients, and scaling them by it: by torch's operations, one call for all of them.
+// tensor/fp_norms.cpp -- the norm of gradients, and scaling them by it: one launch, or a call of torch, for all of them.
 #include <ATen/ScalarOps.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/clamp.h>
@@ -12,9 +13,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "tensor/fp_bridge.hpp"
 #include "tensor/fp_gradients.h"
+#include "tensor/fp_launch.hpp"
 
 namespace fp {
 namespace {
@@ -45,6 +48,16 @@ by_kind(PyObject *const *params, Py_ssize_t n)
         kind->places.push_back(static_cast<size_t>(i));
     }
     return kinds;
+}
+
+std::vector<at::Tensor>
+all_of(const std::vector<Kind> &kinds)
+{
+    std::vector<at::Tensor> all;
+    for (const Kind &kind : kinds) {
+        all.insert(all.end(), kind.grads.begin(), kind.grads.end());
+    }
+    return all;
 }
 
 at::Tensor
@@ -104,9 +117,18 @@ fp_gradients_norm(PyObject *const *params, Py_ssize_t n, double order, int in_fp
         at::Tensor norm;
         {
             const fp::WithoutGil without;
-            norm = fp::norm_of(kinds, order, in_fp64 ? at::kDouble : at::kFloat,
-                               reinterpret_cast<THPDevice *>(device)->device);
-            norm = std::isinf(order) ? norm : at::pow(norm, order);
+            const at::ScalarType precision = in_fp64 ? at::kDouble : at::kFloat;
+            const c10::Device there = reinterpret_cast<THPDevice *>(device)->device;
+            if (order == 2.0 || order == std::numeric_limits<double>::infinity()) {
+                norm = fp::launch_norm(fp::all_of(kinds), order != 2.0, precision);
+            }
+            if (norm.defined()) {
+                norm = norm.to(there);
+            }
+            else {
+                norm = fp::norm_of(kinds, order, precision, there);
+                norm = std::isinf(order) ? norm : at::pow(norm, order);
+            }
         }
         return THPVariable_Wrap(norm);
     });
@@ -124,9 +146,12 @@ fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum, double r
             norm = root == 1.0 ? norm : at::pow(norm, root);
             const at::Tensor factor = fp::factor_for(norm, max_norm);
             std::optional<at::ScalarType> widest;
+            const bool scaled = fp::launch_scale(fp::all_of(kinds), factor);
             for (const fp::Kind &kind : kinds) {
                 const at::ScalarType dtype = kind.grads[0].scalar_type();
-                at::_foreach_mul_(kind.grads, factor.to(kind.grads[0].device(), c10::toRealValueType(dtype)));
+                if (!scaled) {
+                    at::_foreach_mul_(kind.grads, factor.to(kind.grads[0].device(), c10::toRealValueType(dtype)));
+                }
                 widest = widest ? c10::promoteTypes(*widest, dtype) : dtype;
             }
             norm = widest ? norm.to(c10::toRealValueType(*widest)) : norm;

@@ -2,8 +2,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <cmath>
+
 #include "tensor/fp_convert.hpp"
 #include "tensor/fp_flat_buffer.hpp"
+#include "tensor/fp_launch.hpp"
 
 namespace fp {
 namespace {
@@ -98,6 +101,23 @@ as_reduce_input(at::Tensor source, const at::TensorOptions &options, std::option
     return wire;
 }
 
+// result / divisor, rounded to its dtype, as dtype.
+at::Tensor
+divided(at::Tensor result, double divisor, at::ScalarType dtype)
+{
+    int exponent;
+    if (divisor != 1.0 && dtype != result.scalar_type() && std::frexp(divisor, &exponent) == 0.5) {
+        const at::Tensor converted = at::empty(result.sizes(), result.options().dtype(dtype));
+        if (launch_convert(converted, result, {}, 1.0 / divisor)) {
+            return converted;
+        }
+    }
+    if (divisor != 1.0) {
+        result.div_(divisor);
+    }
+    return result.to(dtype);
+}
+
 // What was reduced becomes the gradient of the shard, on its way to where that is.
 void
 send(fp_flat_buffer &flat, const at::Tensor &shard)
@@ -107,10 +127,8 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
     flat.reduce_output.reset();
     flat.reduce_input.reset();
     try {
-        if (flat.postdivide != 1.0) {
-            result.div_(flat.postdivide);
-        }
-        result = result.to(flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type());
+        const at::ScalarType dtype = flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
+        result = divided(std::move(result), flat.postdivide, dtype);
         if (result.device() != shard.device()) {
             at::Tensor there =
                 at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));

@@ -9,6 +9,8 @@
 #include <Python.h>
 #include <stdint.h>
 
+#include "cuda/fp_kernels.h"
+
 #ifdef __cplusplus
 #define FP_NOEXCEPT noexcept
 #define FP_BEGIN_C extern "C" {
@@ -108,6 +110,9 @@ int fp_torch_versions(PyObject *const *tensors, Py_ssize_t n, int with_grads, fp
 /* target = source, or target += source if accumulate: 1-D, equally long, contiguous, in separate memory, of any dtypes; in
  * one pass over memory on the CPU. ValueError, with nothing done, for other tensors. */
 int fp_torch_convert(PyObject *target, PyObject *source, int accumulate);
+
+/* Give the device from outside of torch (PrivateUse1) kernels, or NULL to take them back. For tests: it is not locked. */
+void fp_torch_use_kernels(const fp_kernels *kernels);
 
 /* Give the freed storage of tensor room for numel elements, in place: views made before are valid again. Contents are not
  * kept. 1; 0: it has just that room already; 2, with nothing done: it has other room, or tensor is not plain; -1. */

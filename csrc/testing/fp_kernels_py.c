@@ -1,11 +1,16 @@
 /* testing/fp_kernels_py.c -- the bodies of the accelerator's kernels run on the host, all blocks and threads in turn. */
 #include "core/fp_alloc.h"
 #include "cuda/fp_bodies.h"
+#include "tensor/fp_torch.h"
 #include "testing/fp_testing.h"
+
+static int packed, measured, scaled, resident; /* calls so far, and those whose table had been copied to the device */
 
 static int
 host_pack(const fp_pack_job *job, const fp_table *table, void *stream)
 {
+    packed++;
+    resident += table->resident;
     const fp_piece *pieces = table->memory;
     for (uint32_t block = 0; block < fp_pack_blocks(job); block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
@@ -32,10 +37,12 @@ folded(double *sums, int is_max)
 static int
 host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 {
+    measured++;
+    resident += table->resident;
     double sums[FP_KERNEL_THREADS];
     for (uint32_t block = 0; block < fp_norm_blocks(job->end); block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            sums[thread] = fp_norm_thread(job, table->memory, table->n, block, thread);
+            sums[thread] = fp_norm_thread(job, table->memory, table->n, block, thread, job->is_max);
         }
         job->partials[block] = folded(sums, job->is_max);
     }
@@ -49,12 +56,44 @@ host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 static int
 host_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 {
+    scaled++;
+    resident += table->resident;
     for (uint32_t block = 0; block < fp_scale_blocks(job); block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
             fp_scale_thread(job, table->memory, table->n, block, thread);
         }
     }
     return 0;
+}
+
+static int
+host_works(int device)
+{
+    return device == 0;
+}
+
+static const char *
+host_message(int error)
+{
+    return error == 0 ? "none" : "unknown";
+}
+
+static const fp_kernels host_kernels = {.argument_bytes = 4000,
+                                        .works = host_works,
+                                        .pack = host_pack,
+                                        .norm = host_norm,
+                                        .scale = host_scale,
+                                        .message = host_message};
+
+PyObject *
+fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    int used;
+    if (fp_check_nargs("host_kernels", nargs, 1) < 0 || fp_as_bool(args[0], &used) < 0) {
+        return NULL;
+    }
+    fp_torch_use_kernels(used ? &host_kernels : NULL);
+    return Py_BuildValue("{s:i,s:i,s:i,s:i}", "pack", packed, "norm", measured, "scale", scaled, "resident", resident);
 }
 
 /* The memory of one call. Zero it before use. */

@@ -15,5 +15,6 @@ int fp_testing_buffer(PyObject *object, int writable, Py_buffer *out);
 PyObject *fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

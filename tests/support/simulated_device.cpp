@@ -16,6 +16,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -325,6 +326,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // ---- operators ----
 
+std::map<std::string, int64_t> operations; // how often each that computes or copies was called
+
 // The same memory as a CPU tensor sees it. It is not kept alive: a device does not either.
 at::Tensor
 on_cpu(const at::Tensor &tensor)
@@ -340,6 +343,7 @@ at::Tensor
 copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking)
 {
     const Locked locked(mutex);
+    operations["aten::copy_"]++;
     const at::Tensor from = on_cpu(source), to = on_cpu(target);
     const bool to_host = target.is_cpu() && !source.is_cpu();
     if (current != 0) {
@@ -369,7 +373,9 @@ copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking)
 at::Tensor
 copy_from_and_resize(const at::Tensor &source, const at::Tensor &target)
 {
-    target.resize_(source.sizes());
+    if (target.sizes() != source.sizes()) { // else it would lose its strides
+        target.resize_(source.sizes());
+    }
     return copy_from(source, target, false);
 }
 
@@ -431,6 +437,10 @@ record_stream(at::Tensor &self, c10::Stream)
 void
 fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
+    {
+        const Locked locked(mutex);
+        operations[op.schema().name()]++;
+    }
     at::native::cpu_fallback(op, stack);
 }
 
@@ -545,6 +555,10 @@ PYBIND11_MODULE(simulated_device, m)
     m.def("put_off", [] {
         const Locked locked(mutex);
         return put_off;
+    });
+    m.def("operations", [] {
+        const Locked locked(mutex);
+        return std::exchange(operations, {}); // since the last call
     });
     m.def("waits", [] {
         const Locked locked(mutex);

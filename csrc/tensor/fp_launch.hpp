@@ -1,0 +1,23 @@
+// tensor/fp_launch.hpp -- tensors of an accelerator packed, measured and scaled by its kernels, each in one launch that is
+// queued on the current stream. Nothing is done, and false returned, where the device has no kernels or they do not take
+// some tensor: then torch's operations do it.
+#pragma once
+
+#include "tensor/fp_convert.hpp"
+
+namespace fp {
+
+// target (+)= the pieces at their places * scale; zeros where there is none.
+bool launch_pack(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
+                 const How &how);
+
+// target (+)= source * before, in source's dtype, * scale; both contiguous and equally long. before: a power of two.
+bool launch_convert(const at::Tensor &target, const at::Tensor &source, const How &how, double before = 1.0);
+
+// The sum of the squares, or the largest magnitude, of all elements in a 0-dim tensor of their device; undefined: not done.
+at::Tensor launch_norm(const std::vector<at::Tensor> &tensors, bool is_max, at::ScalarType dtype);
+
+// tensors *= factor, a 0-dim one of their device in fp32 or fp64, rounded to the dtype of each before.
+bool launch_scale(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
+
+} // namespace fp

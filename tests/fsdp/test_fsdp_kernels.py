@@ -1,0 +1,169 @@
+"""An accelerator with kernels of ours: training has the same bits as without, and torch's operations do not pack.
+
+The device is simulated (simulated.py) and runs the kernels' bodies on the host. The oracles are the same training on
+the CPU, or by torch's operations where the device sums up strided tensors in another order; torch in fp64 for clipping.
+"""
+
+import pytest
+import simulated
+import torch
+import torch.distributed as dist
+from fsdp_models import data, full_grads, full_params, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
+from torch import nn
+
+from benchmarks.c_testing import _C_testing
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import MixedPrecision, ShardingStrategy
+
+SIM = torch.device("privateuseone", 0)  # its name where it is not simulated yet
+PRECISIONS = (
+    None,
+    MixedPrecision(param_dtype=torch.bfloat16),
+    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, keep_low_precision_grads=False),
+)
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def library():
+    return str(simulated.build())
+
+
+class Odd(nn.Module):
+    """Gradients of many strides: transposed, expanded, and of channels last; one parameter has none."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(width, 3))
+        self.spread = nn.Parameter(torch.randn(7, 3))
+        self.image = nn.Parameter(torch.randn(3, 2, 2, 3).to(memory_format=torch.channels_last))
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        image = self.image * self.image.detach().contiguous()
+        return x * self.turned.t().sum(0) + self.spread.sum() + image.sum()
+
+
+class Mixed(nn.Module):
+    """Blocks of different kinds, and ``many`` parameters of the root."""
+
+    def __init__(self, many=0):
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(
+            [Odd(5), nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5))]
+        )
+        self.many = nn.ParameterList([torch.full((1 + i % 3,), 0.5 / (i + 1)) for i in range(many)])
+        self.last = nn.Linear(5, 1, bias=False)
+
+    def forward(self, x):
+        x = self.first(x) + sum(param.sum() for param in self.many)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def backwards(model, device, steps):
+    for step in steps[:-1]:
+        with model.no_sync():
+            loss_of(model, data(step).to(device)).backward()
+    loss_of(model, data(steps[-1]).to(device)).backward()
+
+
+def train(model, device):
+    """Parameters and gradients after some steps, the second of which accumulates in ``.grad`` too."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    seen = []
+    for step in (0, 10, 20):
+        backwards(model, device, [step, step + 1, step + 2])
+        if step == 10:
+            backwards(model, device, [step + 3])
+        seen += [grad.cpu() for grad in full_grads(model).values() if grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [value.cpu() for value in full_params(model).values()]
+
+
+def calls(used=True):
+    return _C_testing.host_kernels(used)
+
+
+def training(library):
+    simulated.use(library)
+    on_sim = simulated.new_group()
+    every = [("FULL_SHARD", precision) for precision in PRECISIONS]
+    for strategy, precision in [*every, ("NO_SHARD", PRECISIONS[0]), ("ZERO_1", PRECISIONS[2])]:
+        ways = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": precision, "use_orig_params": True}
+        there = {**ways, "process_group": on_sim, "device_id": SIM}
+        for model in (make, lambda: make(cls=Mixed, many=200)):
+            note(f"{strategy}, {precision}, {model}")
+            calls(False)
+            if model is make:
+                wanted = train(wrap_blocks(model(), process_group=dist.group.WORLD, **ways), torch.device("cpu"))
+            else:
+                wanted = train(wrap_blocks(model(), **there), SIM)
+            before = calls()
+            found = train(wrap_blocks(model(), **there), SIM)
+            after = calls()
+            assert len(found) == len(wanted)
+            for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+                assert torch.equal(a, b), (number, a, b)
+            assert after["pack"] >= before["pack"] + 3 * 3 * 4  # steps, backwards, units
+            assert (after["resident"] > before["resident"]) == (model is not make)
+
+
+def test_training_has_the_same_bits(library):
+    run_ranks(training, 4, library, timeout=250.0)
+
+
+def packing(library):
+    """What torch's operations do in a backward, without kernels and with them."""
+    device = simulated.use(library)
+    model = FSDP(make(cls=Mixed, many=10), process_group=simulated.new_group(), device_id=SIM, use_orig_params=True)
+    seen = []
+    for used in (False, True):
+        calls(used)
+        loss = loss_of(model, data(1).to(SIM))
+        device.operations()
+        before = calls(used)
+        loss.backward()
+        operations, after = device.operations(), calls(used)
+        model.zero_grad()
+        seen.append(operations)
+        assert after["pack"] - before["pack"] == (1 if used else 0)
+    return seen
+
+
+def test_padding_and_gaps_cost_no_operation(library):
+    for without, with_kernels in run_ranks(packing, 2, library):
+        assert (without.get("aten::zero_", 0), with_kernels.get("aten::zero_", 0)) == (1, 0), (without, with_kernels)
+        assert without["aten::fill_"] == with_kernels["aten::fill_"] == 1  # the gradient of the loss
+        assert sum(with_kernels.values()) < sum(without.values()) - 20, (without, with_kernels)
+
+
+def clipping(library):
+    simulated.use(library)
+    for used in (False, True):
+        before = calls(used)
+        model = wrap_blocks(make(cls=Mixed), process_group=simulated.new_group(), device_id=SIM, use_orig_params=True)
+        backwards(model, SIM, [1, 2])
+        grads = {name: grad.cpu() for name, grad in full_grads(model).items() if grad is not None}
+        norm = model.clip_grad_norm_(0.25).cpu()
+        wanted = torch.cat([grad.double().flatten() for grad in grads.values()]).norm()
+        torch.testing.assert_close(norm.double(), wanted, rtol=3e-7, atol=0)
+        factor = (torch.reciprocal(norm + 1e-6) * 0.25).clamp(max=1.0)
+        for name, grad in full_grads(model).items():
+            assert grad is None or torch.equal(grad.cpu(), grads[name] * factor), (used, name)
+        largest = model.clip_grad_norm_(1e9, norm_type=float("inf")).cpu()
+        assert largest == max(grad.mul(factor).abs().max() for grad in grads.values())
+        assert model.clip_grad_norm_(1e9, norm_type=3.0) > 0  # by torch's operations
+        after = calls(used)
+        assert after["norm"] - before["norm"] == (2 if used else 0)
+        assert after["scale"] - before["scale"] == (3 if used else 0)
+
+
+def test_clipping(library):
+    run_ranks(clipping, 2, library)
