@@ -8,6 +8,7 @@ own. Its options beside the usual ones:
     --strict     warnings are errors (what `make build` uses; an installation never does)
     --sanitize   AddressSanitizer and UndefinedBehaviorSanitizer (what `make asan` uses)
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; FLATPARAM_URL, the project's address, for a release's metadata.
+Where torch is built for CUDA, also CUDA_HOME, CUDA_PATH, TORCH_CUDA_ARCH_LIST; FLATPARAM_CUDA=0: no kernels.
 Objects are kept under build_temp, a folder for each set of options.
 """
 
@@ -25,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import setuptools
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError, PlatformError
 
@@ -41,6 +42,17 @@ CXX_FLAGS = ["-std=c++20", "-O2", "-fvisibility-inlines-hidden"]
 FLAGS = ["-fPIC", "-pthread", "-g1", "-fvisibility=hidden", "-DNDEBUG", "-Icsrc", "-ffp-contract=off", "-fno-fast-math"]
 STRICT = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wconversion", "-Wshadow", "-Werror"]
 SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+# As exact as FLAGS. nvcc gives what is behind -Xcompiler to the host's compiler.
+NVCC_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fmad=false",
+    "-Icsrc",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-DNDEBUG",
+    "--threads=0",
+]
+NVCC_STRICT = ["-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
+CUDA_ARCHS = ["8.0", "9.0", "10.0"]  # and the last as PTX, for what comes later
 ABI_FLAG = "-D_GLIBCXX_USE_CXX11_ABI={}"
 TORCH_LIBRARIES = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
 BUILD_INFO = '''"""Written by setup.py: what the extension was built against."""
@@ -67,6 +79,12 @@ def torch_version() -> str | None:
     """Return the installed torch's version without importing it, or None."""
     folder = torch_folder()
     return None if folder is None else str(runpy.run_path(str(folder / "version.py"))["__version__"])
+
+
+def torch_cuda() -> str | None:
+    """Return the release of CUDA that the installed torch is built for, None if for none."""
+    folder = torch_folder()
+    return None if folder is None else runpy.run_path(str(folder / "version.py")).get("cuda")
 
 
 def torch_settings(cache: Path) -> dict:
@@ -98,6 +116,63 @@ def find_compiler(variable: str, names: list[str]) -> list[str]:
             return candidate
     tried = command[0] if command else ", ".join(names)
     raise PlatformError(f"flatparam needs a C11 and a C++20 compiler; not found: {tried} (set {variable} to yours)")
+
+
+def find_nvcc() -> str | None:
+    """Return the path of nvcc: in the toolkit that the environment names, else on PATH. None: there is none."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return shutil.which("nvcc", path=str(Path(named, "bin")) if named else None)
+
+
+def nvcc_release(nvcc: str) -> str:
+    """Return the release of a toolkit, such as 13.0."""
+    found = re.search(r"release (\d+\.\d+)", subprocess.check_output([nvcc, "--version"], text=True))
+    return found[1] if found is not None else "unknown"
+
+
+def gencode(nvcc: str) -> list[str]:
+    """Return nvcc's options for the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else for CUDA_ARCHS."""
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if not archs:
+        known = subprocess.check_output([nvcc, "--list-gpu-arch"], text=True).split()
+        archs = [arch for arch in CUDA_ARCHS if f"compute_{arch.replace('.', '')}" in known]
+        archs[-1:] = [f"{arch}+PTX" for arch in archs[-1:]]
+    options = []
+    for arch in archs:
+        match = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", arch)
+        if match is None or int(match[1]) < 8:
+            raise PlatformError(f'TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, such as "8.0;9.0+PTX", got {arch}')
+        number = match[1] + match[2]
+        options += [
+            f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in ("sm", *["compute"] * bool(match[3]))
+        ]
+    return options
+
+
+def cuda_library(nvcc: str) -> str | None:
+    """Return the CUDA runtime to link to, the toolkit's or torch's: by its name, under which torch has loaded one."""
+    toolkit, packages = Path(nvcc).resolve().parents[1], Path(str(torch_folder())).parent
+    patterns = [(toolkit, f"{folder}/libcudart.so*") for folder in ("lib64", "lib", "targets/*/lib", "lib/*-linux-gnu")]
+    for folder, pattern in [*patterns, (packages, "nvidia/*/lib/libcudart.so*")]:
+        for path in sorted(folder.glob(pattern)):
+            return str(path)
+    return None
+
+
+def cuda_toolkit(wanted: str) -> tuple[str | None, str]:
+    """Return the nvcc for csrc/cuda where torch is built for CUDA ``wanted``, or None; and a line about it."""
+    if os.environ.get("FLATPARAM_CUDA") == "0":
+        return None, "left out, as FLATPARAM_CUDA=0 asks for"
+    instead = "kernels left out, torch's operations do their work"
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return None, f"no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: {instead}"
+    release = nvcc_release(nvcc)
+    if release.partition(".")[0] != wanted.partition(".")[0]:
+        return None, f"torch is built for CUDA {wanted}, {nvcc} is of {release}: {instead}"
+    if cuda_library(nvcc) is None:
+        return None, f"no libcudart.so beside {nvcc}: {instead}"
+    return nvcc, f"kernels by {nvcc} {release}, {' '.join(word.rpartition('code=')[2] for word in gencode(nvcc))}"
 
 
 def compiler_version(command: list[str]) -> str:
@@ -187,16 +262,25 @@ class BuildExtension(build_ext):
         self.versions = "\n".join(
             [f"Python {sys.version}", f"torch {version}", *map(compiler_version, (self.cc, self.cxx))]
         )
+        wanted = torch_cuda()
+        self.nvcc, line = (None, "") if wanted is None else cuda_toolkit(wanted)
+        if wanted is not None:
+            print(f"flatparam: CUDA: {line}", flush=True)
 
     def compiled_together(self) -> list[list[str]]:
         """Return the sources in groups, one for each command: a C file each, the C++ files in two."""
         files = sources(testing=self.strict or self.sanitize)
         cxx = [source for source in files if source.endswith(".cpp")]
-        return [group for group in (cxx[::2], cxx[1::2]) if group] + [[f] for f in files if f not in cxx]
+        cuda = [] if self.nvcc is None else [[str(path)] for path in sorted(Path("csrc/cuda").glob("*.cu"))]
+        return cuda + [group for group in (cxx[::2], cxx[1::2]) if group] + [[f] for f in files if f not in cxx]
 
     def compile_step(self, group: list[str]) -> Step:
         source, included = group[0], group[1:]
         output = self.folder / Path(source).with_suffix(".o")
+        if source.endswith(".cu"):
+            command = [self.nvcc, *NVCC_FLAGS, *(NVCC_STRICT if self.strict else []), *gencode(self.nvcc)]
+            command += ["-MMD", "-MF", str(output.with_suffix(".d")), "-c", source, "-o", str(output)]
+            return Step(command, group, output, f"{self.versions}\nnvcc {nvcc_release(self.nvcc)}")
         if source.endswith(".cpp"):
             flags = [
                 *CXX_FLAGS,
@@ -204,6 +288,7 @@ class BuildExtension(build_ext):
                 *FLAGS,
                 ABI_FLAG.format(self.torch["abi"]),
             ]
+            flags += ["-DFLATPARAM_CUDA"] * (self.nvcc is not None)
             command, system = [*self.cxx, *flags], [*self.python_include, *self.torch["include"]]
         else:
             flags = [*C_FLAGS, *shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
@@ -221,6 +306,7 @@ class BuildExtension(build_ext):
         if any("/tensor/" in name for name in objects):
             # No run path: torch is always imported first, and its libraries are then found by their names.
             command += [f"-L{folder}" for folder in self.torch["library"]] + ["-Wl,--as-needed", *TORCH_LIBRARIES]
+        command += [] if self.nvcc is None else [str(cuda_library(self.nvcc))]
         return Step([*command, "-o", str(module)], objects, module, self.versions)
 
     def run_all(self, steps: list[Step]) -> None:
@@ -249,6 +335,53 @@ class BuildExtension(build_ext):
         text = BUILD_INFO.format(self.torch["key"][0])
         if not info.is_file() or info.read_text() != text:
             info.write_text(text)
+
+
+class CudaCheck(Command):
+    """The command cuda_check: compile the kernels for all architectures; a register that is spilled fails."""
+
+    user_options: list = []
+
+    def initialize_options(self) -> None:
+        self.folder = Path("build/cuda-check")
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            print("cuda-check: no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: nothing was compiled")
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        print(f"cuda-check: {nvcc} {nvcc_release(nvcc)}; registers of each kernel, and bytes of them that are spilled")
+        spilled = 0
+        for source in sorted(Path("csrc/cuda").glob("*.cu")):
+            command = [nvcc, *NVCC_FLAGS, *NVCC_STRICT, *gencode(nvcc), "-Xptxas=-v", "-c", str(source)]
+            command += ["-o", str(self.folder / f"{source.stem}.o")]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode != 0:
+                raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
+            spilled += self.report(done.stdout)
+        if spilled:
+            raise CompileError(f"cuda-check: {spilled} kernels spill registers to memory")
+
+    def report(self, output: str) -> int:
+        """Print a line for each kernel that ptxas tells of; return how many spill."""
+        told: dict[str, dict[str, tuple[int, int]]] = {}
+        pattern = (
+            r"entry function '(\S+)' for 'sm_(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes.*?Used (\d+) registers"
+        )
+        for name, arch, stores, loads, registers in re.findall(pattern, output, re.DOTALL):
+            told.setdefault(name, {})[arch] = (int(registers), int(stores) + int(loads))
+        for name, by_arch in sorted(told.items()):
+            kind = re.search(r"(pack|norm|scale)I(?:L8fp_dtype(\d)E)?Lm(\d+)E", name)
+            if kind is not None:
+                target = "" if kind[2] is None else f" to {('fp64', 'fp32', 'bf16', 'fp16')[int(kind[2])]}"
+                name = f"{kind[1]}{target}, " + ("table in memory" if kind[3] == "0" else f"table of {kind[3]} bytes")
+            cells = [f"sm_{arch} {used} ({spills})" for arch, (used, spills) in by_arch.items()]
+            print(f"{name:36}{', '.join(cells)}")
+        return sum(any(spills for _, spills in by_arch.values()) for by_arch in told.values())
 
 
 def problem(commands: set[str]) -> str | None:
@@ -291,5 +424,5 @@ setup(
     license="BSD-3-Clause",  # here and not in pyproject.toml, where setuptools before 77 does not take an expression
     project_urls=addresses(),
     ext_modules=[Extension("flatparam._C", sources=sources())],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "cuda_check": CudaCheck},
 )

@@ -293,6 +293,101 @@ def test_the_sanitizer_build_is_apart(small):
     assert build(small) == set()
 
 
+NVCC = """#!/bin/sh
+case "$*" in
+    *--version) echo "Cuda compilation tools, release $RELEASE, V$RELEASE.1" ;;
+    *--list-gpu-arch) printf 'compute_80\\ncompute_90\\n' ;;
+    *) echo nvcc "$@" >>$LOG
+       for word; do case "$last" in -o) out=$word ;; -MF) dep=$word ;; -c) in=$word ;; esac; last=$word; done
+       case "$*" in *-Xptxas=-v*) cat $PTXAS; exit ;; esac
+       echo "$out : $in csrc/core/one.h" >$dep
+       exec gcc -xc -fPIC -Icsrc -c $in -o $out ;;
+esac
+"""
+PTXAS = """ptxas info    : Compiling entry function '_ZN1_4packIL8fp_dtype1ELm0EEEv' for 'sm_80'
+ptxas info    : Function properties for x
+    8 bytes stack frame, {} bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+"""
+
+
+@pytest.fixture
+def cuda(small, tmp_path_factory):
+    """A tree with a kernel, a torch that says it is built for CUDA 13.0, and the environment of a toolkit that logs."""
+    (small / "csrc/cuda").mkdir()
+    (small / "csrc/cuda/kernels.cu").write_text('#include "core/one.h"\nint fp_kernel(void) { return 5; }\n')
+    toolkit = tmp_path_factory.mktemp("toolkit")
+    (toolkit / "bin").mkdir()
+    (toolkit / "lib64").mkdir()
+    (toolkit / "bin/nvcc").write_text(NVCC)
+    (toolkit / "bin/nvcc").chmod(0o755)
+    runtime = toolkit / "lib64/libcudart.so.13"
+    subprocess.run(["gcc", "-shared", "-xc", "/dev/null", "-Wl,-soname,libcudart.so.13", "-o", runtime], check=True)
+    replace(
+        small / "setup.py",
+        'run_path(str(folder / "version.py")).get("cuda")',
+        'run_path(str(folder / "version.py")) and "13.0"',
+    )
+    return small, toolkit, {"CUDA_HOME": str(toolkit), "RELEASE": "13.1", "LOG": str(toolkit / "log")}
+
+
+def test_kernels_are_compiled_where_torch_has_cuda(cuda, logged):
+    tree, toolkit, env = cuda
+    env = {**env, **logged[0]}
+    everything = {CORE, "csrc/core/two.c", PYTHON, BRIDGE}
+    assert build(tree, "--strict", **env) == {*everything, "csrc/cuda/kernels.cu"}
+    [command] = (toolkit / "log").read_text().splitlines()
+    words = command.split()
+    assert {"-fmad=false", "-Icsrc", "-Werror=all-warnings"} < set(words)
+    codes = [word.rpartition("code=")[2] for word in words if "code=" in word]
+    assert codes == ["sm_80", "sm_90", "compute_90"]  # what this nvcc knows, and the last as PTX
+    assert "-DFLATPARAM_CUDA" in logged[1]()[BRIDGE]
+    [module] = (tree / "flatparam").glob("_C.*.so")
+    assert "fp_kernel" in subprocess.check_output(["nm", str(module)], text=True)
+    assert build(tree, "--strict", **env) == set()
+    later(tree / CORE.replace(".c", ".h"))
+    assert build(tree, "--strict", **env) == {"csrc/cuda/kernels.cu", CORE, PYTHON}
+    assert build(tree, "--strict", **env, TORCH_CUDA_ARCH_LIST="9.0a 12.0+PTX") == {"csrc/cuda/kernels.cu"}
+    assert "code=sm_90a" in (toolkit / "log").read_text()
+    assert "code=compute_120" in (toolkit / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "kernels by "),
+        ({"FLATPARAM_CUDA": "0"}, "left out, as FLATPARAM_CUDA=0 asks for"),
+        ({"CUDA_HOME": "/nowhere"}, "no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: kernels left out"),
+        ({"RELEASE": "12.9"}, "torch is built for CUDA 13.0, "),
+        ({"TORCH_CUDA_ARCH_LIST": "7.0"}, None),
+        ({"TORCH_CUDA_ARCH_LIST": "Hopper"}, None),
+    ],
+)
+def test_one_line_says_what_becomes_of_the_kernels(cuda, changes, line):
+    tree, _, env = cuda
+    code, output = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tree, env={**env, **changes})
+    if line is None:  # an architecture that is none
+        assert code != 0
+        assert f'expected 8.0 or newer, such as "8.0;9.0+PTX", got {changes["TORCH_CUDA_ARCH_LIST"]}' in output
+        return
+    assert code == 0, output
+    assert len([found for found in output.splitlines() if found.startswith(f"flatparam: CUDA: {line}")]) == 1, output
+    assert ("csrc/cuda/kernels.cu" in compiled_in(output)) == (not changes)
+
+
+def test_cuda_check_fails_for_a_spilled_register(cuda):
+    tree, toolkit, env = cuda
+    told = toolkit / "ptxas"
+    for spilled in (0, 16):
+        told.write_text(PTXAS.replace("4 bytes", f"{spilled} bytes").format(spilled))
+        code, output = run(sys.executable, "setup.py", "-q", "cuda_check", cwd=tree, env={**env, "PTXAS": str(told)})
+        assert (code != 0) == (spilled > 0), output
+        assert f"sm_80 40 ({2 * spilled})" in output
+    code, output = run(sys.executable, "setup.py", "-q", "cuda_check", cwd=tree, env={**env, "CUDA_HOME": "/nowhere"})
+    assert code == 0
+    assert output.splitlines() == ["cuda-check: no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: nothing was compiled"]
+
+
 def test_a_missing_compiler_is_named_in_one_line(small):
     code, output = run(sys.executable, "setup.py", "-q", "build_ext", cwd=small, env={"CC": "no-such-compiler"})
     assert code != 0
