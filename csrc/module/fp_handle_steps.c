@@ -3,6 +3,7 @@
  * cleared or broken off) the subclass does, in methods that are called here. */
 #include "module/fp_tables.h"
 
+#include "python/fp_attributes.h"
 #include "tensor/fp_channel.h"
 #include "tensor/fp_gradients.h"
 #include "tensor/fp_graph.h"
@@ -24,7 +25,7 @@ static const unsigned before[] = {
     [SYNC_PARAMS] = BIT(IDLE),
 };
 
-enum { OBJECTS = 19 };
+enum { OBJECTS = 20 };
 typedef struct {
     PyObject_HEAD
     union {
@@ -32,8 +33,8 @@ typedef struct {
             PyObject *flat_param, *flat, *optimizers, *gathering; /* set once, as unit and native */
             PyObject *unit, *native; /* a ModuleParams; a Gather over the zero3 group, which does what gathering is */
             PyObject *params, *shared, *tensors, *infos, *shard, *padded, *grad, *sum; /* of flat_param: see fields */
-            PyObject *state;
-            PyObject *gather, *source, *agreed, *total; /* or None, as all below */
+            PyObject *message, *state;                                                 /* of memory that is freed */
+            PyObject *gather, *source, *agreed, *total;                                /* or None, as all below */
         };
         PyObject *objects[OBJECTS]; /* owned; NULL until they are set */
     };
@@ -50,16 +51,16 @@ typedef struct {
 static const struct {
     const char *name;
     size_t offset;
-    int is_list;
+    enum { LIST, TENSOR, ANY } kind;
 } fields[] = {
-    {"_params", offsetof(handle_steps, params), 1},
-    {"_shared_params", offsetof(handle_steps, shared), 1},
-    {"_tensors", offsetof(handle_steps, tensors), 1},
-    {"_shard_param_infos", offsetof(handle_steps, infos), 0},
-    {"_zero1_shard", offsetof(handle_steps, shard), 0},
-    {"_full_grad_padded", offsetof(handle_steps, grad), 0},
-    {"_full_prec_grad_padded", offsetof(handle_steps, sum), 0},
-    {"_full_param_padded", offsetof(handle_steps, padded), 0}, /* last: with it, all are there */
+    {"_params", offsetof(handle_steps, params), LIST},
+    {"_shared_params", offsetof(handle_steps, shared), LIST},
+    {"_tensors", offsetof(handle_steps, tensors), LIST},
+    {"_shard_param_infos", offsetof(handle_steps, infos), ANY},
+    {"_zero1_shard", offsetof(handle_steps, shard), TENSOR},
+    {"_full_grad_padded", offsetof(handle_steps, grad), TENSOR},
+    {"_full_prec_grad_padded", offsetof(handle_steps, sum), TENSOR},
+    {"_full_param_padded", offsetof(handle_steps, padded), TENSOR}, /* last: with it, all are there */
 };
 
 static struct {
@@ -226,7 +227,7 @@ read_versions(handle_steps *h, fp_versions *found)
     if (h->padded != NULL) { /* no Python code runs in these */
         PyObject *const masters[] = {h->flat_param, h->shard};
         plain = fp_torch_versions(PySequence_Fast_ITEMS(h->params), PyList_GET_SIZE(h->params), 1, found);
-        plain = plain <= 0 ? plain : fp_torch_versions(masters, 2, 0, found);
+        found->values += fp_param_versions(masters, 2);
     }
     if (plain == 0) {
         long long values, grads, grad_values;
@@ -328,11 +329,9 @@ static int
 free_tensor(handle_steps *h, PyObject *tensor, const char *by_method)
 {
     int status = 0;
-    if (h->is_on_host) {
-        PyObject *message = PyObject_GetAttrString(h->flat, "_freed_message");
-        const char *reason = message == NULL ? NULL : PyUnicode_AsUTF8(message);
+    if (h->is_on_host && h->message != NULL) {
+        const char *reason = PyUnicode_AsUTF8(h->message);
         status = reason == NULL ? -1 : fp_torch_free(tensor, reason, 0);
-        Py_XDECREF(message);
     }
     return status == 0 ? run(h, by_method, tensor) : status < 0 ? -1 : 0;
 }
@@ -645,7 +644,6 @@ show(handle_steps *h)
 static int
 begin_gradient(handle_steps *h)
 {
-    fp_versions now = {0};
     PyObject *earlier = truth(stop_showing(h, NULL)) < 0 ? NULL : PyObject_GetAttr(h->flat_param, names.grad);
     int status = earlier == NULL ? -1 : 0;
     if (status == 0 && earlier != Py_None && !h->in_backward) {
@@ -653,11 +651,13 @@ begin_gradient(handle_steps *h)
     }
     Py_XDECREF(earlier);
     PyObject *zeros = status < 0 || allocate(h, h->grad) < 0 ? NULL : PyObject_CallMethod(h->grad, "zero_", NULL);
-    status = zeros == NULL ? -1 : fp_torch_versions(&zeros, 1, 0, &now);
     Py_XDECREF(zeros);
-    h->prepared = now.values;
+    if (zeros == NULL) {
+        return -1;
+    }
+    h->prepared = fp_param_versions(&h->grad, 1);
     h->in_backward = 1;
-    return status < 0 ? -1 : 0;
+    return 0;
 }
 
 static PyObject *
@@ -759,7 +759,7 @@ bind(handle_steps *h, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     if (h->flat_param != NULL || !PyTuple_Check(args[3]) || PyTuple_GET_SIZE(args[3]) != 3 ||
-        fp_param_is_tensor(args[0]) <= 0 || (args[4] != Py_None && !fp_is_module_params(args[4])) ||
+        fp_attributes_check(args[0], 0) < 0 || (args[4] != Py_None && !fp_is_module_params(args[4])) ||
         (args[5] != Py_None && fp_gather_of(args[5]) == NULL)) {
         return PyErr_Format(PyExc_TypeError,
                             "expected to be called once, with a flat parameter, its handle, optimizers, "
@@ -779,13 +779,15 @@ bind_buffers(handle_steps *h, PyObject *ignored)
         PyObject **slot = (PyObject **)((char *)h + fields[i].offset);
         PyObject *value =
             *slot != NULL || h->flat_param == NULL ? NULL : PyObject_GetAttrString(h->flat_param, fields[i].name);
-        if (value == NULL || (fields[i].is_list && !PyList_Check(value))) {
+        if (value == NULL || (fields[i].kind == LIST && !PyList_Check(value)) ||
+            (fields[i].kind == TENSOR && fp_attributes_check(value, 0) < 0)) {
             Py_XDECREF(value);
             return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "expected %s, once", fields[i].name);
         }
         *slot = value;
     }
-    h->numel = PyObject_Size(h->padded);
+    h->message = PyObject_GetAttrString(h->flat, "_freed_message");
+    h->numel = h->message == NULL ? -1 : PyObject_Size(h->padded);
     h->shard_numel = h->numel < 0 ? -1 : PyObject_Size(h->shard);
     return none_unless(h->shard_numel < 0 ? -1 : 0);
 }
