@@ -87,7 +87,7 @@ def test_between_micro_batches(tmp_path, use_orig_params, asynchronous):
     run_ranks(between_micro_batches, 2, tmp_path, STRATEGIES, use_orig_params, asynchronous)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_between_micro_batches_of_four_ranks(tmp_path, use_orig_params):
     strategies = ("LAYER_ZERO", "LAYER_ZERO_NESTED", "HYBRID_SHARD")
