@@ -2,14 +2,16 @@
 
 import contextlib
 import io
+import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import Odd, adam, differing, full_state, train, wrapped
-from fsdp_models import Model, make
+from fsdp_models import Model, make, wrap_blocks
 from gloo import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -18,12 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import StateDictType, fully_shard
 
+from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
 from flatparam.checkpoint import CheckpointError, cli
 
@@ -73,37 +78,78 @@ def test_torch_reads_ours(tmp_path):
     run_ranks(ours_is_read, 2, tmp_path)
 
 
-def fsdp2_reads_ours(folder):
-    model = wrapped("FULL_SHARD", cls=Model)
+def torchs(kind, mesh, seed):
+    module = make(seed)
+    if kind == "fsdp1":
+        return TorchFSDP(module, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def torchs_go_on_from_ours(folder):
+    """FSDP1 and FSDP2 read the boxes of model and optimizer, and train on as ours does."""
+    model = wrapped("LAYER_ZERO_NESTED", cls=Model)
     optimizer = adam(model)
     train(model, optimizer, 0, 2)
     checkpoint.save(folder / "one", model, optimizer)
-    wanted = full_state(model)
-    module = make(9)
-    mesh = init_device_mesh("cpu", (2,))
-    for block in module.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    state = module.state_dict()
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "one" / "model")))
-    found = {name: value.full_tensor() for name, value in module.state_dict().items()}
-    assert not differing(found, wanted)
+    wanted = train(model, optimizer, 2, 2)
+    mesh, flat = init_device_mesh("cpu", (2,)), StateDictOptions(flatten_optimizer_state_dict=True)
+    for kind in ("fsdp1", "fsdp2"):
+        other = torchs(kind, mesh, seed=9)
+        others = adam(other)
+        state, optim = get_model_state_dict(other), get_optimizer_state_dict(other, others, options=flat)
+        kept = {name: value for name, value in optim.items() if name.startswith("state.")}
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "one" / "model")))
+        dcp.load(kept, storage_reader=HuggingFaceStorageReader(str(folder / "one" / "optimizer")))
+        set_model_state_dict(other, state)
+        set_optimizer_state_dict(other, others, optim | kept, options=flat)
+        assert train(other, others, 2, 2) == wanted, kind
 
 
-def test_fsdp2_reads_ours(tmp_path):
-    run_ranks(fsdp2_reads_ours, 2, tmp_path)
+def test_torchs_models_go_on_from_ours(tmp_path):
+    run_ranks(torchs_go_on_from_ours, 2, tmp_path)
+
+
+def files_of_state_dicts(folder, use_orig_params):
+    """Full and local state dicts go through ``torch.save`` into torch's FSDP1 and back."""
+    classes = {"ours": FSDP, "theirs": TorchFSDP}
+    settings: dict = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    kinds = [StateDictType.FULL_STATE_DICT] + [StateDictType.LOCAL_STATE_DICT] * (not use_orig_params)
+    for (source, cls), kind in itertools.product(classes.items(), kinds):
+        is_full = kind is StateDictType.FULL_STATE_DICT
+        # of original parameters on a CPU torch's full_optim_state_dict has exp_avg_sq's values in exp_avg too
+        with_optimizer = is_full and (cls is FSDP or not use_orig_params)
+        model = wrap_blocks(make(), cls, **settings)
+        optimizer = adam(model)
+        train(model, optimizer, 0, 2)
+        with cls.state_dict_type(model, kind):
+            both = {"model": model.state_dict()}
+        if with_optimizer:
+            both["optim"] = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
+        path = folder / f"{source}-{kind.name}-{dist.get_rank()}.pt"
+        torch.save(both, path)
+        wanted = train(model, optimizer, 2, 2 if with_optimizer else 1)
+        for other_cls in classes.values():
+            other = wrap_blocks(make(seed=9), other_cls, **settings)
+            others = adam(other)
+            found = torch.load(path, weights_only=is_full)
+            with other_cls.state_dict_type(other, kind):
+                other.load_state_dict(found["model"])
+            if with_optimizer:
+                others.load_state_dict(other_cls.shard_full_optim_state_dict(found["optim"], other, optim=others))
+            assert train(other, others, 2, len(wanted)) == wanted, (source, other_cls)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_files_of_state_dicts(tmp_path, use_orig_params):
+    run_ranks(files_of_state_dicts, 2, tmp_path, use_orig_params)
 
 
 def torch_is_read(folder):
     mesh = init_device_mesh("cpu", (2,))
     for kind in ("fsdp1", "fsdp2"):
-        module = make()
-        if kind == "fsdp1":
-            model = TorchFSDP(module, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
-        else:
-            for block in module.blocks:
-                fully_shard(block, mesh=mesh)
-            model = fully_shard(module, mesh=mesh)
+        model = torchs(kind, mesh, seed=0)
         optimizer = adam(model)
         train(model, optimizer, 0, 2)
         whole = make()
