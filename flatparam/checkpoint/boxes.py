@@ -86,7 +86,7 @@ def _read(entry: Entry, strides: tuple[int, ...], begin: int, out: Tensor) -> No
         entry.read(begin, out.view(-1))
         return
     if span * out.itemsize <= SLAB_BYTES:
-        buffer = torch.empty(span, dtype=out.dtype)
+        buffer = torch.empty(span, dtype=out.dtype, device="cpu")
         entry.read(begin, buffer)
         out.copy_(buffer.as_strided(out.shape, strides))
         return

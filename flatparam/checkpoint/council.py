@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..fsdp import peers
+from ..fsdp.errors import StateError
 from ..fsdp.safetensors_files import FileError
 from .errors import CheckpointError
 
@@ -96,10 +97,10 @@ class Council:
 
 
 def _own(error: BaseException, what: str) -> BaseException:
-    """What the rank raises that has it: errors of files are a checkpoint's."""
-    if not isinstance(error, OSError | FileError):
+    """What the rank raises that has it: a checkpoint's error, whatever it was, as on the other ranks."""
+    if isinstance(error, CheckpointError | StateError) or not isinstance(error, Exception):
         return error
-    found = CheckpointError(f"{what}: {error}")
+    found = CheckpointError(f"{what}: {_said(error)}")
     found.__cause__ = error
     return found
 

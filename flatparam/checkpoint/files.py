@@ -30,7 +30,7 @@ class Part(NamedTuple):
     tensor: Tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """A box of a tensor in a file. ``begin``: its first byte there; ``sums``: crc32 of each MiB of it."""
 
@@ -77,6 +77,8 @@ def write_file(
     chunks: dict[str, Chunk] = {}
     at = 0
     for part in parts:
+        if part.key == "__metadata__":
+            raise CheckpointError("`__metadata__` is no name for a tensor in a safetensors file: rename it")
         dtype = NAMES.get(part.tensor.dtype)
         if dtype is None:
             raise CheckpointError(f"`{part.key}` is of {part.tensor.dtype}, which no safetensors file has")
@@ -124,6 +126,7 @@ def _write_box(descriptor: int, tensor: Tensor, progress: Callable[[int], object
 
 def _runs(tensor: Tensor) -> Iterator[Tensor]:
     """The elements in row-major order, as runs of host memory: its own, or copies of a few MiB."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_cpu and tensor.is_contiguous():
         yield tensor
     elif tensor.numel() * tensor.itemsize <= RUN_BYTES:

@@ -75,8 +75,8 @@ class Foreign(Source):
         self._given = tensors
 
     def fit(self, names: set[str]) -> None:
-        if not self.optimizer and len(names & self._given.keys()) > len(names & self.model.keys()):
-            self.model = self._given
+        if len(names & self._given.keys()) > len(names & self.model.keys()):
+            self.model, self.optimizer = self._given, {}
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
         states: dict[str, dict[str, Any]] = {}
@@ -174,6 +174,8 @@ class Pickled(Foreign):
             if not hasattr(told, "chunks"):
                 self._take_value(metadata.planner_data.get(name, ()), storage.get((name, None)))
                 continue
+            if self._take_value(metadata.planner_data.get(name, ()), storage.get((name, told.chunks[0].offsets))):
+                continue
             for box in told.chunks:
                 info = storage[name, box.offsets]
                 dtype = NAMES[told.properties.dtype]
@@ -184,17 +186,26 @@ class Pickled(Foreign):
                 tensors.setdefault(name, []).append(chunk)
         self.take(tensors)
 
-    def _take_value(self, place: tuple[Any, ...], info: Any) -> None:
-        """Of a group of an optimizer, as ``get_optimizer_state_dict`` names it; nothing else is taken."""
-        if len(place) == 4 and place[1] == "param_groups" and info is not None:
+    def _take_value(self, place: tuple[Any, ...], info: Any) -> bool:
+        """Of a group of an optimizer, as ``get_optimizer_state_dict`` names it, flattened or not; else False."""
+        if info is None or len(place) < 2:
+            return False
+        if len(place) == 4 and place[1] == "param_groups":
             self._groups.setdefault(place[2], {})[place[3]] = self._load(info)
+            return True
+        if len(place) == 2 and str(place[1]).startswith("param_groups."):
+            name, _, key = place[1].partition(".")[2].rpartition(".")
+            self._groups.setdefault(name, {"params": [name]})[key] = self._load(info)
+            return True
+        return False
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
         told = super().told_of_optimizer()
         groups = list(self._groups.values())
         if told is not None and groups and all("params" in group for group in groups):
+            left_out = ("params", "param_names")
             told["groups"] = [
-                [{key: _plain(value) for key, value in group.items() if key != "params"}, group["params"]]
+                [{key: _plain(value) for key, value in group.items() if key not in left_out}, group["params"]]
                 for group in groups
             ]
         return told
@@ -235,9 +246,7 @@ class Pickled(Foreign):
 
 
 def _plain(value: Any) -> Any:
-    """As the index has it; a tensor as its number."""
-    if isinstance(value, Tensor):
-        return value.item()
+    """As the index has it; a tensor as it is."""
     return {"$tuple": list(value)} if isinstance(value, tuple) else value
 
 

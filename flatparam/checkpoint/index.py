@@ -29,8 +29,8 @@ class Index:
     ``files``: by name, bytes and the checksum of the header; ``tensors``: by folder and name, the boxes;
     ``optimizer``: None, or ``groups``, ``optimizers`` (the label of each group's) and ``states`` (by parameter and key:
     "box", "one", ``[value, rank]``, with True where pieces have the same, or ``{"pieces": {layout: [value, rank]}}``);
-    ``ranks``: of each rank ``extra`` and its
-    ``own`` values of tensors that no unit manages, by name, in its file; ``units``: how they were spread.
+    ``ranks``: of each rank ``extra``, and where it had other values than the first its ``own`` tensors that no unit
+    manages and their ``own_states``, by name, in its file, and ``modules``; ``units``: how they were spread.
     """
 
     id: str
@@ -146,8 +146,9 @@ def read_sealed(path: Path, expected: int | None = None) -> dict[str, Any]:
             )
         if seal.get("version") != VERSION:
             raise CheckpointError(f"{path}: is of version {seal.get('version')!r}, this flatparam reads {VERSION}")
-        text = file.read(MOST_HEADER_BYTES * 16 + 1)
-    if len(text) > MOST_HEADER_BYTES * 16 or not text.endswith(b"\n") or zlib.crc32(text[:-1]) != seal.get("crc32"):
+        size = os.fstat(file.fileno()).st_size
+        text = file.read() if size <= MOST_HEADER_BYTES * 16 else b""
+    if not text.endswith(b"\n") or zlib.crc32(text[:-1]) != seal.get("crc32"):
         raise CheckpointError(f"{path}: is damaged: its checksum does not fit")
     if expected not in (None, seal["crc32"]):
         raise CheckpointError(f"{path}: is another file than was written: the file system shows an old one")

@@ -75,14 +75,14 @@ def load(
             reading fails after all checks, or a ``set_extra_state`` raises, it says that the model is loaded in part.
     """
     council = Council(process_group, "checkpoint.load")
-    meter = Meter(f"load {os.path.basename(path)}", progress and council.is_first)
-    loading = _Loading(Path(path), model, optimizer, council)
+    meter = Meter(f"load {path}", progress and council.is_first)
+    loading = _Loading(model, optimizer, council)
     try:
         error: BaseException | None = None
         try:
             loading.path = Path(os.path.abspath(path))
-            loading.plan(strict, trusted)
-            loading.check(check_finite, meter)
+            loading.plan(strict, trusted, check_finite)
+            loading.check(meter)
         except Exception as caught:
             error = caught
         council.meet(loading.digest, error, _compare)
@@ -134,8 +134,8 @@ def _compare(digests: list[str]) -> None:
 
 
 class _Loading:
-    def __init__(self, path: Path, model: nn.Module, optimizer: Any, council: Council):
-        self.path, self.model, self.optimizer, self.council = path, model, optimizer, council
+    def __init__(self, model: nn.Module, optimizer: Any, council: Council):
+        self.path, self.model, self.optimizer, self.council = Path(), model, optimizer, council
         self.source: Source | None = None
         self.into: list[Targets] = []
         self.named: Named | None = None
@@ -153,7 +153,8 @@ class _Loading:
         """That this rank reads."""
         return sum(read.out.numel() * read.out.itemsize for targets in self.into for read in targets.reads)
 
-    def plan(self, strict: bool, trusted: bool) -> None:
+    @torch.inference_mode(False)
+    def plan(self, strict: bool, trusted: bool, check_finite: bool) -> None:
         """Open the files and find out what goes where."""
         check_idle(self.model, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
@@ -161,41 +162,45 @@ class _Loading:
         held = list(all_held(self.model))
         index = source.index
         source.fit({name for one in held for name in one.names})
-        targets = into_model(held, source, strict, self._own())
+        targets = into_model(held, source, strict, self._own("own"))
         self.into = [targets]
         if index is not None:
             self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
-            first = OfRank(source, 0)
-            self._of_modules = values_of_modules(self.model, index.about.get("modules", {}), first, strict)
+            rank, told = 0, index.about.get("modules", {})
+            if self._is_as_saved and "modules" in index.ranks[self.council.rank]:
+                rank, told = self.council.rank, index.ranks[self.council.rank]["modules"]
+            self._of_modules = values_of_modules(self.model, told, OfRank(source, rank), strict)
+        source.look = partial(refuse_not_finite, source) if check_finite else None
         if self.optimizer is not None:
             self.named = Named(self.optimizer, held)
             told = source.told_of_optimizer()
             if told is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
-            self.into.append(into_optimizer(self.named, told, source, strict))
+            self.into.append(into_optimizer(self.named, told, source, strict, self._own("own_states")))
             self.sums = sums_of(held, index, source, self.council.rank, self.council.size)
 
-    def _own(self) -> Mapping[str, list[Chunk]]:
-        """What this rank has saved of tensors that no unit manages, where other ranks had other values."""
-        index, rank = self.index, self.council.rank
-        if self.source is None or index is None or index.world_size != self.council.size:
-            return {}
-        own = OfRank(self.source, rank)
-        return {name: own.chunks(key) for name, key in index.ranks[rank].get("own", {}).items()}
+    @property
+    def _is_as_saved(self) -> bool:
+        """Whether this rank is one of those that have saved."""
+        return self.index is not None and self.index.world_size == self.council.size
 
-    def check(self, check_finite: bool, meter: Meter) -> None:
+    def _own(self, kind: str) -> Mapping[str, list[Chunk]]:
+        """What this rank alone has saved: tensors that no unit manages, or states of those."""
+        if self.source is None or self.index is None or not self._is_as_saved:
+            return {}
+        own = OfRank(self.source, self.council.rank)
+        return {name: own.chunks(key) for name, key in self.index.ranks[self.council.rank].get(kind, {}).items()}
+
+    def check(self, meter: Meter) -> None:
         """Compare all bytes that will be read with their checksums."""
         assert self.source is not None
         meter.expect(self.bytes)
-        look = partial(refuse_not_finite, self.source) if check_finite else None
         for targets in self.into:
-            check_reads(self.source, targets.reads, look, meter.add)
-            if look is not None:
-                for chunk, value in targets.read:
-                    look(chunk, value)
+            check_reads(self.source, targets.reads, self.source.look, meter.add)
         for held, name, other in self.into[0].tied:
             check_tied(self.source, held, name, other)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def commit(self) -> None:
         """Read into the shards; tell the units. Raises: FileError, OSError."""

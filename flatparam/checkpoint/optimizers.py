@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,9 +19,15 @@ from .pieces import InHandle
 
 
 def labelled(given: Any) -> dict[str, Any]:
-    """The optimizers in ``given``: one, which has no label, a list of them, which has numbers, or a dict."""
+    """The optimizers in ``given``: one, which has no label, a list of them, which has numbers, or a dict.
+
+    Raises: CheckpointError for labels that are the same text.
+    """
     if isinstance(given, Mapping):
-        return {str(label): one for label, one in given.items()}
+        found = {str(label): one for label, one in given.items()}
+        if len(found) != len(given):
+            raise CheckpointError(f"the optimizers' labels {list(given)} are not all different as text")
+        return found
     return {str(i): one for i, one in enumerate(given)} if isinstance(given, list | tuple) else {"": given}
 
 
@@ -31,7 +38,7 @@ class Named:
     """
 
     def __init__(self, given: Any, held: Iterable[Held]):
-        optimizers = labelled(given)
+        self.optimizers = optimizers = labelled(given)
         for label, one in optimizers.items():
             if not (hasattr(one, "param_groups") and hasattr(one, "state")):
                 raise CheckpointError(f"optimizer `{label}` is a {type(one).__name__}, expected an optimizer")
@@ -62,15 +69,41 @@ class Named:
                     )
                 self.group_of[id(param)] = group
                 mine += self.held[id(param)]
-            self.groups.append(({key: value for key, value in group.items() if key != "params"}, mine))
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            self.groups.append((settings, mine))
         states = ((tuple(param.shape), self.state_of(param)) for param, _ in self.params())
         self.unlike = keys_of_one_shape(states)
 
     def params(self) -> Iterator[tuple[Tensor, list[Held]]]:
-        """Each parameter that it steps, and what lies in it."""
+        """Each parameter that it steps, once, and what lies in it."""
+        seen = set()
         for group in self.param_groups:
             for param in group["params"]:
-                yield param, self.held[id(param)]
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield param, self.held[id(param)]
+
+    def others(self) -> Iterator[tuple[Tensor, list[Held]]]:
+        """The parameters of the model that no optimizer steps: they have gradients, too."""
+        for held in self.held.values():
+            if id(held[0].owner) not in self.group_of and not held[0].is_buffer:
+                yield held[0].owner, held
+
+    def check_keys(self) -> None:
+        """Raises: CheckpointError for state that is of no parameter, or whose key no checkpoint has."""
+        for label, one in self.optimizers.items():
+            for param, state in one.state.items():
+                if not isinstance(param, Tensor):
+                    raise CheckpointError(
+                        f"optimizer `{label}` keeps state under {param!r}, which is of no parameter: give it in `extra`"
+                    )
+                for key in state:
+                    if type(key) is not str or key == GRADIENT:
+                        names = [one.name for one in self.held.get(id(param), [])]
+                        raise CheckpointError(
+                            f"the optimizer's state of `{', '.join(names)}` has the key {key!r}: expected a str other "
+                            f"than {GRADIENT!r}"
+                        )
 
     def state_of(self, param: Tensor) -> Any:
         """What its optimizer keeps for ``param``."""
@@ -120,9 +153,11 @@ class State(NamedTuple):
 
 
 def states_of(named: Named) -> Iterator[State]:
-    """The state of each parameter that this rank has elements of."""
-    for param, held in named.params():
-        for key, value in (*named.state_of(param).items(), *_gradient(param, held)):
+    """The state of each parameter that this rank has elements of. Raises: CheckpointError."""
+    named.check_keys()
+    stepped = ((param, held, named.state_of(param).items()) for param, held in named.params())
+    for param, held, state in itertools.chain(stepped, ((param, held, ()) for param, held in named.others())):
+        for key, value in (*state, *_gradient(param, held)):
             for one in held:
                 if one.numel:
                     kind, found = _kind(named, param, one, key, value)

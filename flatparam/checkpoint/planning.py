@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ..common.layout import Box
 from ..fsdp.held import Held, join, unit_paths, units_in
 from ..fsdp.names import clean_tensor_name
 from ..fsdp.safetensors_files import bytes_of
@@ -25,15 +26,40 @@ from .optimizers import GRADIENT, Named, states_of
 from .pieces import InHandle, all_held, written
 from .values import encode
 
+# What must be the same on all ranks: what it is called, and what to do where it is not
+ALIKE = {
+    "gradient": (
+        "the gradient of",
+        "and no unit manages it: add it up over the ranks, or save after the optimizer's step and zero_grad()",
+    ),
+    "value": ("the optimizer's", "and no unit manages that parameter: a number must be the same on all ranks"),
+    "group": ("what is set for the optimizer's group", "and a checkpoint has it once: give each rank's in `extra`"),
+}
+
+
+@dataclass
+class Alone:
+    """What ranks may have other values of: tensors that no unit manages, optimizer states of those, and what modules
+    give, with its tensors."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    modules: Any = None
+    of_modules: dict[str, Tensor] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """The same where ranks have the same of all."""
+        return digest({**self.tensors, **self.states, **self.of_modules, None: self.modules})
+
 
 @dataclass
 class SavePlan:
-    """``parts``: by the name of the file; ``told``: of this rank, for the index; ``own``: tensors for its own file."""
+    """``parts``: by the name of the file; ``told``: of this rank, for the index."""
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Tensor] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    alone: Alone = field(default_factory=Alone)
 
     @property
     def bytes(self) -> int:
@@ -52,9 +78,19 @@ class SavePlan:
 
     def add_own(self, values: dict[str, Tensor], rank: int) -> None:
         """Have tensors of this rank alone written."""
-        self.own |= values
         for key, value in values.items():
             self._put(RANKS, 0, rank, Part(key, tuple(value.shape), (0,) * value.dim(), value))
+
+    def keep_alone(self, rank: int, differs: bool) -> None:
+        """Have written what this rank has otherwise than the first, if it ``differs``."""
+        alone = self.alone
+        if differs:
+            for kind, tensors in (("own", alone.tensors), ("own_states", alone.states)):
+                self.told[kind] = {name: f"{kind}.{name}" for name in tensors}
+                self.add_own({f"{kind}.{name}": value for name, value in tensors.items()}, rank)
+        if differs or rank == 0:
+            self.told["modules"] = alone.modules
+            self.add_own(alone.of_modules, rank)
 
     def _put(self, folder: str, box: int, rank: int, part: Part) -> None:
         # torch's reader takes one box of a name from a file, so the second boxes are in a second file
@@ -80,7 +116,8 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
     values: dict[str, Tensor] = {}
     plan.told["extra"] = encode(extra, "extra", values)
     plan.told["aliases"] = {name: held.names[0] for held in plan.held for name in held.names[1:]} if rank == 0 else {}
-    plan.told["modules"] = _values_of_modules(module, values) if rank == 0 else {}
+    plan.alone.modules = _values_of_modules(module, plan.alone.of_modules)
+    plan.alone.tensors = _alone(plan.held)
     with taken(plan.held, units, "checkpoint.save", saves=optimizer is not None) as kept:
         if optimizer is not None:
             _plan_optimizer(plan, Named(optimizer, plan.held), values, rank)
@@ -116,7 +153,8 @@ def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str
 def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], rank: int) -> None:
     states: dict[str, dict[str, Any]] = {}
     pieces: dict[str, dict[str, list[Any]]] = {}
-    whole: dict[str, str] = {}  # digests of gradients that all ranks have, and one writes
+    alike: dict[str, dict[str, str]] = {kind: {} for kind in ALIKE}
+    keys: dict[str, list[str]] = {one.name: [] for _, held in named.params() for one in held if one.numel}
     for held, key, kind, value, of_piece in states_of(named):
         name = f"state.{held.name}.{key}"
         begin, end = written(held, rank)
@@ -124,8 +162,13 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
             plan.add(OPTIMIZER, name, held, value, rank)
         if of_piece:
             pieces.setdefault(held.name, {})[key] = _piece(named, held, key, value, name, values)
-        if key == GRADIENT and held.unit is None:
-            whole[held.name] = digest({"": value})
+        keys.setdefault(held.name, []).append(key)
+        if held.unit is None and not isinstance(held, InHandle):
+            if kind == "box" and key != GRADIENT:
+                whole = Box((0,) * len(held.shape), held.shape)
+                plan.alone.states[name] = held.dense.view(value, 0, whole)
+            else:
+                alike["gradient" if key == GRADIENT else "value"][held.name if key == GRADIENT else name] = _seen(value)
         if begin != 0 or end == 0:
             continue  # what has no elements comes from the rank that writes the first one
         if kind == "value" or (of_piece and value.dim()):
@@ -135,14 +178,14 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
             states.setdefault(held.name, {})[key] = kind
         if kind == "one" and not (of_piece and value.dim()):
             plan._put(OPTIMIZER, 0, rank, Part(name, tuple(value.shape), (0,) * value.dim(), value.detach()))
-    told: dict[str, Any] = {"states": states, "pieces": pieces, "gradients": whole}
-    if rank == 0:
-        told["optimizers"] = named.labels
-        told["groups"] = [
-            [encode(group, f"param_groups[{i}]", values), [held.name for held in mine]]
-            for i, (group, mine) in enumerate(named.groups)
-        ]
-    plan.told["optimizer"] = told
+    told: dict[str, Any] = {"states": states, "pieces": pieces, "keys": keys}
+    for i, (group, mine) in enumerate(named.groups):
+        alike["group"][str(i)] = _seen(group)
+        if rank == 0:
+            settings = encode(group, f"param_groups[{i}]", values)
+            told.setdefault("groups", []).append([settings, [held.name for held in mine]])
+            told["optimizers"] = named.labels
+    plan.told["optimizer"], plan.told["alike"] = told, alike
 
 
 def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: dict[str, Tensor]) -> list[Any]:
@@ -152,8 +195,7 @@ def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: di
     """
     inner: dict[str, Tensor] = {}
     found = encode(value, f"piece.{name}", inner)
-    plain = encode(value, "", {})
-    seen = hashlib.sha256(f"{plain!r} {digest(dict(enumerate(inner.values())))}".encode()).hexdigest()[:16]
+    seen = _seen(value)
     has_tensors = bool(inner) and key != "step"
     if has_tensors and named.first_of(held.owner) is not held:
         found = None
@@ -163,18 +205,28 @@ def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: di
     return [named.layout_of(held.owner), seen, found, has_tensors, has_dims, named.has_many(held.owner)]
 
 
-def buffers_of(held: Iterable[Held]) -> dict[str, Tensor]:
-    """What each rank may have other values of: tensors that no unit manages."""
+def _seen(value: Any) -> str:
+    """A digest of a value and of the tensors in it."""
+    inner: dict[str, Tensor] = {}
+    plain = encode(value, "", inner)
+    return digest({**inner, None: plain})[:16]
+
+
+def _alone(held: Iterable[Held]) -> dict[str, Tensor]:
+    """Tensors that no unit manages."""
     rest = (one for one in held if one.unit is None and not isinstance(one, InHandle))
     return {one.name: one.owner.detach() for one in rest if one.numel}
 
 
-def digest(buffers: Mapping[Any, Tensor]) -> str:
+def digest(values: Mapping[Any, Any]) -> str:
     """The same where ranks have the same of them."""
     found = hashlib.sha256()
-    for name, value in buffers.items():
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            found.update(f"{name} {value!r} ".encode())
+            continue
         found.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        found.update(bytes_of(value.cpu().contiguous()))
+        found.update(bytes_of(value.resolve_conj().resolve_neg().cpu().contiguous()))
     return found.hexdigest()
 
 

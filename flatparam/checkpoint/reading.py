@@ -6,7 +6,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk
 from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
 
+MOST_OPEN = 64  # files
 Look = Callable[[Chunk, Tensor], None]  # is given what was read of a box
 
 
@@ -32,6 +32,7 @@ class Source:
     optimizer: Mapping[str, list[Chunk]]
     own: Mapping[str, list[Chunk]] = {}
     digest: str  # the same on ranks that read the same
+    look: Look | None = None  # is given all of what ``whole`` reads
 
     def entry(self, chunk: Chunk) -> Entry:
         """``chunk`` in its file, open."""
@@ -46,7 +47,7 @@ class Source:
             entry = self.entry(chunk)
             assert entry.dtype is not None
             for first in range(begin, end, SUM_BYTES):
-                some = torch.empty((min(SUM_BYTES, end - first)) // entry.dtype.itemsize, dtype=entry.dtype)
+                some = torch.empty(min(SUM_BYTES, end - first) // entry.dtype.itemsize, dtype=entry.dtype, device="cpu")
                 entry.read(first // entry.dtype.itemsize, some)
                 look(chunk, some)
         return 0
@@ -76,11 +77,13 @@ class Source:
         dtype = DTYPES.get(chunks[0].dtype)
         if dtype is None:
             raise CheckpointError(f"{chunks[0].file}: `{key}` has dtype {chunks[0].dtype}, which torch has not")
-        out = torch.empty(chunks[0].shape, dtype=dtype)
+        out = torch.empty(chunks[0].shape, dtype=dtype, device="cpu")
         reads = reads_of(key, chunks, Dense.of(out.shape, row_major(out.shape)), 0, out.view(-1))
         check_reads(self, reads, None, lambda count: None)
         for read in reads:
             self.read(read)
+        if self.look is not None:
+            self.look(chunks[0], out)
         return out
 
     def told_of_optimizer(self) -> dict[str, Any] | None:
@@ -122,18 +125,20 @@ class Checkpoint(Source):
         self.own = self.index.tensors.get(RANKS, {})
         self.digest = self.index.id
         self._open: dict[str, int] = {}
-        self._closing = ExitStack()
         self._checked: set[tuple[str, int, int]] = set()
 
     def close(self) -> None:
-        self._closing.close()
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def entry(self, chunk: Chunk) -> Entry:
-        """Raises: CheckpointError for a file that is not the one that was written."""
+        """Good until a few others are asked for. Raises: CheckpointError for a file that is not the one written."""
         dtype = DTYPES.get(chunk.dtype)
         path = self.folder / chunk.file
         descriptor = self._open.get(chunk.file)
         if descriptor is None:
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
             descriptor = self._open[chunk.file] = self._open_file(path, chunk.file)
         return Entry(path, descriptor, dtype, chunk.dtype, chunk.sizes, chunk.begin)
 
@@ -143,13 +148,16 @@ class Checkpoint(Source):
             descriptor = open_file(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: is missing") from None
-        self._closing.callback(os.close, descriptor)
-        size = os.fstat(descriptor).st_size
-        if size != expected:
-            raise CheckpointError(f"{path}: expected {expected} bytes, it has {size}")
-        length = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if length > size or zlib.crc32(os.pread(descriptor, length, 0)) != header:
-            raise CheckpointError(f"{path}: is not the file that was saved: its header has another checksum")
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != expected:
+                raise CheckpointError(f"{path}: expected {expected} bytes, it has {size}")
+            length = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            if length > size or zlib.crc32(os.pread(descriptor, length, 0)) != header:
+                raise CheckpointError(f"{path}: is not the file that was saved: its header has another checksum")
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor
 
     def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:
@@ -162,7 +170,7 @@ class Checkpoint(Source):
             if mark in self._checked:
                 continue
             first = i * SUM_BYTES
-            buffer = torch.empty(min(SUM_BYTES, total - first), dtype=torch.uint8)
+            buffer = torch.empty(min(SUM_BYTES, total - first), dtype=torch.uint8, device="cpu")
             raw.read(first, buffer)
             if chunk.sums is None or zlib.crc32(bytes_of(buffer)) != chunk.sums[i]:
                 raise CheckpointError(

@@ -25,7 +25,7 @@ from .errors import CheckpointError
 from .files import Part, sync_folder, write_file
 from .index import MODEL, NAME, OPTIMIZER, RANKS, Index, read_sealed, write_sealed
 from .optimizers import labelled
-from .planning import SavePlan, buffers_of, describe_units, digest, plan_save
+from .planning import ALIKE, SavePlan, describe_units, plan_save
 from .progress import Meter, Summary
 
 _RENAME_EXCHANGE = 2
@@ -42,7 +42,11 @@ class Pending:
         self._summary: Summary | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="flatparam checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # there are too many: the other ranks wait to hear of it
+            saving.error = error
+            saving.write()
 
     def _run(self) -> None:
         try:
@@ -146,25 +150,22 @@ class _Saving:
         self.plan, self.units = SavePlan(), []
         self.error: BaseException | None = None  # on the way to the files
         error: BaseException | None = None
-        buffers, own = {}, ""
+        own = ""
         self.id = secrets.token_hex(16)
         try:
-            self.path = Path(os.path.realpath(path) if os.path.islink(path) else os.path.abspath(path))
+            self.path = Path(os.path.realpath(path))
             unheard = _take_unheard()
             if unheard is not None:
                 raise CheckpointError(f"{unheard}. wait() says this; nothing is saved to {self.path} now, save again")
             self.plan = plan_save(model, optimizer, extra, council.rank)
             if council.is_first:
                 self.units = describe_units(model)
-            buffers = buffers_of(self.plan.held)
-            own = digest(buffers)
+            own = self.plan.alone.digest() if council.size > 1 else ""
         except Exception as caught:
             error = caught
         mine = [str(self.path), self.id, own, None if optimizer is None else list(labelled(optimizer))]
         self.id, first = council.meet(mine, error, self._begin)
-        if first != own:
-            self.plan.told["own"] = {name: f"own.{name}" for name in buffers}
-            self.plan.add_own({f"own.{name}": value for name, value in buffers.items()}, council.rank)
+        self.plan.keep_alone(council.rank, first != own)
         self.folder = self._partial(self.id)
         self.meter = Meter(f"save {self.path.name}", progress and council.is_first)
 
@@ -194,8 +195,12 @@ class _Saving:
                 raise CheckpointError(f"{self.path}: another save to it goes on: wait() for that one first")
             shutil.rmtree(left, ignore_errors=True)  # of saves that were killed
         missing = [parent for parent in self.path.parents if not parent.exists()]
-        for folder in (MODEL, OPTIMIZER, RANKS):
-            (self._partial(name) / folder).mkdir(parents=True, exist_ok=True)
+        try:
+            for folder in (MODEL, OPTIMIZER, RANKS):
+                (self._partial(name) / folder).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            shutil.rmtree(self._partial(name), ignore_errors=True)
+            raise
         for parent in missing:
             sync_folder(parent.parent)
         _under_way.add(self._partial(name))
@@ -218,28 +223,33 @@ class _Saving:
 
     def write(self) -> Summary:
         """Write the files; on the first rank the index; rename. Raises: as ``save``."""
+        mine = self.plan.bytes
         try:
-            total = self._write()
+            total = self._write(mine)
         finally:
             _under_way.discard(self.folder)
+            self.plan = SavePlan()  # of async_save's, which the user may keep, the copies
             seconds = self.meter.close()
-        return Summary(str(self.path), self.id, total, self.plan.bytes, seconds)
+        return Summary(str(self.path), self.id, total, mine, seconds)
 
-    def _write(self) -> int:
+    def _write(self, mine: int) -> int:
         council = self.council
         error: BaseException | None = None
         seal = 0
-        self.meter.expect(self.plan.bytes)
+        self.meter.expect(mine)
         try:
             if self.error is not None:
                 raise self.error
             if not self.folder.is_dir():
                 raise CheckpointError(f"{self.path.parent} is not the same folder on all ranks: save to one that is")
-            files = {
+            told = self.plan.told
+            told["files"] = {
                 name: write_file(self.folder, name, parts, self.meter.add).as_json()
                 for name, parts in self.plan.parts.items()
             }
-            seal = write_sealed(self._table(council.rank), {"files": files, **self.plan.told})
+            seal = write_sealed(self._table(council.rank), told)
+            told.clear()
+            self.plan.parts.clear()  # as much as the index, which is to be made
             for folder in (MODEL, OPTIMIZER, RANKS):
                 sync_folder(self.folder / folder)
         except Exception as caught:
@@ -260,23 +270,29 @@ class _Saving:
         index = Index(self.id, len(seals), _about(), units=self.units)
         states: dict[str, Any] = {}
         pieces: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
-        gradients: dict[str, str] = {}
+        alike: dict[str, dict[str, str]] = {}
+        keys: dict[str, tuple[int, list[str]]] = {}
         for rank, seal in enumerate(seals):
             told = read_sealed(self._table(rank), seal)
             index.add_files(told["files"])
             if rank == 0:
                 index.about |= {"aliases": told["aliases"], "modules": told["modules"]}
                 index.optimizer = told.get("optimizer")
-                gradients = told.get("optimizer", {}).get("gradients", {})
-            _check_gradients(rank, told.get("optimizer", {}).get("gradients", {}), gradients)
-            index.ranks.append({key: told[key] for key in ("extra", "own", "kept") if key in told})
-            for name, keys in told.get("optimizer", {}).get("states", {}).items():
-                states.setdefault(name, {}).update(keys)
-            for name, keys in told.get("optimizer", {}).get("pieces", {}).items():
-                for key, value in keys.items():
+                alike = told.get("alike", {})
+            _check_alike(rank, told.get("alike", {}), alike)
+            kinds = ("extra", "own", "own_states", "kept", *(["modules"] if rank else []))
+            index.ranks.append({kind: told[kind] for kind in kinds if kind in told})
+            of_optimizer = told.get("optimizer", {})
+            for name, here in of_optimizer.get("keys", {}).items():
+                _check_keys(name, keys.setdefault(name, (rank, here)), (rank, here))
+            for name, values in of_optimizer.get("states", {}).items():
+                states.setdefault(name, {}).update(values)
+            for name, values in of_optimizer.get("pieces", {}).items():
+                for key, value in values.items():
                     pieces.setdefault((name, key), []).append((rank, value))
+        boxes = index.tensors.get(OPTIMIZER, {})
         for (name, key), said in pieces.items():
-            if any(has_dims for _, (*_, has_dims, _) in said) and f"state.{name}.{key}" in index.tensors[OPTIMIZER]:
+            if any(has_dims for _, (*_, has_dims, _) in said) and f"state.{name}.{key}" in boxes:
                 raise CheckpointError(
                     f"the optimizer's `{key}` of `{name}` has the shape of the piece there on some ranks, and another "
                     f"on rank {said[0][0]}: it cannot be told whether it has an element for each of the parameter"
@@ -328,20 +344,30 @@ def _entry_of_pieces(name: str, key: str, said: list[tuple[int, list[Any]]]) -> 
     return [value, first, True] if has_dims else None
 
 
-def _check_gradients(rank: int, told: dict[str, str], first: dict[str, str]) -> None:
-    """Raises: CheckpointError naming a parameter that no unit manages, whose gradient is not as rank 0 has it."""
-    for name in {**first, **told}:
-        if told.get(name) != first.get(name):
-            raise CheckpointError(
-                f"the gradient of `{name}` differs on rank 0 and rank {rank}, and no unit manages it: add it up over "
-                "the ranks, or save after the optimizer's step and zero_grad()"
-            )
+def _check_alike(rank: int, told: dict[str, dict[str, str]], first: dict[str, dict[str, str]]) -> None:
+    """Raises: CheckpointError naming what is not as rank 0 has it."""
+    for kind, (what, why) in ALIKE.items():
+        here, there = told.get(kind, {}), first.get(kind, {})
+        for name in {**there, **here}:
+            if here.get(name) != there.get(name):
+                raise CheckpointError(f"{what} `{name}` differs on rank 0 and rank {rank}, {why}")
+
+
+def _check_keys(name: str, one: tuple[int, list[str]], other: tuple[int, list[str]]) -> None:
+    """Raises: CheckpointError for a key that the optimizer has for a parameter on one rank, and not on another."""
+    for (rank, keys), (without, fewer) in ((one, other), (other, one)):
+        for key in keys:
+            if key not in fewer:
+                raise CheckpointError(
+                    f"the optimizer has `{key}` of `{name}` on rank {rank}, and not on rank {without}, which has a "
+                    "part of that parameter too"
+                )
 
 
 def _on_host(part: Part) -> torch.Tensor:
     """A copy in memory of its own, which is pinned where the part is on an accelerator."""
     tensor = part.tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
     return copy.copy_(tensor, non_blocking=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +38,6 @@ class Targets:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     touched: list[Held] = field(default_factory=list)
-    read: list[tuple[Chunk, Tensor]] = field(default_factory=list)  # already, of values without an element for each
     tied: list[tuple[Held, str, str]] = field(default_factory=list)  # with two names that both are there
     rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from which dtype to which
 
@@ -90,7 +91,7 @@ def check_tied(source: Source, held: Held, name: str, other: str) -> None:
     """Raises: CheckpointError, if two names of one parameter have different values in the files."""
     found = []
     for one in (name, other):
-        out = torch.empty(held.numel, dtype=DTYPES[source.model[one][0].dtype])
+        out = torch.empty(held.numel, dtype=DTYPES[source.model[one][0].dtype], device="cpu")
         reads = reads_of(one, source.model[one], held.dense, held.start, out)
         check_reads(source, reads, None, lambda count: None)
         for read in reads:
@@ -100,12 +101,16 @@ def check_tied(source: Source, held: Held, name: str, other: str) -> None:
         raise CheckpointError(f"`{name}` and `{other}` are one parameter, and have different values in the checkpoint")
 
 
-def into_optimizer(named: Named, told: Mapping[str, Any], source: Source, strict: bool) -> Targets:
-    """``told``: the index's ``optimizer``. ``strict``: what several optimizers have saved is wanted of all of them.
+def into_optimizer(
+    named: Named, told: Mapping[str, Any], source: Source, strict: bool, own: Mapping[str, list[Chunk]]
+) -> Targets:
+    """``told``: the index's ``optimizer``. ``strict``: every state that was saved is wanted.
 
-    Raises: CheckpointError for parameters, states and shapes that do not fit.
+    ``own``: boxes of states that this rank alone has. Raises: CheckpointError for parameters, states and shapes that do
+    not fit.
     """
     found = Targets()
+    chunks_of = ChainMap(dict(own), dict(source.optimizer))
     if told["groups"] is not None:
         saved = {name: i for i, (_, names) in enumerate(told["groups"]) for name in names}
         _check_optimizers(named, told, saved, strict)
@@ -116,13 +121,15 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source, strict
                 if isinstance(value, Tensor) and isinstance(before, Tensor):
                     values[key] = value.to(before.device)
             found.groups.append(values)
+    if strict:
+        _check_wanted(named, told)
     for param, held in named.params():
         here = [one for one in held if one.numel]
         keys = _keys(here, told["states"])
         before = named.state_of(param)
         state: dict[str, Any] = {}
         for key in keys:
-            kinds = [told["states"][one.name][key] for one in here]
+            kinds = _alike([told["states"][one.name][key] for one in here], here)
             pieces = [kind["pieces"] for kind in kinds if isinstance(kind, dict)]
             if pieces:
                 _check_layout(named, param, here[0], key, pieces)
@@ -133,16 +140,38 @@ def into_optimizer(named: Named, told: Mapping[str, Any], source: Source, strict
                     f"`{here[0].name}`, and none for others"
                 )
             if kinds[0] == "box":
-                state[key] = _like_param(found, param, here, key, before.get(key), source)
+                state[key] = _like_param(found, param, here, key, before.get(key), chunks_of, source.model)
             else:
-                state[key] = _one(found, named, param, here[: len(kinds)], key, kinds, before.get(key), source)
+                state[key] = _one(named, param, here[: len(kinds)], key, kinds, before.get(key), source)
         if here:
             found.state.append((param, state))
+    for param, held in itertools.chain(named.params(), named.others()):
         if not any(isinstance(one, InHandle) for one in held):
+            here = [one for one in held if one.numel]
             having = [one for one in here if GRADIENT in told["states"].get(one.name, {})]  # others in it count as 0
-            grad = _like_param(found, param, having, GRADIENT, None, source) if having else None
+            grad = None
+            if having:
+                grad = _like_param(found, param, having, GRADIENT, None, chunks_of, source.model)
             found.gradients.append((param, grad))
     return found
+
+
+def _alike(kinds: list[Any], here: list[Held]) -> list[Any]:
+    """A tensor without dimensions has an element for each of a parameter without: as the others' where they differ."""
+    if all(kind == "box" for kind in kinds):
+        return kinds
+    return ["one" if kind == "box" and not one.shape else kind for one, kind in zip(here, kinds, strict=True)]
+
+
+def _check_wanted(named: Named, told: Mapping[str, Any]) -> None:
+    """Raises: CheckpointError for saved states of what no optimizer here steps."""
+    wanted = {one.name for _, held in named.params() for one in held}
+    for name, state in told["states"].items():
+        if name not in wanted and state.keys() - {GRADIENT}:
+            raise CheckpointError(
+                f"the checkpoint has optimizer states of `{name}`, which no group of the optimizer has here: pass all "
+                "of them, of the model's parameters, or strict=False"
+            )
 
 
 def _check_optimizers(named: Named, told: Mapping[str, Any], saved: Mapping[str, int], strict: bool) -> None:
@@ -180,15 +209,29 @@ def _keys(here: list[Held], states: Mapping[str, Any]) -> list[str]:
     return keys
 
 
-def _like_param(found: Targets, param: Tensor, here: list[Held], key: str, before: Any, source: Source) -> Tensor:
-    """A state tensor of the parameter's shape, to be read into: that which there is, if it fits."""
-    chunks = [source.optimizer.get(_name(one, key), []) for one in here]
+def _like_param(
+    found: Targets,
+    param: Tensor,
+    here: list[Held],
+    key: str,
+    before: Any,
+    chunks_of: Mapping[str, list[Chunk]],
+    model: Mapping[str, list[Chunk]],
+) -> Tensor:
+    """A state tensor of the parameter's shape, to be read into: that which there is, if it fits.
+
+    Of its dtype in the file; of the parameter's here where it had the parameter's there.
+    """
+    chunks = [chunks_of.get(_name(one, key), []) for one in here]
     for one, its in zip(here, chunks, strict=True):
         if not its:
             raise CheckpointError(f"the checkpoint's files have no `{_name(one, key)}`")
     dtype = DTYPES.get(chunks[0][0].dtype)
     if dtype is None:
         raise CheckpointError(f"`{_name(here[0], key)}` has dtype {chunks[0][0].dtype}, which torch has not")
+    saved = next((model[name] for name in here[0].names if name in model), None)
+    if saved is not None and saved[0].dtype == chunks[0][0].dtype:
+        dtype = param.dtype
     fits = isinstance(before, Tensor) and before.shape == param.shape and before.dtype == dtype
     state = before if fits else like(param, dtype)
     flat = in_owners_order(state, param)
@@ -202,7 +245,6 @@ def _like_param(found: Targets, param: Tensor, here: list[Held], key: str, befor
 
 
 def _one(
-    found: Targets,
     named: Named,
     param: Tensor,
     here: list[Held],
@@ -221,9 +263,7 @@ def _one(
         elif _name(one, key) not in source.optimizer:
             raise CheckpointError(f"the checkpoint's files have no `{_name(one, key)}`")
         else:
-            chunks = source.optimizer[_name(one, key)]
-            got.append(source.whole(_name(one, key), chunks))
-            found.read.append((chunks[0], got[-1]))
+            got.append(source.whole(_name(one, key), source.optimizer[_name(one, key)]))
     first = got[0]
     for one, other in zip(here, got, strict=True):
         if not _same(first, other):
@@ -285,13 +325,14 @@ def _group(
     absent = wanted - saved.keys()
     if absent:
         raise CheckpointError(f"the checkpoint's optimizer has no parameter `{min(absent)}`, which group {i} has")
-    matching = [groups[number] for number in sorted({saved[name] for name in wanted})]
-    if any(other[0] != matching[0][0] for other in matching[1:]):
+    numbers = sorted({saved[name] for name in wanted})
+    matching = [{key: decode(value, values) for key, value in groups[number][0].items()} for number in numbers]
+    if not all(_same(matching[0], other) for other in matching[1:]):
         raise CheckpointError(
             f"the optimizer's group {i}, of `{held[0].name}` and more, has parameters of several saved groups, with "
             "different settings"
         )
-    return {key: decode(value, values) for key, value in matching[0][0].items()}
+    return matching[0]
 
 
 def values_of_modules(

@@ -28,12 +28,14 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
-        return value if abs(value) < _WIDE else {_INT: str(value)}
+        return value if abs(value) < _WIDE else {_INT: hex(value)}
     if type(value) is float:
         return value if math.isfinite(value) else {_FLOAT: repr(value)}
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value)}
     if type(value) in (Tensor, torch.nn.Parameter):
+        if value.layout != torch.strided:
+            raise CheckpointError(f"`{path}` is a tensor of layout {value.layout}: give it dense, or its parts")
         name = path
         while name in tensors:
             name += "'"
@@ -80,7 +82,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             found = {decode(key, tensors): decode(item, tensors) for key, item in content}
             return collections.Counter(found) if kind == _COUNTER else found
         if kind == _INT:
-            return int(content)
+            return int(content, 0)
         if kind == _FLOAT:
             return float(content)
         return _DTYPES[content] if kind == _DTYPE else {_TENSOR: tensors}[kind][content]

@@ -79,8 +79,8 @@ class Held:
     def _find_flat(self) -> Tensor:
         if self.here is not None and self.segment is not None:
             return self.segment.flat.detach().narrow(0, self.here.start, self.numel)
-        if self.owner.is_meta or not is_dense(self.owner):
-            where = "on the meta device" if self.owner.is_meta else "not dense"
+        if self.owner.is_meta or not is_dense(self.owner) or self.owner.is_conj() or self.owner.is_neg():
+            where = "on the meta device" if self.owner.is_meta else "not dense, or a conjugate or negative view"
             raise ValueError(f"`{self.name}` is {where}: replace it first")
         return self.owner.detach().as_strided((self.numel,), (1,))
 

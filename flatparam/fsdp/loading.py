@@ -156,7 +156,7 @@ def _read_piece(one: Held, entry: Entry, out: Tensor) -> None:
         return
     row = row_numel(one.shape) if has_rows(one.shape, one.stride) else math.prod(one.shape)
     first, last = one.start // row, -(-(one.start + out.numel()) // row)
-    rows = torch.empty((last - first) * row, dtype=out.dtype)
+    rows = torch.empty((last - first) * row, dtype=out.dtype, device="cpu")
     entry.read(first * row, rows)
     shape = (last - first, *one.shape[1:]) if row < math.prod(one.shape) else one.shape
     out.copy_(in_order(rows.view(shape), one.stride).narrow(0, one.start - first * row, out.numel()))

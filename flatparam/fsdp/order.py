@@ -174,7 +174,10 @@ def wait(
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """``mine`` of every rank of ``group``. A collective call, which waits as ``wait`` does."""
+    """``mine`` of every rank of ``group``. A collective call, which waits as ``wait`` does.
+
+    Raises: ValueError on all ranks for what one of them cannot pickle.
+    """
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
     def gather(tensor: Tensor) -> list[Tensor]:
@@ -182,11 +185,18 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
         wait(issue(dist.all_gather, everyone, tensor, group=group), group, device)
         return everyone
 
-    data = pickle.dumps(mine)
+    try:
+        data = pickle.dumps((None, mine))
+    except Exception as error:
+        data = pickle.dumps((f"{type(error).__name__}: {error}", None))
     sizes = [int(size) for size in gather(torch.tensor([len(data)], device=device))]
     padded = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8, device=device)
     pairs = zip(sizes, gather(padded), strict=True)
-    return [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
+    found = [pickle.loads(bytes(other[:size].tolist())) for size, other in pairs]
+    for rank, (problem, _) in zip(dist.get_process_group_ranks(group), found, strict=True):
+        if problem is not None:
+            raise ValueError(f"rank {rank} has what cannot be told to others: {problem}")
+    return [other for _, other in found]
 
 
 def follow(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:

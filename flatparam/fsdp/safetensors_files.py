@@ -62,7 +62,7 @@ class Entry(NamedTuple):
         raw = torch.uint8 if self.dtype is torch.bool else self.dtype  # a byte of 2 is no bool
         direct = raw == out.dtype and out.is_cpu and out.is_contiguous()
         step = CHUNK_BYTES // raw.itemsize
-        buffer = out if direct else torch.empty(min(step, out.numel()), dtype=raw)
+        buffer = out if direct else torch.empty(min(step, out.numel()), dtype=raw, device="cpu")
         for done in range(0, out.numel(), step):
             count = min(step, out.numel() - done)
             into = out.narrow(0, done, count) if direct else buffer.narrow(0, 0, count)

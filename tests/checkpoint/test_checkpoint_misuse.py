@@ -218,7 +218,7 @@ def a_copy_fails(folder):
             raise MemoryError("no host memory")
 
         saving._on_host = fail
-    with pytest.raises(MemoryError if dist.get_rank() == 1 else CheckpointError, match="no host memory"):
+    with pytest.raises(CheckpointError, match="MemoryError: no host memory"):
         checkpoint.async_save(folder / "one", module).wait()
     saving._on_host = on_host
     assert checkpoint.async_save(folder / "one", module).wait().bytes > 80

@@ -1,5 +1,7 @@
 """Checkpoints of modules that nothing shards, in one process: state of modules, of optimizers, summaries."""
 
+import tracemalloc
+
 import torch
 from torch import nn
 
@@ -40,6 +42,18 @@ def test_summaries_and_bars(tmp_path, capfd):
     found = flatparam.checkpoint.load(tmp_path / "one", module)
     assert (found.extra, found.world_size, found.summary.id) == ({"x": 1}, 1, summary.id)
     assert flatparam.checkpoint.verify(tmp_path / "one", check_finite=True).bytes == 300 * 301 * 4
+
+
+def test_an_index_takes_no_more_memory_than_it_is_long(tmp_path):
+    module = nn.Linear(3, 3)
+    flatparam.checkpoint.save(tmp_path / "one", module)
+    tracemalloc.start()
+    try:
+        flatparam.checkpoint.save(tmp_path / "two", module)
+        flatparam.checkpoint.load(tmp_path / "one", module)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_modules_keep_beside_tensors(tmp_path):

@@ -171,7 +171,8 @@ def _is_made_of(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Whether ``shape`` is ``whole`` with dimensions left out, or 1 in place of them."""
     sizes = iter(whole)
     kept = [one for one in shape if one != 1]
-    return len(whole) > 1 and len(shape) <= len(whole) and shape != whole and all(one in sizes for one in kept)
+    fits = len(whole) > 1 and len(shape) <= len(whole) and shape != whole
+    return fits and len(kept) > 0 and all(one in sizes for one in kept)
 
 
 def _is_cut(param: Held) -> bool:
