@@ -5,6 +5,7 @@ from typing import Any, Final, SupportsIndex, TypeVar, final
 
 import torch
 import torch.nn as nn
+from typing_extensions import disjoint_base
 
 _T = TypeVar("_T")
 
@@ -61,6 +62,7 @@ class Gather:
     def wait(self, /) -> bool: ...
     def is_completed(self, /) -> bool: ...
 
+@disjoint_base
 class HandleSteps:
     _state: Any
     _training_state: Any
