@@ -33,7 +33,7 @@ int fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, in
 /* The user's thread that this code runs for, as a number. A backward runs for the thread that has called it, in whichever
  * threads its nodes run and whatever backwards these call. */
 uintptr_t fp_graph_caller(void) FP_NOEXCEPT;
-/* Let backwards that are called in this thread from here on run for the thread that it runs for now. */
+/* Let backwards that are called in this thread from here on run for the same user's thread as this code. */
 int fp_graph_keep_caller(void);
 /* The graph task that runs in this thread, -1: none. */
 int fp_graph_task(void) FP_NOEXCEPT;

@@ -171,12 +171,11 @@ class Pickled(Foreign):
         tensors: dict[str, list[Chunk]] = {}
         storage = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
         for name, told in metadata.state_dict_metadata.items():
-            if not hasattr(told, "chunks"):
-                self._take_value(metadata.planner_data.get(name, ()), storage.get((name, None)))
+            boxes = getattr(told, "chunks", ())  # another value has none
+            first = storage.get((name, boxes[0].offsets if boxes else None))
+            if self._take_value(metadata.planner_data.get(name, ()), first):
                 continue
-            if self._take_value(metadata.planner_data.get(name, ()), storage.get((name, told.chunks[0].offsets))):
-                continue
-            for box in told.chunks:
+            for box in boxes:
                 info = storage[name, box.offsets]
                 dtype = NAMES[told.properties.dtype]
                 chunk = Chunk(
@@ -205,7 +204,7 @@ class Pickled(Foreign):
         if told is not None and groups and all("params" in group for group in groups):
             left_out = ("params", "param_names")
             told["groups"] = [
-                [{key: _plain(value) for key, value in group.items() if key not in left_out}, group["params"]]
+                [{key: value for key, value in group.items() if key not in left_out}, group["params"]]
                 for group in groups
             ]
         return told
@@ -243,11 +242,6 @@ class Pickled(Foreign):
         strides = row_major(read.chunk.sizes)
         tensor = self._tensor(read.chunk)
         read.out.copy_(tensor.as_strided(read.out.shape, strides, tensor.storage_offset() + read.begin))
-
-
-def _plain(value: Any) -> Any:
-    """As the index has it; a tensor as it is."""
-    return {"$tuple": list(value)} if isinstance(value, tuple) else value
 
 
 def _digest_of(entries: Iterable[Entry]) -> str:
