@@ -26,25 +26,13 @@
 FP_INLINE void
 cast_one(const void *source, fp_dtype from, void *destination, fp_dtype to, size_t i, int op, double scale)
 {
+    const int has_scale = op & FP_OP_SCALE, adds = op & FP_OP_ADD;
     if (to == FP_F64) {
-        double value = fp_load_f64(source, i, from);
-        if (op & FP_OP_SCALE) {
-            value *= scale;
-        }
-        if (op & FP_OP_ADD) {
-            value += fp_load_f64(destination, i, to);
-        }
-        fp_store_f64(destination, i, to, value);
-        return;
+        fp_put_f64(destination, i, fp_load_f64(source, i, from), has_scale, scale, adds);
     }
-    float value = fp_load_f32(source, i, from);
-    if (op & FP_OP_SCALE) {
-        value = fp_round_f32(value, to) * (float)scale;
+    else {
+        fp_put_f32(destination, i, to, fp_load_f32(source, i, from), has_scale, scale, adds);
     }
-    if (op & FP_OP_ADD) {
-        value = fp_load_f32(destination, i, to) + fp_round_f32(value, to);
-    }
-    fp_store_f32(destination, i, to, value);
 }
 
 #if defined(FP_VECTOR_BYTES)

@@ -149,3 +149,21 @@ fp_round_f32(float value, fp_dtype dtype)
     }
     return value;
 }
+
+/* Element i of an array of fp64, or of another dtype, becomes value: times scale, if has_scale, and added to what stands
+ * there, if adds. Each step rounds to dtype. */
+FP_HD static inline void
+fp_put_f64(void *array, size_t i, double value, int has_scale, double scale, int adds)
+{
+    value = has_scale ? value * scale : value;
+    value = adds ? fp_load_f64(array, i, FP_F64) + value : value;
+    fp_store_f64(array, i, FP_F64, value);
+}
+
+FP_HD static inline void
+fp_put_f32(void *array, size_t i, fp_dtype dtype, float value, int has_scale, double scale, int adds)
+{
+    value = has_scale ? fp_round_f32(value, dtype) * (float)scale : value;
+    value = adds ? fp_load_f32(array, i, dtype) + fp_round_f32(value, dtype) : value;
+    fp_store_f32(array, i, dtype, value);
+}

@@ -114,14 +114,11 @@ fp_pack_one(const fp_pack_job *job, const void *source, size_t i, fp_dtype from,
         wide = (double)value;
     }
     if (to == FP_F64) {
-        wide = job->has_scale ? wide * job->scale : wide;
-        wide = job->accumulate ? fp_load_f64(target, j, to) + wide : wide;
-        fp_store_f64(target, j, to, wide);
-        return;
+        fp_put_f64(target, j, wide, job->has_scale, job->scale, job->accumulate);
     }
-    value = job->has_scale ? fp_round_f32(value, to) * (float)job->scale : value;
-    value = job->accumulate ? fp_load_f32(target, j, to) + fp_round_f32(value, to) : value;
-    fp_store_f32(target, j, to, value);
+    else {
+        fp_put_f32(target, j, to, value, job->has_scale, job->scale, job->accumulate);
+    }
 }
 
 /* Call one of the functions below with the dtype as a constant. */

@@ -119,7 +119,7 @@ fp_gradients_norm(PyObject *const *params, Py_ssize_t n, double order, int in_fp
             const fp::WithoutGil without;
             const at::ScalarType precision = in_fp64 ? at::kDouble : at::kFloat;
             const c10::Device there = reinterpret_cast<THPDevice *>(device)->device;
-            if (order == 2.0 || order == std::numeric_limits<double>::infinity()) {
+            if (!there.is_cpu() && (order == 2.0 || order == std::numeric_limits<double>::infinity())) {
                 norm = fp::launch_norm(fp::all_of(kinds), order != 2.0, precision);
             }
             if (norm.defined()) {
@@ -146,7 +146,7 @@ fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum, double r
             norm = root == 1.0 ? norm : at::pow(norm, root);
             const at::Tensor factor = fp::factor_for(norm, max_norm);
             std::optional<at::ScalarType> widest;
-            const bool scaled = fp::launch_scale(fp::all_of(kinds), factor);
+            const bool scaled = !factor.is_cpu() && fp::launch_scale(fp::all_of(kinds), factor);
             for (const fp::Kind &kind : kinds) {
                 const at::ScalarType dtype = kind.grads[0].scalar_type();
                 if (!scaled) {
