@@ -38,7 +38,7 @@ typedef struct {
         };
         PyObject *objects[OBJECTS]; /* owned; NULL until they are set */
     };
-    Py_ssize_t numel, shard_numel, ranks; /* unsharded, sharded; of the zero3 group */
+    int64_t numel, shard_numel, ranks; /* unsharded, sharded; of the zero3 group */
     int state_code, sum_code;
     char is_unsharded, gathered, confirmed, was_given_up, is_from_masters, in_backward, is_shown;
     char needs_param_sync, param_synced, has_zero3_copy, stays_unsharded, is_on_host, unsafe;
@@ -419,7 +419,7 @@ static int
 begin_gather(handle_steps *h, PyObject *padded, PyObject *shard)
 {
     fp_gather *native = h->native == NULL || h->stays_unsharded ? NULL : fp_gather_of(h->native);
-    const Py_ssize_t own = native == NULL ? 0 : PyObject_Size(shard);
+    const int64_t own = native == NULL ? 0 : fp_torch_numel(shard);
     if (native == NULL || own < 0 || own * h->ranks != h->numel || is_set(h->gather)) {
         return own < 0 ? -1 : 0;
     }
@@ -538,7 +538,7 @@ use_sharded(handle_steps *h, PyObject *ignored)
     int status = 0; /* 0: by operations */
     h->is_unsharded = 0;
     if (h->padded != NULL && h->unit != NULL) {
-        const Py_ssize_t numel = PyObject_Size(h->shard);
+        const int64_t numel = fp_torch_numel(h->shard);
         PyObject *const arguments[] = {h->flat_param, h->shard, h->params,
                                        h->shared,     h->infos, h->unsafe ? Py_True : Py_False};
         status = numel < 0                 ? -1
@@ -768,7 +768,7 @@ bind(handle_steps *h, PyObject *const *args, Py_ssize_t nargs)
     for (size_t i = 0; i < 6; i++) {
         h->objects[i] = i >= 4 && args[i] == Py_None ? NULL : Py_NewRef(args[i]);
     }
-    h->ranks = (Py_ssize_t)ranks;
+    h->ranks = ranks;
     Py_RETURN_NONE;
 }
 
@@ -787,8 +787,8 @@ bind_buffers(handle_steps *h, PyObject *ignored)
         *slot = value;
     }
     h->message = PyObject_GetAttrString(h->flat, "_freed_message");
-    h->numel = h->message == NULL ? -1 : PyObject_Size(h->padded);
-    h->shard_numel = h->numel < 0 ? -1 : PyObject_Size(h->shard);
+    h->numel = h->message == NULL ? -1 : fp_torch_numel(h->padded);
+    h->shard_numel = h->numel < 0 ? -1 : fp_torch_numel(h->shard);
     return none_unless(h->shard_numel < 0 ? -1 : 0);
 }
 

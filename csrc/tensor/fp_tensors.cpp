@@ -515,6 +515,12 @@ fp_torch_free(PyObject *object, const char *reason, int keeps_size)
 }
 
 int64_t
+fp_torch_numel(PyObject *tensor)
+{
+    return fp::guarded(int64_t{-1}, [&] { return fp::unpack(tensor).numel(); });
+}
+
+int64_t
 fp_torch_storage_numel(PyObject *tensor_object)
 {
     return fp::guarded(int64_t{-1}, [&] {
