@@ -1,5 +1,6 @@
 """The device "sim": an accelerator with streams, events and pinned memory, in host memory (simulated_device.cpp)."""
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -23,10 +24,17 @@ def build():
     key = hashlib.sha1(SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:12]
     folder = SOURCE.parents[2] / "build" / f"simulated-{key}"
     library = folder / "simulated_device.so"
-    if library.exists():
-        return library
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{os.getpid()}.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second waits instead of compiling the same
+        if not library.exists():
+            _compile(library.with_suffix(".part"))
+            library.with_suffix(".part").rename(library)
+    return library
+
+
+def _compile(library):
+    inside = Path(torch.__file__).parent
     headers = [inside / "include", inside / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     subprocess.run(
         [
@@ -34,15 +42,13 @@ def build():
             *FLAGS,
             *(f"-isystem{header}" for header in headers),
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(str(SOURCE), "-o", str(made)),
+            *(str(SOURCE), "-o", str(library)),
             *(f"-L{inside / 'lib'}", f"-Wl,-rpath,{inside / 'lib'}"),
             *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
         ],
         check=True,
         env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
     )
-    made.rename(library)  # whoever else compiled it has made the same
-    return library
 
 
 def use(library):
