@@ -7,6 +7,7 @@ import functools
 import warnings
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
@@ -141,3 +142,10 @@ def check_types(**arguments: object) -> None:
             fits = isinstance(value, cls) or (value is None and name != "module")
         if not fits:
             raise TypeError(f"expected {name} to be {wanted}, got {value!r:.200} ({type(value).__name__})")
+    precision = arguments.get("mixed_precision")
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(precision, name, None)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"expected mixed_precision.{name} to be a floating-point torch.dtype or None, got {dtype!r}"
+            )

@@ -230,22 +230,30 @@ def by_segment(originals: list[Original], options: Options) -> list[list[Origina
     return sorted(groups.values(), key=lambda group: not group[0].param.requires_grad)
 
 
-def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, torch.dtype | None]:
-    """Where parameters of one segment lie; and the dtype that they compute in, None for their own."""
+class Dtypes(NamedTuple):
+    """What a segment computes and is reduced in; None: the parameters' dtype, and that which they compute in."""
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+
+
+def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
+    """Where parameters of one segment lie, and their dtypes: those of mixed precision would lose half of a complex one."""
     first, precision = originals[0].param, options.mixed_precision
-    compute_dtype = precision.param_dtype if first.is_floating_point() else None
-    dtype = compute_dtype or first.dtype
+    real = first.is_floating_point()
+    dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)
+    dtype = dtypes.compute or first.dtype
     arranged = options.atomic is not None or options.shard_alignment is not None
     layout = FlatLayout.of_shapes(
         [original.shape for original in originals],
         shards,
         itemsize=first.element_size(),
         alignment=alignment_of(
-            options.shard_alignment, (first.dtype, dtype, precision.reduce_dtype or dtype), options.use_orig_params
+            options.shard_alignment, (first.dtype, dtype, dtypes.reduce or dtype), options.use_orig_params
         ),
         blocks=[original.block for original in originals] if arranged else None,
     )
-    return layout, compute_dtype
+    return layout, dtypes
 
 
 def check_not_rounded(name: str, original: Original, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,8 +81,7 @@ class Segment:
         self.placement = placement
         self.computes_on = options.device  # None: where the shard lies
         self.use_orig_params = options.use_orig_params
-        self._reduce_dtype = options.mixed_precision.reduce_dtype
-        self.layout, self.compute_dtype = layout_of(originals, placement.shards, options)
+        self.layout, (self.compute_dtype, self._reduce_dtype) = layout_of(originals, placement.shards, options)
         self.in_rows = [
             options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
             for original in originals

@@ -295,8 +295,8 @@ def _with_data(original: Original) -> Original:
 
 
 def _segment(originals: list[Original], options: Options, settings: Settings) -> tuple[Flat, tuple[Original, ...]]:
-    layout, compute_dtype = layout_of(originals, settings.shards, options)
+    layout, dtypes = layout_of(originals, settings.shards, options)
     trained = any(original.param.requires_grad for original in originals)
     dtype = originals[0].param.dtype
-    reduce_dtype = options.mixed_precision.reduce_dtype or (dtype if settings.row.full_precision else None)
-    return Flat(layout, dtype, compute_dtype, reduce_dtype, trained), tuple(originals)
+    reduce_dtype = dtypes.reduce or (dtype if settings.row.full_precision else None)
+    return Flat(layout, dtype, dtypes.compute, reduce_dtype, trained), tuple(originals)

@@ -116,3 +116,35 @@ def test_optimizers_in_backward():
 def test_modules_without_a_forward_warn(module):
     with fake_world(2), pytest.warns(UserWarning, match=f"a {type(module).__name__} has no forward"):
         FSDP(module)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j, -2 + 0j]))
+
+    def forward(self, x):
+        return ((self.weight * x).abs() ** 2).sum()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "ZERO_1"])
+@pytest.mark.parametrize("dtypes", [{"reduce_dtype": torch.float32}, {"param_dtype": torch.bfloat16}])
+def test_mixed_precision_leaves_complex_parameters_whole(strategy, dtypes):
+    """A real dtype would lose their imaginary parts."""
+    bare = Complex()
+    bare(torch.ones(4)).backward()
+    with fake_world(1):
+        settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+        model = FSDP(Complex(), mixed_precision=MixedPrecision(**dtypes), **settings)
+        model(torch.ones(4)).backward()
+        [param] = model.parameters()
+        assert param.grad.dtype == torch.complex64
+        assert torch.equal(param.grad, bare.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.bool, "bf16"])
+def test_other_dtypes_of_mixed_precision_are_refused(name, dtype):
+    expected = f"expected mixed_precision.{name} to be a floating-point torch.dtype or None, got {dtype!r}"
+    with fake_world(1), pytest.raises(TypeError, match=expected):
+        FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(**{name: dtype}))
