@@ -131,7 +131,11 @@ class Pieces {
             table.resident = 1;
         }
         const c10::impl::VirtualGuardImpl streams(device_.type());
-        const int error = kernel(&job, &table, device_.is_cuda() ? handle_of(streams.getStream(device_)) : nullptr);
+        const c10::Stream stream = streams.getStream(device_);
+        if (!device_.is_cuda()) { // a kernel of a test, which runs at once
+            streams.synchronizeStream(stream);
+        }
+        const int error = kernel(&job, &table, device_.is_cuda() ? handle_of(stream) : nullptr);
         TORCH_CHECK(error == 0, "flatparam: a kernel could not be launched on ", device_, ": ", kernels.message(error));
     }
 

@@ -32,8 +32,8 @@ def trained(kind, group, strategy, precision, orig):
         return seen + [param.detach().cpu().clone() for param in model.parameters()]
 
 
-def as_torch(library):
-    simulated.use(library)
+def as_torch(library, late):
+    simulated.use(library, late)
     group = simulated.new_group()
     strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
     for settings in itertools.product(strategies, (None, LOW), (True, False)):
@@ -44,5 +44,6 @@ def as_torch(library):
 
 
 @pytest.mark.multiprocess
-def test_training_is_torchs():
-    run_ranks(as_torch, 2, str(simulated.build()))
+@pytest.mark.parametrize("late", ["others", "computing"])
+def test_training_is_torchs(late):
+    run_ranks(as_torch, 2, str(simulated.build()), late)

@@ -100,8 +100,8 @@ def settings():
             yield f"{what}, gradients offloaded", {**arguments, "offload_grads": True}
 
 
-def every_setting(library):
-    device = simulated.use(library)
+def every_setting(library, late):
+    device = simulated.use(library, late)
     on_cpu, on_sim = three_groups(dist.new_group), three_groups(simulated.new_group)
     for what, arguments in settings():
         name = arguments["sharding_strategy"].name
@@ -118,10 +118,14 @@ def every_setting(library):
             assert left == 0, f"{what}: {left} bytes of a deleted model are left"
 
 
+LATE = pytest.mark.parametrize("late", ["others", "computing"])
+
+
 @pytest.mark.thorough
 @pytest.mark.multiprocess
-def test_training_equals_that_on_the_cpu(library):
-    run_ranks(every_setting, 4, library, timeout=300.0)
+@LATE
+def test_training_equals_that_on_the_cpu(library, late):
+    run_ranks(every_setting, 4, library, late, timeout=300.0)
 
 
 class Shifted(nn.Module):
@@ -139,9 +143,9 @@ class Shifted(nn.Module):
         return self.last(self.blocks[0](x) + self.shift)
 
 
-def other_ways(library):
+def other_ways(library, late):
     """Offloaded beside a device that nobody named, with buffers; copied, loaded, interrupted; inputs from a device."""
-    device = simulated.use(library)
+    device = simulated.use(library, late)
     sim, on_cpu, on_sim = torch.device("sim", 0), dist.group.WORLD, simulated.new_group()
     for orig in (True, False):
         note(f"orig: {orig}")
@@ -154,7 +158,7 @@ def other_ways(library):
         assert all(segment.flat.is_pinned() for segment in copied._unit.segments)
         assert_equal([copied(data(0).to(sim)).cpu()], [make()(data(0))], f"copied, orig: {orig}")
         x = data(0).to(sim)
-        late, waits = device.put_off(), device.waits()
+        put_off, waits = device.put_off(), device.waits()
         with torch.no_grad():
             model.eval()(x)
         assert device.waits() >= waits + 3  # a shard of each segment may be written to
@@ -162,14 +166,15 @@ def other_ways(library):
             model(x[:, :2])
         model.train().load_state_dict(make(cls=Shifted).state_dict())
         assert_equal(train(model, sim), wanted, f"offloaded, orig: {orig}")
-        assert device.put_off() > late
+        assert device.put_off() > put_off
     model = wrap_blocks(make(), process_group=on_cpu)
     assert_equal([model(data(0).to(sim))], [model(data(0))], "an input that comes from the device")
 
 
 @pytest.mark.multiprocess
-def test_other_ways_to_come_to_a_device(library):
-    run_ranks(other_ways, 2, library, timeout=120.0)
+@LATE
+def test_other_ways_to_come_to_a_device(library, late):
+    run_ranks(other_ways, 2, library, late, timeout=120.0)
 
 
 class Halves(nn.Module):
@@ -329,5 +334,50 @@ def late_copies(library):
     assert device.put_off() == 3
 
 
+def late_kernels(library):
+    """The stream that computes is late itself, and who reads what it writes is not."""
+    device = simulated.use(library, late="computing")
+    sim = torch.device("sim", 0)
+    own, x = torch.Stream(sim), torch.ones(4, device=sim)
+    torch.accelerator.synchronize()
+    x.mul_(2)
+    product = x * 3
+    done = torch.accelerator.current_stream().record_event()
+    seen = torch.zeros(4, device=sim)
+    torch.accelerator.synchronize()
+    x.mul_(5)
+    with own:
+        seen.copy_(x, non_blocking=True)
+    assert seen.tolist() == [2, 2, 2, 2]
+    with own:
+        own.wait_event(torch.accelerator.current_stream(sim).record_event())  # of itself: nothing
+        own.wait_event(done)
+        seen.copy_(product, non_blocking=True)
+    assert seen.tolist() == [6, 6, 6, 6] and x.tolist() == [10, 10, 10, 10]
+    assert device.waits() > 0
+
+
+def late_collectives(library):
+    """A collective's work comes late too, and waiting for it keeps a stream waiting but not the host."""
+    device = simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group()
+    x = torch.ones(4, device=sim)
+    before = device.waits()
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert not work.is_completed()
+    early = x.clone()
+    work.wait()
+    late = x.clone()
+    assert device.waits() == before
+    assert (early.tolist(), late.tolist()) == ([1] * 4, [dist.get_world_size()] * 4)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="was changed before it was sent"):
+        work.wait()
+
+
+@pytest.mark.multiprocess
 def test_the_device_is_as_late_as_one_may_be(library):
     run_ranks(late_copies, 1, library)
+    run_ranks(late_kernels, 1, library)
+    run_ranks(late_collectives, 2, library)

@@ -50,8 +50,8 @@ def trained(device, inner, outer, dtype, offload):
     return seen + [param.cpu() for param in full_params(driver.handles, model)]
 
 
-def as_on_the_cpu(library, inner, dtype, offload):
-    simulated.use(library)
+def as_on_the_cpu(library, inner, dtype, offload, late):
+    simulated.use(library, late)
     sim, rank = torch.device("sim", 0), dist.get_rank()
     wide = simulated.new_group()
     alone = [(dist.new_group([r]), simulated.new_group([r])) for r in range(2)][rank]
@@ -65,7 +65,8 @@ def as_on_the_cpu(library, inner, dtype, offload):
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
-    ("inner", "dtype", "offload"), list(itertools.product((1, 2), (None, torch.bfloat16), (False, True)))
+    ("inner", "dtype", "offload", "late"),
+    list(itertools.product((1, 2), (None, torch.bfloat16), (False, True), ("others", "computing"))),
 )
-def test_it_trains_as_on_the_cpu(inner, dtype, offload):
-    run_ranks(as_on_the_cpu, 2, str(simulated.build()), inner, dtype, offload)
+def test_it_trains_as_on_the_cpu(inner, dtype, offload, late):
+    run_ranks(as_on_the_cpu, 2, str(simulated.build()), inner, dtype, offload, late)

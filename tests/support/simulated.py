@@ -51,8 +51,10 @@ def _compile(library):
     )
 
 
-def use(library):
+def use(library, late="others"):
     """Have this process use the device; return its module: ``memory()``, ``put_off()``, ...
+
+    ``late``: which streams are, "others" than the one that computes or just the "computing" one.
 
     A process that has it has an accelerator for good, so only processes of a test's own should.
     """
@@ -63,6 +65,7 @@ def use(library):
     torch._register_device_module("sim", _module(device))
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend("simulated", _collectives(device), devices=["sim"])
+    device.late(late)
     return device
 
 

@@ -1,9 +1,11 @@
 // simulated_device.cpp -- an accelerator that is not there: torch's PrivateUse1 device "sim" in host memory.
 //
-// Kernels run on the CPU, at once and in the order of the program, as on the default stream. What a program may wrongly
-// take for done is put off as long as a device may: a copy that does not block, on another stream, happens when an event
-// behind it is waited for; one to pinned memory reaches it then too. Freed memory is overwritten, and used again first.
-// So a wait that is missing shows in the values.
+// Each stream is a queue of kernels, copies and waits for events, and each group has a stream for its collectives. Which
+// streams are late is chosen: what is put to a late one happens only when an event behind it, or the host, asks for it; what
+// is put to another one at once. So of two streams with no event between them the one that is late is as late as a device
+// may be, and the other as early: a wait that is missing shows in the values. "others": all are late but the one that
+// computes; "computing": that one is, and no other. A copy to pinned memory reaches the host when that waits for it, however
+// early its stream is. Freed memory is overwritten in the order of the stream that it was allocated on, and used again first.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
@@ -11,7 +13,9 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -39,29 +43,73 @@ using Locked = std::lock_guard<std::recursive_mutex>;
 
 struct Queue {
     std::deque<std::function<void()>> waiting;
+    std::deque<std::pair<int64_t, std::function<void()>>> landing; // on the host: what was put as the so-many-th
     int64_t put = 0, done = 0;
 };
 std::map<int64_t, Queue> queues; // by the stream's id; 0 is the default stream
 int64_t last_stream = 0, put_off = 0, waits = 0;
+int64_t computing = 0; // the stream that computes
+bool computes_late = false;
 thread_local int64_t current = 0;
+
+bool
+is_late(int64_t stream)
+{
+    return (stream == computing) == computes_late;
+}
+
+// What runs later does so as kernels do, whatever the thread that comes to it is within.
+template <class Work>
+void
+as_a_kernel(const Work &work)
+{
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset | c10::python_ks);
+    work();
+}
+
+void finish_collectives();
 
 void
 run(int64_t stream, int64_t until)
 {
     Queue &queue = queues[stream];
+    if (queue.done < until && !queue.waiting.empty() && is_late(stream)) {
+        finish_collectives();
+    }
     while (queue.done < until && !queue.waiting.empty()) {
         const auto work = std::move(queue.waiting.front());
         queue.waiting.pop_front();
         queue.done++;
-        work();
+        as_a_kernel(work);
     }
 }
 
+// Copies to the host have reached it.
 void
-run_all()
+land(int64_t stream, int64_t until)
+{
+    Queue &queue = queues[stream];
+    while (!queue.landing.empty() && queue.landing.front().first <= until) {
+        const auto work = std::move(queue.landing.front().second);
+        queue.landing.pop_front();
+        as_a_kernel(work);
+    }
+}
+
+// Whoever waits for a stream sees all that it has done.
+void
+force(int64_t stream, int64_t until)
+{
+    run(stream, until);
+    land(stream, until);
+}
+
+void
+force_all()
 {
     for (auto &[stream, queue] : queues) {
-        run(stream, queue.put);
+        force(stream, queue.put);
     }
 }
 
@@ -71,8 +119,23 @@ put(int64_t stream, std::function<void()> work)
     Queue &queue = queues[stream];
     queue.waiting.push_back(std::move(work));
     queue.put++;
-    put_off++;
+    if (is_late(stream)) {
+        put_off++;
+    }
+    else {
+        run(stream, queue.put);
+    }
 }
+
+// The host waits for a stream.
+void
+wait_for_stream(int64_t stream)
+{
+    waits++;
+    force(stream, queues[stream].put);
+}
+
+void keep_for_stream(const c10::DataPtr &data);
 
 struct Recorded {
     int64_t stream, until;
@@ -137,11 +200,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
             return;
         }
         const Recorded of = *static_cast<Recorded *>(event);
-        if (stream.id() == 0) {
-            run(of.stream, of.until);
-        }
-        else if (of.stream != stream.id()) {
-            put(stream.id(), [of] { run(of.stream, of.until); });
+        if (of.stream != stream.id()) {
+            put(stream.id(), [of] { force(of.stream, of.until); });
         }
     }
     bool queryEvent(void *event) const override
@@ -155,7 +215,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         const Locked locked(mutex);
         waits++;
         if (const auto *of = static_cast<Recorded *>(event)) {
-            run(of->stream, of->until);
+            force(of->stream, of->until);
         }
     }
     void destroyEvent(void *event, c10::DeviceIndex) const noexcept override
@@ -170,12 +230,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void synchronizeStream(const c10::Stream &stream) const override
     {
         const Locked locked(mutex);
-        run(stream.id(), queues[stream.id()].put);
+        wait_for_stream(stream.id());
     }
     void synchronizeDevice(c10::DeviceIndex) const override
     {
         const Locked locked(mutex);
-        run_all();
+        waits++;
+        force_all();
+    }
+    void recordDataPtrOnStream(const c10::DataPtr &data, const c10::Stream &) const override
+    {
+        keep_for_stream(data);
     }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -183,7 +248,11 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 // ---- memory ----
 
 int64_t bytes_now = 0, bytes_peak = 0;
-std::unordered_map<void *, size_t> sizes;                 // of what is in use
+struct Block {
+    size_t bytes;
+    int64_t stream; // that it was allocated on, and goes back to
+};
+std::unordered_map<void *, Block> blocks;                 // in use
 std::multimap<std::pair<int64_t, size_t>, void *> unused; // by stream and size: blocks are never given back
 std::unordered_set<void *> streamed;                      // by record_stream: not used again, whatever becomes of it
 
@@ -191,13 +260,23 @@ void
 free_block(void *memory)
 {
     const Locked locked(mutex);
-    const auto found = sizes.find(memory);
-    bytes_now -= static_cast<int64_t>(found->second);
+    const auto found = blocks.find(memory);
+    const Block block = found->second;
+    blocks.erase(found);
+    bytes_now -= static_cast<int64_t>(block.bytes);
     if (streamed.erase(memory) == 0) {
-        std::memset(memory, 0x7f, found->second);
-        unused.emplace(std::make_pair(current, found->second), memory);
+        put(block.stream, [memory, block] { std::memset(memory, 0x7f, block.bytes); });
+        unused.emplace(std::make_pair(block.stream, block.bytes), memory);
     }
-    sizes.erase(found);
+}
+
+void
+keep_for_stream(const c10::DataPtr &data)
+{
+    const Locked locked(mutex);
+    if (data.get_context() != nullptr) {
+        streamed.insert(data.get_context());
+    }
 }
 
 struct DeviceMemory final : c10::Allocator {
@@ -212,7 +291,7 @@ struct DeviceMemory final : c10::Allocator {
         if (found != unused.end()) {
             unused.erase(found);
         }
-        sizes[memory] = bytes;
+        blocks[memory] = {bytes, current};
         bytes_now += static_cast<int64_t>(bytes);
         bytes_peak = std::max(bytes_peak, bytes_now);
         return {memory, memory, free_block, c10::Device(SIM, 0)};
@@ -317,7 +396,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     {
         c10::DataPtr grown = device_memory.allocate(bytes);
         if (bytes != 0 && storage.nbytes() != 0) {
-            std::memcpy(grown.get(), storage.data(), std::min(bytes, storage.nbytes()));
+            const Locked locked(mutex);
+            put(current, [to = grown.get(), from = storage.data(), n = std::min(bytes, storage.nbytes())] {
+                std::memcpy(to, from, n);
+            });
         }
         storage.set_data_ptr_noswap(std::move(grown));
         storage.set_nbytes(bytes);
@@ -344,28 +426,33 @@ copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking)
 {
     const Locked locked(mutex);
     operations["aten::copy_"]++;
-    const at::Tensor from = on_cpu(source), to = on_cpu(target);
-    const bool to_host = target.is_cpu() && !source.is_cpu();
-    if (current != 0) {
-        const auto copy = [from, to] {
-            const c10::InferenceMode no_versions(false);
-            const at::NoGradGuard no_grad;
-            at::Tensor(to).copy_(from);
-        };
-        put(current, copy);
-        if (!non_blocking) {
-            run(current, queues[current].put);
+    at::Tensor from = on_cpu(source);
+    const at::Tensor to = on_cpu(target);
+    const int64_t stream = current;
+    if (target.is_cpu()) {
+        const bool later = non_blocking && is_pinned(to.const_data_ptr());
+        put_off += later && !is_late(stream);
+        put(stream, [from, to, stream] {
+            const at::Tensor now = from.clone(); // what the device reads; the host gets it later
+            queues[stream].landing.emplace_back(queues[stream].done, [now, to] { at::Tensor(to).copy_(now); });
+        });
+        if (!later) {
+            wait_for_stream(stream);
         }
     }
-    else if (non_blocking && to_host && is_pinned(to.const_data_ptr())) {
-        const at::Tensor now = from.clone(); // what the device reads; the host gets it later
-        put(0, [now, to] { at::Tensor(to).copy_(now); });
+    else if (source.is_cpu()) {
+        const bool later = non_blocking && is_pinned(from.const_data_ptr());
+        from = later ? from : from.clone(); // what is not pinned is read at once
+        put(stream, [from, to, stream] {
+            land(stream, queues[stream].done);
+            at::Tensor(to).copy_(from);
+        });
+        if (!non_blocking) {
+            wait_for_stream(stream);
+        }
     }
     else {
-        if (to_host) {
-            run(0, queues[0].put);
-        }
-        at::Tensor(to).copy_(from);
+        put(stream, [from, to] { at::Tensor(to).copy_(from); });
     }
     return target;
 }
@@ -423,25 +510,182 @@ at::Scalar
 local_scalar(const at::Tensor &self)
 {
     const Locked locked(mutex);
-    run(0, queues[0].put);
+    wait_for_stream(current);
     return on_cpu(self).item();
 }
 
 void
 record_stream(at::Tensor &self, c10::Stream)
 {
-    const Locked locked(mutex);
-    streamed.insert(self.storage().mutable_data_ptr().get_context());
+    keep_for_stream(self.storage().mutable_data_ptr());
 }
 
+using Values = std::vector<c10::IValue>;
+
+// value with change(tensor) in place of each tensor of the device.
+template <class Change>
+c10::IValue
+changed(const c10::IValue &value, const Change &change)
+{
+    if (value.isTensor()) {
+        const at::Tensor &tensor = value.toTensor();
+        return tensor.defined() ? c10::IValue(change(tensor)) : value;
+    }
+    if (value.isTensorList()) {
+        c10::List<at::Tensor> list;
+        for (const at::Tensor &tensor : value.toTensorVector()) {
+            list.push_back(change(tensor));
+        }
+        return list;
+    }
+    if (value.isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> list;
+        for (const auto &tensor : value.toOptionalTensorVector()) {
+            list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(change(*tensor)) : tensor);
+        }
+        return list;
+    }
+    return value.isDevice() ? c10::IValue(c10::Device(c10::kCPU)) : value;
+}
+
+template <class Change>
+Values
+all_changed(const Values &values, const Change &change)
+{
+    Values result;
+    for (const c10::IValue &value : values) {
+        result.push_back(changed(value, change));
+    }
+    return result;
+}
+
+template <class Look>
+void
+for_each_tensor(const Values &values, const Look &look)
+{
+    all_changed(values, [&](const at::Tensor &tensor) {
+        look(tensor);
+        return tensor;
+    });
+}
+
+Values
+called(const c10::OperatorHandle &op, Values stack)
+{
+    as_a_kernel([&] { op.callBoxed(&stack); });
+    return stack;
+}
+
+// Whether what an operator returns has sizes that do not depend on values, so that it can be run on others before.
+bool
+can_be_put_off(const c10::OperatorHandle &op, const Values &arguments)
+{
+    bool can = !op.hasTag(at::Tag::nondeterministic_seeded) && !op.hasTag(at::Tag::dynamic_output_shape) &&
+               !op.hasTag(at::Tag::data_dependent_output);
+    for_each_tensor(arguments, [&](const at::Tensor &tensor) {
+        const bool is_number = tensor.is_cpu() && tensor.dim() == 0;
+        can = can && (is_number || at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type()));
+    });
+    return can;
+}
+
+// An operator that changes or views an argument in another way than by writing to its elements.
+bool
+is_unusual(const c10::OperatorHandle &op, const Values &arguments)
+{
+    bool unusual = false;
+    for (size_t i = 0; i < op.schema().arguments().size(); i++) {
+        const auto *alias = op.schema().arguments()[i].alias_info();
+        unusual = unusual || (alias != nullptr && !alias->isWrite()) ||
+                  (op.schema().arguments()[i].is_out() && arguments[i].toTensor().numel() == 0); // it is given a size
+    }
+    for (const auto &result : op.schema().returns()) {
+        unusual = unusual || (result.alias_info() != nullptr && !result.alias_info()->isWrite());
+    }
+    for_each_tensor(arguments, [&](const at::Tensor &tensor) {
+        unusual = unusual || tensor.is_conj() || tensor.is_neg() || tensor.layout() != at::kStrided;
+    });
+    return unusual;
+}
+
+// What an operator returns, which is a new tensor, on the device.
+at::Tensor
+allocated(const at::Tensor &model)
+{
+    return at::empty_strided(model.sizes(), model.strides(), model.options().device(c10::Device(SIM, 0)));
+}
+
+// Run op on the memory of the arguments, in the order of the current stream, and return what it does.
 void
 fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
-    {
-        const Locked locked(mutex);
-        operations[op.schema().name()]++;
+    const Locked locked(mutex);
+    operations[op.schema().name()]++;
+    const size_t n = op.schema().arguments().size();
+    const Values arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
+    const auto &returns = op.schema().returns();
+    if (std::any_of(returns.begin(), returns.end(), [](const auto &result) {
+            return result.type()->kind() == c10::TypeKind::BoolType || result.type()->kind() == c10::TypeKind::NumberType;
+        })) {
+        wait_for_stream(current); // the host is told of values
     }
-    at::native::cpu_fallback(op, stack);
+    const int64_t before = waits;
+    if (is_unusual(op, arguments)) {
+        wait_for_stream(current);
+        at::native::cpu_fallback(op, stack);
+        waits = before; // it is not the program that has waited
+        return;
+    }
+    const bool late = is_late(current) && can_be_put_off(op, arguments);
+    if (!late) {
+        run(current, queues[current].put); // which is not the program's doing
+    }
+    const Values there = all_changed(arguments, [](const at::Tensor &tensor) {
+        return tensor.is_cpu() && tensor.dim() == 0 ? tensor.clone() : on_cpu(tensor);
+    });
+    bool all_new = true; // of what is returned
+    for (const auto &result : returns) {
+        all_new = all_new && result.alias_info() == nullptr;
+    }
+    Values results = !late    ? called(op, there)
+                     : all_new ? called(op, all_changed(arguments,
+                                                        [](const at::Tensor &tensor) {
+                                                            at::Tensor other = at::empty_strided(
+                                                                tensor.sizes(), tensor.strides(),
+                                                                tensor.options().device(at::kCPU).requires_grad(false));
+                                                            return other.fill_(1);
+                                                        }))
+                               : Values();
+    stack->erase(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
+    if (all_new) {
+        const Values made = all_changed(results, allocated);
+        std::vector<at::Tensor> to;
+        for_each_tensor(made, [&](const at::Tensor &tensor) { to.push_back(on_cpu(tensor)); });
+        const auto fill = [to](const Values &values) {
+            size_t next = 0;
+            for_each_tensor(values, [&](const at::Tensor &tensor) { at::Tensor(to[next++]).copy_(tensor); });
+        };
+        if (late) {
+            put(current, [op, there, fill] { fill(called(op, there)); });
+        }
+        else {
+            as_a_kernel([&] { fill(results); });
+        }
+        stack->insert(stack->end(), made.begin(), made.end());
+        return;
+    }
+    if (late) {
+        put(current, [op, there] { called(op, there); });
+    }
+    for (const auto &result : returns) { // arguments, and nothing else
+        for (size_t i = 0; i < n; i++) {
+            const auto *alias = op.schema().arguments()[i].alias_info();
+            if (alias != nullptr && result.alias_info() != nullptr && *alias == *result.alias_info()) {
+                stack->push_back(arguments[i]);
+                break;
+            }
+        }
+    }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m)
@@ -464,71 +708,176 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("record_stream", record_stream);
 }
 
-// ---- collectives: gloo's, on the device's memory, after what the current stream has to do ----
+// ---- collectives: gloo's, on the device's memory, on a stream of the group ----
+
+std::vector<c10::intrusive_ptr<c10d::Work>> under_way; // that write to the device's memory as early as they can
+
+// A late stream is so late that what may have come before it has, unless that waits for other ranks for too long.
+void
+finish_collectives()
+{
+    for (const auto &work : std::exchange(under_way, {})) {
+        try {
+            work->wait(std::chrono::milliseconds(20));
+        }
+        catch (...) { // whoever waits for it is told
+        }
+    }
+}
+
+// The current stream waits for it, and the host does not, as NCCL's.
+struct Late final : c10d::Work {
+    int64_t stream, until;
+    std::shared_ptr<std::vector<at::Tensor>> kept; // until somebody waits: their memory is used
+
+    Late(int64_t on, int64_t place, std::shared_ptr<std::vector<at::Tensor>> tensors)
+        : stream(on), until(place), kept(std::move(tensors))
+    {
+    }
+
+    bool isCompleted() override
+    {
+        const Locked locked(mutex);
+        return queues[stream].done >= until;
+    }
+    bool isSuccess() const override
+    {
+        return true;
+    }
+    bool wait(std::chrono::milliseconds) override
+    {
+        synchronize();
+        return true;
+    }
+    void synchronize() override
+    {
+        std::vector<at::Tensor> freed;
+        const Locked locked(mutex);
+        put(current, [on = stream, place = until] { force(on, place); });
+        freed.swap(*kept);
+    }
+};
 
 struct Collectives final : c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> host;
+    int64_t stream; // of its own
+    bool coalescing = false;
+    c10::intrusive_ptr<c10d::Work> last;
 
     explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo)
         : Backend(gloo->getRank(), gloo->getSize()), host(std::move(gloo))
     {
+        const Locked locked(mutex);
+        stream = ++last_stream;
     }
 
     const std::string getBackendName() const override
     {
         return "simulated";
     }
-
-    static void arrive()
+    bool supportsCoalescing() const override
+    {
+        return true;
+    }
+    void startCoalescing() override
     {
         const Locked locked(mutex);
-        run(current, queues[current].put);
+        coalescing = true;
+        operations["simulated::collectives"]++;
     }
-    static std::vector<at::Tensor> all_on_cpu(const std::vector<at::Tensor> &tensors)
+    c10::intrusive_ptr<c10d::Work> endCoalescing() override
     {
-        arrive();
-        std::vector<at::Tensor> result;
-        for (const at::Tensor &tensor : tensors) {
-            result.push_back(on_cpu(tensor));
-        }
-        return result;
+        coalescing = false;
+        return std::move(last); // its stream does all of them in order
     }
+
+    // What the current stream has to do comes before. gloo begins at once, for which ranks come to it in whichever order. A
+    // late stream has it work on copies: what was read has to be there still when the stream comes to it, and what it gives is
+    // written then.
+    template <class Start>
+    c10::intrusive_ptr<c10d::Work> started(const std::vector<at::Tensor> &tensors, const std::vector<at::Tensor> &read,
+                                           const std::vector<at::Tensor> &written, const Start &start)
+    {
+        const Locked locked(mutex);
+        operations["simulated::collectives"] += !coalescing;
+        run(current, queues[current].put);
+        auto kept = std::make_shared<std::vector<at::Tensor>>(tensors);
+        std::vector<at::Tensor> from, to;
+        std::transform(read.begin(), read.end(), std::back_inserter(from), on_cpu);
+        std::transform(written.begin(), written.end(), std::back_inserter(to), on_cpu);
+        if (!is_late(stream)) {
+            c10::intrusive_ptr<c10d::Work> work = start(from, to);
+            under_way.push_back(work);
+            Queue &queue = queues[stream];
+            queue.waiting.push_back([work, kept] { work->wait(); });
+            queue.put++;
+            last = c10::make_intrusive<Late>(stream, queue.put, kept);
+            return last;
+        }
+        std::vector<at::Tensor> read_now, write_now;
+        for (const at::Tensor &tensor : from) {
+            read_now.push_back(tensor.clone());
+        }
+        for (size_t i = 0; i < to.size(); i++) { // in place: the same copy
+            const auto same = std::find_if(from.begin(), from.end(), [&](const at::Tensor &other) {
+                return other.const_data_ptr() == to[i].const_data_ptr() && other.numel() == to[i].numel();
+            });
+            write_now.push_back(same == from.end() ? to[i].clone() : read_now[static_cast<size_t>(same - from.begin())]);
+        }
+        std::vector<at::Tensor> as_read;
+        for (const at::Tensor &tensor : read_now) {
+            as_read.push_back(tensor.clone());
+        }
+        c10::intrusive_ptr<c10d::Work> work = start(read_now, write_now);
+        put(stream, [work, from, to, as_read, write_now, read_now, kept] {
+            work->wait();
+            for (size_t i = 0; i < from.size(); i++) {
+                TORCH_CHECK(std::memcmp(from[i].const_data_ptr(), as_read[i].const_data_ptr(), from[i].nbytes()) == 0,
+                            "what a collective sends was changed before it was sent");
+            }
+            for (size_t i = 0; i < to.size(); i++) {
+                at::Tensor(to[i]).copy_(write_now[i]);
+            }
+        });
+        last = c10::make_intrusive<Late>(stream, queues[stream].put, kept);
+        return last;
+    }
+
     c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor> &tensors,
                                              const c10d::BroadcastOptions &options) override
     {
-        auto there = all_on_cpu(tensors);
-        return host->broadcast(there, options);
+        return started(tensors, tensors, tensors, [&](auto &, auto &to) { return host->broadcast(to, options); });
     }
     c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
                                              const c10d::AllreduceOptions &options) override
     {
-        auto there = all_on_cpu(tensors);
-        return host->allreduce(there, options);
+        return started(tensors, tensors, tensors, [&](auto &, auto &to) { return host->allreduce(to, options); });
     }
     c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>> &outputs,
                                              std::vector<at::Tensor> &inputs,
                                              const c10d::AllgatherOptions &options) override
     {
-        std::vector<std::vector<at::Tensor>> there;
-        for (const auto &tensors : outputs) {
-            there.push_back(all_on_cpu(tensors));
-        }
-        auto from = all_on_cpu(inputs);
-        return host->allgather(there, from, options);
+        TORCH_CHECK(outputs.size() == 1);
+        std::vector<at::Tensor> all = outputs[0];
+        all.insert(all.end(), inputs.begin(), inputs.end());
+        return started(all, inputs, outputs[0], [&](auto &from, auto &to) {
+            std::vector<std::vector<at::Tensor>> lists = {to};
+            return host->allgather(lists, from, options);
+        });
     }
     c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor &output, at::Tensor &input,
                                                    const c10d::AllgatherOptions &options) override
     {
-        arrive();
-        at::Tensor to = on_cpu(output), from = on_cpu(input);
-        return host->_allgather_base(to, from, options);
+        return started({output, input}, {input}, {output}, [&](auto &from, auto &to) {
+            return host->_allgather_base(to[0], from[0], options);
+        });
     }
     c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
                                                         const c10d::ReduceScatterOptions &options) override
     {
-        arrive();
-        at::Tensor to = on_cpu(output), from = on_cpu(input);
-        return host->_reduce_scatter_base(to, from, options);
+        return started({output, input}, {input}, {output}, [&](auto &from, auto &to) {
+            return host->_reduce_scatter_base(to[0], from[0], options);
+        });
     }
     c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions &options) override
     {
@@ -566,6 +915,14 @@ PYBIND11_MODULE(simulated_device, m)
     });
     m.def("synchronize", [] {
         const Locked locked(mutex);
-        run_all();
+        waits++;
+        force_all();
     });
+    m.def("late", [](const std::string &which, int64_t stream) {
+        const Locked locked(mutex);
+        force_all();
+        TORCH_CHECK_VALUE(which == "others" || which == "computing", "expected others or computing, got ", which);
+        computes_late = which == "computing";
+        computing = stream;
+    }, pybind11::arg("which"), pybind11::arg("computing") = 0);
 }
