@@ -29,6 +29,21 @@ prefetch_forward(fp_unit *unit, int first)
     return next == NULL || next->stale || fp_unshard_is_fresh(next) ? 0 : fp_unshard_start(next);
 }
 
+/* On an accelerator always: its gathers have a stream of their own. */
+static int
+gathers_ahead(const fp_unit *unit)
+{
+    return unit->root->forward_prefetch ||
+           (unit->n_flat_params > 0 && fp_flat_buffer_gathers_ahead(unit->flat_params[0].flat));
+}
+
+/* What this forward computes on is where its backward packs gradients. */
+static int
+run_here(fp_flat_param *flat_param)
+{
+    return flat_param->views == NULL ? 0 : fp_flat_buffer_run_here(flat_param->flat, fp_items(flat_param->views));
+}
+
 static PyObject *
 pre_forward(fp_unit *unit)
 {
@@ -52,7 +67,8 @@ pre_forward(fp_unit *unit)
         unit->entry = root->entries++;
     }
     if (fp_unshard_make_full(unit) < 0 || fp_unit_each(unit, fp_flat_param_show_views) < 0 ||
-        (!root->in_backward && root->forward_prefetch && prefetch_forward(unit, first) < 0)) {
+        (!root->in_backward && fp_unit_each(unit, run_here) < 0) ||
+        (!root->in_backward && gathers_ahead(unit) && prefetch_forward(unit, first) < 0)) {
         return NULL;
     }
     Py_RETURN_NONE;

@@ -100,6 +100,16 @@ fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int un
     });
 }
 
+int
+fp_flat_buffer_run_here(fp_flat_buffer *flat, PyObject *const *views)
+{
+    return fp::guarded(-1, [&] {
+        if (flat->node) {
+            static_cast<fp::ViewsBackward &>(*flat->node).run_on_current_stream(THPVariable_Unpack(views[0]));
+        }
+    });
+}
+
 void
 fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) noexcept
 {

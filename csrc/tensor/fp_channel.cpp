@@ -1,15 +1,12 @@
-// tensor/fp_channel.cpp -- collectives over a group under the names this torch has, waiting for them, copies to and from
-// the host, and the sum of flags that ranks agree by.
+// tensor/fp_channel.cpp -- collectives over a group under the names this torch has, waiting for them, and the sum of
+// flags that ranks agree by.
 #include "tensor/fp_channel.hpp"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_as_real.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <chrono>
-#include <mutex>
 
 struct fp_sum {
     fp_group *group = nullptr;
@@ -213,114 +210,6 @@ is_broken(const fp_group &group)
                        [&](PyObject *watcher) { return watcher != nullptr && group.calls->is_broken(watcher); });
 }
 
-bool
-has_streams(const at::Tensor &tensor)
-{
-    return !tensor.is_cpu();
-}
-
-namespace {
-
-// The stream for copies, and what the last unit has copied out over it: freed when the next one comes or the backward ends,
-// so that beside the gradient that is added to one comes and one goes at most.
-struct Copying {
-    std::recursive_mutex mutex; // models of several threads share a device
-    std::optional<c10::Stream> stream;
-    at::Tensor leaving;
-    std::optional<c10::Event> has_left;
-};
-
-Copying &
-copying_of(const c10::Device &device)
-{
-    static std::array<Copying, 64> all;
-    const auto index = static_cast<size_t>(device.index());
-    TORCH_CHECK(index < all.size(), "flatparam: gradients on ", device, " cannot be offloaded");
-    const std::lock_guard<std::recursive_mutex> lock(all[index].mutex);
-    if (!all[index].stream) {
-        const c10::impl::VirtualGuardImpl guard(device.type());
-        all[index].stream = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false);
-    }
-    return all[index];
-}
-
-// What was copied out last, which may be freed now: the device's work from here on comes after the copy. The mutex is held.
-at::Tensor
-settle(Copying &copying, const c10::Device &device)
-{
-    block_on(copying.has_left, device);
-    return std::exchange(copying.leaving, at::Tensor());
-}
-
-} // namespace
-
-c10::Event
-copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device)
-{
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    const c10::Stream own = *copying_of(device).stream;
-    c10::Event before(device.type()), after(device.type());
-    before.record(guard.getStream(device));
-    before.block(own);
-    {
-        const c10::StreamGuard on_own(own);
-        target.copy_(source, /*non_blocking=*/true);
-    }
-    after.record(own);
-    return after;
-}
-
-c10::Event
-copy_out(const at::Tensor &target, at::Tensor &&source)
-{
-    const c10::Device device = source.device();
-    Copying &copying = copying_of(device);
-    at::Tensor left; // goes after the lock, as freeing a tensor may take the GIL
-    const std::lock_guard<std::recursive_mutex> lock(copying.mutex);
-    left = settle(copying, device);
-    c10::Event has_left = copy_over(target, source, device);
-    copying.has_left.emplace(device.type());
-    copying.has_left->record(*copying.stream);
-    copying.leaving = std::move(source);
-    return has_left;
-}
-
-void
-settle_copies(const c10::Device &device)
-{
-    Copying &copying = copying_of(device);
-    at::Tensor left;
-    const std::lock_guard<std::recursive_mutex> lock(copying.mutex);
-    left = settle(copying, device);
-}
-
-void
-block_on(std::optional<c10::Event> &event, const c10::Device &device)
-{
-    if (event) {
-        event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-        event.reset();
-    }
-}
-
-c10::Event
-recorded_now(const c10::Device &device)
-{
-    c10::Event event(device.type());
-    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    return event;
-}
-
-void
-wait_until(std::optional<c10::Event> &event)
-{
-    if (event) {
-        const WithoutGil released;
-        event->synchronize();
-        event.reset();
-    }
-}
-
 } // namespace fp
 
 extern "C" {
@@ -460,10 +349,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         sum->group = group;
         sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
         std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
-        std::optional<c10::StreamGuard> on_own;
-        if (!device.is_cpu()) {
-            on_own.emplace(*fp::copying_of(device).stream);
-        }
+        const fp::OnOwnStream apart(device, fp::Purpose::copy, fp::After::nothing);
         sum->there = sum->here.to(device, at::kInt, /*non_blocking=*/true);
         fp::announce(*group, FP_EVENT_AGREES);
         if (collectives != nullptr || !group->native) {
@@ -475,8 +361,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         if (!device.is_cpu()) {
             fp::wait_for(sum->work, group); /* its stream does */
             sum->here.copy_(sum->there, /*non_blocking=*/true);
-            sum->is_here.emplace(device.type());
-            sum->is_here->record(*fp::copying_of(device).stream);
+            sum->is_here.emplace(fp::recorded_now(device));
         }
         return sum.release();
     });

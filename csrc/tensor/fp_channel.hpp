@@ -1,8 +1,7 @@
-// tensor/fp_channel.hpp -- ranks that share something, for the C++ side: collectives over them, waiting for those, copies
-// to and from the host.
+// tensor/fp_channel.hpp -- ranks that share something, for the C++ side: collectives over them, and waiting for
+// those.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 
 #include "tensor/fp_bridge.hpp"
 #include "tensor/fp_channel.h"
+#include "tensor/fp_streams.hpp"
 
 struct fp_group {
     c10::intrusive_ptr<c10d::ProcessGroup> native;  // or null: Python's way only
@@ -47,25 +47,5 @@ bool give_up(c10d::Work &work, fp_group &group);
 
 // Whether what is under way over group may never end.
 bool is_broken(const fp_group &group);
-
-// Whether copies to and from host memory go over a stream of their own.
-bool has_streams(const at::Tensor &tensor);
-
-// target = source over the stream for it, in the order of the current one. The event is recorded after it.
-c10::Event copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
-
-// The same to host memory; source's memory is kept until the next one comes or the backward ends, see settle_copies().
-c10::Event copy_out(const at::Tensor &target, at::Tensor &&source);
-
-// What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
-void settle_copies(const c10::Device &device);
-
-// The current stream of device waits for event, if there is one, and forgets it.
-void block_on(std::optional<c10::Event> &event, const c10::Device &device);
-
-c10::Event recorded_now(const c10::Device &device);
-
-// The host waits for event, if there is one, and forgets it.
-void wait_until(std::optional<c10::Event> &event);
 
 } // namespace fp

@@ -228,6 +228,7 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
                     fp::alias(flat->unsharded_data, numel, int64_t{1}, flat->param_rank * numel).clone();
             }
             fp::move(*flat, FP_DATA_FORGET);
+            flat->home.move_out();
             if (fp::is_held(fp::storage_of(flat->unsharded))) {
                 fp::leave_storage(*flat, views, reason);
             }
@@ -289,9 +290,10 @@ fp_flat_buffer_forget_gathered(fp_flat_buffer *flat)
 int
 fp_flat_buffer_forget_values(fp_flat_buffer *flat)
 {
+    const int status = fp_flat_buffer_forget_gathered(flat); /* first, as it may read the other two */
     flat->secondary_shard.reset();
     flat->next_secondary_shard.reset();
-    return fp_flat_buffer_forget_gathered(flat);
+    return status;
 }
 
 PyObject *

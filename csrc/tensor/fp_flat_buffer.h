@@ -57,6 +57,8 @@ int fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, in
 /* That node runs after all that was recorded since began (see fp_graph_now) and is ready when it is. Until it is told so,
  * it runs as soon as its gradients are there. */
 void fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) FP_NOEXCEPT;
+/* That node runs on the stream that is current here, in a forward. */
+int fp_flat_buffer_run_here(fp_flat_buffer *flat, PyObject *const *views);
 /* Whether the graph task that runs in this thread comes to that node. */
 int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
 
@@ -66,6 +68,8 @@ int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
  * Returns 1: from the shards; 0: from the secondary shard; -1. */
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on);
+/* Whether gathers run beside what is computed, so that it is worth while to begin the next one before. */
+int fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Until the gather has ended. -1: the wait was broken off, and can be made again; or the gather has failed: then
  * fp_flat_buffer_is_gathered() is 0, and what is there shall not be used. */
 int fp_flat_buffer_wait(fp_flat_buffer *flat);
@@ -85,8 +89,9 @@ int fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard, PyObject 
 void fp_flat_buffer_forget_written(fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Let autograd refuse the graphs that need the values that are gathered. */
 void fp_flat_buffer_refuse_graphs(fp_flat_buffer *flat, PyObject *const *views);
-/* The same for what the device reads of a shard on the host: it may be written to again. */
-int fp_flat_buffer_wait_read(fp_flat_buffer *flat);
+/* What gathers have read of the shard has been read when the current stream comes here, or, where that is on the host, when
+ * this returns: it may be written to again. */
+int fp_flat_buffer_wait_read(fp_flat_buffer *flat, PyObject *shard);
 /* How often the shard was seen to have another storage than before. */
 int64_t fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard);
 int fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) FP_NOEXCEPT; /* what was gathered is still there */

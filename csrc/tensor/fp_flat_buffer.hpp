@@ -28,9 +28,12 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor reduce_input, reduce_output;
     at::Tensor reduce_slice; // of reduce_input, where that is added up in place: what becomes reduce_output
     c10::intrusive_ptr<c10d::Work> reduction;
-    at::Tensor arriving_grad;                        // the reduced gradient on the host, once has_arrived
-    std::optional<c10::Event> was_read, has_arrived; // recorded after copies from and to a shard on the host
-    fp_gradient_state gradient = FP_GRADIENT_NONE;   // see fp::move
+    at::Tensor arriving_grad;                      // the reduced gradient on the host, once has_arrived
+    std::optional<c10::Event> was_read;            // recorded after the copy from the shard
+    std::optional<c10::Event> was_filled;          // the same after a gather that is no work
+    std::optional<c10::Event> has_arrived;         // and after the copy to a shard's gradient on the host
+    fp::Home home;                                 // of the memory of unsharded
+    fp_gradient_state gradient = FP_GRADIENT_NONE; // see fp::move
     at::Tensor host;                    // where what was accumulated is between backwards; pinned beside an accelerator
     bool host_valid = false;            // it is there now
     std::optional<c10::Event> has_left; // recorded after the copy to it

@@ -48,12 +48,10 @@ fail(fp_flat_buffer &flat)
 void
 fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
 {
-    if (slot.device() == shard.device()) {
-        convert(slot, shard, {});
-        return;
+    convert(slot, slot.device() == shard.device() ? shard : shard.to(slot.device(), /*non_blocking=*/true), {});
+    if (has_streams(slot)) {
+        flat.was_read.emplace(recorded_now(slot.device()));
     }
-    convert(slot, shard.to(slot.device(), /*non_blocking=*/true), {});
-    flat.was_read = recorded_now(slot.device());
 }
 
 } // namespace
@@ -76,6 +74,9 @@ is_lost(fp_flat_buffer &flat)
 void
 wait_for_gather(fp_flat_buffer &flat)
 {
+    if (flat.was_filled) {
+        block_on(flat.was_filled, flat.unsharded.device());
+    }
     if (!flat.work) {
         return;
     }
@@ -96,6 +97,12 @@ wait_for_gather(fp_flat_buffer &flat)
 } // namespace fp
 
 extern "C" {
+
+int
+fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) noexcept
+{
+    return flat->unsharded.defined() && fp::has_streams(flat->unsharded);
+}
 
 int
 fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives,
@@ -120,10 +127,17 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         if (from_shards) {
             flat->secondary_shard.reset();
         }
+        const bool refreshes = from_shards && flat->refresh_group != nullptr;
+        at::Tensor copy;
+        if (refreshes && !flat->next_secondary_shard.defined()) {
+            copy = at::empty({flat->part_numel()}, flat->unsharded_data.options());
+        }
+        const c10::Device device = flat->unsharded.device();
         fp::resize_storage(fp::storage_of(flat->unsharded), fp::bytes_of(*flat), nullptr, false);
-        if (from_shards && flat->refresh_group != nullptr) {
-            if (!flat->next_secondary_shard.defined()) {
-                at::Tensor copy = at::empty({flat->part_numel()}, flat->unsharded_data.options());
+        flat->home.move_in(device);
+        const fp::OnOwnStream gathering(device, fp::Purpose::gather); /* where no memory is made that outlives this */
+        if (refreshes) {
+            if (copy.defined()) {
                 const int64_t first = flat->rank * flat->shard_numel - flat->param_rank * flat->part_numel();
                 at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, first);
                 fp::fill(*flat, slot, shard);
@@ -149,6 +163,9 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             else {
                 fp::move(*flat, FP_DATA_FILL);
             }
+        }
+        if (gathering && !flat->work) {
+            flat->was_filled.emplace(fp::recorded_now(device));
         }
         return from_shards ? 1 : 0;
     });
@@ -179,12 +196,17 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
 }
 
 int
-fp_flat_buffer_wait_read(fp_flat_buffer *flat)
+fp_flat_buffer_wait_read(fp_flat_buffer *flat, PyObject *shard_object)
 {
     return fp::guarded(-1, [&] {
         std::optional<c10::Event> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
         flat->was_read.reset();
-        fp::wait_until(read);
+        if (fp::unpack(shard_object).is_cpu()) {
+            fp::wait_until(read);
+        }
+        else {
+            fp::block_on(read, flat->unsharded.device());
+        }
     });
 }
 

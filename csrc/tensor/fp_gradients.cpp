@@ -1,4 +1,5 @@
 // tensor/fp_gradients.cpp -- gradients as attributes: what .grad of parameters shows of a shard's or a unit's gradient.
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -146,6 +147,32 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
         }
     }
     return whole;
+}
+
+// Which of these gradients, by their places among the parameters, have anything in them; undefined: not asked. A device is
+// asked once for all.
+std::vector<char>
+which_have_any(const std::vector<at::Tensor> &grads)
+{
+    std::vector<char> have(grads.size(), 0);
+    std::vector<at::Tensor> on_device;
+    std::vector<size_t> places;
+    for (size_t i = 0; i < grads.size(); i++) {
+        if (grads[i].defined() && grads[i].is_cpu()) {
+            have[i] = static_cast<char>(grads[i].any().item<bool>());
+        }
+        else if (grads[i].defined()) {
+            on_device.push_back(grads[i].any());
+            places.push_back(i);
+        }
+    }
+    if (!places.empty()) {
+        const at::Tensor answers = at::stack(on_device).cpu();
+        for (size_t k = 0; k < places.size(); k++) {
+            have[places[k]] = static_cast<char>(answers.const_data_ptr<bool>()[k]);
+        }
+    }
+    return have;
 }
 
 // What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
@@ -305,16 +332,27 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
         const bool is_sharded = fp::unpack(aside.like).numel() != of->geometry->shared->total;
         const bool has_reduced = *aside.tensor != nullptr;
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
+        const auto shows_kept = [&](const at::Tensor &own, const fp::View &view) {
+            return own.defined() &&
+                   fp::is_shown(own, kept, view.shape, view.stride, kept.storage_offset() + view.offset);
+        };
+        std::vector<at::Tensor> written_to(targets.size());
+        for (size_t i = 0; i < targets.size(); i++) {
+            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
+            if (shows_kept(own, of->geometry->shared->views[i]) && own._version() != 0) {
+                written_to[i] = own;
+            }
+        }
+        const std::vector<char> has_any = fp::which_have_any(written_to);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = of->geometry->shared->views[i];
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
             const bool frozen = !targets[i].requires_grad();
             aside.owed[i] = 0;
-            if (own.defined() &&
-                fp::is_shown(own, kept, view.shape, view.stride, kept.storage_offset() + view.offset)) {
+            if (shows_kept(own, view)) {
                 const bool written = own._version() != 0;
-                if (written && !own.any().item<bool>()) {
+                if (written && has_any[i] == 0) {
                     fp::clear_aside(aside, *of, i);
                     continue;
                 }
@@ -375,14 +413,25 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_p
         const fp::Plainly plainly;
         const at::Tensor &kept = fp::unpack(kept_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
+        const auto shows_piece = [&](const at::Tensor &grad, size_t i) {
+            const int64_t numel = std::max<int64_t>(of->numels[i], 0);
+            return grad.defined() && fp::is_shown(grad, kept, numel, int64_t{1},
+                                                  kept.storage_offset() + own + (numel > 0 ? of->starts[i] : 0));
+        };
+        std::vector<at::Tensor> written_to(targets.size());
+        for (size_t i = 0; i < targets.size(); i++) {
+            const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
+            if (of->numels[i] > 0 && shows_piece(grad, i) && grad._version() != 0) {
+                written_to[i] = grad;
+            }
+        }
+        const std::vector<char> has_any = fp::which_have_any(written_to);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const fp::View &view = of->geometry->shared->views[i];
             const int64_t numel = std::max<int64_t>(of->numels[i], 0);
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
-            const bool ours =
-                grad.defined() && fp::is_shown(grad, kept, numel, int64_t{1},
-                                               kept.storage_offset() + own + (numel > 0 ? of->starts[i] : 0));
+            const bool ours = shows_piece(grad, i);
             aside.owed[i] = 0;
             if (ours && grad._version() == 0) {
                 aside.owed[i] = static_cast<char>(!targets[i].requires_grad());
@@ -397,10 +446,10 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_p
                 fp::put_aside(aside, targets[i], *of, i);
                 continue;
             }
-            TORCH_CHECK_VALUE(
-                !grad.defined() || (ours && (numel == 0 || !grad.any().item<bool>())), name,
-                ": the gradient of parameter ", i, " was changed between micro-batches in no_sync. There ",
-                "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ", "edited");
+            TORCH_CHECK_VALUE(!grad.defined() || (ours && has_any[i] == 0), name, ": the gradient of parameter ", i,
+                              " was changed between micro-batches in no_sync. There ",
+                              "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ",
+                              "edited");
             fp::clear_aside(aside, *of, i);
             fp::clear_range(kept, view, first);
             cleared[i] = static_cast<char>(cleared[i] || numel > 0);

@@ -6,12 +6,14 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <memory>
 
 #include "tensor/fp_convert.hpp"
 
@@ -128,6 +130,17 @@ ViewsBackward::ViewsBackward(std::shared_ptr<const Geometry> places, std::shared
       geometry(std::move(places)), unit(std::move(told)), index(flat)
 {
     input_metadata_.reserve(geometry->views.size());
+}
+
+void
+ViewsBackward::run_on_current_stream(const at::Tensor &view)
+{
+    torch::autograd::InputMetadata &first = input_metadata_[0]; // which the engine asks for the stream
+    if (view.is_cpu() || first.stream() == c10::impl::VirtualGuardImpl(view.device().type()).getStream(view.device())) {
+        return;
+    }
+    std::destroy_at(&first);
+    std::construct_at(&first, view);
 }
 
 torch::autograd::variable_list

@@ -58,6 +58,10 @@ struct ViewsBackward final : torch::autograd::Node {
                !retains_grad_hooks().empty();
     }
 
+    // From now on it runs on the stream that is current now: a node runs on that of its forward, and this one is of many.
+    // view: the first one.
+    void run_on_current_stream(const at::Tensor &view);
+
     torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override;
 };
 

@@ -90,7 +90,7 @@ int
 fp_flat_buffer_settle_copies(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        if (flat->offloads && flat->unsharded.defined() && fp::has_streams(flat->unsharded)) {
+        if (flat->unsharded.defined() && fp::has_streams(flat->unsharded)) {
             fp::settle_copies(flat->unsharded.device());
         }
     });

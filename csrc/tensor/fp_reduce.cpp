@@ -132,8 +132,12 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
         if (result.device() != shard.device()) {
             at::Tensor there =
                 at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
-            there.copy_(result, /*non_blocking=*/true);
-            flat.has_arrived = recorded_now(result.device());
+            if (has_streams(result)) {
+                flat.has_arrived.emplace(copy_out(there, std::move(result)));
+            }
+            else {
+                there.copy_(result);
+            }
             result = std::move(there);
         }
     }

@@ -59,6 +59,7 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
         ``check_values``: compare digests of the initial values over the ranks.
 
     ``limit_all_gathers`` holds always: memory is freed in the order of the program, so there is nothing to limit.
+    On an accelerator forward gathers one unit ahead, whatever ``forward_prefetch`` is, from the second time on.
     Raises: ValueError for arguments that contradict each other or name what is not supported.
     """
 

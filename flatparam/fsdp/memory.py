@@ -143,14 +143,20 @@ def plan_unit(
     )
 
 
-def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
-    """The plan of a tree, the outermost unit first; ``prefetch``: whether a further unit is gathered ahead."""
+def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = False) -> MemoryPlan:
+    """The plan of a tree, the outermost unit first.
+
+    ``prefetch``: whether a further unit is gathered ahead; ``gathers_ahead``: in forward, whatever ``prefetch`` is.
+    """
     plans = tuple(units)
     here = [plan for plan in plans if not plan.on_host]
     there = [plan for plan in plans if plan.on_host]
     base = sum(plan.shard + plan.optimizer for plan in here) + sum(plan.full for plan in plans if plan.always_full)
     copies = sum(plan.copy for plan in plans)
-    moments = tuple(Moment(unit, phase, base + copies + more) for unit, phase, more in _moments(plans, prefetch))
+    moments = tuple(
+        Moment(unit, phase, base + copies + more)
+        for unit, phase, more in _moments(plans, prefetch, prefetch or gathers_ahead)
+    )
     on_device = [plan.kept for plan in plans if not plan.offloads]
     added_to_coming_going = sorted(plan.kept for plan in plans if plan.offloads)[-3:]
     return MemoryPlan(
@@ -164,7 +170,7 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool) -> MemoryPlan:
     )
 
 
-def _moments(plans: tuple[UnitPlan, ...], prefetch: bool) -> Iterator[Moment]:
+def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -> Iterator[Moment]:
     """What a forward and backward hold beside what is always there; units run in order, the root around the others."""
     if not plans:
         return
@@ -172,19 +178,20 @@ def _moments(plans: tuple[UnitPlan, ...], prefetch: bool) -> Iterator[Moment]:
     arriving = [plan.shard if plan.on_host else 0 for plan in plans]  # on the device, until it is in its place
     stay = [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
     for i in range(1, len(plans)):  # what stays, this unit, and the next one if it was gathered ahead
-        ahead = full[i + 1] + arriving[i + 1] if prefetch and i + 1 < len(plans) and plans[i + 1].resharded else 0
+        ahead = full[i + 1] + arriving[i + 1] if gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded else 0
         yield Moment(i, "forward", sum(stay[:i]) + full[i] + (ahead or arriving[i]))
     yield Moment(0, "forward", sum(stay))
     # an earlier backward's, to which this one's are added
     reduced = sum(plan.gradient for plan in plans if not plan.on_host)
-    reducing = 0
+    reducing = leaving = 0
     for i in range(len(plans) - 1, -1, -1):
         plan = plans[i]
         ahead = full[i - 1] if prefetch and i > 1 and plans[i - 1].resharded else 0
-        others = sum(stay[:i]) + ahead + reduced + reducing + plan.unpacked
+        others = sum(stay[:i]) + ahead + reduced + reducing + leaving + plan.unpacked
         yield Moment(i, "backward", others + full[i])
         yield Moment(i, "reduce", others + plan.wire + plan.reduced)
         reducing = plan.wire + plan.reduced
+        leaving = plans[i + 1].gradient if i + 1 < len(plans) and plans[i + 1].on_host else 0  # until it is copied
 
 
 @dataclass(frozen=True)

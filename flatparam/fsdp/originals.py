@@ -238,7 +238,7 @@ class Dtypes(NamedTuple):
 
 
 def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
-    """Where parameters of one segment lie, and their dtypes: those of mixed precision would lose half of a complex one."""
+    """Where parameters of one segment lie, and their dtypes: mixed precision would lose half of a complex one."""
     first, precision = originals[0].param, options.mixed_precision
     real = first.is_floating_point()
     dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)

@@ -104,7 +104,7 @@ class Wrapper(Marks, nn.Module):
         """
         prefetches = self._backward_prefetch is not None or self._forward_prefetch
         plans = (plan_of_unit(wrapper._unit, optimizer_bytes) for wrapper in self.fsdp_modules(self))
-        return plan_tree(plans, prefetches)
+        return plan_tree(plans, prefetches, gathers_ahead=self.compute_device.type != "cpu")
 
     def check_is_root(self) -> bool:
         """Whether no other unit holds this one. Changes nothing."""

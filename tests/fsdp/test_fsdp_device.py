@@ -353,7 +353,8 @@ def late_kernels(library):
         own.wait_event(torch.accelerator.current_stream(sim).record_event())  # of itself: nothing
         own.wait_event(done)
         seen.copy_(product, non_blocking=True)
-    assert seen.tolist() == [6, 6, 6, 6] and x.tolist() == [10, 10, 10, 10]
+    assert seen.tolist() == [6, 6, 6, 6]
+    assert x.tolist() == [10, 10, 10, 10]
     assert device.waits() > 0
 
 

@@ -20,7 +20,6 @@ FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall", "-Werror"]
 
 def build():
     """Compile the device, unless that was done before; return the library's path."""
-    inside = Path(torch.__file__).parent
     key = hashlib.sha1(SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:12]
     folder = SOURCE.parents[2] / "build" / f"simulated-{key}"
     library = folder / "simulated_device.so"

@@ -905,6 +905,10 @@ PYBIND11_MODULE(simulated_device, m)
         const Locked locked(mutex);
         return put_off;
     });
+    m.def("behind", [] {
+        const Locked locked(mutex);
+        return queues[computing].waiting.size();
+    });
     m.def("operations", [] {
         const Locked locked(mutex);
         return std::exchange(operations, {}); // since the last call

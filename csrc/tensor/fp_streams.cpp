@@ -1,0 +1,176 @@
+// tensor/fp_streams.cpp -- see fp_streams.hpp.
+#include "tensor/fp_streams.hpp"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+namespace fp {
+namespace {
+
+// What a device has beside the current stream; and what the last unit has copied out: freed when the next one comes or the
+// backward ends, so that beside the gradient that is added to one comes and one goes at most.
+struct OfDevice {
+    std::recursive_mutex mutex;                       // models of several threads share a device
+    std::array<std::optional<c10::Stream>, 2> others; // by purpose; none: the device has no further ones
+    at::Tensor leaving;
+    std::optional<c10::Event> has_left;
+};
+
+std::optional<c10::Stream>
+further_stream(const c10::Device &device)
+{
+    try {
+        return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+    }
+    catch (const c10::Error &) { // a device with one queue
+        return std::nullopt;
+    }
+}
+
+// By type and index. Never destroyed: when the process ends, the driver goes before static variables do.
+OfDevice &
+of_device(const c10::Device &device)
+{
+    struct Table {
+        std::mutex mutex;
+        std::unordered_map<c10::Device, std::unique_ptr<OfDevice>> devices;
+    };
+    static auto *const table = new Table;
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const c10::Device exact = device.has_index() ? device : guard.getDevice();
+    const std::lock_guard<std::mutex> lock(table->mutex);
+    std::unique_ptr<OfDevice> &found = table->devices[exact];
+    if (!found) {
+        found = std::make_unique<OfDevice>();
+        for (auto &stream : found->others) {
+            stream = further_stream(exact);
+        }
+    }
+    return *found;
+}
+
+std::optional<c10::Stream>
+stream_for(const c10::Device &device, Purpose purpose)
+{
+    return device.is_cpu() || device.is_meta() ? std::nullopt : of_device(device).others[static_cast<size_t>(purpose)];
+}
+
+// What `after` does from here on comes after what `before` has done so far.
+void
+put_after(const c10::Stream &after, const c10::Stream &before)
+{
+    c10::Event event(before.device_type());
+    event.record(before);
+    event.block(after);
+}
+
+// What was copied out last, which may be freed now: the device's work from here on comes after the copy. The mutex is held.
+at::Tensor
+settle(OfDevice &of, const c10::Device &device)
+{
+    block_on(of.has_left, device);
+    return std::exchange(of.leaving, at::Tensor());
+}
+
+} // namespace
+
+bool
+has_streams(const at::Tensor &tensor)
+{
+    return !tensor.is_cpu() && !tensor.is_meta();
+}
+
+OnOwnStream::OnOwnStream(const c10::Device &device, Purpose purpose, After after)
+{
+    if (const std::optional<c10::Stream> own = stream_for(device, purpose)) {
+        if (after == After::current) {
+            put_after(*own, c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+        }
+        guard_.emplace(*own);
+    }
+}
+
+c10::Event
+copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device)
+{
+    const OnOwnStream copying(device, Purpose::copy);
+    target.copy_(source, /*non_blocking=*/true);
+    return recorded_now(device);
+}
+
+c10::Event
+copy_out(const at::Tensor &target, at::Tensor &&source)
+{
+    const c10::Device device = source.device();
+    OfDevice &of = of_device(device);
+    at::Tensor left; // goes after the lock, as freeing a tensor may take the GIL
+    const std::lock_guard<std::recursive_mutex> lock(of.mutex);
+    left = settle(of, device);
+    const OnOwnStream copying(device, Purpose::copy);
+    target.copy_(source, /*non_blocking=*/true);
+    of.has_left.emplace(recorded_now(device));
+    of.leaving = std::move(source);
+    return recorded_now(device);
+}
+
+void
+settle_copies(const c10::Device &device)
+{
+    OfDevice &of = of_device(device);
+    at::Tensor left;
+    const std::lock_guard<std::recursive_mutex> lock(of.mutex);
+    left = settle(of, device);
+}
+
+void
+block_on(std::optional<c10::Event> &event, const c10::Device &device)
+{
+    if (event) {
+        event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+        event.reset();
+    }
+}
+
+c10::Event
+recorded_now(const c10::Device &device)
+{
+    c10::Event event(device.type());
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return event;
+}
+
+void
+wait_until(std::optional<c10::Event> &event)
+{
+    if (event) {
+        const WithoutGil released;
+        event->synchronize();
+        event.reset();
+    }
+}
+
+void
+Home::move_in(const c10::Device &device)
+{
+    if (!device.is_cpu() && !device.is_meta()) {
+        stream_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    }
+}
+
+void
+Home::move_out()
+{
+    if (stream_) {
+        const c10::Stream current = c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device());
+        if (current != *stream_) {
+            put_after(*stream_, current);
+        }
+        stream_.reset();
+    }
+}
+
+} // namespace fp

@@ -1,0 +1,68 @@
+// tensor/fp_streams.hpp -- the streams of a device beside the current one, what waits for what on them, and copies to and
+// from the host. The host waits in wait_until() alone.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include <optional>
+
+#include "tensor/fp_bridge.hpp"
+
+namespace fp {
+
+// Whether what a tensor's device does is put to streams.
+bool has_streams(const at::Tensor &tensor);
+
+// Streams that all models have in common. One for each purpose, so that gathers and copies do not wait for each other.
+enum class Purpose { gather, copy };
+
+// What begins after all that the current stream has been given, or at once.
+enum class After { current, nothing };
+
+// From its making to its end, what is put to the current stream of device goes to the one for purpose. Tensors that are made
+// meanwhile belong to that stream. On a device that has no other streams, or none at all, nothing changes.
+class OnOwnStream {
+  public:
+    OnOwnStream(const c10::Device &device, Purpose purpose, After after = After::current);
+
+    explicit operator bool() const
+    {
+        return guard_.has_value();
+    }
+
+  private:
+    std::optional<c10::StreamGuard> guard_;
+};
+
+// target = source on the stream for copies, in the order of the current one. The event is recorded after it.
+c10::Event copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
+
+// The same to host memory; source's memory is kept until the next one comes or the backward ends, see settle_copies().
+c10::Event copy_out(const at::Tensor &target, at::Tensor &&source);
+
+// What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
+void settle_copies(const c10::Device &device);
+
+// The current stream of device waits for event, if there is one, and forgets it.
+void block_on(std::optional<c10::Event> &event, const c10::Device &device);
+
+c10::Event recorded_now(const c10::Device &device);
+
+// The host waits for event, if there is one, and forgets it.
+void wait_until(std::optional<c10::Event> &event);
+
+// Which stream memory belongs to: the one that was current when it was allocated, to which it goes back when it is freed.
+class Home {
+  public:
+    // Memory was allocated now.
+    void move_in(const c10::Device &device);
+
+    // The memory is about to be freed: its stream uses it again, after what the current one has done with it.
+    void move_out();
+
+  private:
+    std::optional<c10::Stream> stream_;
+};
+
+} // namespace fp
