@@ -12,7 +12,7 @@ COMMANDS = {
         "flatparam.inspect.cli",
         "print and draw a model's units, shards and bytes per rank, without processes",
     ),
-    "run": ("flatparam.dropin.run", "run a script as python does, with flatparam under torch's own FSDP"),
+    "run": ("flatparam.commands.run", "run a script as python does, with flatparam under torch's FSDP or in its place"),
 }
 
 

@@ -22,5 +22,5 @@ from .common.torch_private import (
     SharedParamInfo,
 )
 from .dropin.handle import FlatParamHandle
-from .dropin.install import install, is_installed, uninstall
 from .fsdp import *  # noqa: F403
+from .installing import install, is_installed, uninstall

@@ -23,7 +23,7 @@ MOVED = {
     "flatparam._interruption": "flatparam.dropin.recovery",
     "flatparam._optimizer_steps": "flatparam.common.optimizers",
     "flatparam._pickling": "flatparam.common.pickling",
-    "flatparam._spawned": "flatparam.dropin.spawned",
+    "flatparam._spawned": "flatparam.commands.spawned",
     "flatparam._storage": "flatparam.common.tensors",
     "flatparam._streaming": "flatparam.dropin.flatten",
     "flatparam._views": "flatparam.dropin.views",
@@ -35,7 +35,7 @@ MOVED = {
     "flatparam.copying": "flatparam.dropin.copying",
     "flatparam.handle": "flatparam.dropin.handle",
     "flatparam.layout": "flatparam.common.layout",
-    "flatparam.run": "flatparam.dropin.run",
+    "flatparam.run": "flatparam.commands.run",
 }
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..common.layout import Box
+from ..common.torch_private import TorchsFSDP
 from ..fsdp.held import Held, join, unit_paths, units_in
 from ..fsdp.names import clean_tensor_name
 from ..fsdp.safetensors_files import bytes_of
@@ -133,7 +133,7 @@ def check_idle(module: nn.Module, what: str) -> None:
     for path, inner in module.named_modules():
         if isinstance(inner, Wrapper):
             inner._check_idle_here(what)
-        if isinstance(inner, FullyShardedDataParallel):
+        if isinstance(inner, TorchsFSDP):
             raise CheckpointError(
                 f"{what}: `{path or type(inner).__name__}` is wrapped by torch's FullyShardedDataParallel, which knows "
                 "what its ranks hold: use torch.distributed.checkpoint, or wrap with flatparam's"

@@ -1,6 +1,7 @@
 """Every name that flatparam takes from torch's private modules. No other file imports them.
 
-A new release of torch may move or drop any of these names: it is met here.
+A new release of torch may move or drop any of these names: it is met here. So is torch's class, whose own name means
+flatparam's while that is installed in its place.
 """
 # ruff: noqa: F401
 
@@ -56,6 +57,7 @@ from torch.distributed.fsdp._flat_param import (
 )
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.utils import _alloc_storage, _free_storage, _p_assert
 from torch.nn.modules.module import _IncompatibleKeys

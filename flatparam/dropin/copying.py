@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..common import pickling
 from ..common.pickling import PickledState, as_parameter, as_view, new_flat_parameter, new_parameter, pickled_state
@@ -24,6 +23,7 @@ from ..common.tensors import free, same_storage
 from ..common.torch_private import (
     FlatParameter,
     HandleTrainingState,
+    TorchsFSDP,
     TrainingState,
     _ExecOrderData,
     _FreeEventQueue,
@@ -219,7 +219,7 @@ def _show_parameters(handle: Any) -> None:
 
 
 def _handles_in(module: nn.Module) -> list[Any]:
-    units = FullyShardedDataParallel.fsdp_modules(module)
+    units = TorchsFSDP.fsdp_modules(module)
     return [unit._handle for unit in units if isinstance(unit._handle, Views)]
 
 
@@ -227,7 +227,7 @@ def _is_ours(wrapper: Any) -> bool:
     """Whether its handle is flatparam's; for a wrapper that has no parameters of its own: none in it is another's."""
     if wrapper._handle is not None:
         return isinstance(wrapper._handle, Views)
-    units = FullyShardedDataParallel.fsdp_modules(wrapper)
+    units = TorchsFSDP.fsdp_modules(wrapper)
     return all(unit._handle is None or isinstance(unit._handle, Views) for unit in units)
 
 
@@ -285,14 +285,14 @@ _WRAPPER_METHODS = {"__copy__": _copy_wrapper, "__deepcopy__": _deepcopy_wrapper
 def add() -> None:
     """Let torch's wrapper be copied and pickled where its handle is flatparam's; others are treated as before."""
     for name, method in _WRAPPER_METHODS.items():
-        setattr(FullyShardedDataParallel, name, method)
+        setattr(TorchsFSDP, name, method)
 
 
 def remove() -> None:
     """Undo ``add()``."""
     for name, method in _WRAPPER_METHODS.items():
-        if vars(FullyShardedDataParallel).get(name) is method:
-            delattr(FullyShardedDataParallel, name)
+        if vars(TorchsFSDP).get(name) is method:
+            delattr(TorchsFSDP, name)
 
 
 _new: Any = getattr(copyreg, "__newobj__")  # noqa: B009  (pickle writes a call of it as one opcode)

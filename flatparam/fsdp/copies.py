@@ -15,6 +15,7 @@ from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_param
 from ..common.torch_private import leave_out_of_graphs
 from . import peers
 from .construct import first_name, watch_torch
+from .described import describe
 from .foreign import watch
 from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
@@ -121,6 +122,7 @@ class Copies(Wrapper):
             if self._use_orig_params:
                 segment.flat.data = fn(segment.flat.data)
             segment.pin()
+            describe(segment)
         unit.step.point_params()
         unit.step.invalidate()
         unit.step.make_views()

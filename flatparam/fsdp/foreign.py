@@ -6,7 +6,7 @@ are met where they register a module, or in a function of theirs that is replace
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import _C
 from ..common.after_import import after_import
-from ..common.torch_private import REGISTRY_KEY
+from ..common.torch_private import REGISTRY_KEY, TorchsFSDP
 from . import order, torch_calls
 from .clip import by_group, clip
 from .errors import StateError
@@ -74,14 +74,22 @@ def _name(wrapper: Any) -> str:
     return "a unit" if unit is None else unit.name
 
 
-def refuse_wrapped(modules: Iterable[nn.Module]) -> None:
-    """Raises: ValueError for a module of another data-parallel class in what is about to be a unit."""
-    for module in modules:
-        if isinstance(module, (*_WRAPPERS, TorchsFSDP)):
-            raise ValueError(
-                f"a {type(module).__name__} of torch is in the module: it would reduce shards, or shard them again. "
-                "Pass what it wraps (its `.module`)"
-            )
+def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Raises: ValueError naming what another data-parallel class has in ``module``, which is to be a unit."""
+    for path, inner in module.named_modules():
+        if inner in ignored:
+            continue
+        if isinstance(inner, (*_WRAPPERS, TorchsFSDP)):
+            which, instead = f"a {type(inner).__name__} of torch", "Pass what it wraps (its `.module`)"
+        elif isinstance(inner, FSDPModule):
+            which, instead = f"a {type(inner).__name__} that fully_shard() has sharded", "Pass it as it was before"
+        else:
+            continue
+        where = f"at `{path}`" if path else "itself"
+        raise ValueError(
+            f"the unit of {type(module).__name__} would hold {which} ({where}), which would reduce shards, or shard "
+            f"them again. {instead}, or ignore it (ignored_modules)"
+        )
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 from typing_extensions import Self
 
+from .either import or_torchs
 from .errors import WritebackError
 from .names import without_units
 from .summon import refuse_unreduced, summon
@@ -19,6 +20,7 @@ class FullParams(Wrapper):
     """The part of the wrapper that shows full parameters."""
 
     @staticmethod
+    @or_torchs
     @contextlib.contextmanager
     def summon_full_params(
         module: nn.Module,

@@ -10,10 +10,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
-from ..common.torch_private import _override_module_mixed_precision, leave_out_of_graphs
+from ..common.torch_private import TorchsFSDP, _override_module_mixed_precision, leave_out_of_graphs
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
+from .compatible import Compatible
 from .construct import (
     check_not_shared,
     check_types,
@@ -41,6 +42,7 @@ from .states.torch_helpers import watch as watch_helpers
 from .stepping import PREFETCH, Stepping
 from .unit import Unit
 from .wrap import check_not_tied, replace_modules, targets_of
+from .wrapper import Wrapper
 
 __all__ = ["FullyShardedDataParallel", "StateError", "WritebackError"]
 
@@ -49,7 +51,19 @@ _HOST = torch.device("cpu")
 _OF_THE_TREE = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 
 
-class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerStates, Copies):
+class _Class(type):
+    """While our class is in the place of torch's, the models that torch's has wrapped count as its own."""
+
+    is_in_place_of_torchs = False
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        own: bool = super().__instancecheck__(instance)
+        return own or (vars(cls).get("is_in_place_of_torchs", False) and isinstance(instance, TorchsFSDP))
+
+
+class FullyShardedDataParallel(
+    Stepping, FullParams, ModelStates, OptimizerStates, Copies, Compatible, metaclass=_Class
+):
     """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
 
     Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13), and
@@ -107,7 +121,7 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
                 outer_group(placement.param, placement.optim, placement.outer)
             building.groups = groups_of_placement(self._placement)
             check_types(module=module, **arguments)
-            if isinstance(module, FullyShardedDataParallel):
+            if isinstance(module, Wrapper):
                 wrapped: Unit = vars(module)["_unit"]
                 raise ValueError(
                     f"the module is a FullyShardedDataParallel already, {wrapped.name} with {first_name(wrapped)}: "
@@ -142,17 +156,17 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
                     "LAYER_ZERO_NESTED, which add them up over micro-batches"
                 )
             self._ignored_params = ignored_params
+            refuse_wrapped(module, ignored_modules_set)
             if auto_wrap_policy is not None:
                 self._wrap_descendants(module, auto_wrap_policy, ignored_modules_set, ignored_params, arguments)
             for inner in module.modules():
-                if isinstance(inner, FullyShardedDataParallel):
+                if isinstance(inner, Wrapper):
                     ignored_params |= inner._ignored_params
                     if inner._outer is None or inner._outer() is None:
                         inner._outer = weakref.ref(self)
             self._outer = None
             self._device_id = device = device_of(device_id)
             own = list(own_modules(module, _is_unit, ignored_modules_set))
-            refuse_wrapped(own)
             check_not_shared(module, own)
             computes_on = None  # if that is not where the shards lie
             if self.cpu_offload.offload_params:
@@ -237,4 +251,4 @@ class FullyShardedDataParallel(Stepping, FullParams, ModelStates, OptimizerState
 
 
 def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FullyShardedDataParallel)
+    return isinstance(module, Wrapper)

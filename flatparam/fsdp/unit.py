@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.tensors import is_at, lacks_memory
+from .described import describe
 from .errors import StateError
 from .names import FLAT_PARAM, listed
 from .originals import Name, Options, Original, by_segment, check_not_rounded, check_tensors, in_order
@@ -63,6 +64,8 @@ class Unit:
         )
         self.step.point_params()
         self.step.make_views()
+        for segment in self.segments:
+            describe(segment)
         own(self)
 
     def _freed_reason(self) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from . import collectives
 from .api import ShardingStrategy, TrainingState
+from .either import or_torchs
 from .errors import StateError
 from .foreign import Marks
 from .memory import MemoryPlan, Piece, plan_of_unit, plan_tree, shard_map
@@ -87,6 +88,7 @@ class Wrapper(Marks, nn.Module):
     # What there is
 
     @staticmethod
+    @or_torchs
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds."""
         found: list[Any] = [inner for inner in module.modules() if isinstance(inner, Wrapper)]

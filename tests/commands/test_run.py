@@ -16,7 +16,7 @@ from subprocess import DEVNULL, PIPE
 import pytest
 
 import flatparam.__main__
-import flatparam.dropin.run
+import flatparam.commands.run
 
 pytestmark = pytest.mark.multiprocess
 
@@ -300,7 +300,7 @@ def run_main(capsys, *arguments):
 def test_help(capsys, option):
     status, printed = run_main(capsys, option)
     assert status == 0
-    assert printed.out.startswith("usage: python -m flatparam run SCRIPT")
+    assert printed.out.startswith("usage: python -m flatparam run [--runtime] SCRIPT")
     assert "-m MODULE" in printed.out
     assert "torchrun" in printed.out
 
@@ -339,10 +339,10 @@ def test_a_launcher_is_refused_with_what_was_meant(capsys, arguments, launcher):
 
 
 def test_a_refused_install_runs_nothing(capsys, monkeypatch, tmp_path):
-    def refuse():
+    def refuse(runtime):
         raise RuntimeError("flatparam is not installed: why")
 
-    monkeypatch.setattr(flatparam.dropin.run, "install", refuse)
+    monkeypatch.setattr(flatparam.commands.run, "install", refuse)
     (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     status, printed = run_main(capsys, str(tmp_path / "script.py"))
     assert status == 1

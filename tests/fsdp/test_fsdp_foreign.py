@@ -107,10 +107,16 @@ def saved_and_loaded(folder):
 
 def wrapped_twice():
     """Units around what another class has wrapped."""
-    for wrapper in (nn.parallel.DistributedDataParallel, lambda m: TorchsFSDP(m, device_id=CPU)):
-        for module in (wrapper(nn.Linear(3, 3)), nn.Sequential(wrapper(nn.Linear(3, 3)))):
-            with pytest.raises(ValueError, match="DataParallel of torch is in the module"):
-                FSDP(module)
+    for wrapper, name in (
+        (nn.parallel.DistributedDataParallel, "a DistributedDataParallel of torch"),
+        (lambda m: TorchsFSDP(m, device_id=CPU), "a FullyShardedDataParallel of torch"),
+        (fully_shard, r"a FSDPLinear that fully_shard\(\) has sharded"),
+    ):
+        inner = wrapper(nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=rf"would hold {name} \(itself\)"):
+            FSDP(inner)
+        with pytest.raises(ValueError, match=rf"the unit of Sequential would hold {name} \(at `0`\)"):
+            FSDP(nn.Sequential(inner))
 
 
 @pytest.mark.multiprocess

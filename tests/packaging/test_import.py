@@ -26,7 +26,7 @@ CASES = {
         assert "torch._dynamo" not in sys.modules
         """,
     "every name is there in every order": """
-        import flatparam.dropin.run, flatparam.common.layout, flatparam.dropin.handle
+        import flatparam.commands.run, flatparam.common.layout, flatparam.dropin.handle
         import flatparam
         assert callable(flatparam.install) and callable(flatparam.wrap)
         for name in flatparam.__all__:

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 
+from ..either import or_torchs
 from ..errors import StateError
 from ..wrapper import Wrapper
 
@@ -41,6 +42,7 @@ class Kinds(Wrapper):
         return self._settings.optim_state_dict_config
 
     @staticmethod
+    @or_torchs
     def set_state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
@@ -77,6 +79,7 @@ class Kinds(Wrapper):
         return first_settings() if before is None else before
 
     @staticmethod
+    @or_torchs
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """The settings of the units under ``module``. Raises: StateError if they differ, ValueError without a unit."""
         found = _common(Wrapper.fsdp_modules(module), whole=True)
@@ -85,6 +88,7 @@ class Kinds(Wrapper):
         return found
 
     @staticmethod
+    @or_torchs
     @contextlib.contextmanager
     def state_dict_type(
         module: nn.Module,

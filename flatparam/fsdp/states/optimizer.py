@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
+from ..either import or_torchs
 from ..held import Held
 from ..loading import Values, agree_on_loading
 from .exchange import from_first
@@ -32,6 +33,7 @@ class OptimizerStates:
     """
 
     @staticmethod
+    @or_torchs
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
@@ -47,6 +49,7 @@ class OptimizerStates:
         return _full(model, optim, optim.state_dict(), optim_input, rank0_only, group, to_cpu=True)
 
     @staticmethod
+    @or_torchs
     def optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
@@ -66,6 +69,7 @@ class OptimizerStates:
         return _full(model, optim, given, None, rank0_only, group, to_cpu=config.offload_to_cpu)
 
     @staticmethod
+    @or_torchs
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
@@ -76,6 +80,7 @@ class OptimizerStates:
         return _sharded(model, optim, optim.state_dict(), to_cpu=False)
 
     @staticmethod
+    @or_torchs
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
@@ -87,6 +92,7 @@ class OptimizerStates:
         return _cut(table, sharded_optim_state_dict, _checked_rows(table, sharded_optim_state_dict), optim, None)
 
     @staticmethod
+    @or_torchs
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any],
         model: nn.Module,
@@ -102,6 +108,7 @@ class OptimizerStates:
         return _cut(table, full_optim_state_dict, fetch, optim, optim_input)
 
     @staticmethod
+    @or_torchs
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None,
         model: nn.Module,
@@ -120,6 +127,7 @@ class OptimizerStates:
         return _cut(table, header, fetch, optim, optim_input)
 
     @staticmethod
+    @or_torchs
     def rekey_optim_state_dict(
         optim_state_dict: dict[str, Any],
         optim_state_key_type: OptimStateKeyType,
@@ -136,6 +144,7 @@ class OptimizerStates:
         )
 
     @staticmethod
+    @or_torchs
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: torch.optim.Optimizer,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
 from ...common.after_import import after_import
+from ...common.torch_private import TorchsFSDP
 from .. import foreign
 from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE
 from ..owners import segment_of
@@ -31,9 +31,8 @@ def watch() -> None:
 
 def _teach(helpers: Any) -> None:
     """Let them ask either class; if this release of them asks in another way they are refused as before."""
-    if getattr(helpers, "FSDP", None) is not TorchsFSDP or not hasattr(helpers, _STATE_OF):
-        return
-    if not hasattr(helpers, "_get_fqns"):
+    known = getattr(helpers, "FSDP", None)
+    if not (isinstance(known, type) and hasattr(helpers, _STATE_OF) and hasattr(helpers, "_get_fqns")):
         return
     helpers.FSDP = _Either
     helpers._get_fqns = _names_of(helpers._get_fqns)
@@ -46,32 +45,8 @@ class _Class(type):
         return isinstance(instance, (TorchsFSDP, Wrapper))
 
 
-class _Either(metaclass=_Class):
-    """The functions of torch's class that the helpers call."""
-
-    @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        found: list[Any] = Wrapper.fsdp_modules(module, root_only)
-        return found or TorchsFSDP.fsdp_modules(module, root_only)
-
-    @staticmethod
-    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        owner: Any = Kinds if _has_units(module) else TorchsFSDP
-        return owner.state_dict_type(module, *args, **kwargs)
-
-    @staticmethod
-    def optim_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        owner: Any = OptimizerStates if _has_units(model) else TorchsFSDP
-        return owner.optim_state_dict(model, *args, **kwargs)
-
-    @staticmethod
-    def optim_state_dict_to_load(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        owner: Any = OptimizerStates if _has_units(model) else TorchsFSDP
-        return owner.optim_state_dict_to_load(model, *args, **kwargs)
-
-
-def _has_units(module: nn.Module) -> bool:
-    return any(isinstance(inner, Wrapper) for inner in module.modules())
+class _Either(OptimizerStates, Kinds, metaclass=_Class):
+    """The functions that the helpers call, which ask torch's class about its models."""
 
 
 def _state_of(original: Callable[..., Any]) -> Callable[..., Any]:

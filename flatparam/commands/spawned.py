@@ -1,6 +1,6 @@
 """What a process runs first that multiprocessing spawned for a script under ``python -m flatparam run``."""
 
 if __name__ == "__mp_main__":
-    from flatparam.dropin.run import become_child
+    from flatparam.commands.run import become_child
 
     become_child(globals())

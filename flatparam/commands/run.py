@@ -16,20 +16,22 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from .install import install
+from ..installing import install
 
-USAGE = """usage: python -m flatparam run SCRIPT [ARGUMENT ...]
-       python -m flatparam run -m MODULE [ARGUMENT ...]
+USAGE = """usage: python -m flatparam run [--runtime] SCRIPT [ARGUMENT ...]
+       python -m flatparam run [--runtime] -m MODULE [ARGUMENT ...]
 
 Do what `python SCRIPT ...` or `python -m MODULE ...` does, with flatparam's handle under torch's
-FullyShardedDataParallel. With torchrun: torchrun [OPTION ...] -m flatparam run SCRIPT [ARGUMENT ...]"""
+FullyShardedDataParallel; with --runtime, or FLATPARAM_RUNTIME=1, with flatparam's own class in its place.
+With torchrun: torchrun [OPTION ...] -m flatparam run [--runtime] SCRIPT [ARGUMENT ...]"""
 
 # Modules and commands that start Python processes
 LAUNCHERS = (
     *("torch.distributed.run", "torch.distributed.launch", "torchrun"),
     *("accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner"),
 )
-CHILD = "flatparam.dropin.spawned"  # what spawned children run in place of the script
+CHILD = "flatparam.commands.spawned"  # what spawned children run in place of the script
+RUNTIME = "FLATPARAM_RUNTIME"  # in the environment, "1": for this process and those that it starts
 BY_NAME, BY_PATH = "init_main_from_name", "init_main_from_path"  # how multiprocessing tells them the script
 
 
@@ -38,6 +40,9 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0
+    if arguments[:1] == ["--runtime"]:
+        os.environ[RUNTIME] = "1"
+        arguments = arguments[1:]
     as_module = arguments[:1] == ["-m"]
     command = arguments[1:] if as_module else arguments
     launcher = launcher_in(command, as_module)
@@ -53,7 +58,7 @@ def main(arguments: list[str]) -> int:
         print(f"flatparam run: expected {expected}, got {got}\n{USAGE}", file=sys.stderr)
         return 2
     try:
-        install()
+        install(runtime=os.environ.get(RUNTIME) == "1")
     except RuntimeError as refusal:
         print(f"flatparam run: {refusal}", file=sys.stderr)
         return 1
@@ -176,7 +181,7 @@ def become_child(namespace: dict[str, Any]) -> None:
     Like multiprocessing itself, this does not import a ``__main__.py``, which would run the whole program again.
     """
     script, how = sys.argv.pop(), sys.argv.pop()
-    install()
+    install(runtime=os.environ.get(RUNTIME) == "1")
     install_in_spawned_children()
     defined: dict[str, Any] = {}
     if how == BY_PATH and script:

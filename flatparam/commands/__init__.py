@@ -1,0 +1,1 @@
+"""Commands of ``python -m flatparam`` that have no folder of their own."""

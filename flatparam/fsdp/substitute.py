@@ -1,0 +1,76 @@
+"""Putting flatparam's FullyShardedDataParallel in the place of torch's, and taking it away again.
+
+Whoever imports torch's class by one of its paths then gets flatparam's, and so do modules that imported it before.
+torch's own runtime goes on with its class: models that it has wrapped already train on, and are told apart.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.fsdp as torch_package
+import torch.distributed.fsdp.fully_sharded_data_parallel as torch_file
+
+from ..common.torch_private import TorchsFSDP
+from .fully_sharded import FullyShardedDataParallel
+
+NAME = "FullyShardedDataParallel"
+# Modules that keep torch's class: its own runtime, ours, and the helpers that states/torch_helpers.py has taught both
+_KEEP = ("torch.distributed.fsdp.", "flatparam.", "torch.distributed.checkpoint.state_dict")
+
+_bound: list[tuple[ModuleType, str]] = []  # where torch's class was
+
+
+class _Both(ModuleType):
+    """torch's module of the class, but for the class. What is set in it is set in torch's, whose functions read it."""
+
+    def __init__(self, original: ModuleType):
+        super().__init__(original.__name__)
+        vars(self).update(vars(original))
+        vars(self)[NAME] = FullyShardedDataParallel
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        setattr(torch_file, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        delattr(torch_file, name)
+
+
+def install() -> None:
+    """Let every name of torch's class mean flatparam's, in modules that are imported and in those that will be.
+
+    Any number of times. Names that a module keeps in a class, a list or a default are not found.
+    """
+    if is_installed():
+        return
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or name.startswith(_KEEP):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if value is TorchsFSDP:
+                _bound.append((module, attribute))
+                setattr(module, attribute, FullyShardedDataParallel)
+    _set_file(_Both(torch_file))
+    FullyShardedDataParallel.is_in_place_of_torchs = True
+
+
+def uninstall() -> None:
+    """Let the names that ``install()`` changed mean torch's class again."""
+    FullyShardedDataParallel.is_in_place_of_torchs = False
+    _set_file(torch_file)
+    for module, attribute in _bound:
+        if getattr(module, attribute, None) is FullyShardedDataParallel:
+            setattr(module, attribute, TorchsFSDP)
+    _bound.clear()
+
+
+def is_installed() -> bool:
+    """Whether torch's names mean flatparam's class."""
+    return getattr(torch_package, NAME) is FullyShardedDataParallel
+
+
+def _set_file(module: ModuleType) -> None:
+    sys.modules[torch_file.__name__] = module
+    torch_package.fully_sharded_data_parallel = module

@@ -1,0 +1,34 @@
+"""Putting flatparam under programs that know torch's FullyShardedDataParallel only."""
+
+from .dropin import install as handle
+from .fsdp import substitute as wrapper
+
+
+def install(runtime: bool = False) -> None:
+    """Let every FullyShardedDataParallel that is wrapped from now on be flatparam's, in part or as a whole.
+
+    Works before or after ``torch.distributed.fsdp`` was imported, and any number of times. Models that are wrapped
+    already go on as they are.
+
+    Args:
+        runtime: False: torch's class stays, with ``flatparam.FlatParamHandle`` under it. True: torch's names of the
+            class mean ``flatparam.FullyShardedDataParallel``, in modules that have imported it already too; a name kept
+            in a class, a list or a default of a function is not found.
+    Raises: RuntimeError without ``runtime``, when torch's handle has a name that flatparam's lacks, does something else
+        on a tiny module, or was changed: nothing is installed.
+    """
+    if runtime:
+        wrapper.install()
+    else:
+        handle.install()
+
+
+def uninstall() -> None:
+    """Undo ``install()`` and ``install(runtime=True)``: models wrapped from now on are torch's again."""
+    handle.uninstall()
+    wrapper.uninstall()
+
+
+def is_installed(runtime: bool = False) -> bool:
+    """Whether models wrapped now use ``flatparam.FlatParamHandle``; with ``runtime`` whether they are flatparam's."""
+    return wrapper.is_installed() if runtime else handle.is_installed()
