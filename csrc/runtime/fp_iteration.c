@@ -152,7 +152,7 @@ fp_iteration_rest(fp_unit *unit)
 static int
 wait_until_read(fp_flat_param *flat_param)
 {
-    return fp_flat_buffer_wait_read(flat_param->flat, flat_param->master);
+    return fp_flat_buffer_wait_read(flat_param->flat);
 }
 
 static int

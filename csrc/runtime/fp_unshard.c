@@ -192,24 +192,11 @@ check_memory(const fp_unit *unit)
     return 0;
 }
 
+/* Begin the gathers of the flat parameters that need one; *gathered: whether any does. goes_on: those that are gathered stay. */
 static int
-start_gather(fp_unit *unit)
+gather_each(fp_unit *unit, int goes_on, int *gathered)
 {
     fp_root *root = unit->root;
-    int gathered = 0;
-    if (check_memory(unit) < 0) {
-        return -1;
-    }
-    if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_look_over(unit) < 0) {
-        return -1;
-    }
-    /* Only others were freed since, or could not be gathered when this was last tried. */
-    const int began = unit->state == FP_UNIT_PARTLY || unit->state == FP_UNIT_GATHERING;
-    const int goes_on = root->in_backward || (began && unit->gather_pass == root->pass);
-    if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
-        return -1;
-    }
-    unit->gather_pass = root->pass;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_unshard_make_views(unit, k) < 0) {
@@ -241,7 +228,59 @@ start_gather(fp_unit *unit)
         }
         flat_param->versions = versions;
         flat_param->gathered = 1;
-        gathered = 1;
+        *gathered = 1;
+    }
+    return 0;
+}
+
+/* The same in one call of the group's backend, for a unit of several. */
+static int
+gather_together(fp_unit *unit, int goes_on, int *gathered)
+{
+    const Py_ssize_t n = unit->n_flat_params;
+    PyObject *const shard = unit->flat_params[0].master;
+    fp_flat_buffer **flats = fp_new_array(n, sizeof *flats);
+    if (flats == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t k = 0; k < n; k++) {
+        flats[k] = unit->flat_params[k].flat;
+    }
+    const int together = fp_flat_buffers_begin_gathers(flats, n, shard);
+    int status = together < 0 ? -1 : gather_each(unit, goes_on, gathered);
+    if (together > 0) {
+        PyObject *error = status < 0 ? PyErr_GetRaisedException() : NULL;
+        const int ended = fp_flat_buffers_end_gathers(flats, n, shard);
+        if (error != NULL) {
+            PyErr_SetRaisedException(error); /* instead of what ending raises */
+        }
+        status = ended < 0 ? -1 : status;
+    }
+    fp_free(flats);
+    return status;
+}
+
+static int
+start_gather(fp_unit *unit)
+{
+    fp_root *root = unit->root;
+    int gathered = 0;
+    if (check_memory(unit) < 0) {
+        return -1;
+    }
+    if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_look_over(unit) < 0) {
+        return -1;
+    }
+    /* Only others were freed since, or could not be gathered when this was last tried. */
+    const int began = unit->state == FP_UNIT_PARTLY || unit->state == FP_UNIT_GATHERING;
+    const int goes_on = root->in_backward || (began && unit->gather_pass == root->pass);
+    if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
+        return -1;
+    }
+    unit->gather_pass = root->pass;
+    const int is_one_call = unit->n_flat_params > 1 && fp_unit_collectives(unit) == NULL;
+    if ((is_one_call ? gather_together(unit, goes_on, &gathered) : gather_each(unit, goes_on, &gathered)) < 0) {
+        return -1;
     }
     if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* a hook of the user has freed it */
         return -1;

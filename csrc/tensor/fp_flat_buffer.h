@@ -68,6 +68,10 @@ int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
  * Returns 1: from the shards; 0: from the secondary shard; -1. */
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on);
+/* The gathers of these that begin between the two are one call of the group's backend, where that knows how: 1; else 0, and
+ * there is nothing to end. -1. What has begun is ended after a failure too, with no error set. */
+int fp_flat_buffers_begin_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard);
+int fp_flat_buffers_end_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard);
 /* Whether gathers run beside what is computed, so that it is worth while to begin the next one before. */
 int fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Until the gather has ended. -1: the wait was broken off, and can be made again; or the gather has failed: then
@@ -89,9 +93,8 @@ int fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard, PyObject 
 void fp_flat_buffer_forget_written(fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Let autograd refuse the graphs that need the values that are gathered. */
 void fp_flat_buffer_refuse_graphs(fp_flat_buffer *flat, PyObject *const *views);
-/* What gathers have read of the shard has been read when the current stream comes here, or, where that is on the host, when
- * this returns: it may be written to again. */
-int fp_flat_buffer_wait_read(fp_flat_buffer *flat, PyObject *shard);
+/* The same for what the device reads of a shard on the host: it may be written to again. */
+int fp_flat_buffer_wait_read(fp_flat_buffer *flat);
 /* How often the shard was seen to have another storage than before. */
 int64_t fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard);
 int fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) FP_NOEXCEPT; /* what was gathered is still there */

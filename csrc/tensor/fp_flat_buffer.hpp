@@ -23,13 +23,15 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor next_secondary_shard;      // nested: the same while it is gathered
     c10::intrusive_ptr<c10d::Work> work;  // of a gather
     fp_group *work_group = nullptr;       // over which
-    at::Tensor accumulated_grad;          // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial_reduce_output;     // nested: [total / param_shards] of it, added over param_group
+    bool may_join = false;            // one call of the backend that gathers several; see fp_flat_buffers_begin_gathers
+    bool has_joined = false;          // work is that call's, once it has ended
+    at::Tensor accumulated_grad;      // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
+    at::Tensor partial_reduce_output; // nested: [total / param_shards] of it, added over param_group
     at::Tensor reduce_input, reduce_output;
     at::Tensor reduce_slice; // of reduce_input, where that is added up in place: what becomes reduce_output
     c10::intrusive_ptr<c10d::Work> reduction;
     at::Tensor arriving_grad;                      // the reduced gradient on the host, once has_arrived
-    std::optional<c10::Event> was_read;            // recorded after the copy from the shard
+    std::optional<c10::Event> was_read;            // recorded after the copy from a shard on the host
     std::optional<c10::Event> was_filled;          // the same after a gather that is no work
     std::optional<c10::Event> has_arrived;         // and after the copy to a shard's gradient on the host
     fp::Home home;                                 // of the memory of unsharded
@@ -110,6 +112,9 @@ bool is_lost(fp_flat_buffer &flat);
 
 // Wait for a gather. One that has failed leaves nothing; where the wait was broken off, nothing changes.
 void wait_for_gather(fp_flat_buffer &flat);
+
+// The same on the current stream for what is written without a work: nothing else may come to that memory before.
+void wait_for_fill(fp_flat_buffer &flat);
 
 // ---- fp_buffer_views.cpp ----
 

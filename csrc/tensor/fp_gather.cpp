@@ -18,6 +18,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tenso
         return false;
     }
     flat.work = all_gather(group, output, input);
+    flat.has_joined = flat.may_join;
     return true;
 }
 
@@ -48,10 +49,27 @@ fail(fp_flat_buffer &flat)
 void
 fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
 {
-    convert(slot, slot.device() == shard.device() ? shard : shard.to(slot.device(), /*non_blocking=*/true), {});
-    if (has_streams(slot)) {
-        flat.was_read.emplace(recorded_now(slot.device()));
+    if (slot.device() == shard.device()) {
+        convert(slot, shard, {});
+        return;
     }
+    convert(slot, shard.to(slot.device(), /*non_blocking=*/true), {});
+    flat.was_read.emplace(recorded_now(slot.device()));
+}
+
+// The process group over which all of them are gathered in one step, if its backend can do that in one call.
+c10d::ProcessGroup *
+group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &device)
+{
+    const fp_group *const first = n > 1 ? flats[0]->shard_group : nullptr;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        if (first == nullptr || flats[k]->shard_group == nullptr || flats[k]->param_group != nullptr ||
+            flats[k]->shard_group->native != first->native) {
+            return nullptr;
+        }
+    }
+    c10d::ProcessGroup *const native = first == nullptr || device.is_cpu() ? nullptr : first->native.get();
+    return native != nullptr && native->getBackend(device.type())->supportsCoalescing() ? native : nullptr;
 }
 
 } // namespace
@@ -72,11 +90,17 @@ is_lost(fp_flat_buffer &flat)
 }
 
 void
-wait_for_gather(fp_flat_buffer &flat)
+wait_for_fill(fp_flat_buffer &flat)
 {
     if (flat.was_filled) {
         block_on(flat.was_filled, flat.unsharded.device());
     }
+}
+
+void
+wait_for_gather(fp_flat_buffer &flat)
+{
+    wait_for_fill(flat);
     if (!flat.work) {
         return;
     }
@@ -97,6 +121,43 @@ wait_for_gather(fp_flat_buffer &flat)
 } // namespace fp
 
 extern "C" {
+
+int
+fp_flat_buffers_begin_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard)
+{
+    return fp::guarded(-1, [&] {
+        const c10::Device device = flats[0]->device_for(fp::unpack(shard));
+        c10d::ProcessGroup *const native = fp::group_of_all(flats, n, device);
+        if (native == nullptr) {
+            return 0;
+        }
+        native->startCoalescing(device.type());
+        for (Py_ssize_t k = 0; k < n; k++) {
+            flats[k]->may_join = true;
+        }
+        return 1;
+    });
+}
+
+int
+fp_flat_buffers_end_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard)
+{
+    return fp::guarded(-1, [&] {
+        const fp_group *const group = flats[0]->shard_group;
+        const c10::Device device = flats[0]->device_for(fp::unpack(shard));
+        c10::intrusive_ptr<c10d::Work> work;
+        {
+            const fp::WithoutGil released;
+            work = group->native->endCoalescing(device.type());
+        }
+        for (Py_ssize_t k = 0; k < n; k++) {
+            if (flats[k]->has_joined && flats[k]->is_under_way() && work) {
+                flats[k]->work = work;
+            }
+            flats[k]->may_join = flats[k]->has_joined = false;
+        }
+    });
+}
 
 int
 fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) noexcept
@@ -196,17 +257,12 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
 }
 
 int
-fp_flat_buffer_wait_read(fp_flat_buffer *flat, PyObject *shard_object)
+fp_flat_buffer_wait_read(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
         std::optional<c10::Event> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
         flat->was_read.reset();
-        if (fp::unpack(shard_object).is_cpu()) {
-            fp::wait_until(read);
-        }
-        else {
-            fp::block_on(read, flat->unsharded.device());
-        }
+        fp::wait_until(read);
     });
 }
 

@@ -5,6 +5,9 @@ counts.
 """
 
 import contextlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import simulated
@@ -145,8 +148,25 @@ def one_ahead(library):
         loss.backward()
 
 
+def beside(library):
+    """What a gather does before its collective is put to another stream, too."""
+    device = simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group()
+    for offload in (False, True):
+        arguments = {"device_id": sim, "process_group": group, "cpu_offload": CPUOffload(offload)}
+        model = FSDP(nn.Sequential(*(FSDP(Watched(), **arguments) for _ in range(4))), **arguments)
+        x = torch.ones(2, 8, device=sim)
+        with torch.no_grad():
+            model(x)
+            before = device.put_off()
+            model(x)
+        # waiting for the current stream, the shard's way to its place, and the collective; beside those of the groups
+        assert device.put_off() - before >= 4 * 3, device.put_off() - before
+
+
 def test_the_next_gather_begins_before_a_unit_computes(library):
     run_ranks(one_ahead, 2, library)
+    run_ranks(beside, 2, library)
 
 
 def host_waits(library):
@@ -206,3 +226,122 @@ def kept_gradients(library):
 
 def test_the_device_is_asked_once_for_all_gradients_of_a_unit(library):
     run_ranks(kept_gradients, 1, library)
+
+
+class Two(nn.Module):
+    """Parameters of two dtypes, one of them frozen in part: three flat parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 3, dtype=torch.float64)
+        self.a.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.a(self.b(x.double()).float())
+
+
+def segments(library, late):
+    """The gathers of a unit's segments are one call of the backend; with no more memory, and the same bits."""
+    device = simulated.use(library, late)
+    sim = torch.device("sim", 0)
+    seen = []
+    for where, group in ((CPU, dist.group.WORLD), (sim, simulated.new_group())):
+        arguments = {"device_id": where, "process_group": group, "segments": True, "use_orig_params": True}
+        torch.manual_seed(0)
+        model = FSDP(nn.Sequential(*(FSDP(Two(), **arguments) for _ in range(3))), **arguments)
+        assert {len(wrapper._unit.segments) for wrapper in model.module} == {3}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        values = []
+        for step in range(3):
+            x = data(step).to(where)
+            device.operations()
+            loss = loss_of(model, x)
+            forward = device.operations().get("simulated::collectives", 0)
+            assert forward == (3 if where == sim else 0)
+            loss.backward()
+            values.append(loss.detach().cpu())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(values + whole(model, lambda param: param))
+    assert_equal(seen[1], seen[0], "segments")
+
+
+@pytest.mark.parametrize("late", ["others", "computing"])
+def test_segments_are_gathered_in_one_call(library, late):
+    run_ranks(segments, 2, library, late)
+
+
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+        self.skips = False
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        return x if self.skips else self.blocks[1](x)
+
+
+def deleted(library):
+    """A model goes while a unit is cast to its place that was gathered ahead, and that nobody has come to."""
+    device = simulated.use(library)
+    sim = torch.device("sim", 0)
+    arguments = {"process_group": simulated.new_group(), "device_id": sim, "mixed_precision": LOW}
+    model = wrap_blocks(Skips(), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True, **arguments)
+    x = torch.ones(2, 64, device=sim)
+    with torch.no_grad():
+        model(x)
+        model.module.skips = True
+        before = device.memory()[0]
+        model(x)
+        ahead = device.memory()[0] - before
+        assert ahead >= 2 * 64 * 65
+        del model
+        blocks = [torch.zeros(64 * 65, device=sim, dtype=torch.bfloat16) for _ in range(4)]  # get its memory
+    torch.accelerator.synchronize()
+    assert not any(block.any().item() for block in blocks)
+
+
+def test_memory_that_is_written_to_is_not_used_again(library):
+    run_ranks(deleted, 1, library)
+
+
+ENDS = """
+import gc, sys, torch, torch.distributed as dist
+sys.path[:0] = sys.argv[2:]
+import simulated
+from fsdp_models import data, loss_of, make, wrap_blocks
+from flatparam import ShardingStrategy
+
+device = simulated.use(sys.argv[1])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+groups = simulated.new_group([0]), simulated.new_group()
+sim = torch.device("sim", 0)
+model = wrap_blocks(
+    make(), process_group=groups, device_id=sim, sharding_strategy=ShardingStrategy.LAYER_ZERO, offload_grads=True
+)
+
+def stop(*_):
+    raise RuntimeError("stopped")
+
+loss_of(model, data(0).to(sim)).backward()
+model.module.blocks[0].register_full_backward_hook(stop)
+try:
+    with model.no_sync():
+        loss_of(model, data(0).to(sim)).backward()
+except RuntimeError as error:
+    assert "stopped" in str(error)
+del model, groups
+gc.collect()
+dist.destroy_process_group()
+device.end_first()  # then come static variables
+print("stopped")
+"""
+
+
+def test_a_process_ends_while_gradients_leave_for_the_host(library):
+    here = Path(__file__).parent
+    folders = [str(here.parent / "support"), str(here), str(here.parents[1])]
+    ended = subprocess.run([sys.executable, "-c", ENDS, library, *folders], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "stopped\n"), ended

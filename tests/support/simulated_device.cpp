@@ -36,8 +36,57 @@ namespace {
 
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 
-std::recursive_mutex mutex; // of all that follows
-using Locked = std::lock_guard<std::recursive_mutex>;
+// Call without the GIL, if this thread has it: gloo's threads take it to drop what they were given.
+template <class Call>
+void
+without_gil(const Call &call)
+{
+    if (Py_IsInitialized() && PyGILState_Check()) {
+        const pybind11::gil_scoped_release released;
+        call();
+    }
+    else {
+        call();
+    }
+}
+
+// What lives as long as the process: threads and static variables of others may come here when ours would be gone.
+template <class Value>
+Value &
+for_good()
+{
+    return *new Value;
+}
+
+// As a driver does: it may be gone before static variables are.
+bool ended = false;
+
+void
+check_not_ended()
+{
+    if (ended) {
+        std::fputs("the device is used after its end\n", stderr);
+        std::_Exit(3);
+    }
+}
+
+std::recursive_mutex &mutex = for_good<std::recursive_mutex>(); // of all that follows
+
+// Whoever has it may wait for gloo, so nobody waits for it with the GIL.
+struct Locked {
+    explicit Locked(std::recursive_mutex &)
+    {
+        if (!mutex.try_lock()) {
+            without_gil([] { mutex.lock(); });
+        }
+    }
+    Locked(const Locked &) = delete;
+    Locked &operator=(const Locked &) = delete;
+    ~Locked()
+    {
+        mutex.unlock();
+    }
+};
 
 // ---- streams: what is put off, in order ----
 
@@ -46,7 +95,7 @@ struct Queue {
     std::deque<std::pair<int64_t, std::function<void()>>> landing; // on the host: what was put as the so-many-th
     int64_t put = 0, done = 0;
 };
-std::map<int64_t, Queue> queues; // by the stream's id; 0 is the default stream
+auto &queues = for_good<std::map<int64_t, Queue>>(); // by the stream's id; 0 is the default stream
 int64_t last_stream = 0, put_off = 0, waits = 0;
 int64_t computing = 0; // the stream that computes
 bool computes_late = false;
@@ -220,6 +269,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void destroyEvent(void *event, c10::DeviceIndex) const noexcept override
     {
+        check_not_ended();
         delete static_cast<Recorded *>(event);
     }
     bool queryStream(const c10::Stream &stream) const override
@@ -252,13 +302,14 @@ struct Block {
     size_t bytes;
     int64_t stream; // that it was allocated on, and goes back to
 };
-std::unordered_map<void *, Block> blocks;                 // in use
-std::multimap<std::pair<int64_t, size_t>, void *> unused; // by stream and size: blocks are never given back
-std::unordered_set<void *> streamed;                      // by record_stream: not used again, whatever becomes of it
+auto &blocks = for_good<std::unordered_map<void *, Block>>(); // in use
+auto &unused = for_good<std::multimap<std::pair<int64_t, size_t>, void *>>(); // by stream and size: blocks are never given back
+auto &streamed = for_good<std::unordered_set<void *>>(); // by record_stream: not used again, whatever becomes of it
 
 void
 free_block(void *memory)
 {
+    check_not_ended();
     const Locked locked(mutex);
     const auto found = blocks.find(memory);
     const Block block = found->second;
@@ -308,7 +359,7 @@ struct DeviceMemory final : c10::Allocator {
 REGISTER_ALLOCATOR(SIM, &device_memory)
 
 int64_t pinned_now = 0;
-std::map<char *, size_t> pinned; // ranges
+auto &pinned = for_good<std::map<char *, size_t>>(); // ranges
 
 void
 free_pinned(void *memory)
@@ -408,7 +459,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // ---- operators ----
 
-std::map<std::string, int64_t> operations; // how often each that computes or copies was called
+auto &operations = for_good<std::map<std::string, int64_t>>(); // how often each that computes or copies was called
 
 // The same memory as a CPU tensor sees it. It is not kept alive: a device does not either.
 at::Tensor
@@ -710,7 +761,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
 
 // ---- collectives: gloo's, on the device's memory, on a stream of the group ----
 
-std::vector<c10::intrusive_ptr<c10d::Work>> under_way; // that write to the device's memory as early as they can
+auto &under_way = for_good<std::vector<c10::intrusive_ptr<c10d::Work>>>(); // that write to the device's memory as early as they can
 
 // A late stream is so late that what may have come before it has, unless that waits for other ranks for too long.
 void
@@ -718,7 +769,7 @@ finish_collectives()
 {
     for (const auto &work : std::exchange(under_way, {})) {
         try {
-            work->wait(std::chrono::milliseconds(20));
+            without_gil([&] { work->wait(std::chrono::milliseconds(20)); });
         }
         catch (...) { // whoever waits for it is told
         }
@@ -806,10 +857,11 @@ struct Collectives final : c10d::Backend {
         std::transform(read.begin(), read.end(), std::back_inserter(from), on_cpu);
         std::transform(written.begin(), written.end(), std::back_inserter(to), on_cpu);
         if (!is_late(stream)) {
-            c10::intrusive_ptr<c10d::Work> work = start(from, to);
+            c10::intrusive_ptr<c10d::Work> work;
+            without_gil([&] { work = start(from, to); });
             under_way.push_back(work);
             Queue &queue = queues[stream];
-            queue.waiting.push_back([work, kept] { work->wait(); });
+            queue.waiting.push_back([work, kept] { without_gil([&] { work->wait(); }); });
             queue.put++;
             last = c10::make_intrusive<Late>(stream, queue.put, kept);
             return last;
@@ -828,9 +880,10 @@ struct Collectives final : c10d::Backend {
         for (const at::Tensor &tensor : read_now) {
             as_read.push_back(tensor.clone());
         }
-        c10::intrusive_ptr<c10d::Work> work = start(read_now, write_now);
+        c10::intrusive_ptr<c10d::Work> work;
+        without_gil([&] { work = start(read_now, write_now); });
         put(stream, [work, from, to, as_read, write_now, read_now, kept] {
-            work->wait();
+            without_gil([&] { work->wait(); });
             for (size_t i = 0; i < from.size(); i++) {
                 TORCH_CHECK(std::memcmp(from[i].const_data_ptr(), as_read[i].const_data_ptr(), from[i].nbytes()) == 0,
                             "what a collective sends was changed before it was sent");
@@ -905,6 +958,7 @@ PYBIND11_MODULE(simulated_device, m)
         const Locked locked(mutex);
         return put_off;
     });
+    m.def("end_first", [] { std::atexit([] { ended = true; }); });
     m.def("behind", [] {
         const Locked locked(mutex);
         return queues[computing].waiting.size();
