@@ -82,8 +82,9 @@ def clip(
             f"the total norm of order {norm_type} of the gradients is {(total**root).item()}: nothing was clipped"
         )
     if all(param.grad is None for param in params):
-        name = "fp64" if is_wide else "fp32"
         warnings.warn(
-            f"clip_grad_norm_() found no gradients on rank {dist.get_rank()}: the norm is {name}", stacklevel=3
+            f"clip_grad_norm_() was called on rank {dist.get_rank()} with no gradients -- returning the total norm in "
+            f"the default dtype {torch.float64 if is_wide else torch.float32}",
+            stacklevel=3,
         )
     return _C.clip_grads(params, total, root, max_norm)

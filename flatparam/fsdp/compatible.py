@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..common.torch_private import FlatParamShardMetadata, HandleShardingStrategy, HandleTrainingState
 from .api import TrainingState
+from .described import now
 from .errors import StateError
 from .originals import Original
 from .segment import Segment
@@ -57,11 +58,11 @@ class Handle:
 
     @property
     def rank(self) -> int:
-        return self._segment.placement.rank
+        return self._wrapper.rank
 
     @property
     def world_size(self) -> int:
-        return self._segment.placement.shards
+        return self._wrapper.world_size
 
     @property
     def device(self) -> torch.device:
@@ -164,6 +165,22 @@ class Compatible(Wrapper):
     def _flat_param(self) -> nn.Parameter | None:
         handle = self._handle
         return None if handle is None else handle.flat_param
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters of this unit: shards, and while they are gathered, what is unsharded."""
+        views = self._unit.step.views()
+        return [now(segment, some) for segment, some in zip(self._unit.segments, views, strict=True)]
+
+    @property
+    def _comm_hook(self) -> Any:
+        """The communication hook of the tree; None: there is none."""
+        return None if self._hooked is None else self._hooked.hook
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        """What the hook is called with."""
+        return None if self._hooked is None else self._hooked.state
 
     @property
     def _has_params(self) -> bool:

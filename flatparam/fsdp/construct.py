@@ -68,7 +68,11 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tup
             if isinstance(state, Wrapper):
                 raise ValueError(f"`ignored_modules` should not include FSDP modules, got {type(state).__name__}")
             if state is module:
-                warnings.warn("the module itself is ignored: this unit manages no parameter", stacklevel=3)
+                warnings.warn(
+                    "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+                    f"parameters being ignored: the unit of {type(module).__name__} manages none",
+                    stacklevel=3,
+                )
         modules = {inner for state in states for inner in state.modules() if not isinstance(inner, Wrapper)}
         params = {param for inner in modules for param in inner._parameters.values() if param is not None}
     else:

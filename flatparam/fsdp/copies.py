@@ -72,12 +72,12 @@ class Copies(Wrapper):
         memo[id(self)] = copied
         try:
             for key, value in vars(self).items():
-                left_out = key in ("_outer", "_comm_hook")
+                left_out = key in ("_outer", "_hooked")
                 vars(copied)[key] = None if left_out else copy.deepcopy(value, memo)
         finally:
             for wrapper, views_before in zip(wrappers, had_views, strict=True):
                 wrapper._unit.step.put(views_before or not wrapper._use_orig_params)
-        copied._comm_hook = self._comm_hook
+        copied._hooked = self._hooked
         own = [memo.get(id(module), module) for module in closed(self._unit, self.modules())]
         close(copied._unit, own, copied._ignored_params)
         copied._hold_those_below()

@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn as nn
+from torch import Tensor
 
+from ..common.tensors import lacks_memory
 from ..common.torch_private import _ShardParamInfo
 
 if TYPE_CHECKING:
@@ -34,3 +37,16 @@ def describe(segment: Segment) -> None:
     flat._sharded_size = torch.Size([layout.shard_numel])
     flat._local_shard = flat.data
     flat._params = [original.param for original in originals] if segment.use_orig_params else None
+    if segment.compute_dtype is not None:
+        flat._mp_shard = flat.new_empty(0, dtype=segment.compute_dtype)  # a gather's input, which is not kept
+
+
+def now(segment: Segment, views: tuple[Tensor, ...] | None) -> nn.Parameter:
+    """The flat parameter as torch's: of the data that ``views`` show while they have memory, else the shard."""
+    flat = segment.flat
+    if not views or not segment.is_sharded or lacks_memory(views[0]):
+        return flat
+    whole = views[0].detach().as_strided((segment.layout.padded_numel,), (1,), 0)
+    unsharded = nn.Parameter(whole, flat.requires_grad)
+    vars(unsharded).update(vars(flat))
+    return unsharded

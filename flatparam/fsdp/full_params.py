@@ -39,7 +39,8 @@ class FullParams(Wrapper):
         """
         if writeback and rank0_only:
             raise WritebackError(
-                "writeback=True with rank0_only=True would leave the ranks with different parameters: pass one of them"
+                "writeback=True with rank0_only=True is not supported: it would leave the ranks with different "
+                "parameters. Pass one of them"
             )
         wrappers = [inner for inner in module.modules() if isinstance(inner, Wrapper)] if recurse else [module]
         units = []

@@ -134,7 +134,8 @@ class FullyShardedDataParallel(
             check_layout_arguments(shard_alignment, atomic)
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 warnings.warn(
-                    f"a {type(module).__name__} has no forward, so its unit never gathers its parameters: wrap the "
+                    f"FSDP will not all-gather parameters for containers that do not implement forward: "
+                    f"a {type(module).__name__} has none. Wrap the "
                     "modules in it, or the one that holds it",
                     stacklevel=2,
                 )
@@ -206,7 +207,7 @@ class FullyShardedDataParallel(
             self._moves_to = None
             self._loading = None
             self._missing = []
-            self._comm_hook = None
+            self._hooked = None
             self._settings = first_settings()
             self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
@@ -219,8 +220,12 @@ class FullyShardedDataParallel(
         ignored_params: set[nn.Parameter],
         arguments: dict[str, Any],
     ) -> None:
-        if any(_is_unit(inner) for inner in module.modules()):
-            raise ValueError("a policy wraps a tree without units; this one has FullyShardedDataParallel already")
+        for path, inner in module.named_modules():
+            if _is_unit(inner):
+                raise ValueError(
+                    f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
+                    f"{type(module).__name__}: a policy wraps a tree without units"
+                )
         targets = targets_of(module, policy, ignored_modules, ignored_params, arguments)
         precision = self.mixed_precision
         full_precision = tuple(precision._module_classes_to_ignore) if arguments["mixed_precision"] is not None else ()
@@ -233,8 +238,8 @@ class FullyShardedDataParallel(
             names = _override_module_mixed_precision(module, full_precision)
             if names:
                 warnings.warn(
-                    f"mixed precision is off for modules of {sorted(cls.__name__ for cls in names)}: each becomes a "
-                    "unit of its own that computes in full precision",
+                    f"mixed precision is off for modules of {sorted(cls.__name__ for cls in names)}. "
+                    "These modules will be wrapped as separate FSDP units, which compute in full precision",
                     stacklevel=4,
                 )
         replace_modules(

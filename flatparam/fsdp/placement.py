@@ -214,8 +214,9 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
                 else ("replicate it", "(shard group, replicate group)", "")
             )
             raise ValueError(
-                f"{strategy.name} must know which ranks share a parameter and which {what}: pass process_group="
-                f"{pair} or a 2-D device_mesh{mesh}, got process_group={process_group!r}"
+                f"{strategy.name} must know which ranks share a parameter and which {what}: it requires explicit "
+                "specification of process group or device_mesh. Expected process_group to be passed in as "
+                f"{pair}, or a 2-D device_mesh{mesh}, got process_group={process_group!r}"
             )
         _check_groups(*process_group)
         if not wide:
@@ -255,7 +256,8 @@ def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.Pro
 def _check_groups(*groups: Any) -> None:
     for group in groups:
         if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"expected a process group that this rank {dist.get_rank()} is in, got {group!r}")
+            me = f" {dist.get_rank()}" if dist.is_initialized() else ""
+            raise ValueError(f"expected a process group that this rank{me} is in, got {group!r}")
 
 
 def _said(group: dist.ProcessGroup | None) -> str:

@@ -170,7 +170,7 @@ class Stepping(Wrapper):
         shared = _C.Root(
             PREFETCH[root._backward_prefetch],
             root._forward_prefetch,
-            collectives if root._comm_hook is None else root._comm_hook,
+            collectives if root._hooked is None else root._hooked,
             collectives.WATCHED,
             find_tensors,
         )
@@ -178,12 +178,12 @@ class Stepping(Wrapper):
         for wrapper in wrappers:
             if wrapper._use_orig_params != root._use_orig_params:
                 raise ValueError(
-                    f"all units of a tree must have one use_orig_params: {root._unit.name} has "
+                    f"Expects one homogeneous value for _use_orig_params in a tree of units: {root._unit.name} has "
                     f"{root._use_orig_params}, {wrapper._unit.name} {wrapper._use_orig_params}"
                 )
             if wrapper.limit_all_gathers != root.limit_all_gathers:
-                raise ValueError("all units of a tree must have one limit_all_gathers")
-        shared.always_python = int(root._comm_hook is not None)
+                raise ValueError("Expects one homogeneous value for limit_all_gathers in a tree of units")
+        shared.always_python = int(root._hooked is not None)
         paths = {id(inner): path for path, inner in root.named_modules()}
         for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
@@ -193,7 +193,7 @@ class Stepping(Wrapper):
             wrapper._unit.check_filled()
             step_in_backward(wrapper._unit)
             wrapper._unit.step.join(shared)
-            if root._comm_hook is not None:
+            if root._hooked is not None:
                 wrapper._unit.step.average_elsewhere()
             wrapper._is_root = wrapper is root
             wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
@@ -300,12 +300,15 @@ class Stepping(Wrapper):
         if not callable(hook):
             raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
         self._check_root("register_comm_hook")
-        if self._comm_hook is not None or self._unit.step.root is not None:
-            raise StateError("register_comm_hook: once, before the first forward")
+        if self._hooked is not None:
+            raise StateError("A communication hook is already registered")
+        if self._unit.step.root is not None:
+            raise StateError("register_comm_hook: before the first forward")
         for wrapper in self.fsdp_modules(self):
             if wrapper._placement.shards > 1 and (wrapper._placement.replicas > 1 or wrapper._placement.outer):
                 raise StateError(f"register_comm_hook: not for a grid of ranks ({wrapper.sharding_strategy.name})")
-        self._comm_hook = collectives.Hooked(hook, state)
+        for wrapper in self.fsdp_modules(self):
+            wrapper._hooked = collectives.Hooked(hook, state)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -36,7 +36,7 @@ class Wrapper(Marks, nn.Module):
     _backward_prefetch: BackwardPrefetch | None
     _buffer_dtypes: dict[str, torch.dtype]  # own dtypes of the buffers that are cast
     _casts_to: torch.dtype | None
-    _comm_hook: collectives.Hooked | None
+    _hooked: collectives.Hooked | None  # the communication hook
     _device_id: torch.device | None
     _forward_prefetch: bool
     _full_in_eval: bool
@@ -200,11 +200,6 @@ class Wrapper(Marks, nn.Module):
     def device_id(self) -> torch.device | None:
         """The device that was asked for."""
         return self._device_id
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The flat parameters of this unit."""
-        return [segment.flat for segment in self._unit.segments]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_unit":

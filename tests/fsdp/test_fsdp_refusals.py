@@ -127,7 +127,7 @@ def parameters():
         assert full_params(model)["one"].shape == ()
     with refused("wrap it once", ValueError):
         FSDP(FSDP(make()))
-    with refused("this one has FullyShardedDataParallel already", ValueError):
+    with refused("FSDP applied but found blocks.0 in", ValueError):
         FSDP(wrap_blocks(make()).module, auto_wrap_policy=ModuleWrapPolicy({Block}))
     tied = make()
     tied.blocks[1].scale = tied.blocks[0].scale
@@ -151,11 +151,13 @@ def calls():
         model, module = wrap_blocks(make(), use_orig_params=uo), make()
         mixed = make()
         mixed.blocks[0] = FSDP(mixed.blocks[0], use_orig_params=not uo)
-        with refused("one use_orig_params: the unit of Model has", ValueError):
+        with refused(
+            "one homogeneous value for _use_orig_params in a tree of units: the unit of Model has", ValueError
+        ):
             FSDP(mixed, use_orig_params=uo)(data(0))
         mixed = make()
         mixed.blocks[0] = FSDP(mixed.blocks[0], use_orig_params=uo, limit_all_gathers=False)
-        with refused("one limit_all_gathers", ValueError):
+        with refused("one homogeneous value for limit_all_gathers", ValueError):
             FSDP(mixed, use_orig_params=uo)(data(0))
 
         with (
@@ -190,11 +192,11 @@ def calls():
             child.register_comm_hook(None, print)
         with refused("expected hook to be callable, got int", ValueError):
             model.register_comm_hook(None, 3)
-        with refused("once, before the first forward", *idle):
+        with refused("before the first forward", *idle):
             model.register_comm_hook(None, print)
         hooked = wrap_blocks(make(), use_orig_params=uo)
         hooked.register_comm_hook(None, print)
-        with refused("once, before the first forward", *idle):
+        with refused("A communication hook is already registered", *idle):
             hooked.register_comm_hook(None, print)
         loss_of(model, data(0)).backward()
         one = copy.deepcopy(module)

@@ -114,7 +114,10 @@ def test_optimizers_in_backward():
 
 @pytest.mark.parametrize("module", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])
 def test_modules_without_a_forward_warn(module):
-    with fake_world(2), pytest.warns(UserWarning, match=f"a {type(module).__name__} has no forward"):
+    with (
+        fake_world(2),
+        pytest.warns(UserWarning, match=f"do not implement forward: a {type(module).__name__} has none"),
+    ):
         FSDP(module)
 
 

@@ -1,0 +1,118 @@
+"""What tools read of torch's class beside its API. The oracle is torch's class on the same model."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from fsdp_models import data, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy, TrainingState
+
+FLAT = (
+    *("_fqns", "_num_params", "_shapes", "_strides", "_contiguities", "_numels", "_numels_with_padding"),
+    *("_is_padding_mask", "_shard_param_infos", "_shard_numel_padded", "_unpadded_unsharded_size", "_sharded_size"),
+)
+HANDLE = (
+    *("uses_sharded_strategy", "rank", "world_size", "device", "_use_orig_params", "_offload_params"),
+    *("_sharding_strategy", "_orig_param_dtype", "_fwd_bwd_param_dtype", "_reduce_dtype", "_training_state"),
+)
+LOW = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def theirs(module, **settings):
+    policy = ModuleWrapPolicy({type(module.blocks[0])})
+    return TorchsFSDP(module, device_id=torch.device("cpu"), auto_wrap_policy=policy, **settings)
+
+
+def plain(value):
+    """torch has lists where its annotations say tuples."""
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def same(units, others):
+    for unit, other in zip(units, others, strict=True):
+        assert unit._has_params == other._has_params
+        mine, expected = unit._flat_param, other._flat_param
+        for name in FLAT if unit._handle.uses_sharded_strategy else FLAT[:6]:  # torch's pads for shards that are not
+            assert plain(getattr(mine, name)) == plain(getattr(expected, name)), name
+        if unit._handle.uses_sharded_strategy:
+            assert torch.equal(mine._local_shard, expected.data)
+        assert mine._local_shard.data_ptr() == mine.data_ptr()
+        for name in HANDLE:
+            assert getattr(unit._handle, name) == getattr(other._handle, name), name
+        assert tuple(unit._handle.shard_metadata()) == tuple(other._handle.shard_metadata())
+        assert unit._handle.is_sharded(mine) == other._handle.is_sharded(expected)
+        assert unit.forward_prefetch == other.forward_prefetch
+        unit._assert_state(TrainingState.IDLE)
+        with pytest.raises(ValueError, match=r"expected the unit of .* to be in"):
+            unit._assert_state([TrainingState.FORWARD_BACKWARD])
+
+
+def attributes():
+    """Those of every unit are torch's, before a step, after it, of a copy, and of a model that was moved."""
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    for strategy, uo, mixed in itertools.product(strategies, (False, True), (None, LOW)):
+        note(f"{strategy} {uo} {mixed}")
+        settings = {"use_orig_params": uo, "mixed_precision": mixed}
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], **settings)
+        torchs = theirs(make(), sharding_strategy=TorchStrategy[strategy], **settings)
+        units, others = FSDP.fsdp_modules(model), TorchsFSDP.fsdp_modules(torchs)
+        same(units, others)
+        assert len(model._all_handles) == len(units)
+        assert model._handle == model._handle
+        assert model._handle != model.blocks[0]._handle
+        for wrapped in (model, torchs):
+            loss_of(wrapped, data(0)).backward()
+        same(units, others)
+        for unit, other in zip(units, others, strict=True):
+            if not uo:
+                assert torch.equal(unit._handle.sharded_grad, other._handle.flat_param.grad)
+        same(FSDP.fsdp_modules(copy.deepcopy(model)), others)
+        for unit in FSDP.fsdp_modules(model.double()):
+            assert unit._handle._orig_param_dtype == torch.float64
+            assert unit._flat_param._local_shard.data_ptr() == unit._flat_param.data_ptr()
+
+
+def gathered():
+    """In the forward of a unit ``params`` are unsharded, in the dtype of computation; outside they are the shards."""
+    model = wrap_blocks(make(), mixed_precision=LOW)
+    seen = []
+
+    def look(module, args):
+        [param] = model.blocks[0].params
+        seen.append((param.numel(), param.dtype, param.data_ptr() != param._local_shard.data_ptr()))
+        assert param._mp_shard.untyped_storage().size() == 0
+
+    model.blocks[0].module.register_forward_pre_hook(look)
+    loss_of(model, data(0)).backward()
+    layout = model.blocks[0]._unit.segments[0].layout
+    assert seen == [(layout.padded_numel, torch.bfloat16, True)]
+    for unit in FSDP.fsdp_modules(model):
+        assert unit.params[0] is unit._flat_param
+    hook = object()
+    assert model._comm_hook is model._comm_hook_state is None
+    other = wrap_blocks(make())
+    other.register_comm_hook(hook, print)
+    assert all((unit._comm_hook, unit._comm_hook_state) == (print, hook) for unit in FSDP.fsdp_modules(other))
+    model._handle.flat_param_to("cpu")
+    with pytest.raises(RuntimeError, match=r"flat_param_to\(\) would move a shard of the unit of Model"):
+        model._handle.flat_param_to("meta")
+    assert model.blocks[0]._unshard() is None
+    model.blocks[0]._unshard(async_op=True).wait()
+
+
+@pytest.mark.multiprocess
+def test_attributes_are_torchs():
+    run_ranks(attributes, 2)
+
+
+@pytest.mark.multiprocess
+def test_params_are_what_is_there():
+    run_ranks(gathered, 2)
