@@ -120,7 +120,7 @@ class FileRun:
             **os.environ,
             "UPSTREAM_SHIM": "1",
             "UPSTREAM_TESTS": str(self.tests),
-            "UPSTREAM_HANDLE": "torch" if self.options.stock else "flatparam",
+            "UPSTREAM_HANDLE": "torch" if self.options.stock else "runtime" if self.options.runtime else "flatparam",
             "UPSTREAM_START": "spawn" if self.options.spawn else "fork",
             "UPSTREAM_WORLD": str(WORLD_SIZE.get(self.name, 2)),
             "UPSTREAM_DEVICES": str(DEVICES.get(self.name, 4)),
@@ -178,6 +178,15 @@ def plan_of(options, baseline):
     return FAST if options.fast else dict.fromkeys([*FAST, *in_baseline], options.k)
 
 
+def explain(lost):
+    """Print how many of ``lost`` runtime.json has a reason for, a line each; return the others."""
+    for reason, patterns in json.loads((HERE / "runtime.json").read_text(encoding="utf-8")).items():
+        known = [id for id in lost if any(re.search(pattern, id) for pattern in patterns)]
+        lost = [id for id in lost if id not in known]
+        print(f"  {len(known):3} {reason}")
+    return lost
+
+
 def tests_folder():
     """Return the folder of torch's tests, fetched if it is not there."""
     got = subprocess.run([str(HERE / "get.sh")], stdout=subprocess.PIPE, text=True)
@@ -192,6 +201,7 @@ def parse(arguments):
     parser.add_argument("--fast", action="store_true", help="only the fast subset: 305 tests of 704")
     parser.add_argument("-k", default="", metavar="REGEX", help="only tests whose id matches")
     parser.add_argument("--stock", action="store_true", help="with torch's own handle: what the baseline was made with")
+    parser.add_argument("--runtime", action="store_true", help="with flatparam's runtime in the place of torch's class")
     parser.add_argument("--spawn", action="store_true", help="spawn the ranks as torch does; forked ones start faster")
     parser.add_argument("--baseline", type=Path, default=HERE / "baseline.json", help="compare with this file")
     parser.add_argument("--out", type=Path, help="write the outcomes here, in the form of a baseline")
@@ -233,7 +243,7 @@ def main(arguments):
     totals = collections.Counter(outcomes.values())
     print(f"{'total':32} " + "  ".join(f"{outcome} {number}" for outcome, number in sorted(totals.items())))
     for file in sorted(set().union(*(run.handles for run in runs))):
-        print(f"FlatParamHandle was that of {file}")
+        print(f"{'FullyShardedDataParallel' if options.runtime else 'FlatParamHandle'} was that of {file}")
     if options.texts:
         texts = [{"id": id, **result} for id, result in results.items() if result["outcome"] != "pass"]
         options.texts.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
@@ -244,6 +254,8 @@ def main(arguments):
 
     expected, lost, won = compare(baseline, plan, outcomes)
     print(f"pass in the baseline (torch {baseline['torch']}): {expected}; of these not passing now: {len(lost)}")
+    if options.runtime:
+        lost = explain(lost)
     for id in lost:
         print(f"  LOST {id}: {outcomes.get(id, 'not run')}")
     for id in won:

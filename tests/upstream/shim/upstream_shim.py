@@ -25,7 +25,15 @@ def activate():
 
 
 def handle_in_use():
-    """The file of the constructor of torch's ``FlatParamHandle``; raises if it is not the one asked for."""
+    """The file of the constructor of torch's ``FlatParamHandle``, or with flatparam's runtime of the class that has the
+    name of torch's; raises if it is not the one asked for."""
+    if os.environ["UPSTREAM_HANDLE"] == "runtime":
+        cls = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
+        if not cls.__module__.startswith("flatparam."):
+            raise RuntimeError(
+                f"expected flatparam's runtime in the place of torch's class, got that of {cls.__module__}"
+            )
+        return os.path.realpath(cls.__init__.__code__.co_filename)
     handle = sys.modules[FLAT_PARAM].FlatParamHandle
     others = [
         name
@@ -74,10 +82,10 @@ def _after_torch(torch):
 
     dist.all_gather = all_gather_of_one_buffer
 
-    if os.environ["UPSTREAM_HANDLE"] == "flatparam":
+    if os.environ["UPSTREAM_HANDLE"] != "torch":
         import flatparam
 
-        flatparam.install()
+        flatparam.install(runtime=os.environ["UPSTREAM_HANDLE"] == "runtime")
 
 
 def _one_buffer(torch, chunks, like):
