@@ -45,22 +45,24 @@ def install() -> None:
     """
     if is_installed():
         return
-    for name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or name.startswith(_KEEP):
-            continue
-        for attribute, value in list(vars(module).items()):
-            if value is TorchsFSDP:
-                _bound.append((module, attribute))
-                setattr(module, attribute, FullyShardedDataParallel)
+    _bound.extend(
+        (module, attribute) for name, module, attribute in _names_of(TorchsFSDP) if not name.startswith(_KEEP)
+    )
+    for module, attribute in _bound:
+        setattr(module, attribute, FullyShardedDataParallel)
     _set_file(_Both(torch_file))
     FullyShardedDataParallel.is_in_place_of_torchs = True
 
 
 def uninstall() -> None:
-    """Let the names that ``install()`` changed mean torch's class again."""
+    """Let the names that ``install()`` changed mean torch's class again, and those in what was imported of torch since.
+
+    Other modules that have imported the name since keep flatparam's class, as do those that imported it from flatparam.
+    """
     FullyShardedDataParallel.is_in_place_of_torchs = False
     _set_file(torch_file)
-    for module, attribute in _bound:
+    since = [(module, attribute) for name, module, attribute in _names_of(FullyShardedDataParallel) if _is_torchs(name)]
+    for module, attribute in (*_bound, *since):
         if getattr(module, attribute, None) is FullyShardedDataParallel:
             setattr(module, attribute, TorchsFSDP)
     _bound.clear()
@@ -69,6 +71,18 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Whether torch's names mean flatparam's class."""
     return getattr(torch_package, NAME) is FullyShardedDataParallel
+
+
+def _names_of(cls: type) -> list[tuple[str, ModuleType, str]]:
+    """Where modules have ``cls``: the module's name, the module, and the name there."""
+    modules = [(name, module) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]
+    return [
+        (name, module, key) for name, module in modules for key, value in list(vars(module).items()) if value is cls
+    ]
+
+
+def _is_torchs(name: str) -> bool:
+    return name.split(".")[0] == "torch"
 
 
 def _set_file(module: ModuleType) -> None:

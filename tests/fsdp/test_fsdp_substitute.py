@@ -1,5 +1,6 @@
 """flatparam's class under torch's name: who gets it, what models of torch's class do meanwhile, and the way back."""
 
+import importlib
 import subprocess
 import sys
 import types
@@ -33,7 +34,7 @@ def trainer():
     flatparam.uninstall()
 
 
-def test_every_name_of_torchs_class_means_ours(trainer):
+def test_every_name_of_torchs_class_means_ours(trainer, monkeypatch):
     ours = flatparam.FullyShardedDataParallel
     for _ in range(2):
         flatparam.install(runtime=True)
@@ -45,8 +46,11 @@ def test_every_name_of_torchs_class_means_ours(trainer):
         assert scope["file"].MixedPrecision is torch.distributed.fsdp.MixedPrecision
         assert flatparam.is_installed(runtime=True)
         assert not flatparam.is_installed()
+        monkeypatch.delitem(sys.modules, "torch.distributed.optim.named_optimizer", raising=False)
+        assert importlib.import_module("torch.distributed.optim.named_optimizer").FSDP is ours
     flatparam.uninstall()
     assert not flatparam.is_installed(runtime=True)
+    assert torch.distributed.optim.named_optimizer.FSDP is STOCK.FSDP
     assert trainer.FSDP is trainer.Other is STOCK.FSDP
     assert torch.distributed.fsdp.FullyShardedDataParallel is sys.modules[FILE].FullyShardedDataParallel is STOCK.FSDP
 
