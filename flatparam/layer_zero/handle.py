@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from .. import _C
 from ..common import optimizers
 from ..common.collectives import gathering, is_replaced
 from ..common.tensors import check_memory
@@ -187,8 +186,11 @@ class FlatParamHandle(Gradients):
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What this rank's zero1 shard holds of each original parameter; those that it does not hold are left out."""
         flat = self.flat_param
-        fields: Any = _C.held(flat._shard_param_infos, flat._fqns, flat._shapes, flat._numels)
-        return FlatParamShardMetadata(*fields)
+        each = zip(flat._fqns, flat._shapes, flat._numels, flat._shard_param_infos, strict=True)
+        held = [
+            (*fields, (info.intra_param_start_idx, info.intra_param_end_idx)) for *fields, info in each if info.in_shard
+        ]
+        return FlatParamShardMetadata(*zip(*held, strict=True)) if held else FlatParamShardMetadata((), (), (), ())
 
     # Copies
 
