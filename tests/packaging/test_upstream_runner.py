@@ -117,7 +117,7 @@ def test_torchs_own_handle(run):
 @pytest.mark.thorough
 def test_a_handle_that_was_not_installed_stops_the_run(tmp_path):
     """Were install() to do nothing, all would pass, on torch's handle."""
-    (tmp_path / "flatparam.py").write_text("def install():\n    pass\n")
+    (tmp_path / "flatparam.py").write_text("def install(runtime):\n    pass\n")
     env = {"UPSTREAM_SHIM": "1", "UPSTREAM_HANDLE": "flatparam", "UPSTREAM_DEVICES": "4", "UPSTREAM_WORLD": "2"}
     paths = os.pathsep.join([str(tmp_path), str(UPSTREAM / "shim")])
     code = "import torch.distributed.fsdp, upstream_shim; upstream_shim.handle_in_use()"
