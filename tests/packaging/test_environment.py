@@ -108,7 +108,7 @@ def test_requirements(requirement, met):
 
 def test_the_groups_of_the_project_can_be_read():
     declared = (ROOT / "pyproject.toml").read_text()
-    for group in ("demo", "test", "lint", "docs", "coverage", "upstream"):
+    for group in ("demo", "test", "lint", "docs", "coverage", "upstream", "integrations"):
         found = environment.requirements(group)
         assert found
         assert all(f'"{requirement}"' in declared for requirement in found)
