@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictSettings
 
+from ..common.torch_private import TorchsFSDP
 from . import collectives
 from .api import ShardingStrategy, TrainingState
-from .either import or_torchs
 from .errors import StateError
 from .foreign import Marks
 from .memory import MemoryPlan, Piece, plan_of_unit, plan_tree, shard_map
@@ -88,10 +88,15 @@ class Wrapper(Marks, nn.Module):
     # What there is
 
     @staticmethod
-    @or_torchs
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds."""
+        """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds.
+
+        Where there are none, those that torch's class has wrapped.
+        """
         found: list[Any] = [inner for inner in module.modules() if isinstance(inner, Wrapper)]
+        if not found:
+            found = [*TorchsFSDP.fsdp_modules(module, root_only)]
+            return found
         return [inner for inner in found if inner._outermost() is inner] if root_only else found
 
     def shard_map(self) -> list[Piece]:
