@@ -207,7 +207,7 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
             what, pair, mesh = (
                 (
                     "the optimizer's state",
-                    "(zero3 group, zero1 group), the second holding the first,",
+                    "(zero3 group, zero1 group), the second holding the first",
                     " (outer, inner)",
                 )
                 if wide

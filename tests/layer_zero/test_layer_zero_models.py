@@ -456,7 +456,7 @@ def refused():
         (
             {"process_group": None},
             ValueError,
-            r"pass process_group=\(zero3 group, zero1 group\).* got process_group=None",
+            r"passed in as \(zero3 group, zero1 group\).* got process_group=None",
         ),
         ({"process_group": world}, ValueError, r"\(zero3 group, zero1 group"),
         ({"process_group": (mine, None)}, ValueError, "expected a process group"),
