@@ -1,15 +1,16 @@
 """What is printed, and the same as JSON."""
 
+from itertools import groupby
 from typing import Any
 
 from flatparam.fsdp.memory import MemoryPlan, Moment
 from flatparam.inspect.planning import Settings, Unit
 
 HEADINGS = (
-    *("unit", "class", "params", "numel", "padding", "shard"),
+    *("unit", "class", "units", "params", "numel", "padding", "shard"),
     *("shard", "gradient", "optimizer", "unsharded", "peak"),
 )
-UNITS_OF_HEADINGS = ("", "", "", "elements", "elements", "elements", *("bytes a rank",) * 5)
+UNITS_OF_HEADINGS = ("", "", "", "", "elements", "elements", "elements", *("bytes a rank",) * 5)
 
 
 def human(size: int) -> str:
@@ -48,27 +49,39 @@ def title(model: str, units: list[Unit], settings: Settings) -> str:
 
 
 def table(units: list[Unit], plan: MemoryPlan) -> str:
-    """One line a unit, and the totals."""
-    rows: list[tuple[str, ...]] = [HEADINGS, UNITS_OF_HEADINGS]
-    for i, (unit, own) in enumerate(zip(units, plan.units, strict=True)):
+    """One line for each run of equal units, with how many there are and the highest of their peaks; and the totals."""
+
+    def numbers(i: int) -> tuple[int, ...]:
+        unit, own = units[i], plan.units[i]
         counts = (unit.parameters, unit.numel, unit.padding, unit.shard_numel)
-        sizes = (own.shard, own.gradient, own.optimizer, own.full, worst(plan, i))
-        rows.append((unit.name, unit.kind, *(f"{count:,}" for count in counts), *map(human, sizes)))
-    counts = tuple(
-        sum(of) for of in zip(*((u.parameters, u.numel, u.padding, u.shard_numel) for u in units), strict=True)
-    )
-    sizes = tuple(sum(getattr(own, key) for own in plan.units) for key in ("shard", "gradient", "optimizer", "full"))
-    rows.append(("total", "", *(f"{count:,}" for count in counts), *map(human, sizes), human(plan.peak)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
-    lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+        return (*counts, own.shard, own.gradient, own.optimizer, own.full)
+
+    def row(name: str, kind: str, count: int, of: tuple[int, ...], peak: int) -> tuple[str, ...]:
+        return (name, kind, *(f"{number:,}" for number in (count, *of[:4])), *map(human, (*of[4:], peak)))
+
+    rows: list[tuple[str, ...]] = [HEADINGS, UNITS_OF_HEADINGS]
+    for (kind, of), run in groupby(range(len(units)), lambda i: (units[i].kind, numbers(i))):
+        members = list(run)
+        first, last = (units[i].name for i in (members[0], members[-1]))
+        name = first if len(members) == 1 else f"{first} to {last}"
+        rows.append(row(name, kind, len(members), of, max(worst(plan, i) for i in members)))
+    totals = tuple(map(sum, zip(*map(numbers, range(len(units))), strict=True)))
+    rows.append(row("total", "", len(units), totals, plan.peak))
+    return aligned(rows, names=2, headings=2, totals=1)
+
+
+def aligned(rows: list[tuple[str, ...]], names: int, headings: int, totals: int = 0) -> str:
+    """A table: the first ``names`` columns to the left, the others to the right; rules below headings, above totals."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(_cells(row, widths, names)).rstrip() for row in rows]
     rule = "-" * max(map(len, lines))
-    return "\n".join([*lines[:2], rule, *lines[2:-1], rule, lines[-1]])
+    end = len(lines) - totals
+    return "\n".join([*lines[:headings], rule, *lines[headings:end], *([rule, *lines[end:]] if totals else [])])
 
 
-def _cells(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Names to the left, numbers to the right."""
-    names = [f"{cell:<{width}}" for cell, width in zip(row[:2], widths[:2], strict=True)]
-    return names + [f"{cell:>{width}}" for cell, width in zip(row[2:], widths[2:], strict=True)]
+def _cells(row: tuple[str, ...], widths: list[int], names: int) -> list[str]:
+    left = [f"{cell:<{width}}" for cell, width in zip(row[:names], widths[:names], strict=True)]
+    return left + [f"{cell:>{width}}" for cell, width in zip(row[names:], widths[names:], strict=True)]
 
 
 def summary(units: list[Unit], plan: MemoryPlan) -> str:

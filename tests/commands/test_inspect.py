@@ -96,8 +96,26 @@ def test_bytes_are_those_of_arithmetic(capsys, tmp_path, strategy, ranks, prefet
     assert found["bytes"]["no_sync"] == 4 * ranks * sum(shards)
     assert found["bytes"]["peak"] == most_of_a_step(strategy, ranks, prefetch)
     assert f"{strategy} over {ranks} ranks" in printed
-    assert [line.split()[0] for line in printed.splitlines()[5:9]] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
-    assert printed.splitlines()[6].split()[2:6] == ["4", "126", str(ranks * shards[1] - 126), str(shards[1])]
+    root, blocks, rule = printed.splitlines()[5:8]
+    assert root.split()[:4] == ["(root)", "Model", "1", "3"]
+    cells = ["blocks.0", "to", "blocks.2", "Block", "3", "4", "126", str(ranks * shards[1] - 126), str(shards[1])]
+    assert blocks.split()[:9] == cells  # equal units, once
+    assert set(rule) == {"-"}
+
+
+def test_runs_of_equal_units_are_printed_once(capsys, tmp_path):
+    printed, found = inspect(capsys, tmp_path, "inspected:uneven", "--wrap", "Block", "--world-size", "2", "--segments")
+    paths = [f"blocks.{i}" for i in range(10)]
+    assert [unit["path"] for unit in found["units"]] == ["", *paths]  # all of them
+    lines = printed.splitlines()[6:-5]
+    runs = [line.split("Block") for line in lines]
+    expected = [("blocks.0 to blocks.2", 3), ("blocks.3", 1), ("blocks.4 to blocks.6", 3), ("blocks.7", 1)]
+    expected.append(("blocks.8 to blocks.9", 2))
+    assert [(name.strip(), int(rest.split()[0])) for name, rest in runs] == expected
+    totals = printed.splitlines()[-4].split()
+    assert totals[:4] == ["total", "11", "43", f"{sum(unit['numel'] for unit in found['units']):,}"]
+    peak = max(moment["bytes"] for moment in found["moments"] if moment["unit"] in paths[:3])
+    assert lines[0].endswith(f"{peak / 1024:.1f} KiB")
 
 
 def test_one_rank_and_no_shard_hold_everything_once(capsys, tmp_path):

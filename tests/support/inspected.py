@@ -20,6 +20,14 @@ def frozen():
     return made
 
 
+def uneven():
+    """Runs of equal blocks, between a larger one and a frozen one."""
+    made = Model(blocks=10)
+    made.blocks[3] = Block(7)
+    made.blocks[7].requires_grad_(False)
+    return made
+
+
 def mixed():
     made = Model()
     made.blocks.to(torch.bfloat16)
