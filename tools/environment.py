@@ -98,7 +98,8 @@ def install(missing):
         say(TORCH_NOTE)
     if importlib.util.find_spec("pip") is None and not run(sys.executable, "-m", "ensurepip"):
         raise SystemExit(f"flatparam: {sys.executable} has no pip to install {', '.join(missing)} with")
-    if not run(sys.executable, "-m", "pip", "install", *missing):
+    kept = [f"torch=={importlib.metadata.version('torch')}"] if has_torch() else []  # what comes with others fits it
+    if not run(sys.executable, "-m", "pip", "install", *missing, *kept):
         raise SystemExit(f"flatparam: could not install {', '.join(missing)} into {sys.prefix} (see above)")
 
 

@@ -1,12 +1,10 @@
 """accelerate's FSDP plugin (version 1) with flatparam's runtime in the place of torch's class.
 
 The oracle is the plugin on torch's class with flatparam's handle, whose training is torch's bit for bit; torch's own
-handle ends the process when the plugin saves on a CPU. accelerate takes FSDP on accelerators only, so it is told that
-it has one.
+handle ends the process when the plugin saves on a CPU.
 """
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -14,12 +12,11 @@ import torch.distributed as dist
 from fsdp_models import Model, data, loss_of, make
 from gloo import note, run_ranks
 from torch import nn
+from trainers import tell_accelerate_of_an_accelerator, under
 
 import flatparam
 
 pytest.importorskip("accelerate")
-
-CPU = torch.device("cpu")
 
 
 class Wider(Model):
@@ -32,14 +29,9 @@ class Wider(Model):
 
 def an_accelerator(state_dict_type, precision, **settings):
     """One that shards blocks."""
+    tell_accelerate_of_an_accelerator()
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
 
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # for whoever looks: the group is there already
-    AcceleratorState._reset_state(True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         sharding_strategy="FULL_SHARD",
@@ -50,12 +42,7 @@ def an_accelerator(state_dict_type, precision, **settings):
         sync_module_states=False,
         **settings,
     )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
-    if precision is not None:
-        plugin.set_mixed_precision(precision)
-    for state in (vars(accelerator.state), PartialState._shared_state):
-        state.update(distributed_type=DistributedType.FSDP, device=CPU, fsdp_plugin=plugin)
-    return accelerator
+    return Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
 
 
 def train(accelerator, model, optimizer, steps):
@@ -73,8 +60,7 @@ def train(accelerator, model, optimizer, steps):
 
 def run(runtime, folder, state_dict_type, precision, **settings):
     """The losses of a run that is saved in the middle and goes on twice from there, and the weights at its end."""
-    flatparam.install(runtime=runtime)
-    try:
+    with under("runtime" if runtime else "dropin"):
         accelerator = an_accelerator(state_dict_type, precision, **settings)
         model = accelerator.prepare(make(cls=Wider))
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -85,8 +71,6 @@ def run(runtime, folder, state_dict_type, precision, **settings):
         accelerator.load_state(folder)
         assert train(accelerator, model, optimizer, range(3, 6)) == first
         return losses + first, accelerator.get_state_dict(model)
-    finally:
-        flatparam.uninstall()
 
 
 def alike(folder):
