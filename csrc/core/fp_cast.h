@@ -22,7 +22,7 @@ typedef fp_cast_kernel fp_cast_table[FP_DTYPE_COUNT][FP_DTYPE_COUNT][FP_OP_COUNT
 extern const fp_cast_table fp_cast_baseline;
 #if defined(__x86_64__)
 extern const fp_cast_table fp_cast_avx2;   /* needs AVX2 and F16C */
-extern const fp_cast_table fp_cast_avx512; /* needs AVX-512F */
+extern const fp_cast_table fp_cast_avx512; /* needs AVX-512F and BW */
 #elif defined(__aarch64__)
 extern const fp_cast_table fp_cast_neon;
 #endif

@@ -2,15 +2,11 @@
  * has no include guard. The including file defines
  *   FP_TABLE   the name of the table
  *   FP_TARGET  the function attribute that lets the compiler use the instruction set (may be empty)
- * and, unless the level has no vectors of its own,
- *   FP_VECTOR_BYTES                how long a vector is
+ * and, if the instruction set has fp16,
+ *   FP_LANES                       how many floats a vector has
  *   FP_F32_OF_F16, FP_F16_OF_F32   a vector of floats from and to as many fp16, rounded to nearest even
- *   FP_WIDE, FP_NARROW             a vector of 32-bit integers from and to as many of 16 bits
- *   FP_IF_NAN                      bits where floats are NaN, others elsewhere
- *   FP_F64_OF_F32                  a vector of doubles from as many floats
- * All else is the compilers' own vectors. A dtype is a constant in every kernel, so that switches fold away.
- * Floats compute for the destinations fp32, bf16 and fp16; doubles for fp64. The last few elements go one by one, and halves
- * that become doubles, which no model has.
+ * The compiler makes vectors of all loops but those of fp16, whose definition has branches. A dtype is a constant in every
+ * kernel, so that switches fold away. Floats compute for the destinations fp32, bf16 and fp16; doubles for fp64.
  * Multiplication and addition round separately: the build must not fuse them (-ffp-contract=off, as -std=c11 sets). */
 #include <stdint.h>
 
@@ -19,151 +15,93 @@
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
-#elif __GNUC__ >= 12 /* its analyzer takes the length of a vector for that of a number */
-#pragma GCC diagnostic ignored "-Wanalyzer-shift-count-overflow"
 #endif
 
 FP_INLINE void
-cast_one(const void *source, fp_dtype from, void *destination, fp_dtype to, size_t i, int op, double scale)
+cast_each(const char *source, fp_dtype from, char *destination, fp_dtype to, size_t n, int op, double scale)
 {
     const int has_scale = op & FP_OP_SCALE, adds = op & FP_OP_ADD;
-    if (to == FP_F64) {
-        fp_put_f64(destination, i, fp_load_f64(source, i, from), has_scale, scale, adds);
-    }
-    else {
-        fp_put_f32(destination, i, to, fp_load_f32(source, i, from), has_scale, scale, adds);
+    for (size_t i = 0; i < n; i++) {
+        if (to == FP_F64) {
+            fp_put_f64(destination, i, fp_load_f64(source, i, from), has_scale, scale, adds);
+        }
+        else {
+            fp_put_f32(destination, i, to, fp_load_f32(source, i, from), from, has_scale, scale, adds);
+        }
     }
 }
 
-#if defined(FP_VECTOR_BYTES)
-typedef float vec_f32 __attribute__((vector_size(FP_VECTOR_BYTES)));
-typedef double vec_f64 __attribute__((vector_size(FP_VECTOR_BYTES)));
-typedef uint32_t vec_bits __attribute__((vector_size(FP_VECTOR_BYTES)));       /* of as many floats */
-typedef uint16_t vec_halves __attribute__((vector_size(FP_VECTOR_BYTES / 2))); /* as many as floats */
-typedef float few_f32 __attribute__((vector_size(FP_VECTOR_BYTES / 2)));       /* as many as doubles */
-typedef double many_f64 __attribute__((vector_size(FP_VECTOR_BYTES * 2)));     /* as many as floats */
-enum { VEC_F32 = FP_VECTOR_BYTES / 4, VEC_F64 = FP_VECTOR_BYTES / 8 };
+#if defined(FP_LANES)
+typedef float vec_f32 __attribute__((vector_size(FP_LANES * 4)));
+typedef uint16_t vec_f16 __attribute__((vector_size(FP_LANES * 2)));
 
-/* As integers; see fp_bf16_of_f32. */
-FP_INLINE vec_bits
-bf16_of_f32(vec_f32 value)
+FP_INLINE vec_f32
+load_f32(const char *from)
 {
-    const vec_bits bits = (vec_bits)value, not_a_number = {0};
-    const vec_bits rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    return (vec_bits)FP_IF_NAN(value, not_a_number + 0x7FC0u, rounded);
+    vec_f32 floats;
+    memcpy(&floats, from, sizeof floats);
+    return floats;
 }
 
 FP_INLINE vec_f32
-f32_load(const char *from, fp_dtype dtype)
+load_f16(const char *from)
 {
-    vec_f32 value;
-    many_f64 doubles;
-    vec_halves halves;
-    switch (dtype) {
-        case FP_F64:
-            memcpy(&doubles, from, sizeof doubles);
-            return __builtin_convertvector(doubles, vec_f32);
-        case FP_F32:
-            memcpy(&value, from, sizeof value);
-            return value;
-        case FP_BF16:
-        case FP_F16:
-            break;
-    }
+    vec_f16 halves;
     memcpy(&halves, from, sizeof halves);
-    return dtype == FP_BF16 ? (vec_f32)((vec_bits)FP_WIDE(halves) << 16) : (vec_f32)FP_F32_OF_F16(halves);
+    return (vec_f32)FP_F32_OF_F16(halves);
 }
 
-FP_INLINE vec_f64
-f64_load(const char *from, fp_dtype dtype)
-{
-    vec_f64 value;
-    few_f32 floats;
-    if (dtype == FP_F64) {
-        memcpy(&value, from, sizeof value);
-        return value;
-    }
-    memcpy(&floats, from, sizeof floats);
-    return (vec_f64)FP_F64_OF_F32(floats);
-}
-
+/* One vector of floats into fp16: fp_put_f32, for many. */
 FP_INLINE void
-f32_store(char *to, fp_dtype dtype, vec_f32 value)
+put_f16(char *to, vec_f32 value, fp_dtype from, int op, double scale)
 {
-    if (dtype == FP_F32) {
-        memcpy(to, &value, sizeof value);
-        return;
+    if (op & FP_OP_SCALE) {
+        value = (from == FP_F16 ? value : (vec_f32)FP_F32_OF_F16(FP_F16_OF_F32(value))) * (float)scale;
     }
-    const vec_halves halves =
-        dtype == FP_BF16 ? (vec_halves)FP_NARROW(bf16_of_f32(value)) : (vec_halves)FP_F16_OF_F32(value);
+    if (op & FP_OP_ADD) {
+        value = load_f16(to) + (vec_f32)FP_F32_OF_F16(FP_F16_OF_F32(value));
+    }
+    const vec_f16 halves = (vec_f16)FP_F16_OF_F32(value);
     memcpy(to, &halves, sizeof halves);
 }
 
-FP_INLINE vec_f32
-f32_round(vec_f32 value, fp_dtype dtype)
-{
-    if (dtype == FP_BF16) {
-        return (vec_f32)(bf16_of_f32(value) << 16);
-    }
-    return dtype == FP_F16 ? (vec_f32)FP_F32_OF_F16(FP_F16_OF_F32(value)) : value;
-}
-
-/* The kernel for whole vectors of doubles; returns how many elements it did. */
+/* From or to fp16, through floats, for whole blocks; returns how many elements it did. */
 FP_INLINE size_t
-cast_f64(const char *source, fp_dtype from, char *destination, size_t n, int op, double scale)
+cast_f16(const char *source, fp_dtype from, char *destination, fp_dtype to, size_t n, int op, double scale)
 {
-    const size_t from_bytes = fp_dtype_bytes(from);
+    enum { BLOCK = 64 };
+    vec_f32 values[BLOCK / FP_LANES];
     size_t i = 0;
-    for (; i + VEC_F64 <= n; i += VEC_F64) {
-        vec_f64 value = f64_load(source + i * from_bytes, from);
-        if (op & FP_OP_SCALE) {
-            value *= scale;
+    for (; i + BLOCK <= n; i += BLOCK) {
+        const char *own = source + i * fp_dtype_bytes(from);
+        char *target = destination + i * fp_dtype_bytes(to);
+        if (from != FP_F16 && from != FP_F32) {
+            cast_each(own, from, (char *)values, FP_F32, BLOCK, 0, 1.0);
+            own = (const char *)values;
         }
-        if (op & FP_OP_ADD) {
-            value += f64_load(destination + i * sizeof(double), FP_F64);
+        for (size_t j = 0; j < BLOCK / FP_LANES; j++) {
+            values[j] = from == FP_F16 ? load_f16(own + j * sizeof(vec_f16)) : load_f32(own + j * sizeof(vec_f32));
         }
-        memcpy(destination + i * sizeof(double), &value, sizeof value);
-    }
-    return i;
-}
-
-/* The kernel for whole vectors of floats; returns how many elements it did. */
-FP_INLINE size_t
-cast_f32(const char *source, fp_dtype from, char *destination, fp_dtype to, size_t n, int op, double scale)
-{
-    const size_t from_bytes = fp_dtype_bytes(from);
-    const size_t to_bytes = fp_dtype_bytes(to);
-    size_t i = 0;
-    for (; i + VEC_F32 <= n; i += VEC_F32) {
-        vec_f32 value = f32_load(source + i * from_bytes, from);
-        if (op & FP_OP_SCALE) {
-            value = (from == to ? value : f32_round(value, to)) * (float)scale;
+        for (size_t j = 0; j < BLOCK / FP_LANES && to == FP_F16; j++) {
+            put_f16(target + j * sizeof(vec_f16), values[j], from, op, scale);
         }
-        if (op & FP_OP_ADD) {
-            const int is_exact = from == to && !(op & FP_OP_SCALE);
-            value = f32_load(destination + i * to_bytes, to) + (is_exact ? value : f32_round(value, to));
+        if (to != FP_F16) {
+            cast_each((char *)values, FP_F32, target, to, BLOCK, op, scale);
         }
-        f32_store(destination + i * to_bytes, to, value);
     }
     return i;
 }
 #endif
 
 FP_INLINE void
-cast_any(const void *source, fp_dtype from, void *destination, fp_dtype to, size_t n, int op, double scale)
+cast_any(const char *source, fp_dtype from, char *destination, fp_dtype to, size_t n, int op, double scale)
 {
-    size_t i = 0;
-#if defined(FP_VECTOR_BYTES)
-    if (to != FP_F64) {
-        i = cast_f32(source, from, destination, to, n, op, scale);
-    }
-    else if (from == FP_F64 || from == FP_F32) {
-        i = cast_f64(source, from, destination, n, op, scale);
-    }
+    size_t done = 0;
+#if defined(FP_LANES)
+    done = from == FP_F16 || to == FP_F16 ? cast_f16(source, from, destination, to, n, op, scale) : 0;
 #endif
-    for (; i < n; i++) {
-        cast_one(source, from, destination, to, i, op, scale);
-    }
+    cast_each(source + done * fp_dtype_bytes(from), from, destination + done * fp_dtype_bytes(to), to, n - done, op,
+              scale);
 }
 
 #define FP_KERNEL(name, from, to, op)                                                                                  \

@@ -150,8 +150,8 @@ fp_round_f32(float value, fp_dtype dtype)
     return value;
 }
 
-/* Element i of an array of fp64, or of another dtype, becomes value: times scale, if has_scale, and added to what stands
- * there, if adds. Each step rounds to dtype. */
+/* Element i of an array of fp64, or of another dtype, becomes value, which was of dtype from: times scale, if has_scale, and
+ * added to what stands there, if adds. Each step rounds to dtype. */
 FP_HD static inline void
 fp_put_f64(void *array, size_t i, double value, int has_scale, double scale, int adds)
 {
@@ -161,9 +161,10 @@ fp_put_f64(void *array, size_t i, double value, int has_scale, double scale, int
 }
 
 FP_HD static inline void
-fp_put_f32(void *array, size_t i, fp_dtype dtype, float value, int has_scale, double scale, int adds)
+fp_put_f32(void *array, size_t i, fp_dtype dtype, float value, fp_dtype from, int has_scale, double scale, int adds)
 {
-    value = has_scale ? fp_round_f32(value, dtype) * (float)scale : value;
-    value = adds ? fp_load_f32(array, i, dtype) + fp_round_f32(value, dtype) : value;
+    value = has_scale ? (from == dtype ? value : fp_round_f32(value, dtype)) * (float)scale : value;
+    value = adds ? fp_load_f32(array, i, dtype) + (from == dtype && !has_scale ? value : fp_round_f32(value, dtype))
+                 : value;
     fp_store_f32(array, i, dtype, value);
 }

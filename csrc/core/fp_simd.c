@@ -34,7 +34,7 @@ fp_simd_supported(fp_simd_level level)
         return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
     }
     if (level == FP_SIMD_AVX512) {
-        return __builtin_cpu_supports("avx512f") != 0;
+        return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0;
     }
 #endif
     return is_level(level) && kernels[level] != NULL;

@@ -7,7 +7,7 @@
 typedef enum {
     FP_SIMD_BASELINE = 0, /* what every processor of the architecture has */
     FP_SIMD_AVX2,         /* AVX2 and F16C */
-    FP_SIMD_AVX512,       /* AVX-512F */
+    FP_SIMD_AVX512,       /* AVX-512F and BW */
     FP_SIMD_NEON,         /* aarch64 */
 } fp_simd_level;
 

@@ -117,7 +117,7 @@ fp_pack_one(const fp_pack_job *job, const void *source, size_t i, fp_dtype from,
         fp_put_f64(target, j, wide, job->has_scale, job->scale, job->accumulate);
     }
     else {
-        fp_put_f32(target, j, to, value, job->has_scale, job->scale, job->accumulate);
+        fp_put_f32(target, j, to, value, from, job->has_scale, job->scale, job->accumulate);
     }
 }
 

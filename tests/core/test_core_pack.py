@@ -258,7 +258,7 @@ def test_levels():
 def test_the_best_level_of_this_processor_is_used_unless_one_is_chosen():
     with open("/proc/cpuinfo") as file:
         flags = set(file.read().replace(":", " ").split())
-    if {"avx512f"} <= flags:
+    if {"avx512f", "avx512bw"} <= flags:
         expected = "avx512"
     elif {"avx2", "f16c"} <= flags:
         expected = "avx2"
