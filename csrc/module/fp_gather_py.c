@@ -50,10 +50,9 @@ fp_gather_of(PyObject *object)
 static PyObject *
 gather_begin(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("begin", nargs, 2) < 0 || fp_gather_begin(gather_of(self), args[0], args[1]) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return fp_check_nargs("begin", nargs, 2) < 0 || fp_gather_begin(gather_of(self), args[0], args[1]) < 0
+               ? NULL
+               : Py_NewRef(Py_None);
 }
 
 static PyObject *

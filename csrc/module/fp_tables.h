@@ -20,6 +20,3 @@ PyObject *fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, 
 PyObject *fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_module_params_set_grads(PyObject *self, PyObject *grad);
-
-/* Once: intern the names that fp_handle_steps.c calls by. */
-int fp_handle_steps_exec(void);

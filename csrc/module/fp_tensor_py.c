@@ -165,11 +165,10 @@ static PyObject *
 convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int accumulate;
-    if (fp_check_nargs("convert", nargs, 3) < 0 || fp_as_bool(args[2], &accumulate) < 0 ||
-        fp_torch_convert(args[0], args[1], accumulate) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return fp_check_nargs("convert", nargs, 3) < 0 || fp_as_bool(args[2], &accumulate) < 0 ||
+                   fp_torch_convert(args[0], args[1], accumulate) < 0
+               ? NULL
+               : Py_NewRef(Py_None);
 }
 
 static PyObject *

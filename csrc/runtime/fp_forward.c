@@ -66,12 +66,11 @@ pre_forward(fp_unit *unit)
         unit->entered = root->n_order;
         unit->entry = root->entries++;
     }
-    if (fp_unshard_make_full(unit) < 0 || fp_unit_each(unit, fp_flat_param_show_views) < 0 ||
-        (!root->in_backward && fp_unit_each(unit, run_here) < 0) ||
-        (!root->in_backward && gathers_ahead(unit) && prefetch_forward(unit, first) < 0)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return fp_unshard_make_full(unit) < 0 || fp_unit_each(unit, fp_flat_param_show_views) < 0 ||
+                   (!root->in_backward && fp_unit_each(unit, run_here) < 0) ||
+                   (!root->in_backward && gathers_ahead(unit) && prefetch_forward(unit, first) < 0)
+               ? NULL
+               : Py_NewRef(Py_None);
 }
 
 /* A forward is over: parameters() are the original ones from now on, of units that stay full too. */
@@ -257,9 +256,8 @@ fp_forward_abort(PyObject *self, PyObject *ignored)
     if (root == NULL || fp_iteration_is_elsewhere(root) || !fp_unit_is_in_forward(unit)) {
         Py_RETURN_NONE; /* it was refused, and has begun nothing */
     }
-    if (fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0 ||
-        (!root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return fp_iteration_move(unit, FP_PASS_END_FORWARD) < 0 ||
+                   (!root->in_backward && root->depth == 0 && fp_iteration_recover(root) < 0)
+               ? NULL
+               : Py_NewRef(Py_None);
 }

@@ -115,11 +115,10 @@ trace_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t event;
     int new_pass;
-    if (fp_check_nargs("note", nargs, 2) < 0 || fp_as_int64(args[0], &event) < 0 ||
-        fp_as_bool(args[1], &new_pass) < 0 || note((trace_object *)object, (uint64_t)event, new_pass) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return fp_check_nargs("note", nargs, 2) < 0 || fp_as_int64(args[0], &event) < 0 ||
+                   fp_as_bool(args[1], &new_pass) < 0 || note((trace_object *)object, (uint64_t)event, new_pass) < 0
+               ? NULL
+               : Py_NewRef(Py_None);
 }
 
 static PyObject *

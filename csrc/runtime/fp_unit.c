@@ -290,11 +290,10 @@ unit_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_flat_param *flat_param = part_of(self, "adopt", args, nargs, 3);
     int64_t i;
-    if (flat_param == NULL || fp_as_int64(args[1], &i) < 0 ||
-        fp_flat_param_adopt(flat_param, (Py_ssize_t)i, args[2]) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return flat_param == NULL || fp_as_int64(args[1], &i) < 0 ||
+                   fp_flat_param_adopt(flat_param, (Py_ssize_t)i, args[2]) < 0
+               ? NULL
+               : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -589,10 +588,8 @@ note_registration_hook(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 static PyObject *
 set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (fp_check_nargs("set_grad", nargs, 2) < 0 || fp_gradients_set(args[0], args[1]) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return fp_check_nargs("set_grad", nargs, 2) < 0 || fp_gradients_set(args[0], args[1]) < 0 ? NULL
+                                                                                              : Py_NewRef(Py_None);
 }
 
 PyMethodDef fp_unit_methods_of_module[] = {
