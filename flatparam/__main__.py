@@ -6,6 +6,10 @@ import importlib
 import sys
 
 COMMANDS = {
+    "advise": (
+        "flatparam.advise.cli",
+        "print strategies, units and micro-batches that fit in a rank's memory, by predicted step time",
+    ),
     "checkpoint": ("flatparam.checkpoint.cli", "show, verify or export a checkpoint"),
     "demo": ("flatparam.demo.cli", "train a small GPT unsharded, on torch FSDP1 and on flatparam, and compare"),
     "inspect": (

@@ -183,10 +183,11 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
     precisions = _precisions(module, settings)
     taken: dict[nn.Parameter, str] = {}
     units = []
+    inside = {unit: set(unit.modules()) for unit in precisions}
     for path, inner in module.named_modules():
         if inner not in precisions:
             continue
-        below = {part for unit in precisions.keys() - {inner} if unit in inner.modules() for part in unit.modules()}
+        below = {part for unit in precisions if unit is not inner and unit in inside[inner] for part in inside[unit]}
         own = [part for part in inner.modules() if part not in below]
         originals = find_originals(own, inner, set(), clean_tensor_name)
         unit = _unit(path, inner, originals, precisions[inner], settings)

@@ -323,11 +323,7 @@ def test_help_names_every_option(capsys):
 
 
 def test_without_matplotlib_it_says_what_to_install(capsys, monkeypatch, tmp_path):
-    import flatparam.inspect
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "flatparam.inspect.picture", raising=False)
-    monkeypatch.delattr(flatparam.inspect, "picture", raising=False)
+    inspected.without_matplotlib(monkeypatch, "flatparam.inspect.picture")
     path = tmp_path / "plan.png"
     assert main(["inspect", "inspected:model", "--png", str(path)]) == 2
     assert capsys.readouterr().err == "flatparam inspect: --png needs matplotlib: pip install 'flatparam[demo]'\n"

@@ -1,4 +1,7 @@
-"""Factories for ``python -m flatparam inspect``: good ones and bad ones."""
+"""Factories for ``python -m flatparam inspect`` and ``advise``, good ones and bad ones; and no matplotlib."""
+
+import importlib
+import sys
 
 import torch
 from fsdp_models import Block, Model
@@ -23,9 +26,14 @@ def frozen():
 def uneven():
     """Runs of equal blocks, between a larger one and a frozen one."""
     made = Model(blocks=10)
-    made.blocks[3] = Block(7)
+    made.blocks[3].inner, made.blocks[3].outer = nn.Linear(5, 21), nn.Linear(21, 5, bias=False)
     made.blocks[7].requires_grad_(False)
     return made
+
+
+def eight():
+    """Blocks that can be put together by two and by four."""
+    return Model(blocks=8)
 
 
 def mixed():
@@ -82,3 +90,12 @@ def empty():
     made = nn.Module()
     made.nothing = nn.Parameter(torch.empty(0))
     return made
+
+
+def without_matplotlib(monkeypatch, picture):
+    """Have imports of matplotlib fail, also in the module ``picture``, whatever has been imported before."""
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", picture))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    package, _, name = picture.rpartition(".")
+    monkeypatch.delattr(importlib.import_module(package), name, raising=False)

@@ -1,0 +1,229 @@
+"""What is tried: strategies, inner groups, units and micro-batches, and what each of them takes."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from flatparam.advise.timing import Cluster, step_seconds
+from flatparam.advise.traffic import micro_batches, sent_in_a_step
+from flatparam.fsdp.memory import MemoryPlan
+from flatparam.fsdp.placement import is_grid
+from flatparam.inspect.planning import SUPPORTED, BadInput, Settings, Unit, plan_of, units_of
+
+MOST_TOGETHER = 8
+NO_UNITS = (nn.ModuleList, nn.ModuleDict)  # containers without a forward of their own
+
+
+class Together(nn.Sequential):
+    """Some modules that are one unit."""
+
+
+class Boundary(NamedTuple):
+    """Where units begin. ``wrap``: classes whose modules are units (none: the whole model is one); ``together``: how
+    many of them, that follow each other, make up one.
+    """
+
+    wrap: tuple[str, ...]
+    together: int = 1
+
+    @property
+    def name(self) -> str:
+        each = "" if self.together == 1 else f"{self.together} x "
+        return each + ", ".join(self.wrap) if self.wrap else "whole model"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. ``gpu_memory``: bytes of a rank; ``tokens``: that a rank computes in a step; ``flops``: operations
+    a second of a rank; ``activations``: bytes a token from forward to backward; ``inner``: sizes of inner groups, and
+    ``wrap``: classes, that alone are tried; ``strategies``, ``micro_batches``: those tried.
+    """
+
+    world_size: int
+    gpu_memory: int
+    cluster: Cluster
+    tokens: int
+    flops: float
+    activations: int | None
+    strategies: tuple[str, ...] = tuple(SUPPORTED)
+    inner: tuple[int, ...] = ()
+    wrap: tuple[str, ...] = ()
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    param_dtype: torch.dtype | None = None
+    optimizer: str = "adam"
+    segments: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what a rank takes: bytes, seconds of a step and of its compute.
+
+    ``reduce_each``: gradients are reduced in every micro-batch, so that none are kept unsharded between them.
+    ``sent``: by kind of collective and group; ``intra`` and ``inter``: the same within the node and between nodes.
+    """
+
+    strategy: str
+    inner: int | None
+    boundary: Boundary
+    units: int
+    micro_batches: int
+    reduce_each: bool
+    plan: MemoryPlan
+    activations: int
+    sent: dict[tuple[str, str], float]
+    intra: float
+    inter: float
+    seconds: float
+    computing: float
+
+    @property
+    def kept(self) -> int:
+        """Bytes of gradients that ``no_sync()`` keeps between micro-batches."""
+        return 0 if self.reduce_each or self.micro_batches == 1 else self.plan.no_sync
+
+    @property
+    def memory(self) -> int:
+        """Bytes on the rank at most."""
+        return self.plan.peak + self.kept + self.activations
+
+
+def boundaries(module: nn.Module, wrap: tuple[str, ...]) -> list[Boundary]:
+    """The whole model, each repeated class that has half of the elements, and runs of 2, 4 or 8 of these modules.
+
+    Only those of ``wrap``, if it is given.
+    """
+    found = [Boundary(wrap)] if wrap else [Boundary(()), *(Boundary((name,)) for name in _repeated(module))]
+    for (name,) in [one.wrap for one in found if len(one.wrap) == 1]:
+        longest = max((len(run) for _, runs in _lists(module, name) for is_it, run in runs if is_it), default=0)
+        sizes = (k for k in (2, 4, MOST_TOGETHER) if 2 * k <= longest)
+        found += [Boundary((name,), k) for k in sizes]
+    return found
+
+
+def _repeated(module: nn.Module) -> list[str]:
+    numels: dict[str, list[int]] = {}
+    for inner in module.modules():
+        leaf = not any(True for _ in inner.children())
+        if inner is module or isinstance(inner, NO_UNITS) or (leaf and type(inner).__module__.startswith("torch.nn")):
+            continue
+        numels.setdefault(type(inner).__name__, []).append(sum(param.numel() for param in inner.parameters()))
+    half = sum(param.numel() for param in module.parameters()) / 2
+    return [name for name, sizes in numels.items() if len(sizes) > 1 and sum(sizes) >= half]
+
+
+Runs = list[tuple[bool, list[nn.Module]]]  # children that follow each other, and whether they are of the class
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Runs]]:
+    """Each list of modules that has some of this class."""
+    for parent in list(module.modules()):
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            children = [child for child in parent.children()]
+            runs = [(is_it, list(run)) for is_it, run in groupby(children, lambda child: type(child).__name__ == name)]
+            if any(is_it for is_it, _ in runs):
+                yield parent, runs
+
+
+@contextlib.contextmanager
+def put_together(module: nn.Module, boundary: Boundary) -> Iterator[tuple[str, ...]]:
+    """Inside, modules of ``boundary`` lie ``together`` in one module each; yields the classes of the units."""
+    if boundary.together == 1:
+        yield boundary.wrap
+        return
+    before: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    try:
+        for parent, runs in list(_lists(module, boundary.wrap[0])):
+            before.append((parent, dict(parent._modules)))
+            children = [child for is_it, run in runs for child in (_cut(run, boundary.together) if is_it else run)]
+            parent._modules.clear()
+            parent._modules.update((str(i), child) for i, child in enumerate(children))
+        yield (f"{Together.__module__}.{Together.__qualname__}",)
+    finally:
+        for parent, modules in before:
+            parent._modules.clear()
+            parent._modules.update(modules)
+
+
+def _cut(run: Sequence[nn.Module], size: int) -> list[nn.Module]:
+    return [Together(*run[i : i + size]) for i in range(0, len(run), size)]
+
+
+def inner_sizes(question: Question) -> list[int]:
+    """Sizes of inner groups: divisors of the world that divide a node or are made of nodes."""
+    world, node = question.world_size, question.cluster.node
+    sizes = [n for n in range(2, world) if world % n == 0 and (node % n == 0 or n % node == 0)]
+    for n in question.inner:
+        if n not in sizes:
+            raise BadInput(f"--inner must divide {world} ranks, and divide or be nodes of {node}: {sizes}, got {n}")
+    return list(question.inner) or sizes
+
+
+def candidates(module: nn.Module, question: Question) -> Iterator[Candidate]:
+    """All of them. Raises: BadInput when no units can be made, as the first of them says."""
+    refused: BadInput | None = None
+    made = False
+    for boundary in boundaries(module, question.wrap):
+        known: dict[tuple[int, bool], list[Unit]] = {}
+        with put_together(module, boundary) as wrap:
+            for settings in _settings(question, wrap):
+                key = settings.shards, settings.row.full_precision
+                try:
+                    if key not in known:
+                        known[key] = units_of(module, settings)
+                except BadInput as error:
+                    refused = refused or error
+                    continue
+                made = True
+                yield from _micro_batches(known[key], settings, boundary, question)
+    if refused is not None and not made:
+        raise refused
+
+
+def _settings(question: Question, wrap: tuple[str, ...]) -> Iterator[Settings]:
+    inner = inner_sizes(question)
+    for name in question.strategies:
+        settings = Settings(
+            world_size=question.world_size,
+            wrap=wrap,
+            param_dtype=question.param_dtype,
+            optimizer=question.optimizer,
+            segments=question.segments,
+        )
+        for size in inner if is_grid(SUPPORTED[name]) else [None]:
+            yield dataclasses.replace(settings, strategy=SUPPORTED[name], shard_size=size)
+
+
+def _micro_batches(
+    units: list[Unit], settings: Settings, boundary: Boundary, question: Question
+) -> Iterator[Candidate]:
+    plan = plan_of(units, settings)
+    for count in question.micro_batches:
+        tokens = -(-question.tokens // count)
+        for reduce_each in (False, True) if count > 1 else (False,):
+            step = list(micro_batches(count, reduce_each))
+            by_group = sent_in_a_step(plan.units, settings, step)
+            links = [question.cluster.split(size, group, settings) for (_, group), size in by_group.items()]
+            seconds, computing = step_seconds(
+                units, plan.units, settings, question.cluster, step, tokens / question.flops
+            )
+            yield Candidate(
+                strategy=settings.strategy.name,
+                inner=settings.shard_size,
+                boundary=boundary,
+                units=len(units),
+                micro_batches=count,
+                reduce_each=reduce_each,
+                plan=plan,
+                activations=(question.activations or 0) * tokens,
+                sent=by_group,
+                intra=sum(inside for inside, _ in links),
+                inter=sum(out for _, out in links),
+                seconds=seconds,
+                computing=computing,
+            )

@@ -1,0 +1,210 @@
+"""``python -m flatparam advise``: options, what is printed and written, the exit status."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from flatparam.advise.candidates import Question, candidates
+from flatparam.advise.report import (
+    as_json,
+    assumptions,
+    best_of_each,
+    by_speed,
+    call,
+    does_not_fit,
+    nothing_fits,
+    table,
+    title,
+)
+from flatparam.advise.timing import Cluster
+from flatparam.inspect.cli import DTYPES
+from flatparam.inspect.planning import OPTIMIZERS, SUPPORTED, BadInput, load
+
+SCALES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def quantity(units: dict[str, float], example: str) -> Callable[[str], float]:
+    """A parser of a positive number with a prefix and one of ``units``, each with its size, such as ``example``."""
+
+    def parse(text: str) -> float:
+        found = re.fullmatch(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?([KMGT]i|[kMGTP]?)([a-zA-Z/]*)", text)
+        value = 0.0 if found is None else float(found[1]) * SCALES[found[2]] * units.get(found[3], 0.0)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a positive number and a unit, as in {example}, got {text!r}")
+        return value
+
+    return parse
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Positive integers between commas."""
+    try:
+        found = tuple(map(int, text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"expected positive integers such as 1,2,4, got {text!r}")
+    return found
+
+
+def positive(text: str) -> int:
+    """One of them."""
+    found = counts(text)
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"expected one positive integer, got {text!r}")
+    return found[0]
+
+
+def strategies(text: str) -> tuple[str, ...]:
+    """Names of the table of strategies between commas."""
+    found = tuple(text.split(","))
+    unknown = [name for name in found if name not in SUPPORTED]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no strategy {unknown[0]!r}; there are {', '.join(SUPPORTED)}")
+    return found
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells a default where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"flatparam advise: {message}; try --help\n")
+
+
+def parser() -> Parser:
+    """The options."""
+    made = Parser(
+        prog="python -m flatparam advise",
+        description="Print which strategies, units, inner groups and micro-batches fit in the memory of a rank, with "
+        "predicted memory, bytes that a rank sends, and step time, the best first. The model is made on the meta "
+        "device; nothing runs. Memory is inspect's plan. Step time is a model of latency, bandwidth and operations "
+        "(flatparam.advise.timing says which): it ranks, and has been fitted to no machine. Exit status: 0, 1 when "
+        "nothing fits, 2 for bad input.",
+        formatter_class=Formatter,
+        allow_abbrev=False,
+    )
+    size, rate = quantity({"B": 1}, "80GB"), quantity({"B/s": 1, "bit/s": 1 / 8}, "50GB/s or 400Gbit/s")
+    operations, latency = quantity({"": 1, "FLOPS": 1}, "400T"), quantity({"s": 1, "ms": 1e-3, "us": 1e-6}, "10us")
+    asked = made.add_argument_group("what is asked")
+    add = asked.add_argument
+    add("factory", metavar="package.module:factory", help="a function without arguments that makes the model")
+    add("--world-size", type=positive, metavar="N", required=True, help="ranks")
+    add("--gpu-memory", type=size, metavar="SIZE", required=True, help="what a rank may take, say 80GB or 74GiB")
+    add(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        default=8192,
+        help="that a rank computes in a step, in all micro-batches",
+    )
+    add("--activations", type=size, metavar="SIZE", help="that a rank keeps for each token from forward to backward")
+    add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help="as for inspect")
+    add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
+    add = made.add_argument_group("the machine").add_argument
+    add("--node-size", type=positive, metavar="N", default=8, help="ranks of a node; no more than the world size")
+    add("--intra", type=rate, metavar="RATE", default="450GB/s", help="that a rank sends within its node")
+    add("--inter", type=rate, metavar="RATE", default="50GB/s", help="that a rank sends to other nodes")
+    add("--intra-latency", type=latency, metavar="TIME", default="3.4us", help="of a step of a ring within a node")
+    add("--inter-latency", type=latency, metavar="TIME", default="9.6us", help="of a step of a ring between nodes")
+    add(
+        "--flops",
+        type=operations,
+        metavar="RATE",
+        default="400T",
+        help="operations/s that a rank reaches, not its peak",
+    )
+    add = made.add_argument_group("what is tried").add_argument
+    add("--strategies", type=strategies, metavar="NAME,...", help="these alone")
+    add("--inner", type=counts, metavar="N,...", default=(), help="inner groups of these sizes alone (hybrids)")
+    add("--wrap", metavar="CLASS,...", help="units of these classes alone, not of each repeated class")
+    add("--micro-batches", type=counts, metavar="N,...", default="1,2,4,8,16", help="micro-batches of a step")
+    add = made.add_argument_group("what is written").add_argument
+    add("--all", action="store_true", help="print all that fit, not the best of each strategy")
+    add("--json", type=Path, metavar="FILE", help="write all that was tried")
+    add("--picture", type=Path, metavar="FILE", help="draw all that was tried as a PNG (needs matplotlib)")
+    return made
+
+
+def question_of(options: argparse.Namespace) -> Question:
+    """What the options ask. Raises: BadInput."""
+    node = min(options.node_size, options.world_size)
+    if options.world_size % node:
+        raise BadInput(
+            f"--world-size must be a multiple of --node-size, got {options.world_size} ranks in nodes of {node}"
+        )
+    if max(options.micro_batches) > options.tokens:
+        raise BadInput(f"--tokens {options.tokens} are fewer than {max(options.micro_batches)} micro-batches")
+    return Question(
+        world_size=options.world_size,
+        gpu_memory=int(options.gpu_memory),
+        cluster=Cluster(node, options.intra, options.inter, options.intra_latency, options.inter_latency),
+        tokens=options.tokens,
+        flops=options.flops,
+        activations=None if options.activations is None else int(options.activations),
+        strategies=options.strategies or tuple(SUPPORTED),
+        inner=options.inner,
+        wrap=tuple(options.wrap.split(",")) if options.wrap is not None else (),
+        micro_batches=tuple(sorted(set(options.micro_batches))),
+        param_dtype=None if options.param_dtype is None else DTYPES[options.param_dtype],
+        optimizer=options.optimizer,
+        segments=options.segments,
+    )
+
+
+def advise(options: argparse.Namespace) -> tuple[str, int]:
+    """What is printed, and the exit status; writes the files that are asked for. Raises: BadInput, OSError."""
+    question = question_of(options)
+    module = load(options.factory)
+    found = sorted(candidates(module, question), key=lambda one: (one.memory, one.seconds))
+    if not found:
+        raise BadInput(
+            f"no inner group is possible among {question.world_size} ranks in nodes of {question.cluster.node}"
+        )
+    fitting = by_speed([one for one in found if one.memory <= question.gpu_memory])
+    too_large = [one for one in found if one.memory > question.gpu_memory]
+    name, numel = type(module).__name__, sum(param.numel() for param in module.parameters())
+    head = title(name, numel, question)
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(name, numel, question, fitting, too_large), indent=1) + "\n")
+    if options.picture is not None:
+        try:
+            from flatparam.advise import picture
+        except ModuleNotFoundError as error:
+            raise BadInput(
+                f"--picture needs {(error.name or 'matplotlib').partition('.')[0]}: pip install 'flatparam[demo]'"
+            ) from error
+        picture.draw(head, fitting, too_large, question, options.picture)
+    if not fitting:
+        return f"{head}\n\n{nothing_fits(found, question)}\n{assumptions(question)}", 1
+    shown = fitting if options.all else best_of_each(fitting)
+    last = [
+        f"best: {call(fitting[0], question)}",
+        f"{len(fitting)} of {len(found)} tried fit" + ("" if options.all else ", of each strategy the best is shown"),
+        does_not_fit(found, fitting, question),
+        assumptions(question),
+    ]
+    return "\n".join([head, "", table(shown), "", *filter(None, last)]), 0
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        text, status = advise(options)
+    except (BadInput, OSError) as error:
+        print(f"flatparam advise: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return status

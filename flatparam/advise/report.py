@@ -1,0 +1,169 @@
+"""What is printed, and the same as JSON."""
+
+from typing import Any
+
+from flatparam.advise.candidates import Candidate, Question
+from flatparam.inspect.report import aligned, human
+
+HEADINGS = (
+    *("strategy", "units", "inner", "micro-batches", "reduced", "memory"),
+    *("sent in node", "between nodes", "step", "compute"),
+)
+
+
+def seconds(value: float) -> str:
+    """A time with three digits."""
+    scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "us")
+    return f"{scaled:.{max(0, 3 - len(str(int(scaled))))}f} {unit}"
+
+
+def by_speed(found: list[Candidate]) -> list[Candidate]:
+    """The best first: those that take 1 % more time than the fastest, or less, by memory, then the others by time."""
+    as_fast = 1.01 * min((one.seconds for one in found), default=0.0)
+    return sorted(found, key=lambda one: (max(one.seconds, as_fast), one.memory, one.seconds))
+
+
+def best_of_each(found: list[Candidate]) -> list[Candidate]:
+    """The first of each strategy."""
+    first: dict[str, Candidate] = {}
+    for candidate in found:
+        first.setdefault(candidate.strategy, candidate)
+    return list(first.values())
+
+
+def units_of(candidate: Candidate) -> str:
+    """How many units, and of what."""
+    return "whole model" if candidate.units == 1 else f"{candidate.units}: {candidate.boundary.name}"
+
+
+def micro_batches(candidate: Candidate) -> str:
+    """How many."""
+    return f"{candidate.micro_batches} micro-batch{'es' if candidate.micro_batches > 1 else ''}"
+
+
+def table(found: list[Candidate]) -> str:
+    """One line for each."""
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for one in found:
+        reduced = "" if one.micro_batches == 1 else "each" if one.reduce_each else "once"
+        rows.append(
+            (
+                *(one.strategy, units_of(one), str(one.inner or ""), str(one.micro_batches), reduced),
+                *(human(one.memory), human(round(one.intra)), human(round(one.inter))),
+                *(seconds(one.seconds), f"{one.computing / one.seconds:.0%}" if one.seconds else ""),
+            )
+        )
+    return aligned(rows, names=2, headings=1)
+
+
+def title(model: str, numel: int, question: Question) -> str:
+    """The line that says what was asked."""
+    cluster = question.cluster
+    nodes = question.world_size // cluster.node
+    compute = f"compute in {str(question.param_dtype).removeprefix('torch.')}, " if question.param_dtype else ""
+    return (
+        f"{model}: {numel:,} elements, {question.world_size} rank{'s' if question.world_size > 1 else ''} in {nodes} "
+        f"node{'s' if nodes > 1 else ''}, {human(question.gpu_memory)} each, {compute}optimizer {question.optimizer}"
+    )
+
+
+def assumptions(question: Question) -> str:
+    """What the figures rest on."""
+    cluster = question.cluster
+    counted = (
+        "activations are not counted: give --activations"
+        if question.activations is None
+        else f"activations {question.activations:,} bytes a token"
+    )
+    return (
+        f"assumed: {question.tokens:,} tokens a rank and step at {question.flops / 1e12:g}e12 operations/s; "
+        f"{cluster.intra / 1e9:g} GB/s and {cluster.intra_latency * 1e6:g} us within a node, "
+        f"{cluster.inter / 1e9:g} GB/s and {cluster.inter_latency * 1e6:g} us between; {counted}"
+    )
+
+
+def call(candidate: Candidate, question: Question) -> str:
+    """The arguments of FullyShardedDataParallel."""
+    arguments = [f"sharding_strategy=ShardingStrategy.{candidate.strategy}"]
+    if candidate.boundary.wrap:
+        classes = ", ".join(candidate.boundary.wrap if candidate.boundary.together == 1 else ("nn.Sequential",))
+        arguments.append(f"auto_wrap_policy=ModuleWrapPolicy({{{classes}}})")
+    if question.param_dtype is not None:
+        arguments.append(f"mixed_precision=MixedPrecision(param_dtype={question.param_dtype})")
+    if candidate.inner is not None:
+        shape = (question.world_size // candidate.inner, candidate.inner)
+        arguments.append(f'device_mesh=init_device_mesh("cuda", {shape})')
+    text = f"FullyShardedDataParallel(model, {', '.join(arguments)})"
+    if candidate.boundary.together > 1:
+        text += f", each {candidate.boundary.together} {candidate.boundary.wrap[0]} in one nn.Sequential"
+    return text
+
+
+def does_not_fit(found: list[Candidate], fitting: list[Candidate], question: Question) -> str:
+    """The least that each strategy takes of which nothing fits; empty: there is none."""
+    out = [one for one in best_of_each(found) if one.strategy not in {other.strategy for other in fitting}]
+    least = ", ".join(f"{one.strategy} ({human(one.memory)} at least)" for one in out)
+    return f"do not fit in {human(question.gpu_memory)}: {least}" if least else ""
+
+
+def nothing_fits(found: list[Candidate], question: Question) -> str:
+    """By how much the smallest misses. ``found``: sorted by memory."""
+    best = found[0]
+    inner = f" in inner groups of {best.inner}" if best.inner is not None else ""
+    return (
+        f"nothing fits in {human(question.gpu_memory)}: the smallest, {best.strategy}{inner}, units "
+        f"{best.boundary.name}, {micro_batches(best)}, takes "
+        f"{human(best.memory)}, {human(best.memory - question.gpu_memory)} too much"
+    )
+
+
+def as_json(
+    model: str, numel: int, question: Question, fitting: list[Candidate], too_large: list[Candidate]
+) -> dict[str, Any]:
+    """Everything, in plain types: bytes and seconds of a rank and step."""
+    cluster = question.cluster
+    return {
+        "model": model,
+        "numel": numel,
+        "world_size": question.world_size,
+        "gpu_memory": question.gpu_memory,
+        "param_dtype": None if question.param_dtype is None else str(question.param_dtype).removeprefix("torch."),
+        "optimizer": question.optimizer,
+        "assumed": {
+            "tokens": question.tokens,
+            "flops": question.flops,
+            "activations": question.activations,
+            "node_size": cluster.node,
+            "bytes_per_second": {"intra": cluster.intra, "inter": cluster.inter},
+            "latency": {"intra": cluster.intra_latency, "inter": cluster.inter_latency},
+        },
+        "fitting": [_entry(one) for one in fitting],
+        "too_large": [_entry(one) for one in too_large],
+    }
+
+
+def _entry(one: Candidate) -> dict[str, Any]:
+    return {
+        "strategy": one.strategy,
+        "inner": one.inner,
+        "wrap": list(one.boundary.wrap),
+        "together": one.boundary.together,
+        "units": one.units,
+        "micro_batches": one.micro_batches,
+        "reduce_each": one.reduce_each,
+        "memory": {
+            "total": one.memory,
+            "between_steps": one.plan.between_steps,
+            "peak": one.plan.peak,
+            "kept": one.kept,
+            "activations": one.activations,
+        },
+        "sent": {
+            "intra": round(one.intra),
+            "inter": round(one.inter),
+            "collectives": [
+                {"kind": kind, "group": group, "bytes": round(size)} for (kind, group), size in one.sent.items()
+            ],
+        },
+        "seconds": {"step": one.seconds, "compute": one.computing},
+    }
