@@ -26,8 +26,8 @@ def watch() -> None:
 
 
 @functools.cache
-def ask_before(check: Callable[..., None]) -> None:
-    """Call ``check(optimizer, args, kwargs)`` before each step from now on. It may raise."""
+def ask_before(check: Callable[..., tuple[Any, Any] | None]) -> None:
+    """Call ``check(optimizer, args, kwargs)`` before each step from now on. It may raise, or give other arguments."""
     register_optimizer_step_pre_hook(check)
 
 

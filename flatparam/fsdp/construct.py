@@ -17,7 +17,7 @@ from ..common.tensors import watch_exports
 from .api import ShardingStrategy
 from .owners import owner_of, owner_of_param
 from .placement import Placement, groups_of, place
-from .summon import check_reduced, refuse_step
+from .summon import check_before_step, refuse_step
 from .unit import Unit
 from .wrapper import Wrapper
 
@@ -26,7 +26,7 @@ from .wrapper import Wrapper
 def watch_torch() -> None:
     """Have torch's optimizers say when they step, and its exports of tensors what they export."""
     optimizers.ask_before(refuse_step)
-    optimizers.ask_before(check_reduced)
+    optimizers.ask_before(check_before_step)
     optimizers.watch()
     watch_exports()
 

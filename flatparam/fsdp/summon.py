@@ -36,7 +36,22 @@ def refuse_unreduced(units: Iterable[Unit], what: str) -> None:
             )
 
 
-def check_reduced(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """``check_reduced``; after the closure, where ``step()`` has one, which may run the last micro-batch."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        check_reduced(optimizer)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        check_reduced(optimizer)
+        return loss
+
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def check_reduced(optimizer: torch.optim.Optimizer) -> None:
     """Before ``optimizer`` steps. What no_sync has kept in fp32 of parameters that are in less is rounded for it.
 
     Raises: ValueError naming a parameter whose gradient no_sync has kept, where that is to be reduced first.

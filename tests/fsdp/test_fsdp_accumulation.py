@@ -126,6 +126,24 @@ def clipped_then_added(rank):
     return {name: p.grad for name, p in module.named_parameters()}
 
 
+def with_closures(strategy, uo):
+    """The last micro-batch is run by the step itself, as Lightning does. Where that is in no_sync too: refused."""
+    model, module = wrapped(strategy, uo), make()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, module)]
+    for i in range(0, 6, 2):
+        backward(model, i, synced=False)
+        assert optimizers[0].step(lambda i=i: backward(model, i + 1) or "a loss") == "a loss"
+        Averaged(module, 2).backward(lambda rank, i=i: [data(i, rank), data(i + 1, rank)])
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert_same(model, module, f"{strategy} uo={uo} {i}")
+    backward(model, 6)
+    with pytest.raises(ValueError, match=r"SGD.step\(\): .* run the last micro-batch outside of no_sync"):
+        optimizers[0].step(closure=lambda: backward(model, 7, synced=False))
+    assert_same(model, module)
+
+
 def assigned(strategy, uo):
     """A gradient that was assigned after micro-batches is added to, not averaged: every rank has its piece of it."""
     for cleared, more in itertools.product(CLEARED, (False, True)):
@@ -253,6 +271,15 @@ def test_gradients_assigned_in_part_and_of_any_strides():
 )
 def test_penalties_over_parameters(strategy, uo):
     run_ranks(penalized, 2, strategy, uo)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(
+    ("uo", "strategy"), list(itertools.product((False, True), (*SHARDED, "NO_SHARD", *LAYER_ZERO)))
+)
+def test_a_step_may_run_the_last_micro_batch(strategy, uo):
+    run_ranks(with_closures, 2, strategy, uo)
 
 
 @pytest.mark.parametrize("uo", [False, True])

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from fsdp_models import Model, data, loss_of, make
 from gloo import note, run_ranks
 from torch import nn
-from trainers import tell_accelerate_of_an_accelerator, under
+from trainers import needs, tell_accelerate_of_an_accelerator, under
 
 import flatparam
 
-pytest.importorskip("accelerate")
+needs("accelerate")
 
 
 class Wider(Model):

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import note, run_ranks
-from trainers import import_torchvision, same_files, tell_accelerate_of_an_accelerator, under
+from trainers import import_torchvision, needs, same_files, tell_accelerate_of_an_accelerator, under
 
 import flatparam
 
-pytest.importorskip("transformers")
+needs("transformers")
 
 STEPS, SAVED = 6, 3
 ARGUMENTS = ("training_args.bin",)  # they name the folder

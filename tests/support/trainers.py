@@ -5,20 +5,29 @@ ends the process when it saves on a CPU.
 """
 
 import contextlib
-import importlib
+import functools
+import importlib.util
 import os
 import pathlib
 import sys
 import tempfile
 import types
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import flatparam
+from flatparam.common.torch_private import TorchsFSDP
 
 KINDS = ("torch", "dropin", "runtime")
+
+
+def needs(package):
+    """Skip the tests of a file where a trainer is not installed. It is not imported, which takes seconds."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: make integrations", allow_module_level=True)
 
 
 @contextlib.contextmanager
@@ -26,10 +35,23 @@ def under(kind):
     """Have torch's name of the class mean torch's own, torch's on flatparam's handle, or flatparam's runtime."""
     if kind != "torch":
         flatparam.install(runtime=kind == "runtime")
+    init = TorchsFSDP.__init__
+    TorchsFSDP.__init__ = _on_the_cpu(init)
     try:
         yield
     finally:
+        TorchsFSDP.__init__ = init
         flatparam.uninstall()
+
+
+def _on_the_cpu(init):
+    """torch's class takes the CPU for a device only where it is named."""
+
+    @functools.wraps(init)
+    def __init__(self, *args, device_id=None, **kwargs):
+        init(self, *args, device_id=torch.device("cpu") if device_id is None else device_id, **kwargs)
+
+    return __init__
 
 
 def look_like_torchrun():
@@ -110,6 +132,8 @@ def same(value, expected, where=""):
         assert len(value) == len(expected), where
         for i, pair in enumerate(zip(value, expected, strict=True)):
             same(*pair, f"{where} {i}")
+    elif isinstance(expected, str):
+        assert value == expected.replace("dropin", "runtime"), where  # names of folders
     else:
         assert value == expected, where
 
