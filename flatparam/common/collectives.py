@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _C
 from .torch_private import FakeProcessGroup
 
 PATIENCE = datetime.timedelta(seconds=0.3)
@@ -129,6 +130,16 @@ def gathering() -> Callable[..., Any]:
     newest, older = NAMES["all_gather"]
     function: Callable[..., Any] = getattr(dist, newest, None) or getattr(dist, older)
     return function
+
+
+def native_gather(group: dist.ProcessGroup, device: torch.device) -> _C.Gather | None:
+    """All-gathers over ``group`` without torch's Python; None where they need that: under TORCH_DISTRIBUTED_DEBUG=DETAIL
+    ranks are compared there.
+    """
+    name = name_in_cpp(group)
+    if name is None or dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return None
+    return _C.Gather(group, name, is_sliced(group, device))
 
 
 def all_gather_single(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:

@@ -41,7 +41,7 @@ _STEP_OF_WRAPPER = (
 _STEP_OF_HANDLE = (
     *("_state", "_is_of_backward", "_backward_made_graph", "_has_optim_in_backward", "_ran_pre_backward_hook"),
     *("_kept_hook", "_later_accumulators", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
-    *("_chunks", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside", "_versions_left_by_backward"),
+    *("_native", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside", "_versions_left_by_backward"),
 )
 _STEP_OF_FLAT_PARAM = (
     *("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_padded_unsharded_size", "_mp_shard"),

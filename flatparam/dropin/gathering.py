@@ -12,10 +12,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from ..common.collectives import all_gather_chunks, all_gather_single
+from ..common.collectives import all_gather_chunks, all_gather_single, is_replaced, is_sliced, native_gather
 from ..common.tensors import allocate, free, has_memory, is_allocated, same_storage
 from ..common.torch_private import (
     NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
@@ -39,7 +40,7 @@ _BACKWARD_POST = HandleTrainingState.BACKWARD_POST
 class Gathering(Gradients):
     """The part of FlatParamHandle that a step and summon_full_params() go through."""
 
-    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
+    _native: tuple[Any, _C.Gather | None] = (None, None)  # of which group; None: through torch's Python
 
     # Unsharding
 
@@ -156,8 +157,11 @@ class Gathering(Gradients):
             raise self._wrong(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}")
         group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group
         try:
-            if shard.is_cpu:
-                all_gather_chunks(self._chunks_of(padded_unsharded_flat_param), shard, group)
+            if self._gather_in_c(padded_unsharded_flat_param, shard, group):
+                pass
+            elif shard.is_cpu:  # not views of what refers to them: a cycle
+                chunks = padded_unsharded_flat_param.detach().chunk(self.world_size)
+                all_gather_chunks(list(chunks), shard, group)
             else:
                 all_gather_single(padded_unsharded_flat_param, shard, group)
         except BaseException:
@@ -167,24 +171,19 @@ class Gathering(Gradients):
             _no_dispatch_record_stream(shard, self._device_handle.current_stream())
         return padded_unsharded_flat_param
 
-    def _chunks_of(self, padded: Tensor) -> list[Tensor]:
-        """Its equal chunks, one a rank; those of the tensor that was gathered last are kept."""
-        kept, chunks = self._chunks
-        if kept is not padded or not self._are_chunks(chunks, padded):
-            chunks = padded.detach().chunk(self.world_size)  # not views of what refers to them: a cycle
-            self._chunks = (padded, chunks) if _C.is_plain(padded, *chunks) else (None, ())
-        return list(chunks)
-
-    def _are_chunks(self, chunks: tuple[Tensor, ...], padded: Tensor) -> bool:
-        """Whether ``padded`` still is what these are chunks of: a user may have set its data."""
-        first = chunks[0]
-        return (
-            len(chunks) == self.world_size
-            and first.numel() * self.world_size == padded.numel()
-            and (first.dtype, first.storage_offset(), first.stride())
-            == (padded.dtype, padded.storage_offset(), padded.stride())
-            and same_storage(first, padded)
-        )
+    def _gather_in_c(self, padded: Tensor, shard: Tensor, group: Any) -> bool:
+        """The same without torch's Python. False, and nothing is done, where that has a part in it or a user looks on."""
+        if self._native[0] is not group:
+            self._native = group, native_gather(group, shard.device) if is_sliced(group, shard.device) else None
+        native = self._native[1]
+        if native is None or not fast_path_is_on or is_replaced(dist.all_gather) or not _C.is_plain(padded, shard):
+            return False
+        self._native = (None, None)  # a gather whose wait is broken off goes on, and is not begun again
+        native.begin(padded, shard)
+        while not native.wait():
+            pass
+        self._native = group, native
+        return True
 
     @step_of(UNSHARD)
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:

@@ -17,7 +17,6 @@ from ..common.collectives import (
     gathering,
     is_replaced,
     is_sliced,
-    name_in_cpp,
     name_of,
     unwrapped,
     wait_in_slices,
@@ -108,14 +107,6 @@ def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group:
         return issue(gathering(), output, shard.detach(), group=group)
     native.begin(output, shard)
     return native
-
-
-def native_gather(group: dist.ProcessGroup, device: torch.device) -> _C.Gather | None:
-    """All-gathers over ``group`` without torch's Python; None where they need that: see ``issue``."""
-    name = name_in_cpp(group)
-    if name is None or dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        return None
-    return _C.Gather(group, name, is_sliced(group, device))
 
 
 def _meet(group: dist.ProcessGroup) -> None:

@@ -13,11 +13,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common import optimizers
-from ..common.collectives import gathering, is_replaced
+from ..common.collectives import gathering, is_replaced, native_gather
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..fsdp import order
 from ..fsdp.agreement import Described, check_described
 from ..fsdp.placement import check_pair
 from ._gradients import Gradients
@@ -142,8 +141,8 @@ class FlatParamHandle(Gradients):
             problem = error
         check_described(described, problem, zero1_process_group)
         self._offload_grads = bool(offload_grads)
-        self._zero1_gather = order.native_gather(zero1_process_group, self.device)
-        self._zero3_gather = order.native_gather(zero3_process_group, self.device)
+        self._zero1_gather = native_gather(zero1_process_group, self.device)
+        self._zero3_gather = native_gather(zero3_process_group, self.device)
 
     def _check_params(self, params: Sequence[Any], module: nn.Module, what: str) -> list[str]:
         """The names of ``params``. Raises: ValueError naming one that cannot be flattened with the others, and why."""
