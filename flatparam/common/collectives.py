@@ -133,8 +133,9 @@ def gathering() -> Callable[..., Any]:
 
 
 def native_gather(group: dist.ProcessGroup, device: torch.device) -> _C.Gather | None:
-    """All-gathers over ``group`` without torch's Python; None where they need that: under TORCH_DISTRIBUTED_DEBUG=DETAIL
-    ranks are compared there.
+    """All-gathers over ``group`` without torch's Python; None where they need it.
+
+    They do under TORCH_DISTRIBUTED_DEBUG=DETAIL, where ranks are compared, and where C++ does not know the group.
     """
     name = name_in_cpp(group)
     if name is None or dist.get_debug_level() == dist.DebugLevel.DETAIL:

@@ -172,7 +172,7 @@ class Gathering(Gradients):
         return padded_unsharded_flat_param
 
     def _gather_in_c(self, padded: Tensor, shard: Tensor, group: Any) -> bool:
-        """The same without torch's Python. False, and nothing is done, where that has a part in it or a user looks on."""
+        """The same without torch's Python. False, and nothing is done, where that has a part in it, or a user has."""
         if self._native[0] is not group:
             self._native = group, native_gather(group, shard.device) if is_sliced(group, shard.device) else None
         native = self._native[1]
