@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_models import Block, Model, data, loss_of, make
 from gloo import note, run_ranks
 from torch import nn
-from trainers import import_torchvision, look_like_torchrun, needs, same, same_files, under
+from trainers import look_like_torchrun, needs, same, same_files, under
 
 needs("lightning")
 
@@ -31,7 +31,6 @@ class Wider(Model):
 def a_strategy(module, **settings):
     """Lightning's of ``lightning.pytorch`` or ``lightning.fabric``, which may be on a CPU."""
     look_like_torchrun()
-    import_torchvision()
     strategies = importlib.import_module(f"lightning.{module}.strategies")
     return type("OnCPU", (strategies.FSDPStrategy,), {})(auto_wrap_policy={Block}, **settings)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import note, run_ranks
-from trainers import import_torchvision, needs, same_files, tell_accelerate_of_an_accelerator, under
+from trainers import needs, same_files, tell_accelerate_of_an_accelerator, under
 
 import flatparam
 
@@ -26,7 +26,6 @@ SETTINGS = (
 
 
 def a_llama():
-    import_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -43,7 +42,6 @@ def sentences():
 
 def a_trainer(folder, state_dict_type, config, arguments, saves=True, make=a_llama):
     tell_accelerate_of_an_accelerator()
-    import_torchvision()
     from transformers import Trainer, TrainingArguments
 
     common = {"version": 1, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "sync_module_states": False}

@@ -28,6 +28,8 @@ def needs(package):
     """Skip the tests of a file where a trainer is not installed. It is not imported, which takes seconds."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make integrations", allow_module_level=True)
+    if importlib.util.find_spec("torchvision") is not None:
+        _import_torchvision()
 
 
 @contextlib.contextmanager
@@ -78,25 +80,20 @@ def tell_accelerate_of_an_accelerator():
     AcceleratorState._reset_state(True)
 
 
-def import_torchvision():
-    """Import torchvision, which others import, also where it is built for CUDA and torch for the CPU.
+def _import_torchvision():
+    """Import torchvision, which trainers import, also where it is built for CUDA and torch for the CPU.
 
     Its operators do not load then, and it fails where it describes two of them, which no test calls.
     """
-    if importlib.util.find_spec("torchvision") is None:
-        return None
     try:
-        import torchvision
+        importlib.import_module("torchvision")
     except RuntimeError:
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
         library = torch.library.Library("torchvision", "DEF")
         library.define("nms(Tensor dets, Tensor scores, float threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float threshold) -> Tensor")
-        import torchvision
-
-        torchvision.library = library  # it takes its operators with it when it goes
-    return torchvision
+        importlib.import_module("torchvision").library = library  # which takes its operators with it when it goes
 
 
 def same_files(folder, expected, but=()):

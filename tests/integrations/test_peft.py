@@ -1,0 +1,111 @@
+"""PEFT's LoRA on flatparam's runtime: trained by transformers' Trainer beside torch's class, and what it reduces."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import note, run_ranks
+from test_transformers import ARGUMENTS, SAVED, SETTINGS, a_llama, a_trainer, results, sentences
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from trainers import needs, same_files, under
+
+import flatparam
+
+needs("peft")
+
+
+def adapted(checkpoint=None):
+    """A Llama with adapters, those of a checkpoint: PEFT loads none into a sharded model, of either class."""
+    llama = a_llama()
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(1)
+    if checkpoint is not None:
+        return PeftModel.from_pretrained(llama, checkpoint, is_trainable=True)
+    return get_peft_model(llama, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_alpha=8))
+
+
+@contextlib.contextmanager
+def reductions():
+    """The bytes of each reduce-scatter, by the names that it has in releases of torch."""
+    names = [name for name in ("reduce_scatter_tensor", "reduce_scatter_single") if hasattr(dist, name)]
+    functions, found, inside = {name: getattr(dist, name) for name in names}, [], []
+
+    def counted(name):
+        def call(output, whole, *args, **kwargs):
+            if not inside:  # one of them may call the other
+                found.append(whole.nbytes)
+            inside.append(name)
+            try:
+                return functions[name](output, whole, *args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        yield found
+    finally:
+        for name in names:
+            setattr(dist, name, functions[name])
+
+
+def trained_bytes(module, size):
+    """Of what is trained, each parameter padded to what divides by the ranks at most."""
+    trained = [param.numel() for param in module.parameters() if param.requires_grad]
+    return 4 * sum(trained), 4 * sum(math.ceil(numel / size) * size for numel in trained)
+
+
+def alike(folder):
+    for i, settings in enumerate(SETTINGS[:2]):
+        runs = {}
+        for kind in ("torch", "dropin", "runtime"):
+            note(f"{settings} {kind}")
+            with under(kind):
+                trainer = a_trainer(f"{folder}/{i}-{kind}", *settings, saves=kind != "torch", make=adapted)
+                runs[kind] = results(trainer)
+        dist.barrier()
+        assert runs["runtime"] == runs["dropin"] == runs["torch"]
+        losses = [loss for loss, _ in runs["torch"][0]]
+        assert losses[-1] < losses[0]
+        if dist.get_rank() == 0:
+            same_files(f"{folder}/{i}-runtime", f"{folder}/{i}-dropin", but=ARGUMENTS)
+        for saved_by in ("dropin", "runtime"):
+            note(f"{settings} goes on from what {saved_by} has saved")
+            checkpoint = f"{folder}/{i}-{saved_by}/checkpoint-{SAVED}"
+            with under("runtime"):
+                trainer = a_trainer(f"{folder}/{i}-again", *settings, make=lambda at=checkpoint: adapted(at))
+                assert results(trainer, checkpoint) == runs["torch"]
+
+
+@pytest.mark.multiprocess
+def test_the_trainer_trains_adapters_alike(tmp_path):
+    run_ranks(alike, 2, str(tmp_path))
+
+
+def reduced(uo):
+    """A unit of frozen and trained parameters (``segments``) reduces the trained ones; no others have gradients."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    module, batch = adapted(), torch.stack([row["input_ids"] for row in sentences()[:2]])
+    least, most = trained_bytes(module, 2)
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    model = flatparam.FullyShardedDataParallel(module, auto_wrap_policy=policy, segments=True, use_orig_params=uo)
+    model(input_ids=batch, labels=batch).loss.backward()
+    model.zero_grad()
+    with reductions() as found:
+        model(input_ids=batch, labels=batch).loss.backward()
+    assert least <= sum(found) <= most
+    grads = [param.grad.untyped_storage() for param in model.parameters() if param.grad is not None]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in grads}.values())
+    assert least <= 2 * held <= most
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+def test_gradients_are_those_of_what_is_trained(uo):
+    run_ranks(reduced, 2, uo)
