@@ -36,7 +36,7 @@ integrations:
 	@$(call ENVIRONMENT,build test integrations) $(BUILD) "$$py" -m pytest tests/integrations $(ARGS)
 
 bench:
-	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" -m benchmarks $(ARGS)
+	@$(call ENVIRONMENT,build demo bench) $(BUILD) "$$py" -m benchmarks $(ARGS)
 
 docs:
 	@$(call ENVIRONMENT,build docs) $(BUILD) \

@@ -24,6 +24,7 @@ TABLES = {  # by the letter of docs/performance.md
     "step": "bench_step",
     "wrap": "bench_wrap",
     "train": "bench_train",
+    "gpt2": "bench_gpt2",
     "scaling": "bench_scaling",
     "whole": "bench_whole",
     "layer_zero": "bench_layer_zero",

@@ -37,16 +37,16 @@ LAUNCHES = 3  # of which the peak is the median
 
 
 class Pair:
-    """The processes of one contestant."""
+    """The processes of one contestant; ``module`` makes what they train."""
 
-    def __init__(self, name: str, config: Config, folder: Path) -> None:
+    def __init__(self, module: str, name: str, config: Config, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.training"])
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(config.ranks):
             ours, theirs = context.Pipe()
-            arguments = (theirs, name, config, rank, folder)
+            arguments = (theirs, module, name, config, rank, folder)
             process = context.Process(target=training.serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -94,7 +94,7 @@ def measure(quick: bool) -> Table:
         "ratios to FSDP1 orig\npeak: of a rank's resident memory over that before the model was made",
     )
     with _scratch() as folder, ExitStack() as stack:
-        pairs = {name: stack.enter_context(Pair(name, config, Path(folder))) for name in NAMES}
+        pairs = {name: stack.enter_context(Pair("benchmarks.demo_model", name, config, Path(folder))) for name in NAMES}
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         losses: dict[str, list[list[float]]] = {name: [] for name in NAMES}
         for turn in range(4 if quick else 26):
@@ -102,12 +102,12 @@ def measure(quick: bool) -> Table:
                 answers = pairs[name].ask("train", turn * BLOCK, BLOCK)
                 losses[name].append([loss for rank in answers for loss in rank[0]])
                 if turn > 0:  # the first block warms up
-                    seconds[name].append(max(taken for _, taken in answers))
+                    seconds[name].append(max(taken for _, taken, _ in answers))
         peaks = {name: [max(pair.ask("peak"))] for name, pair in pairs.items()}
         shares = {name: max(pair.ask("in_collectives", 1000, BLOCK)) for name, pair in pairs.items()}
     for launch in range(1, 1 if quick else LAUNCHES):
         for name in NAMES:
-            with _scratch() as folder, Pair(name, config, Path(folder)) as pair:
+            with _scratch() as folder, Pair("benchmarks.demo_model", name, config, Path(folder)) as pair:
                 pair.ask("train", launch * 2 * BLOCK, 2 * BLOCK)
                 peaks[name].append(max(pair.ask("peak")))
     rates = {name: [tokens / taken for taken in values] for name, values in seconds.items()}

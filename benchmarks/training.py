@@ -1,6 +1,7 @@
 """One rank of one contestant's training run: a process that does what it is told, and waits in a read in between."""
 
 import ctypes
+import importlib
 import os
 import signal
 import time
@@ -20,31 +21,28 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import memory
 from benchmarks.contestants import CONTESTANTS, Wrapping
 from flatparam.demo.config import Config
-from flatparam.demo.data import Corpus, load_text
-from flatparam.demo.model import GPT, Block, loss_of
 
 PR_SET_PDEATHSIG = 1
 
 
 class Rank:
-    """The demo's model and AdamW, wrapped as ``name`` says."""
+    """A model and AdamW, wrapped as ``name`` says. ``module`` has a ``build(config, rank)`` that makes the model."""
 
-    def __init__(self, name: str, config: Config, rank: int, folder: Path) -> None:
+    def __init__(self, module: str, name: str, config: Config, rank: int, folder: Path) -> None:
         torch.set_num_threads(config.threads)
         store = dist.FileStore(str(folder / f"{name}.store"), config.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=config.ranks, timeout=timedelta(minutes=5))
-        self._config, self._rank = config, rank
-        self._corpus = Corpus(config, load_text())
         memory.reset_peak()
         self._base = memory.resident()
-        self._model = CONTESTANTS[name](GPT(config), Wrapping((Block,)))
+        model, block, self._loss = importlib.import_module(module).build(config, rank)
+        self._model = CONTESTANTS[name](model, Wrapping((block,)))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.learning_rate)
 
-    def train(self, first: int, count: int) -> tuple[list[float], float]:
-        """The losses of some steps and their seconds in all."""
-        start = time.perf_counter()
+    def train(self, first: int, count: int) -> tuple[list[float], float, float]:
+        """The losses of some steps, their seconds in all, and those of this thread on a processor."""
+        start, worked = time.perf_counter(), time.thread_time()
         losses = [self._step(step) for step in range(first, first + count)]
-        return losses, time.perf_counter() - start
+        return losses, time.perf_counter() - start, time.thread_time() - worked
 
     def peak(self) -> float:
         """MiB of peak resident memory over what was resident before the model was made."""
@@ -53,7 +51,7 @@ class Rank:
     def in_collectives(self, first: int, count: int) -> float:
         """The share of some steps' time in which a collective was under way."""
         with _silent_stderr(), profile(activities=[ProfilerActivity.CPU]) as taken:
-            _, seconds = self.train(first, count)
+            _, seconds, _ = self.train(first, count)
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in taken.events()
@@ -67,10 +65,10 @@ class Rank:
 
     def _step(self, step: int) -> float:
         self._optimizer.zero_grad()
-        loss = loss_of(self._model, self._corpus.training_batch(step, self._rank))
+        loss = self._loss(self._model, step)
         torch.autograd.backward(loss)
         self._optimizer.step()
-        return loss.item()
+        return float(loss)
 
 
 @contextmanager
