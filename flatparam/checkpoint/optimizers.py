@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..fsdp.held import Held
 from ..fsdp.originals import in_order
@@ -185,6 +186,12 @@ def _gradient(param: Tensor, held: list[Held]) -> Iterator[tuple[str, Tensor]]:
 def _kind(named: Named, param: Tensor, held: Held, key: str, value: Any) -> tuple[str, Any]:
     if not isinstance(value, Tensor):
         return "value", value
+    if is_traceable_wrapper_subclass(value):
+        raise CheckpointError(
+            f"the optimizer's `{key}` of `{held.name}` is a {type(value).__name__}, whose parts have no place in a "
+            "checkpoint: save the model here, and with torch.save() each rank's optimizer.state_dict(), which the same "
+            "rank loads"
+        )
     if value.shape == param.shape and key not in named.unlike and (value.dim() > 0 or key != "step"):
         return "box", in_owners_order(value, param).narrow(0, held.offset, held.numel)
     return "one", value

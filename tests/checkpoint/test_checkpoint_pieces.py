@@ -8,6 +8,7 @@ import torch.distributed as dist
 from checkpoints import differing, full_state, train, wrapped
 from fsdp_models import Model, data, loss_of
 from gloo import note, run_ranks
+from torch.testing._internal.two_tensor import TwoTensor
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
@@ -175,3 +176,20 @@ def by_accident(folder):
 
 def test_a_shape_that_is_the_pieces_by_accident(tmp_path):
     run_ranks(by_accident, 2, tmp_path)
+
+
+def of_a_subclass():
+    """Low-bit states are several tensors in the coat of one: refused by name, with nothing written."""
+    model = wrapped("FULL_SHARD", True, cls=Model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, 0, 1)
+    for param in model.parameters():
+        if param.numel():
+            momentum = optimizer.state[param]["momentum_buffer"]
+            optimizer.state[param]["momentum_buffer"] = TwoTensor(momentum, momentum.clone())
+    with pytest.raises(CheckpointError, match=r"`momentum_buffer` of `[\w.]+` is a TwoTensor.* torch\.save\(\) each"):
+        checkpoint.save("none", model, optimizer)
+
+
+def test_states_of_a_tensor_subclass_are_refused():
+    run_ranks(of_a_subclass, 2)
