@@ -8,11 +8,13 @@ flatparam's while that is installed in its place.
 import functools
 
 import torch.distributed.fsdp._flat_param as torch_flat_param
+import torch.distributed.fsdp._traversal_utils as torch_traversal
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._functional_collectives import is_torchdynamo_compiling
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp import _init_utils, _optim_utils
 from torch.distributed.fsdp._common_utils import (
@@ -57,6 +59,7 @@ from torch.distributed.fsdp._flat_param import (
 )
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.fsdp._wrap_utils import _validate_frozen_params
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.utils import _alloc_storage, _free_storage, _p_assert

@@ -3,6 +3,7 @@
 The C core calls them as ``name(output, input, group)`` and waits for nothing afterwards.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common.collectives import NAMES, torchs
+from ..common.torch_private import default_hooks
 
 # (namespace, name, torch's function): once one of them is another, the Python way is taken.
 WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
@@ -52,6 +54,21 @@ def all_reduce(tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
 agree = all_reduce  # of flags ``[units]``: what some rank calls out of date
 
 
+@functools.cache
+def let_hooks_compress() -> None:
+    """Have torch's hooks that compress gradients work on a CPU too, which has no stream to record."""
+    decompress = default_hooks._decompress
+
+    @functools.wraps(decompress)
+    def decompressed(state: Any, grad: Tensor) -> None:
+        if grad.is_cpu:
+            grad.data = grad.data.to(state.parameter_type)
+        else:
+            decompress(state, grad)
+
+    default_hooks._decompress = decompressed
+
+
 class Hooked:
     """The same functions with a communication hook that reduces, and averages, gradients in its own way.
 
@@ -60,6 +77,7 @@ class Hooked:
     """
 
     def __init__(self, hook: Callable[..., Any], state: Any):
+        let_hooks_compress()
         self.hook, self.state = hook, state
 
     all_gather, agree = staticmethod(all_gather), staticmethod(agree)

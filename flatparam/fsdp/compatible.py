@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..common.torch_private import FlatParamShardMetadata, HandleShardingStrategy, HandleTrainingState
 from .api import TrainingState
+from .collectives import Hooked
 from .described import now
 from .errors import StateError
 from .originals import Original
@@ -38,8 +39,13 @@ class Handle:
 
     @property
     def flat_param(self) -> nn.Parameter:
-        """This rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe it."""
-        return self._segment.flat
+        """This rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe it.
+
+        Inside of ``summon_full_params``, where it is shown, another one of all elements ``[numel]``, to be read.
+        """
+        summoned = self._wrapper._unit.summoned
+        wholes = summoned.wholes if summoned is not None and self.uses_sharded_strategy else []
+        return now(self._segment, wholes[self._wrapper._unit.segments.index(self._segment)] if wholes else None)
 
     @property
     def uses_sharded_strategy(self) -> bool:
@@ -168,14 +174,20 @@ class Compatible(Wrapper):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The flat parameters of this unit: shards, and while they are gathered, what is unsharded."""
-        views = self._unit.step.views()
-        return [now(segment, some) for segment, some in zip(self._unit.segments, views, strict=True)]
+        """The flat parameters of this unit: shards, and while they are gathered or summoned, what is unsharded."""
+        if self._unit.summoned is not None:
+            return [Handle(self, segment).flat_param for segment in self._unit.segments]
+        views = zip(self._unit.segments, self._unit.step.views(), strict=True)
+        return [now(segment, some[0] if some else None) for segment, some in views]
 
     @property
     def _comm_hook(self) -> Any:
         """The communication hook of the tree; None: there is none."""
         return None if self._hooked is None else self._hooked.hook
+
+    @_comm_hook.setter
+    def _comm_hook(self, hook: Any) -> None:
+        self._hooked = None if hook is None else Hooked(hook, self._comm_hook_state)
 
     @property
     def _comm_hook_state(self) -> Any:
@@ -206,3 +218,6 @@ class Compatible(Wrapper):
     def _unshard(self, async_op: bool = False) -> Unshard | None:
         """A hint in torch. Here a unit gathers in its own forward, or one ahead by its own order."""
         return Unshard() if async_op else None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Return at once, as ``Unshard.wait`` does."""

@@ -60,6 +60,9 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tup
             "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
         )
     states = list(ignored_states if ignored_states is not None else ignored_modules or ())
+    kinds = sorted({type(state) for state in states}, key=str)
+    if ignored_modules is not None and not all(isinstance(state, nn.Module) for state in states):
+        raise ValueError(f"ignored_modules expects nn.Module list elements but got types {kinds}")
     if all(isinstance(state, nn.Parameter) for state in states):
         params = set(states)
         modules: set[nn.Module] = set()
@@ -76,8 +79,9 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tup
         modules = {inner for state in states for inner in state.modules() if not isinstance(inner, Wrapper)}
         params = {param for inner in modules for param in inner._parameters.values() if param is not None}
     else:
-        kinds = sorted({type(state).__name__ for state in states})
-        raise ValueError(f"ignored_states expects all nn.Parameter or all nn.Module, got {', '.join(kinds)}")
+        raise ValueError(
+            f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {kinds}"
+        )
     return modules, params
 
 

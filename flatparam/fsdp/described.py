@@ -41,12 +41,11 @@ def describe(segment: Segment) -> None:
         flat._mp_shard = flat.new_empty(0, dtype=segment.compute_dtype)  # a gather's input, which is not kept
 
 
-def now(segment: Segment, views: tuple[Tensor, ...] | None) -> nn.Parameter:
-    """The flat parameter as torch's: of the data that ``views`` show while they have memory, else the shard."""
+def now(segment: Segment, whole: Tensor | None) -> nn.Parameter:
+    """The flat parameter as torch's: of the memory that ``whole`` begins while that is there, else the shard."""
     flat = segment.flat
-    if not views or not segment.is_sharded or lacks_memory(views[0]):
+    if whole is None or not segment.is_sharded or lacks_memory(whole):
         return flat
-    whole = views[0].detach().as_strided((segment.layout.padded_numel,), (1,), 0)
-    unsharded = nn.Parameter(whole, flat.requires_grad)
+    unsharded = nn.Parameter(whole.detach().as_strided((segment.layout.numel,), (1,), 0), flat.requires_grad)
     vars(unsharded).update(vars(flat))
     return unsharded

@@ -46,7 +46,9 @@ class FullParams(Wrapper):
         units = []
         for wrapper in wrappers:
             if isinstance(wrapper, Wrapper):
-                wrapper._check_idle("summon_full_params")
+                wrapper._check_idle(
+                    "summon_full_params: Cannot manually unshard parameters during forward/backward or another summon"
+                )
                 units.append(wrapper._unit)
         if with_grads:
             refuse_unreduced(units, "summon_full_params(with_grads=True)")

@@ -10,7 +10,13 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
-from ..common.torch_private import TorchsFSDP, _override_module_mixed_precision, leave_out_of_graphs
+from ..common.torch_private import (
+    TorchsFSDP,
+    _override_module_mixed_precision,
+    _Policy,
+    _validate_frozen_params,
+    leave_out_of_graphs,
+)
 from . import peers
 from .agreement import Building, check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
@@ -200,7 +206,6 @@ class FullyShardedDataParallel(
                 warnings.warn(f"{agreed.apart}. The first forward raises this, unless values are loaded", stacklevel=2)
             close(self._unit, [self, *own], ignored_params)
             warn_of_padding(self._unit)
-            self._is_root = False
             self._casts_to = None
             self._full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
             self._in_full = False
@@ -233,6 +238,8 @@ class FullyShardedDataParallel(
             for inner in module.modules():
                 if isinstance(inner, full_precision) and inner is not module and inner not in ignored_modules:
                     targets[inner] = {**arguments, "mixed_precision": None}
+        if isinstance(policy, _Policy) and not arguments["segments"]:
+            _validate_frozen_params(module, set(targets), ignored_params, arguments["use_orig_params"])
         check_not_tied(module, targets, ignored_modules, ignored_params)
         if full_precision:
             names = _override_module_mixed_precision(module, full_precision)

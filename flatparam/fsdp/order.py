@@ -60,7 +60,8 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     if name_of(backend) in peers.WITHOUT_STORE:
         return None
     sequence = Sequence(group, backend, store, device.type)
-    sequence.order.always = int(is_wrapped)  # a wrapper's own comparison waits as long as a collective may take
+    # a wrapper's own comparison waits as long as a collective may take
+    sequence.order.always = int(is_wrapped or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return sequence
 
 

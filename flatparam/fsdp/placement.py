@@ -63,7 +63,8 @@ class Placement:
     gradient of the shard is all-reduced as well; ``reshard_after_forward``: free the parameter between forward and
     backward; ``outer``: nested (see docs/layerzero.md): the ranks of ``optim`` that have this one's place in ``param``;
     ``full_precision``: reduce gradients in the precision of the shard, which must not be a low one; ``mesh``: what
-    the groups are of, if that is a device mesh: sharded states are DTensors on it.
+    the groups are of, if that is a device mesh: sharded states are DTensors on it; ``given``: the group that was asked
+    for, which is none of these where it has one rank.
     Raises: ValueError for groups that do not fit together.
     """
 
@@ -75,6 +76,7 @@ class Placement:
     outer: dist.ProcessGroup | None = None
     full_precision: bool = False
     mesh: Any = field(default=None, compare=False)
+    given: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for group in (self.param, self.grad, self.optim, self.replicate, self.outer):
@@ -102,7 +104,8 @@ class Placement:
 
     def __getstate__(self) -> dict[str, Any]:
         """With how all ranks have cut ``optim``: whoever loads it cannot ask them."""
-        return {**vars(self), "cut": None if self.outer is None else inner_groups(self.param, self.optim)}
+        cut = None if self.outer is None else inner_groups(self.param, self.optim)
+        return {**vars(self), "given": None, "cut": cut}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cut = state.pop("cut")
@@ -174,10 +177,11 @@ def averaging_factors(ranks: int) -> tuple[float, float]:
 
 def place(strategy: ShardingStrategy, groups: dict[str, dist.ProcessGroup]) -> Placement:
     """The placement of a row over groups by name."""
-    row = TABLE[strategy].over({name: dist.get_world_size(group) for name, group in groups.items()})
+    row = TABLE[strategy].over({name: group.size() for name, group in groups.items()})
     param, grad, optim, replicate = (None if name is None else groups[name] for name in row[:4])
     outer = outer_group(param, optim, groups.get("outer")) if row.nested else None
-    return Placement(param, grad, optim, replicate, row.reshard_after_forward, outer, row.full_precision)
+    given = groups.get("inner", groups.get("wide"))
+    return Placement(param, grad, optim, replicate, row.reshard_after_forward, outer, row.full_precision, given=given)
 
 
 def is_grid(strategy: ShardingStrategy) -> bool:
@@ -230,7 +234,8 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
     group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
-    _check_groups(group)
+    if isinstance(group, dist.ProcessGroup) or getattr(group, "size", int)() != 1:  # of one rank, nothing is asked
+        _check_groups(group)
     return {"wide": group}
 
 

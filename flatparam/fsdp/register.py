@@ -56,6 +56,11 @@ class Register:
         unit = self._units.get(number - number % _COPY)
         return "a unit that is gone" if unit is None else unit.name
 
+    def is_in_forward(self, number: int) -> bool:
+        """Whether the model of a part is in a forward."""
+        unit = self._units.get(number - number % _COPY)
+        return unit is not None and unit.step.root is not None and unit.step.root.state == "FORWARD"
+
     def segment(self, number: int) -> Segment | None:
         """The part with this number; None: it is gone."""
         unit = self._units.get(number - number % _COPY)

@@ -254,7 +254,9 @@ class Sequence:
         one, other = sorted((first, mine))
         if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
             self._break(self._trained_by_one(one, other), _TRAINED)
-        self._break(f"the ranks run units in different orders: {one}; {other}")
+        forward = self.register.is_in_forward(mine.event // 2 % _EVENTS // _C.EVENT_KINDS)
+        what = "Forward order differs across ranks" if forward else "the ranks run units in different orders"
+        self._break(f"{what}: {one}; {other}")
 
     def _trained_by_one(self, one: _Post, other: _Post) -> str:
         number = one.event // 2 % _EVENTS // _C.EVENT_KINDS

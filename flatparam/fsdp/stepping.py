@@ -183,6 +183,11 @@ class Stepping(Wrapper):
                 )
             if wrapper.limit_all_gathers != root.limit_all_gathers:
                 raise ValueError("Expects one homogeneous value for limit_all_gathers in a tree of units")
+            if wrapper._hooked is not root._hooked:
+                raise ValueError(
+                    f"Expects one communication hook in a tree: {wrapper._unit.name} and {root._unit.name} "
+                    "have others. Register it on the root, when the whole tree was wrapped"
+                )
         shared.always_python = int(root._hooked is not None)
         paths = {id(inner): path for path, inner in root.named_modules()}
         for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
@@ -195,7 +200,6 @@ class Stepping(Wrapper):
             wrapper._unit.step.join(shared)
             if root._hooked is not None:
                 wrapper._unit.step.average_elsewhere()
-            wrapper._is_root = wrapper is root
             wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
             has_any = any(True for _ in wrapper.parameters())
             wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
@@ -299,16 +303,24 @@ class Stepping(Wrapper):
         """
         if not callable(hook):
             raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
-        self._check_root("register_comm_hook")
-        if self._hooked is not None:
+        if not self.check_is_root():
+            outermost = self._outermost()._unit.name
+            why = StateError(f"this is {self._unit.name} in {outermost}: all units of a tree have one hook")
+            raise StateError("register_comm_hook can only be called on a root instance.") from why
+        self._check_idle("register_comm_hook")
+        if any(wrapper._hooked is not None for wrapper in self.fsdp_modules(self)):
             raise StateError("A communication hook is already registered")
         if self._unit.step.root is not None:
             raise StateError("register_comm_hook: before the first forward")
         for wrapper in self.fsdp_modules(self):
             if wrapper._placement.shards > 1 and (wrapper._placement.replicas > 1 or wrapper._placement.outer):
-                raise StateError(f"register_comm_hook: not for a grid of ranks ({wrapper.sharding_strategy.name})")
+                raise StateError(
+                    "Communication hook is not supported for hybrid strategies: register_comm_hook is "
+                    f"not for a grid of ranks ({wrapper.sharding_strategy.name})"
+                )
+        hooked = collectives.Hooked(hook, state)
         for wrapper in self.fsdp_modules(self):
-            wrapper._hooked = collectives.Hooked(hook, state)
+            wrapper._hooked = hooked
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

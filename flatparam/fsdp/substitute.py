@@ -10,32 +10,40 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_package
 import torch.distributed.fsdp.fully_sharded_data_parallel as torch_file
+import torch.nn as nn
 
-from ..common.torch_private import TorchsFSDP
+from ..common.torch_private import TorchsFSDP, torch_traversal
 from .fully_sharded import FullyShardedDataParallel
 
 NAME = "FullyShardedDataParallel"
 # Modules that keep torch's class: its own runtime, ours, and the helpers that states/torch_helpers.py has taught both
 _KEEP = ("torch.distributed.fsdp.", "flatparam.", "torch.distributed.checkpoint.state_dict")
 
+_originals: dict[str, ModuleType] = {}
 _bound: list[tuple[ModuleType, str]] = []  # where torch's class was
 
 
 class _Both(ModuleType):
-    """torch's module of the class, but for the class. What is set in it is set in torch's, whose functions read it."""
+    """A module of torch's, but for what is ``ours``. What is set in it is set in torch's, whose functions read it."""
 
-    def __init__(self, original: ModuleType):
+    def __init__(self, original: ModuleType, **ours: Any):
         super().__init__(original.__name__)
-        vars(self).update(vars(original))
-        vars(self)[NAME] = FullyShardedDataParallel
+        vars(self).update(vars(original), **ours)
+        _originals[self.__name__] = original
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        setattr(torch_file, name, value)
+        setattr(_originals[self.__name__], name, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        delattr(torch_file, name)
+        delattr(_originals[self.__name__], name)
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[Any]:
+    """As torch's function of this name, of our units: torch's own modules keep theirs."""
+    handles = [state._handle for state in FullyShardedDataParallel.fsdp_modules(module)]
+    return [handle for handle in handles if handle is not None]
 
 
 def install() -> None:
@@ -50,7 +58,9 @@ def install() -> None:
     )
     for module, attribute in _bound:
         setattr(module, attribute, FullyShardedDataParallel)
-    _set_file(_Both(torch_file))
+    _set(_Both(torch_file, **{NAME: FullyShardedDataParallel}))
+    states = FullyShardedDataParallel.fsdp_modules
+    _set(_Both(torch_traversal, _get_fsdp_states=states, _get_fsdp_handles=_get_fsdp_handles))
     FullyShardedDataParallel.is_in_place_of_torchs = True
 
 
@@ -60,7 +70,8 @@ def uninstall() -> None:
     Other modules that have imported the name since keep flatparam's class, as do those that imported it from flatparam.
     """
     FullyShardedDataParallel.is_in_place_of_torchs = False
-    _set_file(torch_file)
+    _set(torch_file)
+    _set(torch_traversal)
     since = [(module, attribute) for name, module, attribute in _names_of(FullyShardedDataParallel) if _is_torchs(name)]
     for module, attribute in (*_bound, *since):
         if getattr(module, attribute, None) is FullyShardedDataParallel:
@@ -85,6 +96,6 @@ def _is_torchs(name: str) -> bool:
     return name.split(".")[0] == "torch"
 
 
-def _set_file(module: ModuleType) -> None:
-    sys.modules[torch_file.__name__] = module
-    torch_package.fully_sharded_data_parallel = module
+def _set(module: ModuleType) -> None:
+    sys.modules[module.__name__] = module
+    setattr(torch_package, module.__name__.split(".")[-1], module)

@@ -42,7 +42,6 @@ class Wrapper(Marks, nn.Module):
     _full_in_eval: bool
     _ignored_params: set[nn.Parameter]
     _in_full: bool  # now
-    _is_root: bool
     _loading: Summoned | None
     _missing: list[Original]  # in the local state dict that is loaded
     _moves_to: torch.device | None  # inputs of the root
@@ -71,7 +70,9 @@ class Wrapper(Marks, nn.Module):
     def _check_idle_here(self, what: str) -> None:
         self._forget_interrupted()
         if self.training_state is not TrainingState.IDLE:
-            raise StateError(f"{what}: expected {self._unit.name} to be IDLE, it is in {self.training_state.name}")
+            raise StateError(
+                f"{what}: {self._unit.name} is expected to be in states IDLE, it is in {self.training_state.name}"
+            )
 
     def _hold_those_below(self) -> None:
         """This unit is what the units below it are in, unless another one is."""
@@ -117,6 +118,8 @@ class Wrapper(Marks, nn.Module):
         """Whether no other unit holds this one. Changes nothing."""
         return self._outermost() is self
 
+    _is_root = property(check_is_root)
+
     @property
     def module(self) -> nn.Module:
         """The user's module."""
@@ -153,18 +156,20 @@ class Wrapper(Marks, nn.Module):
     @property
     def process_group(self) -> Any:
         """The group that shares this unit, or that reduces its gradient."""
-        group = self._placement.optim or self._placement.replicate
-        return dist.group.WORLD if group is None else group
+        placement = self._placement
+        return placement.optim or placement.replicate or placement.given or dist.group.WORLD
 
     @property
     def rank(self) -> int:
         """This rank in ``process_group``."""
-        return dist.get_rank(self.process_group)
+        rank: int = self.process_group.rank()
+        return rank
 
     @property
     def world_size(self) -> int:
         """The ranks in ``process_group``."""
-        return dist.get_world_size(self.process_group)
+        size: int = self.process_group.size()
+        return size
 
     @property
     def compute_device(self) -> torch.device:

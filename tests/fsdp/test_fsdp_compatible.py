@@ -92,8 +92,12 @@ def gathered():
 
     model.blocks[0].module.register_forward_pre_hook(look)
     loss_of(model, data(0)).backward()
-    layout = model.blocks[0]._unit.segments[0].layout
-    assert seen == [(layout.padded_numel, torch.bfloat16, True)]
+    torchs = theirs(make(), mixed_precision=LOW)
+    inner = torchs.blocks[0].module
+    handle = torchs.blocks[0]._handle
+    inner.register_forward_pre_hook(lambda *ignored: seen.append((handle.flat_param.numel(), handle.flat_param.dtype)))
+    loss_of(torchs, data(0)).backward()
+    assert seen == [(*seen[1], True), seen[1]]
     for unit in FSDP.fsdp_modules(model):
         assert unit.params[0] is unit._flat_param
     hook = object()
@@ -106,11 +110,36 @@ def gathered():
         model._handle.flat_param_to("meta")
     assert model.blocks[0]._unshard() is None
     model.blocks[0]._unshard(async_op=True).wait()
+    model._wait_unshard_streams_on_current_stream()
+
+
+def summoned():
+    """Inside of summon_full_params the flat parameters are whole, as torch's are, where they are shown."""
+    settings = [("FULL_SHARD", False), ("FULL_SHARD", True), ("NO_SHARD", False)]  # torch pads NO_SHARD with True
+    for (strategy, uo), rank0_only in itertools.product(settings, (False, True)):
+        note(f"{strategy} {uo} {rank0_only}")
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        torchs = theirs(make(), sharding_strategy=TorchStrategy[strategy], use_orig_params=uo)
+        flags = {"rank0_only": rank0_only, "writeback": not rank0_only}
+        pairs = list(zip(FSDP.fsdp_modules(model), TorchsFSDP.fsdp_modules(torchs), strict=True))
+        with FSDP.summon_full_params(model, **flags), TorchsFSDP.summon_full_params(torchs, **flags):
+            for unit, other in pairs:
+                expected = other._handle.flat_param
+                for flat in (unit._handle.flat_param, unit._flat_param, *unit.params):
+                    assert [flat.shape, flat._fqns] == [expected.shape, tuple(expected._fqns)]
+                    assert torch.equal(flat, expected)
+        for unit, _ in pairs:
+            assert unit._handle.flat_param is unit._unit.segments[0].flat
 
 
 @pytest.mark.multiprocess
 def test_attributes_are_torchs():
     run_ranks(attributes, 2)
+
+
+@pytest.mark.multiprocess
+def test_flat_parameters_are_whole_where_they_are_summoned():
+    run_ranks(summoned, 2)
 
 
 @pytest.mark.multiprocess

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import pickle
+import warnings
 from unittest import mock
 
 import pytest
@@ -137,10 +139,72 @@ def ignoring():
         assert model.state_dict()["blocks.1.inner.weight"].shape == (11, 5)
     with pytest.raises(ValueError, match=r"nn\.Parameter"):
         FSDP(make(), ignored_states=[make(), nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match=r"ignored_modules expects nn.Module list .* types \[.*Parameter"):
+        FSDP(make(), ignored_modules=[nn.Parameter(torch.ones(1))])
     wrapped = wrap_blocks(make())
     with pytest.raises(ValueError, match="FSDP modules"):
         FSDP(nn.Sequential(wrapped), ignored_modules=[wrapped])
     assert rank < 2
+
+
+class Alone:
+    """A group of this process, which is none of torch's."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 1
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"])
+def test_a_group_of_one_rank_is_asked_for_nothing(strategy):
+    """So torch.distributed need not be there, and training is that of the bare module."""
+    assert not dist.is_initialized()
+    group, module = Alone(), make()
+    model = wrap_blocks(make(), process_group=group, sharding_strategy=ShardingStrategy[strategy], use_orig_params=True)
+    assert (model.process_group, model.rank, model.world_size) == (group, 0, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, module)]
+    for step, (each, optimizer) in itertools.product(range(2), zip((model, module), optimizers, strict=True)):
+        optimizer.zero_grad()
+        loss_of(each, data(step, 0)).backward()
+        optimizer.step()
+    assert_same(copy.deepcopy(model), module)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert_same(loaded, module)
+    other = mock.Mock(rank=lambda: 0, size=lambda: 2)
+    with pytest.raises(ValueError, match="expected a process group that this rank is in, got <Mock"):
+        FSDP(make(), process_group=other)
+
+
+def groups_of_one():
+    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model = FSDP(make(), process_group=group, sharding_strategy=ShardingStrategy[strategy])
+        assert (model.process_group, model.rank, model.world_size) == (group, 0, 1)
+
+
+def test_groups_of_one_rank_in_a_world_of_two():
+    run_ranks(groups_of_one, 2)
+
+
+def frozen_beside_trained(segments, use_orig_params):
+    module = make()
+    module.blocks[1].scale.requires_grad_(False)
+    arguments = {"process_group": Alone(), "use_orig_params": use_orig_params, "segments": segments}
+    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
+
+
+def test_frozen_beside_trained_parameters_are_told_of():
+    message = "blocks.1 has both parameters with requires_grad=True and False. "
+    with pytest.warns(UserWarning, match=message + "We do not recommend"):
+        frozen_beside_trained(False, True)
+    with pytest.raises(ValueError, match=message + "FSDP does not support"):
+        frozen_beside_trained(False, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for use_orig_params in (False, True):
+            frozen_beside_trained(True, use_orig_params)
 
 
 def test_ignored_states():

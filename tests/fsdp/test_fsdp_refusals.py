@@ -27,10 +27,12 @@ def refused(message, *types):
     """The block raises, as each of ``types``, with ``message``, on every rank."""
     note(message)
     raised = None
+    caught = []
     try:
-        yield
+        yield caught
     except Exception as error:
         raised = error
+        caught.append(error)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, None if raised is None else f"{type(raised).__name__}: {raised}")
     assert all(other is not None for other in everyone), everyone
@@ -51,7 +53,7 @@ def arguments():
         FSDP(make(), process_group=world, device_mesh=line)
     with refused("both ignored_modules and ignored_states", ValueError):
         FSDP(make(), ignored_modules=[], ignored_states=[])
-    with refused(r"all nn.Parameter or all nn.Module, got Linear, Parameter", ValueError):
+    with refused(r"all nn.Parameter or all nn.Module .* types \[.*Linear'>, .*Parameter'>\]", ValueError):
         FSDP(make(), ignored_states=[nn.Linear(1, 1), nn.Parameter(torch.ones(1))])
     for given in ({"process_group": world}, {"device_mesh": line}, {"sharding_strategy": ShardingStrategy.FULL_SHARD}):
         with refused("placement= replaces", ValueError):
@@ -167,20 +169,23 @@ def calls():
             pass
         with FSDP.summon_full_params(model):
             idle = (ValueError, AssertionError, RuntimeError)
-            with refused("summon_full_params: expected the unit of Model", *idle), FSDP.summon_full_params(model):
+            with (
+                refused("summon_full_params: Cannot .* another summon: the unit of Model is expected", *idle),
+                FSDP.summon_full_params(model),
+            ):
                 pass
-            with refused("apply: expected the unit of Model.* SUMMON_FULL_PARAMS", *idle):
+            with refused("apply: the unit of Model is expected .* SUMMON_FULL_PARAMS", *idle):
                 model.apply(lambda module: None)
             with refused("the unit of Model.*summon_full_params", *idle):
                 model(data(0)).sum().backward()
             with refused("the unit of Block.*summon_full_params", *idle):
                 model.blocks[0](torch.ones(2, 5)).sum().backward()
         handle = model.blocks[1].inner.register_forward_hook(calling(FSDP.summon_full_params(model).__enter__))
-        with refused("summon_full_params: expected .* it is in FORWARD_BACKWARD", *idle):
+        with refused("summon_full_params: Cannot .* forward/backward .* expected .* it is in FORWARD_BACKWARD", *idle):
             model(data(0))
         handle.remove()
         handle = model.blocks[1].inner.register_forward_hook(calling(model.clip_grad_norm_, 1.0))
-        with refused("clip_grad_norm_: expected .* it is in FORWARD_BACKWARD", *idle):
+        with refused("clip_grad_norm_: .* expected .* it is in FORWARD_BACKWARD", *idle):
             model(data(0))
         handle.remove()
         child = model.blocks[0]
@@ -188,16 +193,24 @@ def calls():
             pass
         with refused(r"`clip_grad_norm_\(\)` should only be called on the root .* the unit of Block", *idle):
             child.clip_grad_norm_(1.0)
-        with refused(r"`register_comm_hook\(\)` should only be called on the root", *idle):
+        with refused("^register_comm_hook can only be called on a root instance.$", *idle) as caught:
             child.register_comm_hook(None, print)
+        assert "this is the unit of Block at `blocks.0` in the unit of Model" in str(caught[0].__cause__)
         with refused("expected hook to be callable, got int", ValueError):
             model.register_comm_hook(None, 3)
         with refused("before the first forward", *idle):
             model.register_comm_hook(None, print)
         hooked = wrap_blocks(make(), use_orig_params=uo)
         hooked.register_comm_hook(None, print)
-        with refused("A communication hook is already registered", *idle):
+        with refused("^A communication hook is already registered$", *idle):
             hooked.register_comm_hook(None, print)
+        one_only = wrap_blocks(make(), use_orig_params=uo)
+        one_only.blocks[0]._comm_hook = print
+        with refused("^A communication hook is already registered$", *idle):
+            one_only.register_comm_hook(None, print)
+        for inner in (one_only, hooked):
+            with refused("Expects one communication hook in a tree: the unit of .* and the unit of", ValueError):
+                FSDP(nn.Sequential(nn.Linear(3, 3), inner), use_orig_params=uo)(data(0))
         loss_of(model, data(0)).backward()
         one = copy.deepcopy(module)
         for rank in range(2):

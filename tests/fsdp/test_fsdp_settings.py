@@ -9,6 +9,7 @@ import torch.distributed as dist
 from fsdp_models import Averaged, assert_same, data, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
@@ -44,6 +45,47 @@ def optimizers_in_backward():
     with pytest.raises(RuntimeError, match="optimizer in backward is only supported with use_orig_params=True"):
         model(data(0))
     dist.barrier()
+
+
+def trained_with_hook(wrapper, hook, strategy, uo, low, **arguments):
+    """Three steps with a hook of torch's, accumulation in one of them: this rank's parameters and gradients."""
+    precision = MixedPrecision(param_dtype=low)
+    model = wrap_blocks(
+        make(), wrapper, sharding_strategy=strategy, use_orig_params=uo, mixed_precision=precision, **arguments
+    )
+    model.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), getattr(default_hooks, hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            with model.no_sync():
+                loss_of(model, data(10)).backward()
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+    params = list(model.parameters())
+    return torch.cat([tensor.detach().flatten() for p in params for tensor in (p, p.grad) if tensor is not None])
+
+
+HOOKS = [
+    (hook, strategy)
+    for hook in ("fp16_compress_hook", "bf16_compress_hook", "allreduce_hook", "reduce_scatter_hook")
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    if hook.startswith(("fp16", "bf16")) or (hook == "allreduce_hook") == (strategy == "NO_SHARD")
+]
+
+
+def hooks_of_torch():
+    """Bit for bit what torch's class makes of them, which on a CPU fails unless streams can be recorded there."""
+    settings = list(itertools.product(HOOKS, (False, True), (None, torch.bfloat16)))
+    expected = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        for (hook, strategy), *others in settings:
+            device = torch.device("cpu")
+            expected.append(trained_with_hook(TorchFSDP, hook, TorchStrategy[strategy], *others, device_id=device))
+    for ((hook, strategy), *others), values in zip(settings, expected, strict=True):
+        note(f"{hook} {strategy} {others}")
+        assert torch.equal(trained_with_hook(FSDP, hook, ShardingStrategy[strategy], *others), values)
 
 
 class Seen(nn.Module):
@@ -110,6 +152,11 @@ def test_full_precision_in_evaluation():
 @pytest.mark.multiprocess
 def test_optimizers_in_backward():
     run_ranks(optimizers_in_backward, 2)
+
+
+@pytest.mark.multiprocess
+def test_communication_hooks_of_torch():
+    run_ranks(hooks_of_torch, 2)
 
 
 @pytest.mark.parametrize("module", [nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})])

@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import flatparam
 
 STOCK = types.SimpleNamespace(FSDP=TorchsFSDP)  # install() rebinds what is bound in a module, here too
+TRAVERSAL = importlib.import_module("torch.distributed.fsdp._traversal_utils")
 FILE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 CPU = {"device_id": torch.device("cpu"), "use_orig_params": True, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 
@@ -63,6 +64,36 @@ def test_what_is_set_in_torchs_module_reaches_torchs_functions(trainer, monkeypa
     monkeypatch.undo()
     assert callable(stock._root_pre_forward)
     assert dir(sys.modules[FILE]) == dir(stock)
+
+
+def helpers_of_torch():
+    """torch's own functions that list units and their handles do so for ours, and for those of torch's class."""
+    stock = TRAVERSAL
+    models = [STOCK.FSDP(make(), **CPU), flatparam.FullyShardedDataParallel(make(), **CPU)]
+    flatparam.install(runtime=True)
+    try:
+        import torch.distributed.fsdp._traversal_utils as helpers
+
+        assert helpers is not stock
+        for model in models:
+            units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
+            assert len(units) > 1
+            assert helpers._get_fsdp_states(model) == units
+            flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+            assert all(a.flat_param is b for a, b in zip(helpers._get_fsdp_handles(model), flat, strict=True))
+        with pytest.raises(RuntimeError, match="do not know the unit of"):  # torch's runtime asks its own
+            stock._get_fsdp_states(models[1])
+    finally:
+        flatparam.uninstall()
+    import torch.distributed.fsdp._traversal_utils as helpers
+
+    assert helpers is stock
+    dist.barrier()
+
+
+@pytest.mark.multiprocess
+def test_helpers_of_torch_that_list_units():
+    run_ranks(helpers_of_torch, 2)
 
 
 def step_of(model, optimizer, oracle, i):

@@ -509,7 +509,7 @@ def orders():
             hold_back(model, data(0))
         model.module.skip = dist.get_rank() == 3
         begin = time.monotonic()
-        with pytest.raises(OrderError, match=r"the ranks run units in different orders: rank . .*; rank . "):
+        with pytest.raises(OrderError, match=r"Forward order differs across ranks: rank . .*; rank . "):
             micro_batches(model, [data(1)] * 3)
         assert time.monotonic() - begin < 10.0
 

@@ -401,7 +401,7 @@ def explicit_sync():
 
         outer = layer_zero(2, mode, nn.Sequential(nn.Linear(3, 3)), FSDP)
         outer.module[0].register_forward_hook(lambda *_, outer=outer: outer.sync_params())
-        with pytest.raises(RuntimeError, match=r"sync_params: expected .* to be IDLE, it is in FORWARD_BACKWARD"):
+        with pytest.raises(RuntimeError, match=r"sync_params: .* to be in states IDLE, it is in FORWARD_BACKWARD"):
             outer(data(0))
         with FSDP.summon_full_params(model), pytest.raises(RuntimeError, match="it is in SUMMON_FULL_PARAMS"):
             model.sync_params()
