@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_zero.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -72,8 +73,13 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
     if (launch_pack(target, geometry, pieces, how)) {
         return true;
     }
-    std::vector<at::Tensor> places, values;
-    int64_t numel = 0;
+    std::vector<at::Tensor> places, values, gaps;
+    int64_t end = 0; // of the pieces so far, which lie in this order
+    const auto gap_until = [&](int64_t start) {
+        if (!how.accumulate && start > end) {
+            gaps.push_back(alias(target, start - end, int64_t{1}, target.storage_offset() + end));
+        }
+    };
     for (size_t i = 0; i < pieces.size(); i++) {
         const View &view = geometry.views[i];
         if (!pieces[i].defined()) {
@@ -85,13 +91,15 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
         check_memory(pieces[i]);
         places.push_back(alias(target, view));
         values.push_back(pieces[i]);
-        numel += view.numel;
+        gap_until(view.offset);
+        end = view.offset + view.numel;
     }
+    gap_until(target.numel());
     if (how.accumulate && how.scale) {
         return false;
     }
-    if (!how.accumulate && numel < target.numel()) {
-        target.zero_();
+    if (!gaps.empty()) {
+        at::_foreach_zero_(gaps);
     }
     if (!values.empty()) {
         how.accumulate ? at::_foreach_add_(places, values) : at::_foreach_copy_(places, values);

@@ -148,7 +148,9 @@ wait_until(std::optional<c10::Event> &event)
 {
     if (event) {
         const WithoutGil released;
-        event->synchronize();
+        if (!event->query()) {
+            event->synchronize();
+        }
         event.reset();
     }
 }

@@ -158,10 +158,9 @@ def other_ways(library, late):
         assert all(segment.flat.is_pinned() for segment in copied._unit.segments)
         assert_equal([copied(data(0).to(sim)).cpu()], [make()(data(0))], f"copied, orig: {orig}")
         x = data(0).to(sim)
-        put_off, waits = device.put_off(), device.waits()
+        put_off = device.put_off()
         with torch.no_grad():
             model.eval()(x)
-        assert device.waits() >= waits + 3  # a shard of each segment may be written to
         with pytest.raises(RuntimeError, match="mat1"):
             model(x[:, :2])
         model.train().load_state_dict(make(cls=Shifted).state_dict())
