@@ -124,6 +124,46 @@ before_backward(void *object, uint64_t began)
     return end_turn(ours, before_backward_of(ours.unit, began));
 }
 
+/* Whether other flat parameters of the unit get gradients after these, which the group's backend can reduce in one call. */
+static int
+waits_for_others(const fp_unit *unit, const fp_flat_param *flat_param)
+{
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        const fp_flat_param *other = &unit->flat_params[k];
+        if (other != flat_param && other->turn == FP_TURN_OPEN && !other->untracked &&
+            fp_flat_buffer_is_reached(other->flat)) {
+            return fp_unit_can_join(unit, FP_JOIN_REDUCTIONS);
+        }
+    }
+    return 0;
+}
+
+/* Reduce gradients of a flat parameter that is in no reduce order: together with the others of its unit. */
+static int
+reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
+{
+    const int first = flat_param->turn == FP_TURN_OPEN; /* of this backward */
+    const int waits = unit->n_flat_params > 1 && first ? waits_for_others(unit, flat_param) : 0;
+    if (waits < 0 || (!first && fp_reduction_start_packed(unit) < 0)) {
+        return -1;
+    }
+    int is_last = 0; /* of several */
+    for (Py_ssize_t k = 0; first && k < unit->n_flat_params; k++) {
+        is_last = is_last || fp_flat_buffer_is_packed(unit->flat_params[k].flat);
+    }
+    if (!waits && !is_last) {
+        return fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0
+                   ? -1
+                   : fp_reduction_start(unit, flat_param, gradients, FP_REDUCE_ALL);
+    }
+    return fp_reduction_finish(unit, flat_param) < 0 || /* of another graph in this pass */
+                   fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->master) < 0 ||
+                   fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0
+               ? -1
+           : waits ? 0
+                   : fp_reduction_start_packed(unit);
+}
+
 static int
 gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
@@ -167,6 +207,9 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
                    ? -1
                    : fp_reduce_order_flush(root, root->cursor);
     }
+    if (!unit->has_secondary_shard) {
+        return reduce_now(unit, flat_param, gradients);
+    }
     if (fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0) {
         return -1;
     }
@@ -206,7 +249,7 @@ static int
 finish_step_of(fp_unit *unit)
 {
     fp_root *root = unit->root;
-    if (fp_iteration_rest(unit) < 0) {
+    if (fp_iteration_rest(unit) < 0 || fp_reduction_start_packed(unit) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -273,7 +316,8 @@ finish(void *root_pointer, uint64_t ignored)
 {
     fp_root *root = root_pointer;
     fp_iteration_enter(root);
-    int status = fp_reduce_order_end(root) < 0 ? -1 : fp_root_each(root, finish_step);
+    const int begun = fp_reduce_order_end(root) < 0 || fp_reduction_start_halves(root) < 0 ? -1 : 0;
+    int status = begun < 0 ? -1 : fp_root_each(root, finish_step);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(root->model_traces); i++) {
         fp_model_trace_end_backward(PyTuple_GET_ITEM(root->model_traces, i), !root->synchronize);
     }

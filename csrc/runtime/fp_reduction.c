@@ -18,13 +18,39 @@ fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
     return status;
 }
 
-/* Start the second half of a unit's reductions, or take what they have given. */
+/* Start the second halves of a unit's reductions, several in one call. 1: there were some; 0; -1. */
+static int
+start_halves(fp_unit *unit)
+{
+    int halves = 0, status = 0;
+    for (Py_ssize_t k = 0; unit != NULL && k < unit->n_flat_params; k++) {
+        halves += fp_flat_buffer_awaits_replicas(unit->flat_params[k].flat);
+    }
+    const int together = halves > 1 ? fp_unit_begin_together(unit, FP_JOIN_REPLICAS) : 0;
+    for (Py_ssize_t k = 0; together >= 0 && halves > 0 && status == 0 && k < unit->n_flat_params; k++) {
+        const fp_flat_param *flat_param = &unit->flat_params[k];
+        if (fp_flat_buffer_awaits_replicas(flat_param->flat)) {
+            status = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
+        }
+    }
+    status = together > 0 ? fp_unit_end_together(unit, FP_JOIN_REPLICAS, status) : status;
+    return together < 0 || status < 0 ? -1 : halves > 0;
+}
+
+int
+fp_reduction_start_halves(fp_root *root)
+{
+    return start_halves(root->halfway) < 0 || start_halves(root->reducing) < 0 ? -1 : 0;
+}
+
+/* Start the second halves of a unit's reductions, or take what they have given. */
 static int
 advance(fp_unit *unit)
 {
-    int status = 0;
     Py_XINCREF(unit);
-    for (Py_ssize_t k = 0; unit != NULL && status == 0 && k < unit->n_flat_params; k++) {
+    const int halves = start_halves(unit);
+    int status = halves < 0 ? -1 : 0;
+    for (Py_ssize_t k = 0; unit != NULL && halves == 0 && status == 0 && k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
         const int done = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
         status = done > 0 ? fp_reduction_finish(unit, flat_param) : done;
@@ -44,24 +70,58 @@ advance_previous(fp_unit *unit)
     return (root->halfway != unit && advance(root->halfway) < 0) || advance(root->reducing) < 0 ? -1 : 0;
 }
 
-int
-fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
+static int
+start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
 {
-    fp_root *root = unit->root;
     flat_param->deferred = 0;
     fp_flat_buffer_note_trained(flat_param->flat, fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners));
-    if (fp_reduction_finish(unit, flat_param) < 0 || /* of another graph in this pass */
-        (how_far == FP_REDUCE_OUTER &&
-         (advance_previous(unit) < 0 || advance(unit) < 0)) || /* they go over the same group */
-        fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->master, fp_unit_collectives(unit),
-                                    how_far) < 0 ||
-        advance_previous(unit) < 0) {
+    unit->root->reductions++;
+    return fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->master, fp_unit_collectives(unit),
+                                       how_far);
+}
+
+/* After some were started: go on with those before. */
+static int
+follow(fp_unit *unit)
+{
+    fp_root *root = unit->root;
+    if (advance_previous(unit) < 0) {
         return -1;
     }
-    root->reductions++;
     if (root->reducing != unit) {
         root->halfway = root->reducing;
         root->reducing = unit;
     }
     return 0;
+}
+
+int
+fp_reduction_start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, int how_far)
+{
+    return fp_reduction_finish(unit, flat_param) < 0 || /* of another graph in this pass */
+                   (how_far == FP_REDUCE_OUTER &&
+                    (advance_previous(unit) < 0 || advance(unit) < 0)) || /* they go over the same group */
+                   start(unit, flat_param, gradients, how_far) < 0
+               ? -1
+               : follow(unit);
+}
+
+int
+fp_reduction_start_packed(fp_unit *unit)
+{
+    Py_ssize_t packed = 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        packed += fp_flat_buffer_is_packed(unit->flat_params[k].flat);
+    }
+    if (packed == 0) {
+        return 0;
+    }
+    const int together = packed == 1 ? 0 : fp_unit_begin_together(unit, FP_JOIN_REDUCTIONS);
+    int status = together < 0 ? -1 : 0;
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        status = fp_flat_buffer_is_packed(flat_param->flat) ? start(unit, flat_param, NULL, FP_REDUCE_ALL) : 0;
+    }
+    status = together > 0 ? fp_unit_end_together(unit, FP_JOIN_REDUCTIONS, status) : status;
+    return status < 0 ? -1 : follow(unit);
 }

@@ -1,6 +1,8 @@
 /* runtime/fp_types.c -- see fp_types.h. */
 #include "runtime/fp_types.h"
 
+#include "core/fp_alloc.h"
+
 int64_t fp_optimizer_steps;
 
 PyObject *
@@ -33,6 +35,46 @@ fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param))
         status = call(&unit->flat_params[k]);
     }
     return status;
+}
+
+static int
+for_all(const fp_unit *unit, int what, int (*call)(fp_flat_buffer *const *, Py_ssize_t, PyObject *, int))
+{
+    fp_flat_buffer **flats = fp_new_array(unit->n_flat_params, sizeof *flats);
+    if (flats == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        flats[k] = unit->flat_params[k].flat;
+    }
+    const int status = call(flats, unit->n_flat_params, unit->flat_params[0].master, what);
+    fp_free(flats);
+    return status;
+}
+
+int
+fp_unit_can_join(const fp_unit *unit, int what)
+{
+    const int may = unit->n_flat_params > 1 && fp_unit_collectives(unit) == NULL;
+    return may ? for_all(unit, what, fp_flat_buffers_can_join) : 0;
+}
+
+int
+fp_unit_begin_together(const fp_unit *unit, int what)
+{
+    const int may = unit->n_flat_params > 1 && fp_unit_collectives(unit) == NULL;
+    return may ? for_all(unit, what, fp_flat_buffers_begin) : 0;
+}
+
+int
+fp_unit_end_together(const fp_unit *unit, int what, int status)
+{
+    PyObject *error = status < 0 ? PyErr_GetRaisedException() : NULL;
+    const int ended = for_all(unit, what, fp_flat_buffers_end);
+    if (error != NULL) {
+        PyErr_SetRaisedException(error); /* instead of what ending raises */
+    }
+    return ended < 0 ? -1 : status;
 }
 
 int

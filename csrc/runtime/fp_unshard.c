@@ -4,8 +4,6 @@
  * secondary shard, it is good until the masters change. */
 #include "runtime/fp_unshard.h"
 
-#include "core/fp_alloc.h"
-
 int
 fp_unshard_move(fp_unit *unit, fp_unit_event event)
 {
@@ -233,31 +231,13 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
     return 0;
 }
 
-/* The same in one call of the group's backend, for a unit of several. */
+/* The same in one call of the group's backend, for a unit of several, where that knows how. */
 static int
 gather_together(fp_unit *unit, int goes_on, int *gathered)
 {
-    const Py_ssize_t n = unit->n_flat_params;
-    PyObject *const shard = unit->flat_params[0].master;
-    fp_flat_buffer **flats = fp_new_array(n, sizeof *flats);
-    if (flats == NULL) {
-        return -1;
-    }
-    for (Py_ssize_t k = 0; k < n; k++) {
-        flats[k] = unit->flat_params[k].flat;
-    }
-    const int together = fp_flat_buffers_begin_gathers(flats, n, shard);
-    int status = together < 0 ? -1 : gather_each(unit, goes_on, gathered);
-    if (together > 0) {
-        PyObject *error = status < 0 ? PyErr_GetRaisedException() : NULL;
-        const int ended = fp_flat_buffers_end_gathers(flats, n, shard);
-        if (error != NULL) {
-            PyErr_SetRaisedException(error); /* instead of what ending raises */
-        }
-        status = ended < 0 ? -1 : status;
-    }
-    fp_free(flats);
-    return status;
+    const int together = fp_unit_begin_together(unit, FP_JOIN_GATHERS);
+    const int status = together < 0 ? -1 : gather_each(unit, goes_on, gathered);
+    return together > 0 ? fp_unit_end_together(unit, FP_JOIN_GATHERS, status) : status;
 }
 
 static int
@@ -278,8 +258,7 @@ start_gather(fp_unit *unit)
         return -1;
     }
     unit->gather_pass = root->pass;
-    const int is_one_call = unit->n_flat_params > 1 && fp_unit_collectives(unit) == NULL;
-    if ((is_one_call ? gather_together(unit, goes_on, &gathered) : gather_each(unit, goes_on, &gathered)) < 0) {
+    if (gather_together(unit, goes_on, &gathered) < 0) {
         return -1;
     }
     if (fp_unshard_move(unit, FP_UNIT_END_START) < 0) { /* a hook of the user has freed it */

@@ -68,10 +68,13 @@ int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
  * Returns 1: from the shards; 0: from the secondary shard; -1. */
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on);
-/* The gathers of these that begin between the two are one call of the group's backend, where that knows how: 1; else 0, and
- * there is nothing to end. -1. What has begun is ended after a failure too, with no error set. */
-int fp_flat_buffers_begin_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard);
-int fp_flat_buffers_end_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard);
+/* What these begin between the two over one of their groups, gathers or reductions, is one call of its backend, where that
+ * knows how: 1; else 0, and there is nothing to end. -1. What has begun is ended after a failure too, with no error set. */
+enum { FP_JOIN_GATHERS, FP_JOIN_REDUCTIONS, FP_JOIN_REPLICAS };
+int fp_flat_buffers_can_join(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard,
+                             int what); /* begins nothing */
+int fp_flat_buffers_begin(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
+int fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 /* Whether gathers run beside what is computed, so that it is worth while to begin the next one before. */
 int fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Until the gather has ended. -1: the wait was broken off, and can be made again; or the gather has failed: then
@@ -125,6 +128,8 @@ int fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradie
                                 PyObject *collectives, int how_far);
 /* Tell of the next reductions' events who requires grad now of these. */
 void fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ssize_t n) FP_NOEXCEPT;
+int fp_flat_buffer_is_packed(const fp_flat_buffer *flat) FP_NOEXCEPT;
+int fp_flat_buffer_awaits_replicas(const fp_flat_buffer *flat) FP_NOEXCEPT; /* that is the second one */
 /* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
  * nothing was being reduced; -1. */
 int fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);

@@ -23,10 +23,10 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor next_secondary_shard;      // nested: the same while it is gathered
     c10::intrusive_ptr<c10d::Work> work;  // of a gather
     fp_group *work_group = nullptr;       // over which
-    bool may_join = false;            // one call of the backend that gathers several; see fp_flat_buffers_begin_gathers
-    bool has_joined = false;          // work is that call's, once it has ended
-    at::Tensor accumulated_grad;      // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
-    at::Tensor partial_reduce_output; // nested: [total / param_shards] of it, added over param_group
+    bool may_join = false;                // one call of the backend for several; see fp_flat_buffers_begin
+    bool has_joined = false;              // what was begun is that call's work, once it has ended
+    at::Tensor accumulated_grad;          // [total] in accumulated_dtype_of(shard): gradients that are not reduced yet
+    at::Tensor partial_reduce_output;     // nested: [total / param_shards] of it, added over param_group
     at::Tensor reduce_input, reduce_output;
     at::Tensor reduce_slice; // of reduce_input, where that is added up in place: what becomes reduce_output
     c10::intrusive_ptr<c10d::Work> reduction;

@@ -57,18 +57,18 @@ fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
     flat.was_read.emplace(recorded_now(slot.device()));
 }
 
-// The process group over which all of them are gathered in one step, if its backend can do that in one call.
+// The process group over which all of them do that in one step, if its backend can do it in one call.
 c10d::ProcessGroup *
-group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &device)
+group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &device, int what)
 {
-    const fp_group *const first = n > 1 ? flats[0]->shard_group : nullptr;
-    for (Py_ssize_t k = 0; k < n; k++) {
-        if (first == nullptr || flats[k]->shard_group == nullptr || flats[k]->param_group != nullptr ||
-            flats[k]->shard_group->native != first->native) {
+    c10d::ProcessGroup *native = nullptr;
+    for (Py_ssize_t k = 0; n > 1 && !device.is_cpu() && k < n; k++) {
+        const fp_group *const group = what == FP_JOIN_REPLICAS ? flats[k]->replicate_group : flats[k]->shard_group;
+        if (group == nullptr || flats[k]->param_group != nullptr || (k > 0 && group->native.get() != native)) {
             return nullptr;
         }
+        native = group->native.get();
     }
-    c10d::ProcessGroup *const native = first == nullptr || device.is_cpu() ? nullptr : first->native.get();
     return native != nullptr && native->getBackend(device.type())->supportsCoalescing() ? native : nullptr;
 }
 
@@ -123,11 +123,19 @@ wait_for_gather(fp_flat_buffer &flat)
 extern "C" {
 
 int
-fp_flat_buffers_begin_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard)
+fp_flat_buffers_can_join(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what)
+{
+    return fp::guarded(-1, [&] {
+        return fp::group_of_all(flats, n, flats[0]->device_for(fp::unpack(shard)), what) != nullptr ? 1 : 0;
+    });
+}
+
+int
+fp_flat_buffers_begin(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what)
 {
     return fp::guarded(-1, [&] {
         const c10::Device device = flats[0]->device_for(fp::unpack(shard));
-        c10d::ProcessGroup *const native = fp::group_of_all(flats, n, device);
+        c10d::ProcessGroup *const native = fp::group_of_all(flats, n, device, what);
         if (native == nullptr) {
             return 0;
         }
@@ -140,19 +148,20 @@ fp_flat_buffers_begin_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObje
 }
 
 int
-fp_flat_buffers_end_gathers(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard)
+fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what)
 {
     return fp::guarded(-1, [&] {
-        const fp_group *const group = flats[0]->shard_group;
         const c10::Device device = flats[0]->device_for(fp::unpack(shard));
+        c10d::ProcessGroup *const native = fp::group_of_all(flats, n, device, what);
         c10::intrusive_ptr<c10d::Work> work;
         {
             const fp::WithoutGil released;
-            work = group->native->endCoalescing(device.type());
+            work = native->endCoalescing(device.type());
         }
         for (Py_ssize_t k = 0; k < n; k++) {
-            if (flats[k]->has_joined && flats[k]->is_under_way() && work) {
-                flats[k]->work = work;
+            auto &begun = what == FP_JOIN_GATHERS ? flats[k]->work : flats[k]->reduction;
+            if (flats[k]->has_joined && begun && work) {
+                begun = work;
             }
             flats[k]->may_join = flats[k]->has_joined = false;
         }

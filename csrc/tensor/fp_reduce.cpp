@@ -77,6 +77,7 @@ reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
     }
     else {
         flat.reduction = start_reduction(flat, group);
+        flat.has_joined = flat.may_join;
     }
 }
 
@@ -323,6 +324,18 @@ fp_flat_buffer_note_trained(fp_flat_buffer *flat, PyObject *const *owners, Py_ss
 }
 
 int
+fp_flat_buffer_is_packed(const fp_flat_buffer *flat) noexcept
+{
+    return flat->gradient == FP_GRADIENT_PACKED;
+}
+
+int
+fp_flat_buffer_awaits_replicas(const fp_flat_buffer *flat) noexcept
+{
+    return flat->gradient == FP_GRADIENT_REDUCING_INNER && flat->replicate_group != nullptr;
+}
+
+int
 fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
 {
     return fp::guarded(-1, [&] {
@@ -362,6 +375,7 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
         }
         else {
             flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduce_output);
+            flat->has_joined = flat->may_join;
         }
         fp::move(*flat, FP_GRADIENT_REDUCE);
         return 0;

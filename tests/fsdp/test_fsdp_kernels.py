@@ -145,6 +145,34 @@ def test_padding_and_gaps_cost_no_operation(library):
         assert sum(with_kernels.values()) < sum(without.values()) - 20, (without, with_kernels)
 
 
+class Holes(nn.Module):
+    """Parameters that do not fill their places, and one in the middle that has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unused, self.last = (nn.Parameter(torch.randn(n)) for n in (3, 5, 7))
+
+    def forward(self, x):
+        return x * self.first.sum() * self.last.sum()
+
+
+def holes(library):
+    """Without kernels: zeros where there is no gradient, whatever was in the memory."""
+    simulated.use(library)
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        seen = []
+        for device, group in ((torch.device("cpu"), dist.group.WORLD), (SIM, simulated.new_group())):
+            arguments = {"sharding_strategy": strategy, "process_group": group, "device_id": device}
+            model = FSDP(make(cls=Holes), use_orig_params=False, **arguments)
+            loss_of(model, data(1).to(device)).backward()
+            seen.append(next(model.parameters()).grad.cpu())  # with its padding
+        assert torch.equal(*seen), seen
+
+
+def test_what_has_no_gradient_has_zeros(library):
+    run_ranks(holes, 2, library)
+
+
 def clipping(library):
     simulated.use(library)
     for used in (False, True):

@@ -292,13 +292,15 @@ class Two(nn.Module):
         return self.a(self.b(x.double()).float())
 
 
-def segments(library, late):
-    """The gathers of a unit's segments are one call of the backend; with no more memory, and the same bits."""
+def segments(library, late, hybrid):
+    """What segments gather, reduce, and add over replicas is one call of the backend each, with the same bits."""
     device = simulated.use(library, late)
     sim = torch.device("sim", 0)
     seen = []
-    for where, group in ((CPU, dist.group.WORLD), (sim, simulated.new_group())):
+    for where, new_group in ((CPU, dist.new_group), (sim, simulated.new_group)):
+        group = three_groups(new_group)[1:] if hybrid else new_group()
         arguments = {"device_id": where, "process_group": group, "segments": True, "use_orig_params": True}
+        arguments["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
         torch.manual_seed(0)
         model = FSDP(nn.Sequential(*(FSDP(Two(), **arguments) for _ in range(3))), **arguments)
         assert {len(wrapper._unit.segments) for wrapper in model.module} == {3}
@@ -311,7 +313,10 @@ def segments(library, late):
             forward = device.operations().get("simulated::collectives", 0)
             assert forward == (3 if where == sim else 0)
             loss.backward()
+            backward = device.operations().get("simulated::collectives", 0)
+            assert backward == (0 if where == CPU else 9 if hybrid else 6), backward
             values.append(loss.detach().cpu())
+            values += [param.grad.cpu() for param in model.parameters() if param.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
         seen.append(values + whole(model, lambda param: param))
@@ -319,8 +324,37 @@ def segments(library, late):
 
 
 @pytest.mark.parametrize("late", ["others", "computing"])
-def test_segments_are_gathered_in_one_call(library, late):
-    run_ranks(segments, 2, library, late)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_segments_have_their_collectives_in_one_call(library, late, hybrid):
+    run_ranks(segments, 4 if hybrid else 2, library, late, hybrid)
+
+
+def broken_off(library):
+    """One of several collectives of a call cannot be begun: the call is ended, and the next ones work."""
+    device = simulated.use(library)
+    sim, seen = torch.device("sim", 0), []
+    for at in (None, 1, 4, 7, 13):  # in the gathers of the first unit, of the second, of the third; in a backward
+        arguments = {
+            "device_id": sim,
+            "process_group": simulated.new_group(),
+            "segments": True,
+            "use_orig_params": True,
+        }
+        torch.manual_seed(0)
+        model = FSDP(nn.Sequential(*(FSDP(Two(), **arguments) for _ in range(3))), **arguments)
+        if at is not None:
+            device.fail_after(at)
+            with pytest.raises(RuntimeError, match="a collective that was to fail"):
+                loss_of(model, data(0).to(sim)).backward()
+            device.fail_after(-1)
+            model.zero_grad()
+        loss_of(model, data(1).to(sim)).backward()
+        seen.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
+        assert_equal(seen[-1], seen[0], f"after {at} collectives")
+
+
+def test_a_call_for_several_that_fails_is_ended(library):
+    run_ranks(broken_off, 2, library)
 
 
 class Skips(nn.Module):

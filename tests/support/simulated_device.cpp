@@ -346,6 +346,9 @@ struct DeviceMemory final : c10::Allocator {
         if (found != unused.end()) {
             unused.erase(found);
         }
+        else {
+            std::memset(memory, 0x7f, bytes); // new memory is not empty either
+        }
         blocks[memory] = {bytes, current};
         bytes_now += static_cast<int64_t>(bytes);
         bytes_peak = std::max(bytes_peak, bytes_now);
@@ -814,6 +817,8 @@ struct Late final : c10d::Work {
     }
 };
 
+int64_t fail_after = -1; // so many collectives; negative: never
+
 struct Collectives final : c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> host;
     int64_t stream; // of its own
@@ -838,6 +843,7 @@ struct Collectives final : c10d::Backend {
     void startCoalescing() override
     {
         const Locked locked(mutex);
+        TORCH_CHECK(!coalescing, "a call for several collectives was not ended");
         coalescing = true;
         operations["simulated::collectives"]++;
     }
@@ -845,6 +851,16 @@ struct Collectives final : c10d::Backend {
     {
         coalescing = false;
         return std::move(last); // its stream does all of them in order
+    }
+
+    // The work of one collective. Within a call for several nobody may wait for it, but for that call's, as with NCCL.
+    c10::intrusive_ptr<c10d::Work> work_of(const std::shared_ptr<std::vector<at::Tensor>> &kept)
+    {
+        last = c10::make_intrusive<Late>(stream, queues[stream].put, kept);
+        if (coalescing) {
+            return c10::make_intrusive<Late>(stream, 0, kept);
+        }
+        return last;
     }
 
     // What the current stream has to do comes before. gloo begins at once, for which ranks come to it in whichever order. A
@@ -855,6 +871,7 @@ struct Collectives final : c10d::Backend {
                                            const std::vector<at::Tensor> &written, const Start &start)
     {
         const Locked locked(mutex);
+        TORCH_CHECK(fail_after < 0 || fail_after-- > 0, "a collective that was to fail");
         operations["simulated::collectives"] += !coalescing;
         run(current, queues[current].put);
         auto kept = std::make_shared<std::vector<at::Tensor>>(tensors);
@@ -868,8 +885,7 @@ struct Collectives final : c10d::Backend {
             Queue &queue = queues[stream];
             queue.waiting.push_back([work, kept] { without_gil([&] { work->wait(); }); });
             queue.put++;
-            last = c10::make_intrusive<Late>(stream, queue.put, kept);
-            return last;
+            return work_of(kept);
         }
         std::vector<at::Tensor> read_now, write_now;
         for (const at::Tensor &tensor : from) {
@@ -897,8 +913,7 @@ struct Collectives final : c10d::Backend {
                 at::Tensor(to[i]).copy_(write_now[i]);
             }
         });
-        last = c10::make_intrusive<Late>(stream, queues[stream].put, kept);
-        return last;
+        return work_of(kept);
     }
 
     c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor> &tensors,
@@ -958,6 +973,10 @@ PYBIND11_MODULE(simulated_device, m)
     m.def("reset_peak", [] {
         const Locked locked(mutex);
         bytes_peak = bytes_now;
+    });
+    m.def("fail_after", [](int64_t collectives) {
+        const Locked locked(mutex);
+        fail_after = collectives;
     });
     m.def("put_off", [] {
         const Locked locked(mutex);
