@@ -287,19 +287,18 @@ int
 fp_graph_at_end(fp_params_ref *ref)
 {
     return fp::guarded(-1, [&] {
-        const auto task = std::make_shared<const char>();
-        torch::autograd::Engine::get_default_engine().queue_callback([shared = ref->shared, task] {
+        torch::autograd::Engine::get_default_engine().queue_callback([shared = ref->shared] {
             fp::call_unit(*shared, [&](void *unit) { return shared->calls.before_backward(unit, 0); });
         });
-        ref->shared->task = task;
-        return 0;
+        ref->shared->task = fp::current_task()->weak_from_this();
     });
 }
 
 int
 fp_graph_is_running(const fp_params_ref *ref) noexcept
 {
-    return !ref->shared->task.expired();
+    const auto task = ref->shared->task.lock();
+    return task && !task->has_error_; /* a device's thread may have it for a moment after backward() has raised */
 }
 
 int

@@ -30,7 +30,7 @@ struct UnitRef {
     void *unit = nullptr; // null once it is gone; changed with the GIL held
     std::string name;
     fp_module_params_calls calls{};
-    std::weak_ptr<const void> task; // of the last callback, which goes with its graph task
+    std::weak_ptr<const torch::autograd::GraphTask> task; // of the last callback
     std::weak_ptr<Graph> graph;
 };
 

@@ -176,6 +176,31 @@ def test_other_ways_to_come_to_a_device(library, late):
     run_ranks(other_ways, 2, library, late, timeout=120.0)
 
 
+def raises_often(library):
+    """A hook raises in a backward, in the device's thread; a forward after that begins anew, however soon it comes."""
+    simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group()
+    module, model = make(), wrap_blocks(make(), process_group=group, device_id=sim, use_orig_params=True)
+    loss_of(module, data(0)).backward()
+    for trial in range(60):
+        note(f"trial {trial}")
+        handle = model.module.blocks[trial % 2].register_full_backward_hook(lambda *_: 1 / 0)
+        loss = loss_of(model, data(1).to(sim))
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        model.zero_grad()
+        loss_of(model, data(0).to(sim)).backward()
+        found = [param.grad.cpu() for param in model.parameters()]
+        assert_equal(found, [param.grad for param in module.parameters()], f"trial {trial}")
+        model.zero_grad()
+
+
+@pytest.mark.multiprocess
+def test_a_forward_right_after_a_backward_that_raised(library):
+    run_ranks(raises_often, 1, library)
+
+
 class Halves(nn.Module):
     """What comes to each device is computed apart, so that autograd has a thread for each at the same time."""
 

@@ -342,6 +342,9 @@ def broken_off(library):
         }
         torch.manual_seed(0)
         model = FSDP(nn.Sequential(*(FSDP(Two(), **arguments) for _ in range(3))), **arguments)
+        note(f"after {at} collectives")
+        loss_of(model, data(0).to(sim)).backward()
+        model.zero_grad()
         if at is not None:
             device.fail_after(at)
             with pytest.raises(RuntimeError, match="a collective that was to fail"):
