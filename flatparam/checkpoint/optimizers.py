@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..common.torch_private import is_traceable_wrapper_subclass
 from ..fsdp.held import Held
 from ..fsdp.originals import in_order
 from ..fsdp.states.values import keys_of_one_shape

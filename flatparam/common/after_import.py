@@ -18,7 +18,7 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, once, as the finders behind it do."""
+    """Finds one module as the finders behind it do, until it has been imported: others may only ask for its spec."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]):
         self._name, self._change = name, change
@@ -29,13 +29,18 @@ class _Finder(MetaPathFinder):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             execute, change = spec.loader.exec_module, self._change
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                change(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    change(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -4,7 +4,9 @@ Whoever imports torch's class by one of its paths then gets flatparam's, and so 
 torch's own runtime goes on with its class: models that it has wrapped already train on, and are told apart.
 """
 
+import functools
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -12,12 +14,15 @@ import torch.distributed.fsdp as torch_package
 import torch.distributed.fsdp.fully_sharded_data_parallel as torch_file
 import torch.nn as nn
 
+from ..common.after_import import after_import
 from ..common.torch_private import TorchsFSDP, torch_traversal
 from .fully_sharded import FullyShardedDataParallel
 
 NAME = "FullyShardedDataParallel"
 # Modules that keep torch's class: its own runtime, ours, and the helpers that states/torch_helpers.py has taught both
 _KEEP = ("torch.distributed.fsdp.", "flatparam.", "torch.distributed.checkpoint.state_dict")
+
+TESTED = {"accelerate": "1.15", "transformers": "5.23", "lightning": "2.6", "peft": "0.20"}  # docs/integrations.md
 
 _originals: dict[str, ModuleType] = {}
 _bound: list[tuple[ModuleType, str]] = []  # where torch's class was
@@ -62,6 +67,24 @@ def install() -> None:
     states = FullyShardedDataParallel.fsdp_modules
     _set(_Both(torch_traversal, _get_fsdp_states=states, _get_fsdp_handles=_get_fsdp_handles))
     FullyShardedDataParallel.is_in_place_of_torchs = True
+    for name in TESTED:
+        _watch(name)
+
+
+@functools.cache
+def _watch(name: str) -> None:
+    """Look at the version of a trainer once it is imported. It may have been."""
+    after_import(name, _warn_of_version)
+
+
+def _warn_of_version(trainer: ModuleType) -> None:
+    name, version = trainer.__name__, getattr(trainer, "__version__", "of no version")
+    if is_installed() and not f"{version}.".startswith(TESTED[name] + "."):
+        warnings.warn(
+            f"flatparam's FullyShardedDataParallel is in the place of torch's for {name} {version}. It was tested with "
+            f"{name} {TESTED[name]}: compare a short run with flatparam.install(), which keeps torch's class",
+            stacklevel=2,
+        )
 
 
 def uninstall() -> None:

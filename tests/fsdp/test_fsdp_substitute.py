@@ -1,6 +1,10 @@
 """flatparam's class under torch's name: who gets it, what models of torch's class do meanwhile, and the way back."""
 
+import ast
 import importlib
+import os
+import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -17,6 +21,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flatparam
+from flatparam.fsdp.substitute import TESTED
 
 STOCK = types.SimpleNamespace(FSDP=TorchsFSDP)  # install() rebinds what is bound in a module, here too
 TRAVERSAL = importlib.import_module("torch.distributed.fsdp._traversal_utils")
@@ -179,3 +184,43 @@ def test_run_puts_it_under_a_script_and_its_children(tmp_path, how, monkeypatch)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     ours = "flatparam.fsdp.fully_sharded"
     assert done.stdout.split("\n")[:2] == [f"parent {ours} ['--runtime']", f"child {ours}"]
+
+
+VERSIONS = """
+import importlib.util, sys, warnings
+warnings.simplefilter("always")
+import transformers, flatparam
+with warnings.catch_warnings(record=True) as found:
+    flatparam.install(runtime=True)
+    assert importlib.util.find_spec("accelerate") is not None  # asked for, not imported
+    import accelerate, peft
+    assert accelerate.loaded == peft.loaded == 1
+    flatparam.uninstall()
+    flatparam.install(runtime=True)
+    flatparam.uninstall()
+    import lightning
+print(*(str(warning.message) for warning in found if "flatparam" in str(warning.message)), sep="\\n")
+"""
+
+
+def test_a_trainer_of_a_version_that_was_not_tested_is_named(tmp_path):
+    versions = {"transformers": "99.1.0", "accelerate": "99.2.0", "peft": TESTED["peft"] + ".7", "lightning": "99.3.0"}
+    for name, version in versions.items():
+        (tmp_path / f"{name}.py").write_text(f"__version__ = {version!r}\nloaded = globals().get('loaded', 0) + 1\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    command = [sys.executable, "-c", VERSIONS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    named = [
+        re.search(r"for (\w+ [\d.]+)\. It was tested with (\w+ [\d.]+):", line) for line in done.stdout.splitlines()
+    ]
+    expected = [(f"{name} {versions[name]}", f"{name} {TESTED[name]}") for name in ("transformers", "accelerate")]
+    assert [match and match.groups() for match in named] == expected
+
+
+def test_the_tested_versions_are_those_that_are_installed_and_told():
+    root = pathlib.Path(__file__).parents[2]
+    [extra] = re.findall(r"^integrations = (\[[^]]*\])", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    pinned = dict(requirement.split("==") for requirement in ast.literal_eval(extra))
+    assert {name: pinned[name].rpartition(".")[0] for name in TESTED} == TESTED
+    told = (root / "docs" / "integrations.md").read_text()
+    assert all(f"| {version} |" in told for version in pinned.values())
