@@ -15,6 +15,7 @@ import math
 import multiprocessing.util
 import os
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -354,8 +355,27 @@ def _describe(error: BaseException, rank: int) -> str:
     return f"rank {rank} has raised an error of its own{where} and has ended: {message}"
 
 
+_process_ends = threading.Event()
+_watching: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def watch(look: Callable[[], bool], seconds: float) -> None:
+    """Call ``look`` in a thread of its own, this often, until it says that there is no need to or the process ends."""
+
+    def run() -> None:
+        while not _process_ends.wait(seconds) and look():
+            pass
+
+    thread = threading.Thread(target=run, name="flatparam watches", daemon=True)
+    _watching.add(thread)
+    thread.start()
+
+
 def stop_answering() -> None:
     """This process ends: no thread shall look into a store any more."""
+    _process_ends.set()
+    for thread in list(_watching):
+        thread.join(READING)  # one that comes to the interpreter after its end would abort the process
     for one in list(_boards.values()):
         if one is not None:
             one.stop()

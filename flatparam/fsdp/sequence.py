@@ -6,7 +6,8 @@ one asks nobody. Where it comes to another, or nothing is known yet, it asks the
 - nothing is known yet, so every rank asks: who comes first says what it does; the others compare, nobody waits;
 - another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked.
 
-A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store.
+A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store. Where
+the device waits, as with NCCL, a thread looks, and aborts the communicator.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ _KINDS = {
 }
 _EVENTS = 2**32 * _C.EVENT_KINDS  # of all units; above them a reduction has a hash of who requires grad
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
+_WATCHING = 0.5  # seconds between two looks of the thread that looks where waits cannot be cut
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
@@ -95,7 +97,27 @@ class Sequence:
         life = self.register.life
         if life is None:  # nothing was built over this group, only loaded
             life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
+        if not self.sliced:
+            reference = weakref.ref(self)
+            peers.watch(lambda: (one := reference()) is not None and one._goes_on(), _WATCHING)
         return dist.PrefixStore(f"flatparam {self._device} {life}", store)
+
+    def _goes_on(self) -> bool:
+        """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread does.
+
+        If the ranks differ it aborts the communicator: the device goes on, and the next collective raises.
+        """
+        try:
+            backend = self._backend()
+            if backend is not None:
+                self._raise_if_broken()
+                self._look_at_question()
+                return True
+        except OrderError:
+            backend.abort()
+        except RuntimeError:  # the group or its store is gone
+            pass
+        return False
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
@@ -216,16 +238,21 @@ class Sequence:
     def _look_into_store(self, waited: float) -> None:
         self._raise_if_broken()
         self._raise_if_lost(waited)
-        if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
-            self._compare(pending)
+        self._look_at_question()
         last = self.order.at(self.order.count - 1)
         if last is not None:
             self._answer()
             if waited > self._seconds():
                 self._late(self._post(*last, self.order.passes))
 
+    def _look_at_question(self) -> None:
+        if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
+            self._compare(pending)
+
     def _failed(self, message: str) -> None:
         """A collective has. Raises: OrderError, if that comes of what another rank has found, or of its end."""
+        if self.order.broken:  # and the thread has aborted it
+            raise OrderError(self._reason)
         if not TRANSPORT.search(message):
             return
         try:
@@ -319,6 +346,7 @@ class Sequence:
     def _close(self, reason: str, absent: int) -> None:
         if self.order.broken:
             return
+        self._reason = reason  # the thread may be here
         self.order.broken = 1
         absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
         self._reason, self._readers = reason, len(self._ranks) - absent

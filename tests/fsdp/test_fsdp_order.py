@@ -7,6 +7,7 @@ import time
 import warnings
 
 import pytest
+import simulated
 import torch
 import torch.distributed as dist
 from fsdp_models import wrap_blocks
@@ -510,3 +511,30 @@ class Named:
 
     def name(self):
         return self._name
+
+
+def on_a_device(library, scenario, limit):
+    """The device waits, as for NCCL: a thread finds that the ranks differ, and what has been put to it is aborted."""
+    simulated.use(library)
+    sim, me, begun = torch.device("sim", 0), dist.get_rank(), []
+    group = dist.new_group(backend="sim:simulated", timeout=datetime.timedelta(seconds=limit))
+    torch.manual_seed(0)
+    model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
+    x = torch.ones(2, 3, device=sim)
+
+    def train():
+        for number in range(1, 7):
+            begun.append(time.monotonic())
+            loss = model(x, (0, 2, 3) if me and number == scenario else ALL).sum()
+            loss.backward()
+            loss.item()
+
+    with pytest.raises(OrderError, match=rf"rank [01] .*`blocks\.[12]`, in step {scenario}"):
+        train()
+    return time.monotonic() - begun[scenario - 1]
+
+
+@pytest.mark.parametrize("scenario", [1, 2, 4])
+def test_where_the_device_waits_all_ranks_are_told(scenario):
+    library = str(simulated.build())
+    assert max(run_ranks(on_a_device, 2, library, scenario, 60.0)) < 5.0

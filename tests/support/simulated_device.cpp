@@ -24,6 +24,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -824,6 +825,8 @@ struct Collectives final : c10d::Backend {
     int64_t stream; // of its own
     bool coalescing = false;
     c10::intrusive_ptr<c10d::Work> last;
+    using Aborted = std::shared_ptr<std::atomic<bool>>;
+    Aborted aborted = std::make_shared<std::atomic<bool>>(false);
 
     explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo)
         : Backend(gloo->getRank(), gloo->getSize()), host(std::move(gloo))
@@ -853,6 +856,28 @@ struct Collectives final : c10d::Backend {
         return std::move(last); // its stream does all of them in order
     }
 
+    // As NCCL's: what waits for collectives on the device goes on, with whatever is there, and no other one begins.
+    void abort() override
+    {
+        *aborted = true;
+    }
+    static void wait_for(c10d::Work &work, const Aborted &aborted)
+    {
+        without_gil([&] {
+            for (bool ended = false; !ended && !*aborted;) {
+                try {
+                    work.wait(std::chrono::milliseconds(20));
+                    ended = true;
+                }
+                catch (...) {
+                    if (work.isCompleted()) {
+                        throw;
+                    }
+                }
+            }
+        });
+    }
+
     // The work of one collective. Within a call for several nobody may wait for it, but for that call's, as with NCCL.
     c10::intrusive_ptr<c10d::Work> work_of(const std::shared_ptr<std::vector<at::Tensor>> &kept)
     {
@@ -871,6 +896,7 @@ struct Collectives final : c10d::Backend {
                                            const std::vector<at::Tensor> &written, const Start &start)
     {
         const Locked locked(mutex);
+        TORCH_CHECK(!*aborted, "the communicator was aborted");
         TORCH_CHECK(fail_after < 0 || fail_after-- > 0, "a collective that was to fail");
         operations["simulated::collectives"] += !coalescing;
         run(current, queues[current].put);
@@ -883,7 +909,7 @@ struct Collectives final : c10d::Backend {
             without_gil([&] { work = start(from, to); });
             under_way.push_back(work);
             Queue &queue = queues[stream];
-            queue.waiting.push_back([work, kept] { without_gil([&] { work->wait(); }); });
+            queue.waiting.push_back([work, kept, ended = aborted] { wait_for(*work, ended); });
             queue.put++;
             return work_of(kept);
         }
@@ -903,8 +929,11 @@ struct Collectives final : c10d::Backend {
         }
         c10::intrusive_ptr<c10d::Work> work;
         without_gil([&] { work = start(read_now, write_now); });
-        put(stream, [work, from, to, as_read, write_now, read_now, kept] {
-            without_gil([&] { work->wait(); });
+        put(stream, [work, from, to, as_read, write_now, read_now, kept, ended = aborted] {
+            wait_for(*work, ended);
+            if (*ended) {
+                return;
+            }
             for (size_t i = 0; i < from.size(); i++) {
                 TORCH_CHECK(std::memcmp(from[i].const_data_ptr(), as_read[i].const_data_ptr(), from[i].nbytes()) == 0,
                             "what a collective sends was changed before it was sent");
