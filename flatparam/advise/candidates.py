@@ -83,14 +83,16 @@ class Candidate:
     computing: float
 
     @property
-    def kept(self) -> int:
-        """Bytes of gradients that ``no_sync()`` keeps between micro-batches."""
-        return 0 if self.reduce_each or self.micro_batches == 1 else self.plan.no_sync
+    def peak(self) -> int:
+        """Bytes of parameters, gradients and optimizer state on the rank at most."""
+        if self.micro_batches == 1:
+            return self.plan.peak_alone
+        return self.plan.peak if self.reduce_each else self.plan.peak_no_sync
 
     @property
     def memory(self) -> int:
-        """Bytes on the rank at most."""
-        return self.plan.peak + self.kept + self.activations
+        """The same with activations."""
+        return self.peak + self.activations
 
 
 def boundaries(module: nn.Module, wrap: tuple[str, ...]) -> list[Boundary]:

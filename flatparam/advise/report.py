@@ -154,8 +154,7 @@ def _entry(one: Candidate) -> dict[str, Any]:
         "memory": {
             "total": one.memory,
             "between_steps": one.plan.between_steps,
-            "peak": one.plan.peak,
-            "kept": one.kept,
+            "peak": one.peak,
             "activations": one.activations,
         },
         "sent": {

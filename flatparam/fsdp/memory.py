@@ -38,7 +38,9 @@ class UnitPlan:
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
     micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
     this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``offloads``: whether ``kept`` lies in host memory then, but for that of three units; ``on_host``: whether
+    ``halfway``: what is all-reduced once ``wire`` is freed; ``converted``: ``gradient``, while what was reduced in
+    another dtype is converted to it; ``reduces_each``: every micro-batch has ``wire`` and ``reduced``; ``offloads``:
+    whether ``kept`` lies in host memory then, but for that of three units; ``on_host``: whether
     ``shard``, ``gradient`` and ``optimizer`` do.
     """
 
@@ -55,6 +57,9 @@ class UnitPlan:
     kept: int
     padding: int
     copy: int = 0
+    halfway: int = 0
+    converted: int = 0
+    reduces_each: bool = False
     offloads: bool = False
     on_host: bool = False
 
@@ -72,8 +77,10 @@ class MemoryPlan:
     """Bytes that a rank holds on its device for parameters, gradients and optimizer state.
 
     ``between_steps``: after the first optimizer step, without gradients; ``peak``: the most at any of the ``moments``
-    of a synced forward and backward, whose units run in the order given; ``no_sync``: what micro-batches in
-    ``no_sync`` add to it; ``host``: what lies in host memory instead, where something is offloaded to it.
+    of a synced forward and backward, whose units run in the order given, and whose gradients are added to earlier ones;
+    ``peak_alone``: the same where there are none; ``peak_no_sync``: where micro-batches in ``no_sync`` came before,
+    since the gradients were cleared; ``no_sync``: gradients that these keep unsharded; ``host``: what lies in host
+    memory instead, where something is offloaded to it.
     """
 
     units: tuple[UnitPlan, ...]
@@ -81,6 +88,8 @@ class MemoryPlan:
     peak: int
     no_sync: int
     moments: tuple[Moment, ...]
+    peak_alone: int = 0
+    peak_no_sync: int = 0
     host: int = 0
 
 
@@ -113,9 +122,11 @@ def plan_unit(
     def of_gradients(numel: Callable[[Flat], int], dtype: Callable[[Flat], torch.dtype]) -> int:
         return total(lambda flat: numel(flat) * dtype(flat).itemsize if flat.is_trained else 0)
 
+    def on_wire(flat: Flat) -> torch.dtype:
+        return flat.reduce_dtype or flat.compute_dtype or flat.dtype
+
     def wire(flat: Flat) -> int:
-        dtype = flat.reduce_dtype or flat.compute_dtype or flat.dtype
-        return flat.layout.padded_numel * dtype.itemsize if flat.is_trained else 0
+        return flat.layout.padded_numel * on_wire(flat).itemsize if flat.is_trained else 0
 
     def reduced(flat: Flat) -> int:
         into = copy_shards if nested and copy_shards else flat.layout.world_size
@@ -138,6 +149,11 @@ def plan_unit(
         ),
         padding=total(lambda f: (f.layout.padded_numel - sum(f.layout.numels)) * f.dtype.itemsize),
         copy=total(full) // copy_shards if copy_shards else 0,
+        halfway=total(reduced) if spread.replicate is not None else 0,
+        converted=of_gradients(
+            lambda flat: flat.layout.shard_numel if on_wire(flat) != flat.dtype else 0, lambda flat: flat.dtype
+        ),
+        reduces_each=nested,
         offloads=offloads,
         on_host=on_host,
     )
@@ -157,41 +173,99 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = F
         Moment(unit, phase, base + copies + more)
         for unit, phase, more in _moments(plans, prefetch, prefetch or gathers_ahead)
     )
-    on_device = [plan.kept for plan in plans if not plan.offloads]
-    added_to_coming_going = sorted(plan.kept for plan in plans if plan.offloads)[-3:]
+    kept = [0 if plan.offloads else plan.kept for plan in plans]
+    added_to_coming_going = sum(sorted(plan.kept for plan in plans if plan.offloads)[-3:])
+
+    def most(kept: list[int] | None) -> int:
+        return base + copies + max(_cleared(plans, kept, prefetch, prefetch or gathers_ahead), default=0)
+
     return MemoryPlan(
         units=plans,
         between_steps=base,
         peak=max((moment.bytes for moment in moments), default=base),
-        no_sync=sum(on_device) + sum(added_to_coming_going),
+        no_sync=sum(kept) + added_to_coming_going,
         moments=moments,
+        peak_alone=most(None),
+        peak_no_sync=most(kept) + added_to_coming_going,
         host=sum(plan.shard + plan.optimizer + 2 * plan.gradient for plan in there)  # another may be added to it
         + sum(plan.kept for plan in plans if plan.offloads),
     )
+
+
+def _forward(
+    plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], gathers_ahead: bool
+) -> Iterator[tuple[int, int]]:
+    """The bytes unsharded in the forward of each unit but the root: what stays, it, and the next if gathered ahead."""
+    arriving = [plan.shard if plan.on_host else 0 for plan in plans]  # on the device, until it is in its place
+    for i in range(1, len(plans)):
+        ahead = full[i + 1] + arriving[i + 1] if gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded else 0
+        yield i, sum(stay[:i]) + full[i] + (ahead or arriving[i])
+
+
+def _sizes(plans: tuple[UnitPlan, ...]) -> tuple[list[int], list[int]]:
+    """The bytes of each unit while it is full, and from its forward to its backward."""
+    full = [0 if plan.always_full else plan.full for plan in plans]
+    return full, [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
+
+
+def _ahead(plans: tuple[UnitPlan, ...], full: list[int], i: int, prefetch: bool) -> int:
+    """The bytes of the unit that is gathered while unit ``i`` runs backward."""
+    return full[i - 1] if prefetch and i > 1 and plans[i - 1].resharded else 0
+
+
+def _under_way(plans: tuple[UnitPlan, ...], i: int) -> tuple[int, int]:
+    """The bytes of reductions under way while unit ``i`` runs backward, and those that come to it as one ends."""
+    halfway = plans[i + 2] if i + 2 < len(plans) else None
+    last = plans[i + 1] if i + 1 < len(plans) else None
+    ends = halfway if any(plan.halfway for plan in plans) else last
+    converted = 0 if ends is None else max(0, ends.converted - (0 if ends.halfway or not ends.reduced else ends.wire))
+    return (0 if last is None else last.wire + last.reduced) + (0 if halfway is None else halfway.halfway), converted
 
 
 def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -> Iterator[Moment]:
     """What a forward and backward hold beside what is always there; units run in order, the root around the others."""
     if not plans:
         return
-    full = [0 if plan.always_full else plan.full for plan in plans]
-    arriving = [plan.shard if plan.on_host else 0 for plan in plans]  # on the device, until it is in its place
-    stay = [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
-    for i in range(1, len(plans)):  # what stays, this unit, and the next one if it was gathered ahead
-        ahead = full[i + 1] + arriving[i + 1] if gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded else 0
-        yield Moment(i, "forward", sum(stay[:i]) + full[i] + (ahead or arriving[i]))
+    full, stay = _sizes(plans)
+    for i, size in _forward(plans, full, stay, gathers_ahead):
+        yield Moment(i, "forward", size)
     yield Moment(0, "forward", sum(stay))
     # an earlier backward's, to which this one's are added
     reduced = sum(plan.gradient for plan in plans if not plan.on_host)
-    reducing = leaving = 0
+    leaving = 0
     for i in range(len(plans) - 1, -1, -1):
         plan = plans[i]
-        ahead = full[i - 1] if prefetch and i > 1 and plans[i - 1].resharded else 0
-        others = sum(stay[:i]) + ahead + reduced + reducing + leaving + plan.unpacked
+        reducing, converted = _under_way(plans, i)
+        others = sum(stay[:i]) + _ahead(plans, full, i, prefetch) + reduced + reducing + leaving + plan.unpacked
         yield Moment(i, "backward", others + full[i])
-        yield Moment(i, "reduce", others + plan.wire + plan.reduced)
-        reducing = plan.wire + plan.reduced
+        yield Moment(i, "reduce", others + plan.wire + plan.reduced + converted)
         leaving = plans[i + 1].gradient if i + 1 < len(plans) and plans[i + 1].on_host else 0  # until it is copied
+
+
+def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool, gathers_ahead: bool) -> Iterator[int]:
+    """The same where gradients were cleared before; ``kept``: those of micro-batches in ``no_sync`` that came first.
+
+    In these units that are not resharded stay. In the last one what is kept is reduced, in place where it has the
+    dtype of the wire, and becomes gradients of shards.
+    """
+    if not plans:
+        return
+    full, stay = _sizes(plans)
+    held = kept or [0] * len(plans)
+    reduced_after = 3 if any(plan.halfway for plan in plans) else 2  # units later
+    gradients = [0 if plan.on_host else plan.gradient for plan in plans]
+    for i, size in _forward(plans, full, stay, gathers_ahead):
+        yield size + sum(held) + (sum(stay[i + 1 :]) if kept else 0)
+    for i in range(len(plans) - 1, -1, -1):
+        plan = plans[i]
+        reducing, converted = _under_way(plans, i)
+        own = sum(stay[:i]) + _ahead(plans, full, i, prefetch) + plan.unpacked
+        if kept:
+            yield own + full[i] + sum(stay[i + 1 :]) + sum(held) + (reducing if plan.reduces_each else 0)
+        leaving = plans[i + 1].gradient if i + 1 < len(plans) and plans[i + 1].on_host else 0
+        own += sum(held[: i + 1]) + reducing + sum(gradients[i + reduced_after :]) + leaving
+        yield own + full[i]
+        yield own + (0 if kept and plan.kept == plan.wire else plan.wire) + plan.reduced + converted
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def summary(units: list[Unit], plan: MemoryPlan) -> str:
     return "\n".join(
         [
             f"each rank: {between} between steps, {peak} at the peak ({phase(top, units)})",
-            f"micro-batches in no_sync() add {human(plan.no_sync)}; activations and buffers come on top",
+            f"the first backward after zero_grad(): {human(plan.peak_alone)}; with micro-batches in no_sync(): "
+            f"{human(plan.peak_no_sync)}; activations and buffers come on top",
         ]
     )
 
@@ -119,7 +120,13 @@ def as_json(model: str, units: list[Unit], plan: MemoryPlan, settings: Settings)
         "use_orig_params": settings.use_orig_params,
         "shard_alignment": settings.shard_alignment,
         "atomic": "row" if settings.atomic_rows else None,
-        "bytes": {"between_steps": plan.between_steps, "peak": plan.peak, "no_sync": plan.no_sync},
+        "bytes": {
+            "between_steps": plan.between_steps,
+            "peak": plan.peak,
+            "peak_alone": plan.peak_alone,
+            "peak_no_sync": plan.peak_no_sync,
+            "no_sync": plan.no_sync,
+        },
         "moments": [
             {"unit": units[moment.unit].path, "phase": moment.phase, "bytes": moment.bytes} for moment in plan.moments
         ],

@@ -23,9 +23,11 @@ sys.path.insert(0, "tests/support")
 import torch
 from torch import nn
 from gloo import fake_world
+from torch.distributed.device_mesh import init_device_mesh
 from flatparam import FullyShardedDataParallel as FSDP, ShardingStrategy, MixedPrecision, BackwardPrefetch
 
 strategy, low, prefetch, whole = sys.argv[1], sys.argv[2] == "low", sys.argv[3] == "prefetch", sys.argv[4] == "whole"
+kind = sys.argv[5]  # a backward added to an earlier one, one alone, or micro-batches in no_sync
 
 
 class Scale(nn.Module):
@@ -50,6 +52,7 @@ with fake_world(4):
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None,
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if prefetch else None,
         "atomic": torch.Tensor.numel if whole else None,
+        "device_mesh": init_device_mesh("cpu", (2, 2)) if "HYBRID" in strategy or "LAYER" in strategy else None,
     }
     tiny = FSDP(nn.Sequential(*(FSDP(nn.Linear(1, 1), **settings) for _ in range(2))), **settings)
     tiny(torch.ones(1, 1)).sum().backward()
@@ -59,21 +62,37 @@ with fake_world(4):
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
     for _ in range(2):
+        for _ in range(2 if kind == "kept" else 0):
+            with model.no_sync():
+                model(torch.ones(1)).backward()
         model(torch.ones(1)).backward()
-    print(status("VmHWM") - before, plan.peak)
+        if kind != "added":
+            model.zero_grad()
+    planned = {"added": plan.peak, "alone": plan.peak_alone, "kept": plan.peak_no_sync}
+    print(status("VmHWM") - before, planned[kind])
 """
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(3)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "settings",
     [
-        ("FULL_SHARD", "same", "prefetch", "even"),
-        ("FULL_SHARD", "low", "none", "whole"),
-        ("SHARD_GRAD_OP", "same", "prefetch", "even"),
-        ("ZERO_1", "low", "prefetch", "even"),
-        ("NO_SHARD", "same", "prefetch", "even"),
+        ("FULL_SHARD", "same", "prefetch", "even", "added"),
+        ("FULL_SHARD", "low", "none", "whole", "added"),
+        ("SHARD_GRAD_OP", "same", "prefetch", "even", "added"),
+        ("ZERO_1", "low", "prefetch", "even", "added"),
+        ("NO_SHARD", "same", "prefetch", "even", "added"),
+        ("HYBRID_SHARD", "same", "prefetch", "even", "added"),
+        *((strategy, "same", "prefetch", "even", "alone") for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")),
+        ("HYBRID_SHARD", "low", "prefetch", "even", "alone"),
+        ("SHARD_GRAD_OP", "low", "none", "even", "alone"),
+        ("FULL_SHARD", "same", "prefetch", "even", "kept"),
+        ("FULL_SHARD", "low", "none", "even", "kept"),
+        ("SHARD_GRAD_OP", "low", "prefetch", "even", "kept"),
+        ("NO_SHARD", "same", "prefetch", "even", "kept"),
+        ("LAYER_ZERO", "low", "prefetch", "even", "kept"),
+        ("LAYER_ZERO_NESTED", "low", "prefetch", "even", "kept"),
     ],
     ids="-".join,
 )
