@@ -71,10 +71,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 @functools.cache
 def leave_out_of_graphs() -> None:
-    """Have torch.compile run flatparam's files as they are, as it runs torch's FSDP. For the first wrapped model.
+    """Have torch.compile run the runtime's files as they are, as it runs torch's FSDP. For the first wrapped model.
 
     This imports Dynamo, which takes as long as a third of torch; an optimizer does it anyway.
     """
     import torch._dynamo.trace_rules as rules
 
-    rules.add("flatparam")
+    for folder in ("common", "dropin", "fsdp", "layer_zero"):
+        rules.add(f"flatparam.{folder}")

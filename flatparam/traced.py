@@ -1,0 +1,254 @@
+"""A sharded model that torch.compile traces as one graph: its collectives are in the graph, with all that it computes.
+
+A unit's flat parameter is gathered by a functional collective in the unit's forward and cut into views; autograd
+reduces its gradient. Compiled, what is gathered is not kept for the backward but gathered again there, as FULL_SHARD
+does, and the compiler may order communication and computation. The runtime (``FullyShardedDataParallel``) is for
+everything else: it costs less where nothing is compiled, which this keeps what it has gathered until the backward.
+
+Source: SimpleFSDP (arXiv 2411.00284), which gathers each parameter by itself.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .common.layout import FlatLayout
+from .common.torch_private import _pytree
+from .fsdp.placement import averaging_factors
+from .fsdp.wrap import check_not_tied, replace_modules, targets_of
+
+__all__ = ["TracedUnit", "full_state_dict", "load_full_state_dict", "shard"]
+
+_ALIGNED_BYTES = 16  # to which each parameter starts at a multiple
+
+
+def shard(
+    module: nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    auto_wrap_policy: Any = None,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> "TracedUnit":
+    """Shard ``module`` over a group, to be compiled: ``torch.compile(shard(module, ...), fullgraph=True)``.
+
+    Args: ``auto_wrap_policy``: which modules are units beside the whole, as of FullyShardedDataParallel;
+    ``param_dtype``: of forward, backward and all-gathers (None: the parameters' own); ``reduce_dtype``: of the
+    reduce-scatters (None: ``param_dtype``). Every rank has the same module, with the same values.
+    ``parameters()`` are 1-D, one a unit, DTensors sharded over the group: torch's optimizers, ``clip_grad_norm_`` and
+    distributed checkpoints take them as they are. Gradients are averaged over the ranks.
+    Raises: ValueError naming the parameter, before anything is changed, unless all of a unit are real floating-point
+    ones on one device, of one dtype, and all or none require grad; and for a parameter that two units share.
+    """
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    targets = {} if auto_wrap_policy is None else targets_of(module, auto_wrap_policy, set(), set(), {})
+    check_not_tied(module, targets, set(), set())
+    paths = {each: name for name, each in module.named_modules()}
+    own = {each: _own_modules(each, targets) for each in (*targets, module)}
+    places = {each: _places(modules) for each, modules in own.items()}
+    for each in own:
+        _check(paths[each], places[each])
+
+    def wrap(each: nn.Module, ignored: Any = None) -> TracedUnit:
+        return TracedUnit(each, paths[each], own[each], group, param_dtype, reduce_dtype)
+
+    replace_modules(module, targets, wrap)
+    return wrap(module)
+
+
+_Places = Mapping[str, tuple[nn.Module, str, nn.Parameter]]  # by its name in the unit: where a parameter is, and it
+
+
+def _places(modules: Mapping[str, nn.Module]) -> _Places:
+    return {
+        _named(path, name): (module, name, param)
+        for path, module in modules.items()
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+
+
+class TracedUnit(nn.Module):
+    """One unit: ``module``, whose parameters are views of ``flat_param``, gathered, in its forward; see ``shard()``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        own_modules: Mapping[str, nn.Module],
+        group: dist.ProcessGroup,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        places = _places(own_modules)
+        params = list(dict.fromkeys(param for *_, param in places.values()))
+        index = {param: i for i, param in enumerate(params)}  # a shared one has several names
+        self._names = [(name, index[param]) for name, (*_, param) in places.items()]
+        self._path, self._shapes, self._ranks = path, [param.shape for param in params], group.size()
+        self.module, self._own_modules = module, dict(own_modules)
+        self.flat_param: Any = None  # a DTensor
+        if params:
+            first = params[0]
+            size = first.element_size()
+            self._layout = FlatLayout.of_shapes(
+                self._shapes, self._ranks, itemsize=size, alignment=max(1, _ALIGNED_BYTES // size)
+            )
+            self._cuts = list(zip(self._layout.offsets, self._layout.numels, self._shapes, strict=True))
+            self._rank = group.rank()
+            own = self._part_of([param.detach() for param in params])
+            mesh = DeviceMesh.from_group(group, first.device.type)
+            sharded = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
+            self.flat_param = nn.Parameter(sharded, requires_grad=first.requires_grad)
+            low = param_dtype or first.dtype
+            self._how = low, reduce_dtype or low, group.group_name, self._ranks, *averaging_factors(self._ranks)
+        for owner, name, _ in places.values():
+            del owner._parameters[name]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's."""
+        if self.flat_param is None:
+            return self.module(*args, **kwargs)
+        low = self._how[0]
+        if low != self.flat_param.dtype:  # as the runtime casts a unit's inputs
+            args, kwargs = _pytree.tree_map_only(
+                Tensor, lambda value: value.to(low) if value.is_floating_point() else value, (args, kwargs)
+            )
+        own = self.flat_param.to_local()
+        views = checkpoint(self._views, own, use_reentrant=False, context_fn=_gathered_again)
+        return functional_call(self.module, {name: views[i] for name, i in self._names}, args, kwargs)
+
+    def _views(self, own: Tensor) -> list[Tensor]:
+        return self._cut(_Gather.apply(own, *self._how))  # type: ignore[no-untyped-call]
+
+    def _cut(self, whole: Tensor) -> list[Tensor]:
+        return [whole[start : start + numel].view(shape) for start, numel, shape in self._cuts]
+
+    def _whole(self) -> list[Tensor]:
+        """Every parameter, in its own precision. A collective call."""
+        if self.flat_param is None:
+            return []
+        return self._cut(self.flat_param.detach().full_tensor())
+
+    def _part_of(self, params: list[Tensor]) -> Tensor:
+        """This rank's shard of the flat parameter that whole ``params`` make."""
+        layout = self._layout._layout
+        return layout.flatten([param.contiguous() for param in params], 0.0, *layout.shard_range(self._rank))
+
+    def _fqns(self) -> list[tuple[str, int]]:
+        return [(_named(self._path, name), i) for name, i in self._names]
+
+    def _buffers_by_fqn(self) -> list[tuple[str, Tensor]]:
+        return [
+            (_named(_named(self._path, path), name), buffer)
+            for path, module in self._own_modules.items()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank's ``[n]``, in ``low``, as ``[ranks * n]``; backward: the average, reduced in ``reduce_dtype``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, low: torch.dtype, reduce_dtype: torch.dtype, name: str, ranks: int, *factors: float
+    ) -> Tensor:
+        ctx.how = own.dtype, reduce_dtype, name, ranks, factors
+        collectives: Any = torch.ops._c10d_functional
+        whole: Tensor = collectives.wait_tensor(collectives.all_gather_into_tensor(own.to(low), ranks, name))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dtype, reduce_dtype, name, ranks, (before, after) = ctx.how
+        collectives = torch.ops._c10d_functional
+        reduced = collectives.reduce_scatter_tensor(grad.to(reduce_dtype) / before, "sum", ranks, name)
+        return (collectives.wait_tensor(reduced) / after).to(dtype), *[None] * 6
+
+
+def _always(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+_gathered_again = functools.partial(create_selective_checkpoint_contexts, _always)
+
+
+def full_state_dict(model: "TracedUnit") -> dict[str, Tensor]:
+    """The state dict that the module had before ``shard()``: whole parameters, and buffers. All ranks call it.
+
+    Names are the module's own; parameters are in their own precision, and clones. ``model``: what ``shard()`` gave.
+    """
+    found: dict[str, Tensor] = {}
+    for unit in _units(model):
+        whole = unit._whole()
+        found.update({fqn: whole[i].clone() for fqn, i in unit._fqns()})
+        found.update({fqn: buffer.detach().clone() for fqn, buffer in unit._buffers_by_fqn()})
+    return found
+
+
+@torch.no_grad()
+def load_full_state_dict(model: "TracedUnit", state: Mapping[str, Tensor]) -> None:
+    """Load such a state dict, each rank its part of it; nothing is communicated.
+
+    Raises: KeyError naming what is missing or not expected, ValueError what has another shape, with nothing loaded.
+    """
+    wanted: dict[str, torch.Size] = {}
+    for unit in _units(model):
+        wanted.update({fqn: unit._shapes[i] for fqn, i in unit._fqns()})
+        wanted.update({fqn: buffer.shape for fqn, buffer in unit._buffers_by_fqn()})
+    if wanted.keys() != state.keys():
+        missing, more = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+        raise KeyError(f"missing from the state dict: {missing}; in no unit: {more}")
+    for fqn, shape in wanted.items():
+        if state[fqn].shape != shape:
+            raise ValueError(f"expected `{fqn}` to have shape {tuple(shape)}, got {tuple(state[fqn].shape)}")
+    for unit in _units(model):
+        for fqn, buffer in unit._buffers_by_fqn():
+            buffer.copy_(state[fqn])
+        if unit.flat_param is not None:
+            by_index = {i: state[fqn] for fqn, i in unit._fqns()}
+            own = unit.flat_param.to_local()
+            whole = [by_index[i].detach().to(own) for i in range(len(by_index))]
+            own.copy_(unit._part_of(whole))
+
+
+def _units(model: nn.Module) -> list[TracedUnit]:
+    if not isinstance(model, TracedUnit):
+        raise TypeError(f"expected what shard() gave, before torch.compile, got a {type(model).__name__}")
+    return [module for module in model.modules() if isinstance(module, TracedUnit)]
+
+
+def _own_modules(unit: nn.Module, others: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The modules of one unit by their names in it: without those of units in it."""
+    below = set(unit.modules()) - {unit}
+    inside = {module for other in others if other in below for module in other.modules()}
+    return {name: module for name, module in unit.named_modules() if module not in inside}
+
+
+def _named(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _check(path: str, places: _Places) -> None:
+    params = {_named(path, name): param for name, (*_, param) in places.items()}
+    first_fqn, first = next(iter(params.items()), ("", None))
+    for fqn, param in params.items():
+        if not param.is_floating_point() or param.is_meta:
+            what = "on the meta device, without values" if param.is_meta else f"of {param.dtype}"
+            raise ValueError(f"expected `{fqn}` to be a real floating-point parameter with values, got one {what}")
+        for kind in ("dtype", "device", "requires_grad"):
+            if getattr(param, kind) != getattr(first, kind):
+                raise ValueError(
+                    f"expected all parameters of a unit to have one {kind}: `{first_fqn}` has {getattr(first, kind)}, "
+                    f"`{fqn}` {getattr(param, kind)}. Make one of them a unit of its own by auto_wrap_policy"
+                )

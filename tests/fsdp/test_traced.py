@@ -1,0 +1,163 @@
+"""flatparam.traced: the runtime's numbers from one graph, with its collectives in it; whole states; refusals."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import Block, Model, data, loss_of, make, wrap_blocks
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from gloo import fake_world, run_ranks
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from flatparam import traced
+
+pytestmark = pytest.mark.multiprocess
+POLICY = ModuleWrapPolicy({Block})
+UNITS = 4
+
+
+class Buffered(Model):
+    """With a tied parameter, and a buffer, of which one is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("unsaved", torch.zeros(3), persistent=False)
+        self.again = nn.Linear(3, 5)
+        self.again.weight = self.first.weight
+
+    def forward(self, x):
+        return super().forward(x) + self.again(x).sum() * 0.01
+
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, data(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_both(low):
+    torch.set_num_threads(1)
+    mixed = None if low is None else MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+    wanted = train(wrap_blocks(make(), mixed_precision=mixed))
+    found, kinds = [], {"forward": [], "backward": []}
+
+    def counting(direction):
+        def compiler(graph, inputs):
+            kinds[direction] += [
+                sum(str(node.target).startswith(f"_c10d_functional.{name}") for node in graph.graph.nodes)
+                for name in ("all_gather", "reduce_scatter")
+            ]
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    counted = aot_autograd(
+        fw_compiler=counting("forward"),
+        bw_compiler=counting("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    for compiled in (False, True):
+        model = traced.shard(make(), auto_wrap_policy=POLICY, param_dtype=low, reduce_dtype=low and torch.float32)
+        found.append(train(torch.compile(model, backend=counted, fullgraph=True) if compiled else model))
+    return wanted, found, kinds, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+def test_one_graph_trains_as_the_runtime_and_gathers_again_in_backward(low):
+    for wanted, (eager, compiled), collectives, graphs in run_ranks(train_both, 2, low):
+        assert eager == wanted
+        assert compiled == pytest.approx(wanted, rel=1e-6 if low is None else 1e-2)
+        assert graphs == 1
+        assert collectives == {"forward": [UNITS, 0], "backward": [UNITS, UNITS]}
+
+
+def clip_and_save():
+    torch.manual_seed(dist.get_rank())
+    module = make(cls=Buffered)
+    module.seen += 1
+    state = copy.deepcopy(module.state_dict())
+    model = traced.shard(module, auto_wrap_policy=POLICY)
+    found = traced.full_state_dict(model)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    other = traced.shard(make(seed=1, cls=Buffered), auto_wrap_policy=POLICY)
+    traced.load_full_state_dict(other, found)
+    x = data(0)
+    assert torch.equal(other(x), model(x))
+
+    plain = make(cls=Buffered)
+    (sum(loss_of(plain, data(0, rank)) for rank in range(2)) / 2).backward()
+    loss_of(model, x).backward()
+    wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return wanted.item(), norm.full_tensor().item()
+
+
+def test_states_are_the_modules_own_and_clipping_counts_all_ranks():
+    for wanted, norm in run_ranks(clip_and_save, 2):
+        assert norm == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_loaded():
+    with fake_world():
+        model = traced.shard(make())
+        state = traced.full_state_dict(model)
+        before = {name: value.clone() for name, value in state.items()}
+        with pytest.raises(KeyError, match=r"missing from the state dict: \['last.weight'\]; in no unit: \['more'\]"):
+            traced.load_full_state_dict(model, _without(state))
+        with pytest.raises(ValueError, match=r"expected `last.weight` to have shape \(1, 5\), got \(5, 1\)"):
+            traced.load_full_state_dict(model, {**state, "last.weight": torch.ones(5, 1)})
+        assert all(torch.equal(value, before[name]) for name, value in traced.full_state_dict(model).items())
+        with pytest.raises(TypeError, match=r"expected what shard\(\) gave, before torch.compile, got a Linear"):
+            traced.full_state_dict(nn.Linear(1, 1))
+
+
+def _without(state):
+    return {name: value for name, value in state.items() if name != "last.weight"} | {"more": torch.ones(1)}
+
+
+def frozen(module):
+    module.blocks[1].scale.requires_grad_(False)
+    return r"`blocks.1.scale` has True|one requires_grad: `blocks.1.scale` has False"
+
+
+def integers(module):
+    module.blocks[0].table = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    return r"expected `blocks.0.table` to be a real floating-point parameter with values, got one of torch.int64"
+
+
+def halves(module):
+    module.blocks[2].inner.half()
+    return r"one dtype: `blocks.2.scale` has torch.float32, `blocks.2.inner.weight` torch.float16"
+
+
+def without_values(module):
+    module.last.to("meta")
+    return r"`last.weight` to be .* got one on the meta device, without values"
+
+
+def shared(module):
+    module.blocks[0].inner.weight = module.blocks[1].inner.weight
+    return "`blocks.1.inner.weight` of the unit of Block .* is shared with `blocks.0.inner.weight`"
+
+
+@pytest.mark.parametrize("spoil", [frozen, integers, halves, without_values, shared])
+def test_what_cannot_be_a_unit_is_refused_before_anything_is_changed(spoil):
+    module = make()
+    message = spoil(module)
+    names = [name for name, _ in module.named_parameters()]
+    with fake_world(), pytest.raises(ValueError, match=message):
+        traced.shard(module, auto_wrap_policy=POLICY)
+    assert [name for name, _ in module.named_parameters()] == names
