@@ -10,6 +10,19 @@
 enum { IDLE = 1, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON_FULL_PARAMS, SYNC_PARAMS };
 enum { SUM_NONE = 1, SUM_ZEROS, SUM_ON_DEVICE, SUM_ON_HOST };
 
+/* Names of attributes that are asked for in each step: interned, owned for the life of the process. */
+enum {
+    FP_NAME_GRAD,
+    FP_NAME_IS_CPU,
+    FP_NAME_SAVED_GRAD,
+    FP_NAME_STATE,
+    FP_NAME_TAKEN,
+    FP_NAME_VALUE,
+    FP_NAME_ZERO3_SHARD,
+    FP_NAMES
+};
+extern PyObject *fp_handle_names[FP_NAMES];
+
 enum { OBJECTS = 20 };
 typedef struct {
     PyObject_HEAD

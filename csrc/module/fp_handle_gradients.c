@@ -61,7 +61,8 @@ fp_handle_free(fp_handle_steps *h, PyObject *tensor, const char *by_method)
 int
 fp_handle_check_device(fp_handle_steps *h)
 {
-    const int on_host = h->is_on_host ? fp_handle_truth(PyObject_GetAttrString(h->flat_param, "is_cpu")) : 0;
+    const int on_host =
+        h->is_on_host ? fp_handle_truth(PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_IS_CPU])) : 0;
     return on_host != 0 ? (on_host < 0 ? -1 : 0) : fp_handle_run(h, "_check_on_compute_device", h->flat_param);
 }
 
@@ -127,8 +128,9 @@ show(fp_handle_steps *h)
 static int
 begin_gradient(fp_handle_steps *h)
 {
-    PyObject *earlier =
-        fp_handle_truth(fp_handle_stop_showing(h, NULL)) < 0 ? NULL : PyObject_GetAttrString(h->flat_param, "grad");
+    PyObject *earlier = fp_handle_truth(fp_handle_stop_showing(h, NULL)) < 0
+                            ? NULL
+                            : PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_GRAD]);
     int status = earlier == NULL ? -1 : 0;
     if (status == 0 && earlier != Py_None && !h->in_backward) {
         status = fp_handle_run(h, "_set_aside", NULL);
@@ -157,8 +159,10 @@ fp_handle_prepare_gradient(fp_handle_steps *h, PyObject *ignored)
     if (fp_handle_check_device(h) < 0 || (h->prepared < 0 && begin_gradient(h) < 0)) {
         return NULL;
     }
-    PyObject *shown = PyObject_GetAttrString(h->flat_param, "grad");
-    int status = shown == NULL ? -1 : shown == Py_None ? PyObject_SetAttrString(h->flat_param, "grad", h->grad) : 0;
+    PyObject *shown = PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_GRAD]);
+    int status = shown == NULL      ? -1
+                 : shown == Py_None ? PyObject_SetAttr(h->flat_param, fp_handle_names[FP_NAME_GRAD], h->grad)
+                                    : 0;
     Py_XDECREF(shown);
     if (status == 0 && h->state_code == BACKWARD_PRE) {
         status = set_unsharded_grads(h, h->grad);
@@ -174,7 +178,7 @@ is_in_buffer(fp_handle_steps *h)
         h->prepared < 0 || !h->in_backward) {
         return 0;
     }
-    PyObject *pair[] = {PyObject_GetAttrString(h->flat_param, "grad"), h->grad};
+    PyObject *pair[] = {PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_GRAD]), h->grad};
     int same = pair[0] == NULL ? -1 : 0;
     if (same == 0 && fp_torch_all_plain(pair, 2) && !fp_param_requires_grad(h->grad)) {
         same = fp_torch_same_storage(pair[0], pair[1]);
@@ -218,7 +222,8 @@ fp_handle_leave_backward(fp_handle_steps *h)
         return -1;
     }
     h->in_backward = 0;
-    PyObject *reduced = h->flat_param == NULL ? NULL : PyObject_GetAttrString(h->flat_param, "_saved_grad");
+    PyObject *reduced =
+        h->flat_param == NULL ? NULL : PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_SAVED_GRAD]);
     Py_XDECREF(reduced);
     if (reduced == NULL && PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {

@@ -35,6 +35,22 @@ static const struct {
     {"_full_param_padded", offsetof(fp_handle_steps, padded), TENSOR}, /* last: with it, all are there */
 };
 
+PyObject *fp_handle_names[FP_NAMES];
+
+int
+fp_handle_exec(void)
+{
+    static const char *const names[FP_NAMES] = {"grad",  "is_cpu",  "_saved_grad", "_state",
+                                                "taken", "_value_", "_zero3_shard"};
+    for (int i = 0; i < FP_NAMES; i++) {
+        fp_handle_names[i] = PyUnicode_InternFromString(names[i]);
+        if (fp_handle_names[i] == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* ---- states ---- */
 
 /* The value of a HandleTrainingState; -1 on failure. */
@@ -42,7 +58,7 @@ static int
 code_of(PyObject *state)
 {
     int64_t code = 0;
-    PyObject *value = PyObject_GetAttrString(state, "_value_");
+    PyObject *value = PyObject_GetAttr(state, fp_handle_names[FP_NAME_VALUE]);
     const int status = value == NULL ? -1 : fp_as_int64(value, &code);
     Py_XDECREF(value);
     if (status == 0 && (code < IDLE || code > SYNC_PARAMS)) {
@@ -55,7 +71,7 @@ code_of(PyObject *state)
 static int
 set_code(fp_handle_steps *h, PyObject *state, int code)
 {
-    if (code < 0 || (h->flat != NULL && PyObject_SetAttrString(h->flat, "_state", state) < 0)) {
+    if (code < 0 || (h->flat != NULL && PyObject_SetAttr(h->flat, fp_handle_names[FP_NAME_STATE], state) < 0)) {
         return -1;
     }
     h->state_code = code;
@@ -113,7 +129,8 @@ is_changed(fp_handle_steps *h)
 {
     fp_versions now;
     int64_t steps = 0;
-    PyObject *taken = h->optimizers == NULL ? Py_NewRef(Py_None) : PyObject_GetAttrString(h->optimizers, "taken");
+    PyObject *taken =
+        h->optimizers == NULL ? Py_NewRef(Py_None) : PyObject_GetAttr(h->optimizers, fp_handle_names[FP_NAME_TAKEN]);
     const int status = taken == NULL || fp_as_int64(taken, &steps) < 0 ? -1 : fp_handle_versions(h, &now);
     Py_XDECREF(taken);
     return status < 0 ? -1 : now.values != h->seen_values || steps != h->seen_steps;
@@ -136,7 +153,7 @@ static int
 is_as_put(fp_handle_steps *h)
 {
     fp_versions now;
-    PyObject *grad = PyObject_GetAttrString(h->flat_param, "grad");
+    PyObject *grad = PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_GRAD]);
     int as_put = grad == NULL ? -1 : 1;
     if (as_put > 0 && grad != Py_None && (h->is_shown || !h->in_backward)) {
         as_put = h->is_shown ? fp_handle_is_as_shown(h) : fp_handle_versions(h, &now) < 0 ? -1 : now.grads > 0;
@@ -206,7 +223,8 @@ pre_unshard(fp_handle_steps *h, PyObject *ignored)
 static int
 must_refresh(fp_handle_steps *h)
 {
-    PyObject *copy = PyObject_GetAttrString(h->flat_param, "_zero3_shard"), *agreed = h->agreed; /* both owned */
+    PyObject *copy = PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_ZERO3_SHARD]),
+             *agreed = h->agreed; /* both owned */
     int status = -1;
     h->agreed = NULL;
     const int has_copy = h->has_zero3_copy || h->stays_unsharded ? copy != Py_None : h->gathered;
@@ -292,7 +310,7 @@ all_gather_flat_param(fp_handle_steps *h, PyObject *padded)
         status = fp_handle_run(h, "_gather_masters", padded);
     }
     else if (status == 0 && !h->gathered) {
-        PyObject *shard = PyObject_GetAttrString(h->flat_param, "_zero3_shard");
+        PyObject *shard = PyObject_GetAttr(h->flat_param, fp_handle_names[FP_NAME_ZERO3_SHARD]);
         status = shard == NULL ? -1 : begin_gather(h, padded, shard);
         status = status == 0 ? fp_handle_truth(PyObject_CallMethod((PyObject *)h, "_gather", "(OO)", padded, shard))
                              : status;

@@ -51,7 +51,7 @@ fp_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "ShardError", state->ShardError) < 0) { /* also when it is NULL */
         return -1;
     }
-    if (fp_attributes_exec() < 0) {
+    if (fp_attributes_exec() < 0 || fp_handle_exec() < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof fp_types / sizeof fp_types[0]; i++) {

@@ -20,3 +20,6 @@ PyObject *fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, 
 PyObject *fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_module_params_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_module_params_set_grads(PyObject *self, PyObject *grad);
+
+/* Once: fill fp_handle_names. */
+int fp_handle_exec(void);
