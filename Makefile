@@ -1,5 +1,5 @@
 # Every target finds or makes the Python environment that it needs (tools/environment.py), builds what changed and runs.
-#   make demo | test | test-all | equality | integrations | bench | docs | coverage | lint | asan | cuda-check | instructions | upstream | format | build | venv | clean
+#   make demo | test | test-all | equality | integrations | bench | docs | coverage | lint | asan | cuda-check | test-gpu | bench-gpu | cuda-sanitize | instructions | upstream | format | build | venv | clean
 # PYTHON=python3    use this interpreter as it is if it has torch 2.11 to 2.15; else .venv is made from it
 # ARGS="..."        passed on: make demo ARGS="--ranks 2 --steps 100", make test ARGS="-k layout -x", make bench ARGS=--quick
 
@@ -10,7 +10,7 @@ BUILD = "$$py" setup.py --quiet build_ext --inplace --strict &&
 ASAN = build/asan
 C_FILES = $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp csrc/*/*.hpp csrc/*/*.cu tests/c/*.c tests/c/*.h benchmarks/*.c)
 
-.PHONY: help venv build demo test test-all equality integrations bench docs coverage instructions lint format asan cuda-check upstream clean
+.PHONY: help venv build demo test test-all equality integrations bench docs coverage instructions lint format asan cuda-check test-gpu bench-gpu cuda-sanitize upstream clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -67,6 +67,15 @@ asan:
 
 cuda-check:
 	@$(call ENVIRONMENT,build) "$$py" setup.py --quiet cuda_check
+
+test-gpu:
+	@$(call ENVIRONMENT,build test) $(BUILD) "$$py" tools/gpu.py test $(ARGS)
+
+bench-gpu:
+	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" tools/gpu.py bench $(ARGS)
+
+cuda-sanitize:
+	@$(call ENVIRONMENT,build test) $(BUILD) "$$py" tools/gpu.py sanitize $(ARGS)
 
 upstream:
 	@$(call ENVIRONMENT,build test upstream) $(BUILD) "$$py" tests/upstream/run.py $(ARGS)

@@ -23,6 +23,7 @@ class Wrapping:
 
     unit_types: tuple[type[nn.Module], ...]
     low: torch.dtype | None = None
+    device: str = "cpu"
 
 
 def bare(model: nn.Module, how: Wrapping) -> nn.Module:
@@ -35,14 +36,14 @@ def fsdp1(model: nn.Module, how: Wrapping, api: Any = FullyShardedDataParallel, 
     mixed = None if how.low is None else MixedPrecision(param_dtype=how.low, reduce_dtype=how.low)
     policy = ModuleWrapPolicy(set(how.unit_types))
     wrapped: nn.Module = api(
-        model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device("cpu"), **settings
+        model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device(how.device), **settings
     )
     return wrapped
 
 
 def fsdp2(model: nn.Module, how: Wrapping) -> nn.Module:
     """torch's fully_shard, unit by unit and on the root."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(how.device, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(how.low, how.low) if how.low is not None else MixedPrecisionPolicy()
     for module in [module for module in model.modules() if isinstance(module, how.unit_types) and module is not model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from flatparam.demo.config import PARTIAL, PRECISIONS, RUNTIMES, STRATEGIES, BadSetting, Config
+from flatparam.demo.config import DEVICES, PARTIAL, PRECISIONS, RUNTIMES, STRATEGIES, BadSetting, Config
 from flatparam.demo.processes import DemoFailed, Stopped, Team, stop_on_signals
 
 DEFAULTS = Config()
@@ -54,6 +54,7 @@ def parser(defaults: Config) -> Parser:
     add("--context", type=int, metavar="N", help="bytes that the model sees")
     add("--batch", type=int, metavar="N", help="rows of a micro-batch, for each rank")
     add("--micro-batches", type=int, metavar="N", help="micro-batches a step, all but the last in no_sync()")
+    add("--device", choices=DEVICES, help="where the processes compute; cuda takes a GPU for each rank")
     add("--runtime", choices=RUNTIMES, help="flatparam's own FullyShardedDataParallel, or torch's on its handle")
     add("--strategy", choices=STRATEGIES, help=STRATEGY_HELP)
     add("--precision", choices=PRECISIONS, help="of forward, backward and gradients; the weights are kept in fp32")

@@ -11,6 +11,7 @@ MAX_CONTEXT = 4096  # the validation text has room for some such rows
 TORCH_STRATEGIES = ("full-shard", "shard-grad-op", "no-shard", "hybrid-shard", "hybrid-shard-zero2")
 STRATEGIES = (*TORCH_STRATEGIES, "zero-1", "layer-zero", "layer-zero-nested")
 PRECISIONS = ("fp32", "bf16")
+DEVICES = ("cpu", "cuda")  # a rank each, on GPUs of their own
 RUNTIMES = ("flatparam", "dropin")  # flatparam's own class, or torch's FSDP1 on flatparam's handle
 PARTIAL = ".partial"  # the end of the name of a file that is being written
 UNIFORM_LOSS = math.log(256)  # nats a byte of a model that knows nothing
@@ -39,6 +40,7 @@ class Config:
     context: int = 64
     batch: int = 8
     micro_batches: int = 1
+    device: str = "cpu"
     runtime: str = "flatparam"
     strategy: str = "full-shard"
     precision: str = "fp32"
@@ -107,16 +109,17 @@ class Config:
     def exact(self) -> bool:
         """Whether sharded training must equal unsharded training bit for bit.
 
-        A sum of two is order-free, that of more is not; and a clipping norm is summed in another order.
+        A sum of two is order-free, that of more is not, nor are those within a GPU's kernels; and a clipping norm is
+        summed in another order.
         """
-        return self.ranks <= 2 and self.clip is None
+        return self.ranks <= 2 and self.clip is None and self.device == "cpu"
 
     @property
     def as_torch(self) -> bool:
         """Whether flatparam must equal torch's FSDP1 bit for bit: both take the same sums in the same order."""
         nested = self.strategy == "layer-zero-nested" and self.ranks > 2
         rounded = self.adds_in_fp32 and self.precision == "bf16" and self.micro_batches > 2  # two round alike
-        return not nested and not rounded
+        return not nested and not rounded and self.device == "cpu"
 
     @property
     def loss_to_reach(self) -> float | None:

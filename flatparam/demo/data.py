@@ -41,7 +41,7 @@ class Corpus:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         shape = (config.micro_batches, config.ranks, config.batch)
         picks = torch.randint(len(self.training), shape, generator=generator)
-        return self.training[picks[micro_batch, rank]]
+        return self.training[picks[micro_batch, rank]].to(config.device)
 
     def validation_batches(self, rank: int) -> list[Tensor]:
         """One rank's validation batches, the same at every step: windows at equal distances over the whole part."""
@@ -49,4 +49,4 @@ class Corpus:
         shape = (config.ranks, config.validation_batches, config.batch)
         total = shape[0] * shape[1] * shape[2]
         starts = torch.arange(total) * (len(self.validation) - 1) // max(1, total - 1)
-        return list(self.validation[starts.view(shape)[rank]])
+        return list(self.validation[starts.view(shape)[rank]].to(config.device))

@@ -72,9 +72,9 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> str:
     """``prompt`` and ``length`` more bytes drawn from ``model``, as text."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)])
+    tokens, device = torch.tensor([list(prompt)]), next(model.parameters()).device
     for _ in range(length):
-        logits = model(tokens[:, -model.context :])[0, -1].float() / temperature
+        logits = model(tokens[:, -model.context :].to(device))[0, -1].float().cpu() / temperature
         drawn = torch.multinomial(logits.softmax(0), 1, generator=generator)
         tokens = torch.cat([tokens, drawn[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")

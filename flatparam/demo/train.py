@@ -98,7 +98,7 @@ class Unsharded(Trainer):
     """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
-        super().__init__(config, corpus, GPT(config), range(config.ranks))
+        super().__init__(config, corpus, GPT(config).to(config.device), range(config.ranks))
         self._low = copy.deepcopy(self.model).bfloat16() if config.precision == "bf16" else None
         self._added: list[Tensor] = []
         self._sums: list[Tensor] = []
@@ -146,7 +146,7 @@ class Sharded(Trainer):
     """A wrapper's units: one a block, and the root."""
 
     def __init__(self, config: Config, corpus: Corpus, rank: int, wrapper: Wrapper) -> None:
-        self._sharded = shard(GPT(config), config, wrapper)
+        self._sharded = shard(GPT(config), config, wrapper, "nccl" if config.device == "cuda" else "gloo")
         super().__init__(config, corpus, self._sharded, range(rank, rank + 1))
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -187,7 +187,7 @@ def shard(model: nn.Module, config: Config, wrapper: Wrapper, backend: str = "gl
         sharding_strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low) if low else None,
-        device_id=torch.device("cpu"),
+        device_id=torch.cuda.current_device() if config.device == "cuda" else torch.device("cpu"),
         use_orig_params=config.orig_params,
     )
 

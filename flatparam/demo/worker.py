@@ -7,6 +7,7 @@ kills it, whatever it is doing.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 import flatparam
 from flatparam.demo import checkpoint
-from flatparam.demo.config import Config
+from flatparam.demo.config import BadSetting, Config
 from flatparam.demo.data import Corpus, load_text
 from flatparam.demo.hostcost import HostCost
 from flatparam.demo.memory import PeakMemory, optimizer_bytes, tensor_bytes
@@ -37,6 +38,11 @@ class Worker:
 
     def __init__(self, config: Config, role: Role) -> None:
         torch.set_num_threads(config.threads)
+        if config.device == "cuda":
+            if torch.cuda.device_count() < config.ranks:
+                found = torch.cuda.device_count()
+                raise BadSetting(f"--device cuda takes a GPU for each of {config.ranks} ranks, there are {found}")
+            torch.cuda.set_device(role.rank)
         if role.run == FLATPARAM and config.runtime == "dropin":
             flatparam.install()
         if role.run != UNSHARDED:
@@ -123,7 +129,8 @@ class Worker:
     def host_cost(self) -> list[tuple[float, float]]:
         """Seconds of (bare, wrapped) passes on rank 0; the other ranks only take part in the wrapping."""
         if self._host_cost is None:
-            self._host_cost = HostCost(self._config, wrapper_of(self._role.run, self._config))
+            on_host = dataclasses.replace(self._config, device="cpu")
+            self._host_cost = HostCost(on_host, wrapper_of(self._role.run, on_host))
         return self._host_cost.measure() if self._role.rank == 0 else []
 
 

@@ -302,7 +302,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // ---- memory ----
 
-int64_t bytes_now = 0, bytes_peak = 0;
+int64_t bytes_now = 0, bytes_peak = 0, allocations = 0; // of blocks that there were none to use again for
 struct Block {
     size_t bytes;
     int64_t stream; // that it was allocated on, and goes back to
@@ -349,6 +349,7 @@ struct DeviceMemory final : c10::Allocator {
         }
         else {
             std::memset(memory, 0x7f, bytes); // new memory is not empty either
+            allocations++;
         }
         blocks[memory] = {bytes, current};
         bytes_now += static_cast<int64_t>(bytes);
@@ -998,6 +999,10 @@ PYBIND11_MODULE(simulated_device, m)
     m.def("memory", [] {
         const Locked locked(mutex);
         return std::make_tuple(bytes_now, bytes_peak, pinned_now);
+    });
+    m.def("allocations", [] {
+        const Locked locked(mutex);
+        return allocations;
     });
     m.def("reset_peak", [] {
         const Locked locked(mutex);

@@ -1,0 +1,213 @@
+"""``make bench-gpu``: the kernels, the step, its memory and wrapping on a GPU; ``--docs`` writes docs/gpu.md too.
+
+``--device cpu`` runs the same code without a GPU, to see that it runs: its figures say nothing of one.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import flatparam
+from benchmarks import document, picture
+from benchmarks.contestants import BARE, CONTESTANTS, FSDP1, FSDP2, OURS, RUNTIME, Wrapping
+from benchmarks.rows import Row, Table, Target
+from benchmarks.worlds import fake_world
+
+ROOT = Path(__file__).parents[1]
+WORLD = 8
+PACK, COPY, CAT, FOREACH, CHUNK_CAT = "flatparam", "copy of one tensor", "cat", "_foreach_copy_", "_chunk_cat"
+SIZES = {
+    "4 KiB": (1 << 10, 0.5),
+    "64 KiB": (1 << 14, 0.8),
+    "1 MiB": (1 << 18, 0.8),
+}  # fp32 elements, of the copy's rate
+KERNEL = "pack"  # in the name of ours
+NAMES = (BARE, FSDP1, FSDP2, OURS, RUNTIME)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the code")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of the JSON files")
+    parser.add_argument("--docs", action="store_true", help="write tables and picture into docs/gpu.* too")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    with fake_world(WORLD):
+        tables = [kernels(device, arguments.quick), *steps(device, arguments.quick)]
+    for table in tables:
+        print("\n".join(table.lines()), flush=True)
+        table.save(arguments.out / f"gpu-{table.key}.json")
+    by_key = {table.key: table for table in tables}
+    draw(by_key, arguments.out / "gpu.png")
+    if arguments.docs:
+        document.write(by_key, _machine(device), ROOT / "docs" / "gpu.md")
+        draw(by_key, ROOT / "docs" / "gpu.png")
+    return 0
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
+    return {"device": name, "torch": torch.__version__, "CUDA": str(torch.version.cuda)}
+
+
+class Shown(nn.Module):
+    """Gives its parameters away as they are: all that a backward does is what happens to their gradients."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([torch.zeros(numel) for _ in range(count)])
+
+    def forward(self) -> list[Tensor]:
+        return [param.view_as(param) for param in self.params]
+
+
+def device_seconds(device: torch.device, call: Callable[[], object], kernels: str = "") -> float:
+    """What the kernels of a call take that have this in their names; on the CPU, the call."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return float(sum(event.self_device_time_total for event in seen.key_averages() if kernels in event.key)) / 1e6
+
+
+def kernels(device: torch.device, quick: bool) -> Table:
+    """Gradients of 400 parameters into one flat buffer: ours in a backward, torch's operations by themselves."""
+    count = 40 if quick else 400
+    table = Table("kernels", f"packing {count} gradients in fp32", "GB/s of bytes read and written; times the copy's")
+    for size, (numel, bound) in SIZES.items():
+        grads = [torch.ones(numel, device=device) for _ in range(count)]
+        flat, other = torch.empty(2, count * numel, device=device)
+        places = list(other.split(numel))
+        with torch.no_grad():
+            calls: dict[str, Callable[[], object]] = {
+                COPY: partial(flat.copy_, other),
+                CAT: partial(torch.cat, grads, out=flat),
+                FOREACH: partial(torch._foreach_copy_, places, grads),
+                CHUNK_CAT: partial(torch._chunk_cat, grads, 0, WORLD),
+            }
+            rounds = 5 if quick else 22
+            seconds = {name: [device_seconds(device, call) for _ in range(rounds)][2:] for name, call in calls.items()}
+        seconds[PACK] = _of_backwards(device, grads, rounds)[2:]
+        rates = {name: [2e-9 * 4 * count * numel / each for each in values] for name, values in seconds.items()}
+        targets = [Target(PACK, bound, at_least=True)] if device.type == "cuda" else []
+        table.rows.append(Row.of("pack", f"{count} x {size}", "GB/s", COPY, rates, targets=targets))
+    return table
+
+
+def _of_backwards(device: torch.device, grads: list[Tensor], rounds: int) -> list[float]:
+    model: Any = flatparam.FullyShardedDataParallel(
+        Shown(len(grads), grads[0].numel()), device_id=device, use_orig_params=True
+    )
+    taken = []
+    for _ in range(rounds):
+        shown = model()
+        taken.append(device_seconds(device, partial(torch.autograd.backward, shown, grads), KERNEL))
+        model.zero_grad()
+    return taken
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        more: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + more
+
+
+class Blocks(nn.Module):
+    """``depth`` blocks; of a transformer what short sequences take time for."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def steps(device: torch.device, quick: bool) -> list[Table]:
+    """Forward and backward of a deep model on short sequences, collectives doing nothing; its peak; its wrapping."""
+    depth, width, tokens, repeats, rounds = (4, 64, 16, 2, 2) if quick else (48, 512, 128, 5, 20)
+    size = f"{depth} blocks of {width}"
+    models, wrapping = {}, {}
+    for name in NAMES:
+        model = Blocks(depth, width)
+        start = time.perf_counter()
+        models[name] = CONTESTANTS[name](model, Wrapping((Block,), device=device.type)).to(device)
+        _wait(device)
+        wrapping[name] = [time.perf_counter() - start]
+    x = torch.ones(1, tokens, width, device=device)
+    medians: dict[str, list[float]] = {name: [] for name in NAMES}
+    peaks: dict[str, list[float]] = {}
+    for repeat in range(repeats + 1):
+        for name in NAMES:
+            taken = [_step(models[name], x, device) for _ in range(rounds)]
+            if repeat:
+                medians[name].append(statistics.median(taken))
+    for name in NAMES if device.type == "cuda" else ():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _step(models[name], x, device)
+        peaks[name] = [(torch.cuda.max_memory_allocated() - before) / 2**20]
+    targets = [Target(RUNTIME, 1.05)] if device.type == "cuda" else []
+    step = Table("step", f"a step of {size}, {tokens} tokens, fake group of {WORLD}", "ms; times the bare module's")
+    step.rows.append(Row.of("forward + backward", size, "ms", BARE, medians, 1e3, targets))
+    others = Table("memory", "what a step takes on top, and wrapping", "MiB at the step's peak; ms to wrap")
+    if peaks:
+        others.rows.append(Row.of("peak of a step", size, "MiB", BARE, peaks))
+    others.rows.append(Row.of("wrapping", size, "ms", BARE, wrapping, 1e3))
+    return [step, others]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _step(model: nn.Module, x: Tensor, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    model(x).sum().backward()
+    _wait(device)
+    taken = time.perf_counter() - start
+    model.zero_grad(set_to_none=True)
+    return taken
+
+
+def draw(tables: dict[str, Table], path: Path) -> None:
+    """A panel of packing rates and one of step times."""
+    figure = Figure(figsize=(11.0, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = tables["kernels"].rows
+    for name in rows[0].values:
+        left.plot([row.size for row in rows], [row.values[name] for row in rows], ".-", label=name)
+    left.legend(fontsize=picture.LABEL)
+    left.set(title="packing (GB/s)", ylim=0)
+    [row] = tables["step"].rows
+    right.bar(list(row.values), list(row.values.values()), color=[picture.COLOURS[name] for name in row.values])
+    right.tick_params(axis="x", labelsize=picture.LABEL)
+    right.set(title="forward + backward (ms)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

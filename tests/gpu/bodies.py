@@ -1,0 +1,248 @@
+"""What is tested on a GPU, as functions that a rank runs. Each takes the path of the simulated device's library.
+
+The oracles: arithmetic on exact values, the same training on the CPU, torch's FSDP1, and what the device counts.
+"""
+
+import contextlib
+
+import accelerator
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardingStrategy as Strategy1
+
+from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
+from flatparam import FullyShardedDataParallel as FSDP
+
+CPU = torch.device("cpu")
+WIDTH = 1024 if accelerator.ON_CUDA else 256  # weights are large beside activations of two rows
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PLAIN = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+
+class Deep(nn.Module):
+    def __init__(self, width=WIDTH, blocks=8):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def made(width=WIDTH, blocks=8):
+    torch.manual_seed(0)
+    return Deep(width, blocks)
+
+
+def wrapped(group, device, wrapper=FSDP, model=None, **arguments):
+    arguments = {"process_group": group, "device_id": device, "use_orig_params": True, **arguments}
+    model = made() if model is None else model
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = wrapper(block, **arguments)
+    return wrapper(model, **arguments)
+
+
+def batch(step, width=WIDTH):
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def losses_of(model, device, steps=5, width=WIDTH):
+    """The losses of some steps, in which SGD takes the gradients: its arithmetic is the same everywhere."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        loss = model(batch(step, width).to(device)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).cpu()
+
+
+def steady(library):
+    """From the third step on the host waits for nothing, and no memory is asked for; the plan is kept to."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    for strategy in PLAIN:
+        for precision in (None, LOW):
+            what = f"{strategy.name}, {precision}"
+            here.synchronize()
+            base = here.bytes()[0]
+            model = wrapped(group, here.device, sharding_strategy=strategy, mixed_precision=precision)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for step in range(50):
+                x = batch(step).to(here.device)
+                here.synchronize()
+                if step == 2:
+                    asked = here.allocations()
+                with contextlib.nullcontext() if step < 2 else here.no_host_waits():
+                    model(x).square().mean().backward()
+                    here.reset_peak()
+                    model(x).square().mean().backward()  # added to the gradients that there are, as the plan has it
+                    peak = here.bytes()[1]
+                    model.clip_grad_norm_(1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert here.allocations() == asked, what
+            plan = model.memory_plan().peak
+            assert abs(peak - base - plan) <= 0.02 * plan, (what, peak - base, plan)
+            assert here.reserved_over_allocated() <= 1.05, (what, here.reserved_over_allocated())
+            del model, optimizer, x
+
+
+def like_others(library):
+    """The losses of the CPU within what its other order of sums gives, and of torch's FSDP1 bit for bit."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    for strategy in PLAIN:
+        found = losses_of(wrapped(group, here.device, sharding_strategy=strategy), here.device)
+        on_cpu = losses_of(wrapped(dist.group.WORLD, CPU, sharding_strategy=strategy), CPU)
+        torch.testing.assert_close(found, on_cpu, rtol=1e-4, atol=1e-6)
+        where, others = (here.device, group) if accelerator.ON_CUDA else (CPU, dist.group.WORLD)
+        model = wrapped(others, where, wrapper=FSDP1, sharding_strategy=Strategy1[strategy.name])
+        assert torch.equal(found, losses_of(model, where)), strategy
+
+
+def beside_each_other(library):
+    """Two models that take turns, each on a stream of its own, train as each alone on the current one."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    alone = losses_of(wrapped(group, here.device), here.device)
+    models = [wrapped(group, here.device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    streams = [torch.Stream(here.device) for _ in models]
+    losses = [[], []]
+    for step in range(5):
+        x = batch(step).to(here.device)
+        here.synchronize()
+        for k, (model, optimizer, stream) in enumerate(zip(models, optimizers, streams, strict=True)):
+            stream.wait_stream(torch.accelerator.current_stream())
+            with stream:
+                loss = model(x).square().mean()
+                loss.backward()
+                losses[k].append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+        here.synchronize()
+    for found in losses:
+        assert torch.equal(torch.stack(found).cpu(), alone)
+
+
+class Given(nn.Module):
+    """The gradient of each parameter is what it is given: values that every dtype has, of many strides."""
+
+    def __init__(self, many):
+        super().__init__()
+        self.params = nn.ParameterList([torch.zeros(1 + i % 37, 1 + i % 5) for i in range(many)])
+
+    def forward(self, given):
+        return sum((p * g.to(p.dtype)).sum() for p, g in zip(self.params, given, strict=True) if g is not None)
+
+
+def gradients(many, device):
+    """None for one of them; every other one is transposed."""
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for i in range(many):
+        values = torch.randint(-128, 128, (1 + i % 5, 1 + i % 37), generator=generator).float().div(8).to(device)
+        made.append(values.t() if i % 2 else values.t().contiguous())
+    made[3] = None
+    return made
+
+
+def packed(library):
+    """Packing, adding and casting of few to many gradients: exact values, with kernel arguments of all three kinds."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    for many in (7, 300, 1500 if accelerator.ON_CUDA else 400):
+        for precision in (None, LOW, MixedPrecision(param_dtype=torch.bfloat16)):
+            model = FSDP(
+                Given(many), process_group=group, device_id=here.device, use_orig_params=True, mixed_precision=precision
+            )
+            given = gradients(many, here.device)
+            for micro_batches in (1, 2):
+                for k in range(micro_batches):
+                    with contextlib.nullcontext() if k == micro_batches - 1 else model.no_sync():
+                        model(given).backward()
+                with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+                    for i, (param, grad) in enumerate(zip(model.module.params, given, strict=True)):
+                        found = torch.zeros_like(param) if param.grad is None else param.grad
+                        wanted = torch.zeros_like(param) if grad is None else grad * micro_batches
+                        assert torch.equal(found.cpu(), wanted.cpu()), (many, precision, micro_batches, i)
+                norm = model.clip_grad_norm_(1e9).cpu()
+                exact = torch.cat([grad.flatten().double() for grad in given if grad is not None]).norm().cpu()
+                torch.testing.assert_close(norm.double(), exact * micro_batches, rtol=1e-6, atol=0)
+                model.zero_grad()
+
+
+def offloaded(library):
+    """Shards and gradients in host memory: the losses of those on the device."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    wanted = losses_of(wrapped(group, here.device), here.device)
+    found = losses_of(wrapped(group, here.device, cpu_offload=CPUOffload(True)), here.device)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def replayed(library):
+    """Forward and backward in a CUDA graph: 20 steps as without."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    eager, model = wrapped(group, here.device), wrapped(group, here.device)
+    wanted = losses_of(eager, here.device, steps=20)
+    x, loss = torch.zeros(2, WIDTH, device=here.device), torch.zeros((), device=here.device)
+
+    def step():
+        now = model(x).square().mean()
+        now.backward()
+        loss.copy_(now.detach())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    side = torch.Stream(here.device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for _ in range(3):
+            step()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.accelerator.current_stream().wait_stream(side)
+    optimizer.param_groups[0]["lr"] = 0.01
+    replay, found = here.captured(step), []
+    for number in range(20):
+        x.copy_(batch(number))
+        replay()
+        found.append(loss.cpu())
+        optimizer.step()
+        if not accelerator.ON_CUDA:
+            optimizer.zero_grad()  # a replay writes the gradient, a call adds to it
+    assert torch.equal(torch.stack(found), wanted)
+
+
+def one_communicator(library):
+    """A communicator of one rank: in place, several in one call, and from registered memory."""
+    here = accelerator.use(library)
+    groups = [here.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = groups[dist.get_rank()]
+    memory, pool, why_not = here.registered(group, 4096)
+    if why_not:
+        print(why_not)
+    memory.copy_(torch.arange(4096.0))
+    dist.all_gather_into_tensor(memory, memory, group=group)
+    dist.reduce_scatter_tensor(memory, memory, group=group)
+    halves = memory.chunk(2)
+    group._start_coalescing(here.device)
+    for half in halves:
+        dist.all_gather_into_tensor(half, half, group=group, async_op=True)
+    group._end_coalescing(here.device).wait()
+    assert torch.equal(memory.cpu(), torch.arange(4096.0))
+    if pool is not None:
+        group._get_backend(here.device).deregister_mem_pool(pool)
+
+
+BODIES = (steady, like_others, beside_each_other, packed, offloaded, replayed, one_communicator)
+RANKS = (1, 2)
+HERE = RANKS[: torch.cuda.device_count()] if accelerator.ON_CUDA else RANKS
+LEFT_OUT = [f"{body.__name__} on {ranks} GPUs" for body in BODIES for ranks in RANKS if ranks not in HERE]

@@ -1,0 +1,30 @@
+"""``torchrun --nproc-per-node=N tests/gpu/ranks.py [BODY...]``: the bodies on N GPUs; by itself: on one."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+os.environ.setdefault("FLATPARAM_TEST_DEVICE", "cuda")
+
+import accelerator  # noqa: E402
+import bodies  # noqa: E402
+import simulated  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+
+def main(names):
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    library = "" if accelerator.ON_CUDA else str(simulated.build())
+    for body in bodies.BODIES:
+        if not names or body.__name__ in names:
+            body(library)
+            print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {body.__name__} passed", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

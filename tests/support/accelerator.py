@@ -1,0 +1,112 @@
+"""The device that the tests of tests/gpu run on: CUDA where FLATPARAM_TEST_DEVICE says so, else the simulated one.
+
+Each has the same methods, so that whatever is tested on a GPU has been run on the simulated device before.
+"""
+
+import contextlib
+import functools
+import os
+
+import simulated
+import torch
+import torch.distributed as dist
+
+ON_CUDA = os.environ.get("FLATPARAM_TEST_DEVICE", "sim") == "cuda"
+
+
+@functools.cache
+def use(library):
+    """The device of this rank. ``library``: the simulated one's, which is not needed on CUDA."""
+    return _Cuda() if ON_CUDA else _Simulated(library)
+
+
+class _Cuda:
+    def __init__(self):
+        self.device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.ones(64, 64, device=self.device).mm(torch.ones(64, 64, device=self.device))  # cuBLAS takes its memory
+
+    def new_group(self, ranks=None):
+        return dist.new_group(ranks, backend="nccl")
+
+    @contextlib.contextmanager
+    def no_host_waits(self):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def synchronize(self):
+        torch.cuda.synchronize()
+
+    def allocations(self):
+        """How often the device itself was asked for memory."""
+        return torch.cuda.memory_stats()["num_device_alloc"]
+
+    def bytes(self):
+        """(now, at most since the last ``reset_peak()``)."""
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+    def reset_peak(self):
+        torch.cuda.reset_peak_memory_stats()
+
+    def reserved_over_allocated(self):
+        return torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated()
+
+    def captured(self, call):
+        """What replays ``call``, of which nothing is run yet."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def registered(self, group, numel):
+        """Memory that ``group`` communicates from without a copy, where this torch and NCCL can; why not, or None."""
+        backend = group._get_backend(self.device)
+        try:
+            pool = torch.cuda.MemPool(backend.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                memory = torch.zeros(numel, device=self.device)
+            backend.register_mem_pool(pool)
+        except (AttributeError, RuntimeError) as error:
+            return torch.zeros(numel, device=self.device), None, f"memory could not be registered: {error}"
+        return memory, pool, None
+
+
+class _Simulated:
+    def __init__(self, library):
+        self.module = simulated.use(library)
+        self.device = torch.device("sim", 0)
+
+    def new_group(self, ranks=None):
+        return simulated.new_group(ranks)
+
+    @contextlib.contextmanager
+    def no_host_waits(self):
+        before = self.module.waits()
+        yield
+        assert self.module.waits() == before, self.module.waits() - before
+
+    def synchronize(self):
+        self.module.synchronize()
+
+    def allocations(self):
+        return self.module.allocations()
+
+    def bytes(self):
+        now, peak, _ = self.module.memory()
+        return now, peak
+
+    def reset_peak(self):
+        self.module.reset_peak()
+
+    def reserved_over_allocated(self):
+        return 1.0  # blocks are as large as what is asked for
+
+    def captured(self, call):
+        return call
+
+    def registered(self, group, numel):
+        return torch.zeros(numel, device=self.device), None, "nothing registers memory of the simulated device"

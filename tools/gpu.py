@@ -1,0 +1,67 @@
+"""What needs a GPU: ``make test-gpu``, ``make bench-gpu``, ``make cuda-sanitize``.
+
+Usage: python tools/gpu.py test|bench|sanitize [ARGS...]. Prints the device, its driver and torch. Where
+nothing could be run: one line that says what is missing, and exit status 3.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+LACKING = 3
+SANITIZER = "compute-sanitizer"
+
+
+def lacks(target: str) -> str | None:
+    """What is missing for a target, or None."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built for the CPU: install one that is built for CUDA"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU that it can use, or no driver"
+    if target == "sanitize" and shutil.which(SANITIZER) is None:
+        return f"{SANITIZER} of the CUDA toolkit is not on PATH"
+    return None
+
+
+def machine() -> str:
+    """The device, its driver and torch, in one line."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return f"{names}; driver {driver}; torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:
+    """What a target runs, one after the other."""
+    python = sys.executable
+    if target == "test":
+        return [[python, "-m", "pytest", "tests/gpu", "-q", *arguments]]
+    if target == "bench":
+        return [[python, "-m", "benchmarks.gpu", *arguments]]
+    checked = [python, "tests/gpu/ranks.py", "packed", *arguments]
+    tools = ("memcheck", "racecheck")
+    return [[SANITIZER, "--tool", tool, "--error-exitcode", "1", *checked] for tool in tools]
+
+
+def main(target: str, *arguments: str) -> int:
+    missing = lacks(target)
+    if missing is not None:
+        names = {"test": "test-gpu", "bench": "bench-gpu", "sanitize": "cuda-sanitize"}
+        print(f"make {names[target]}: nothing was run: {missing}")
+        return LACKING
+    print(machine(), flush=True)
+    environment = {**os.environ, "FLATPARAM_TEST_DEVICE": "cuda", "PYTHONPATH": str(ROOT)}
+    status = [subprocess.run(command, cwd=ROOT, env=environment).returncode for command in commands(target, arguments)]
+    return max(map(abs, status))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
