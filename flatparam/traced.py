@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from . import _C
 from .common.layout import FlatLayout
 from .common.torch_private import _pytree
 from .fsdp.placement import averaging_factors
@@ -52,11 +53,13 @@ def shard(
     group: Any = dist.group.WORLD if process_group is None else process_group
     targets = {} if auto_wrap_policy is None else targets_of(module, auto_wrap_policy, set(), set(), {})
     check_not_tied(module, targets, set(), set())
-    paths = {each: name for name, each in module.named_modules()}
+    paths: dict[nn.Module, list[str]] = {each: [] for each in module.modules()}
+    for name, each in module.named_modules(remove_duplicate=False):
+        paths[each].append(name)
     own = {each: _own_modules(each, targets) for each in (*targets, module)}
     places = {each: _places(modules) for each, modules in own.items()}
     for each in own:
-        _check(paths[each], places[each])
+        _check(paths[each][0], places[each])
 
     def wrap(each: nn.Module, ignored: Any = None) -> TracedUnit:
         return TracedUnit(each, paths[each], own[each], group, param_dtype, reduce_dtype)
@@ -83,7 +86,7 @@ class TracedUnit(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        path: str,
+        paths: list[str],
         own_modules: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
         param_dtype: torch.dtype | None,
@@ -94,7 +97,9 @@ class TracedUnit(nn.Module):
         params = list(dict.fromkeys(param for *_, param in places.values()))
         index = {param: i for i, param in enumerate(params)}  # a shared one has several names
         self._names = [(name, index[param]) for name, (*_, param) in places.items()]
-        self._path, self._shapes, self._ranks = path, [param.shape for param in params], group.size()
+        named = {(owner, name): key for key, (owner, name, _) in places.items()}  # one, if in several places
+        self._set = [(key, index[places[key][2]]) for key in named.values()]
+        self._paths, self._shapes, self._ranks = paths, [param.shape for param in params], group.size()
         self.module, self._own_modules = module, dict(own_modules)
         self.flat_param: Any = None  # a DTensor
         if params:
@@ -109,26 +114,31 @@ class TracedUnit(nn.Module):
             mesh = DeviceMesh.from_group(group, first.device.type)
             sharded = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
             self.flat_param = nn.Parameter(sharded, requires_grad=first.requires_grad)
-            low = param_dtype or first.dtype
-            self._how = low, reduce_dtype or low, group.group_name, self._ranks, *averaging_factors(self._ranks)
-        for owner, name, _ in places.values():
+            self._param_dtype, self._reduce_dtype = param_dtype, reduce_dtype
+            self._group = group.group_name, self._ranks
+            self._factors = averaging_factors(self._ranks)
+        for owner, name in named:
             del owner._parameters[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's."""
         if self.flat_param is None:
             return self.module(*args, **kwargs)
-        low = self._how[0]
+        low = self._param_dtype or self.flat_param.dtype
         if low != self.flat_param.dtype:  # as the runtime casts a unit's inputs
             args, kwargs = _pytree.tree_map_only(
                 Tensor, lambda value: value.to(low) if value.is_floating_point() else value, (args, kwargs)
             )
         own = self.flat_param.to_local()
-        views = checkpoint(self._views, own, use_reentrant=False, context_fn=_gathered_again)
-        return functional_call(self.module, {name: views[i] for name, i in self._names}, args, kwargs)
+        if torch.is_grad_enabled() and own.requires_grad:
+            views = checkpoint(self._views, own, low, use_reentrant=False, context_fn=_gathered_again)
+        else:  # nothing is kept for a backward; torch.compile cannot trace a Function there
+            views = self._cut(_gather(own, low, *self._group))
+        return functional_call(self.module, {name: views[i] for name, i in self._set}, args, kwargs)
 
-    def _views(self, own: Tensor) -> list[Tensor]:
-        return self._cut(_Gather.apply(own, *self._how))  # type: ignore[no-untyped-call]
+    def _views(self, own: Tensor, low: torch.dtype) -> list[Tensor]:
+        how = low, self._reduce_dtype or low, *self._group, *self._factors
+        return self._cut(_Gather.apply(own, *how))  # type: ignore[no-untyped-call]
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
         return [whole[start : start + numel].view(shape) for start, numel, shape in self._cuts]
@@ -145,28 +155,34 @@ class TracedUnit(nn.Module):
         return layout.flatten([param.contiguous() for param in params], 0.0, *layout.shard_range(self._rank))
 
     def _fqns(self) -> list[tuple[str, int]]:
-        return [(_named(self._path, name), i) for name, i in self._names]
+        return [(_named(path, name), i) for path in self._paths for name, i in self._names]
 
     def _buffers_by_fqn(self) -> list[tuple[str, Tensor]]:
         return [
-            (_named(_named(self._path, path), name), buffer)
+            (_named(_named(above, path), name), buffer)
+            for above in self._paths
             for path, module in self._own_modules.items()
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
 
 
+def _gather(own: Tensor, low: torch.dtype, name: str, ranks: int) -> Tensor:
+    """Every rank's ``[n]``, in ``low``, as ``[ranks * n]``."""
+    collectives: Any = torch.ops._c10d_functional
+    whole: Tensor = collectives.wait_tensor(collectives.all_gather_into_tensor(own.to(low), ranks, name))
+    return whole
+
+
 class _Gather(torch.autograd.Function):
-    """Every rank's ``[n]``, in ``low``, as ``[ranks * n]``; backward: the average, reduced in ``reduce_dtype``."""
+    """``_gather``; backward: the average, reduced in ``reduce_dtype``."""
 
     @staticmethod
     def forward(
         ctx: Any, own: Tensor, low: torch.dtype, reduce_dtype: torch.dtype, name: str, ranks: int, *factors: float
     ) -> Tensor:
         ctx.how = own.dtype, reduce_dtype, name, ranks, factors
-        collectives: Any = torch.ops._c10d_functional
-        whole: Tensor = collectives.wait_tensor(collectives.all_gather_into_tensor(own.to(low), ranks, name))
-        return whole
+        return _gather(own, low, name, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,7 +248,7 @@ def _own_modules(unit: nn.Module, others: Iterable[nn.Module]) -> dict[str, nn.M
     """The modules of one unit by their names in it: without those of units in it."""
     below = set(unit.modules()) - {unit}
     inside = {module for other in others if other in below for module in other.modules()}
-    return {name: module for name, module in unit.named_modules() if module not in inside}
+    return {name: module for name, module in unit.named_modules(remove_duplicate=False) if module not in inside}
 
 
 def _named(path: str, name: str) -> str:
@@ -243,8 +259,9 @@ def _check(path: str, places: _Places) -> None:
     params = {_named(path, name): param for name, (*_, param) in places.items()}
     first_fqn, first = next(iter(params.items()), ("", None))
     for fqn, param in params.items():
-        if not param.is_floating_point() or param.is_meta:
-            what = "on the meta device, without values" if param.is_meta else f"of {param.dtype}"
+        if not param.is_floating_point() or param.is_meta or not _C.is_plain_tensor(param.detach()):
+            what = f"of {param.dtype}" if not param.is_floating_point() else f"that is a {type(param.data).__name__}"
+            what = "on the meta device, without values" if param.is_meta else what
             raise ValueError(f"expected `{fqn}` to be a real floating-point parameter with values, got one {what}")
         for kind in ("dtype", "device", "requires_grad"):
             if getattr(param, kind) != getattr(first, kind):
@@ -252,3 +269,5 @@ def _check(path: str, places: _Places) -> None:
                     f"expected all parameters of a unit to have one {kind}: `{first_fqn}` has {getattr(first, kind)}, "
                     f"`{fqn}` {getattr(param, kind)}. Make one of them a unit of its own by auto_wrap_policy"
                 )
+    if params and not any(param.numel() for param in params.values()):
+        raise ValueError(f"expected a parameter of a unit to have elements: all are empty, `{first_fqn}` is one")

@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.two_tensor import TwoTensor
 
 from flatparam import traced
 
@@ -124,6 +125,48 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded():
             traced.full_state_dict(nn.Linear(1, 1))
 
 
+class Twice(Model):
+    """With modules in two places: one of the root's unit, and a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.also, self.block = self.first, self.blocks[0]
+
+    def forward(self, x):
+        return self.last(self.block(self.block(self.also(x) + self.first(x))))
+
+
+def evaluate_freeze_and_save():
+    module = make(cls=Twice)
+    module.blocks[1].requires_grad_(False)
+    plain = copy.deepcopy(module)
+    model = traced.shard(module, auto_wrap_policy=POLICY)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = data(0)
+    with torch.no_grad():
+        found, wanted = compiled(x), plain(x)
+    torch.testing.assert_close(found, wanted)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), wanted)
+
+    loss_of(compiled, x).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    (sum(loss_of(plain, data(0, rank)) for rank in range(2)) / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    state, wanted = traced.full_state_dict(model), plain.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, msg=name)
+    traced.load_full_state_dict(model, make(seed=1, cls=Twice).state_dict())
+    torch.testing.assert_close(compiled(x), make(seed=1, cls=Twice)(x))
+
+    torch.testing.assert_close(model.double()(x.double()), make(seed=1, cls=Twice).double()(x.double()))
+
+
+def test_evaluation_frozen_units_modules_in_two_places_and_double_compute_as_the_module():
+    run_ranks(evaluate_freeze_and_save, 2)
+
+
 def _without(state):
     return {name: value for name, value in state.items() if name != "last.weight"} | {"more": torch.ones(1)}
 
@@ -148,12 +191,23 @@ def without_values(module):
     return r"`last.weight` to be .* got one on the meta device, without values"
 
 
+def of_a_subclass(module):
+    module.first.bias = nn.Parameter(TwoTensor(torch.ones(5), torch.ones(5)))
+    return r"expected `first.bias` to be a real floating-point parameter with values, got one that is a TwoTensor"
+
+
+def empty(module):
+    for owner in module.blocks[2].modules():
+        owner._parameters.update({name: nn.Parameter(torch.empty(0)) for name in owner._parameters})
+    return r"expected a parameter of a unit to have elements: all are empty, `blocks.2.scale` is one"
+
+
 def shared(module):
     module.blocks[0].inner.weight = module.blocks[1].inner.weight
     return "`blocks.1.inner.weight` of the unit of Block .* is shared with `blocks.0.inner.weight`"
 
 
-@pytest.mark.parametrize("spoil", [frozen, integers, halves, without_values, shared])
+@pytest.mark.parametrize("spoil", [frozen, integers, halves, without_values, of_a_subclass, empty, shared])
 def test_what_cannot_be_a_unit_is_refused_before_anything_is_changed(spoil):
     module = make()
     message = spoil(module)
