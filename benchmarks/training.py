@@ -68,7 +68,7 @@ class Rank:
         loss = self._loss(self._model, step)
         torch.autograd.backward(loss)
         self._optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 @contextmanager
