@@ -120,6 +120,17 @@ class TracedUnit(nn.Module):
         for owner, name in named:
             del owner._parameters[name]
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # while this is made, or copied
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module.__getitem__(key)  # type: ignore[operator]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's."""
         if self.flat_param is None:

@@ -126,21 +126,22 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded():
 
 
 class Twice(Model):
-    """With modules in two places: one of the root's unit, and a unit."""
+    """With modules in two places: one of the root's unit, and a unit; it reads an attribute and an item of units."""
 
     def __init__(self):
         super().__init__()
         self.also, self.block = self.first, self.blocks[0]
+        self.block.gain, self.pair = 2.0, nn.Sequential(nn.Identity(), nn.Tanh())
 
     def forward(self, x):
-        return self.last(self.block(self.block(self.also(x) + self.first(x))))
+        return self.last(self.pair[1](self.block.gain * self.block(self.block(self.also(x) + self.first(x)))))
 
 
 def evaluate_freeze_and_save():
     module = make(cls=Twice)
     module.blocks[1].requires_grad_(False)
     plain = copy.deepcopy(module)
-    model = traced.shard(module, auto_wrap_policy=POLICY)
+    model = copy.deepcopy(traced.shard(module, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Sequential})))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = data(0)
     with torch.no_grad():
