@@ -10,6 +10,7 @@ from typing_extensions import disjoint_base
 _T = TypeVar("_T")
 
 class ShardError(ValueError): ...
+class StateError(RuntimeError, AssertionError, ValueError): ...
 
 EVENT_GATHERS: int
 EVENT_REDUCES: int

@@ -51,6 +51,16 @@ fp_exec(PyObject *module)
     if (PyModule_AddObjectRef(module, "ShardError", state->ShardError) < 0) { /* also when it is NULL */
         return -1;
     }
+    PyObject *bases = PyTuple_Pack(3, PyExc_RuntimeError, PyExc_AssertionError, PyExc_ValueError);
+    state->StateError = bases == NULL ? NULL
+                                      : PyErr_NewExceptionWithDoc("flatparam.fsdp.errors.StateError",
+                                                                  "A call at a time or on a unit where it may not be "
+                                                                  "made; of all the types that torch's versions raise.",
+                                                                  bases, NULL);
+    Py_XDECREF(bases);
+    if (PyModule_AddObjectRef(module, "StateError", state->StateError) < 0) { /* also when it is NULL */
+        return -1;
+    }
     if (fp_attributes_exec() < 0 || fp_handle_exec() < 0) {
         return -1;
     }
@@ -81,6 +91,7 @@ fp_traverse(PyObject *module, visitproc visit, void *arg)
     fp_module_state *state = fp_get_state(module);
     if (state != NULL) { /* not yet made while the module is being created */
         Py_VISIT(state->ShardError);
+        Py_VISIT(state->StateError);
         Py_VISIT(state->overrides.own);
     }
     return 0;
@@ -92,6 +103,7 @@ fp_clear(PyObject *module)
     fp_module_state *state = fp_get_state(module);
     if (state != NULL) {
         Py_CLEAR(state->ShardError);
+        Py_CLEAR(state->StateError);
         state->overrides.version = 0;
         Py_CLEAR(state->overrides.own);
     }

@@ -18,6 +18,7 @@ typedef struct {
         int as_defined;
     } overrides;          /* what fp_overrides.c found for the class that was asked about last */
     PyObject *ShardError; /* flatparam.ShardError, a ValueError: sizes, world sizes, ranks and ranges that do not fit */
+    PyObject *StateError; /* flatparam.fsdp.errors.StateError, which says when it is raised */
 } fp_module_state;
 
 /* The state of the module object that a METH_FASTCALL function gets as its first argument. */

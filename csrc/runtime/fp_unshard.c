@@ -102,8 +102,8 @@ fp_unshard_look_over(fp_unit *unit)
 static int
 refuse_moved(const fp_unit *unit, const fp_flat_param *flat_param, Py_ssize_t i, const char *what)
 {
-    PyErr_Format(PyExc_RuntimeError, "%U: parameter `%U` of a %.200s %s", unit->name,
-                 fp_attributes_name(&flat_param->attributes, i),
+    PyObject *type = fp_get_state(PyType_GetModule(Py_TYPE(unit)))->StateError;
+    PyErr_Format(type, "%U: parameter `%U` of a %.200s %s", unit->name, fp_attributes_name(&flat_param->attributes, i),
                  Py_TYPE(flat_param->attributes.items[i].module)->tp_name, what);
     return -1;
 }
@@ -153,7 +153,8 @@ fp_unshard_check_unchanged(fp_unit *unit)
         if (moved < flat_param->n) {
             return refuse_moved(unit, flat_param, moved,
                                 "was replaced, or given other data, between forward and backward, which has to come to "
-                                "the weights of the forward: change it after the backward");
+                                "the weights of the forward: change it after the backward. FSDP does not support "
+                                "changing the parameters between forward and backward");
         }
         if (fp_flat_param_take_written(flat_param, unit->name) < 0) {
             return -1;

@@ -41,11 +41,9 @@ class Handle:
     def flat_param(self) -> nn.Parameter:
         """This rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe it.
 
-        Inside of ``summon_full_params``, where it is shown, another one of all elements ``[numel]``, to be read.
+        Inside of ``summon_full_params`` it has all elements ``[numel]``.
         """
-        summoned = self._wrapper._unit.summoned
-        wholes = summoned.wholes if summoned is not None and self.uses_sharded_strategy else []
-        return now(self._segment, wholes[self._wrapper._unit.segments.index(self._segment)] if wholes else None)
+        return self._segment.flat
 
     @property
     def uses_sharded_strategy(self) -> bool:
@@ -176,7 +174,7 @@ class Compatible(Wrapper):
     def params(self) -> list[nn.Parameter]:
         """The flat parameters of this unit: shards, and while they are gathered or summoned, what is unsharded."""
         if self._unit.summoned is not None:
-            return [Handle(self, segment).flat_param for segment in self._unit.segments]
+            return [segment.flat for segment in self._unit.segments]
         views = zip(self._unit.segments, self._unit.step.views(), strict=True)
         return [now(segment, some[0] if some else None) for segment, some in views]
 

@@ -53,6 +53,15 @@ def placement_of(
     return given
 
 
+def strategy_of_one_rank(strategy: ShardingStrategy, placement: Placement) -> ShardingStrategy:
+    """NO_SHARD, with torch's warning, in place of a strategy of torch's that has one rank to shard over."""
+    shards = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    if not shards or placement.given is None or placement.given.size() > 1:
+        return strategy
+    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3)
+    return ShardingStrategy.NO_SHARD
+
+
 def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """The modules, descendants included, and parameters that are not managed."""
     if ignored_modules is not None and ignored_states is not None:

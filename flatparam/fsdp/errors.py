@@ -1,12 +1,12 @@
 """The exceptions of the runtime."""
 
+from .. import _C
+
+StateError = _C.StateError  # a call at a time or on a unit where it may not be made; of all the types that torch's are
+
 
 class OrderError(RuntimeError):
     """The ranks of a group have come to different collectives, or some cannot come; the message is the same on all."""
-
-
-class StateError(RuntimeError, AssertionError, ValueError):
-    """A call at a time or on a unit where it may not be made; of all the types that torch's versions raise."""
 
 
 class WritebackError(ValueError, NotImplementedError):

@@ -152,7 +152,7 @@ def refuse_shards(state: Any) -> None:
     shards: dict[int, str] = {}
     for unit in all_units():
         for segment in unit.segments:
-            if segment.is_sharded:
+            if segment.is_sharded and unit.summoned is None:
                 shards[segment.flat.untyped_storage().data_ptr()] = f"parameters of {unit.name}"
     if not shards:
         return

@@ -28,6 +28,7 @@ from .construct import (
     first_name,
     ignored,
     placement_of,
+    strategy_of_one_rank,
     warn_of_padding,
     watch_torch,
 )
@@ -121,6 +122,7 @@ class FullyShardedDataParallel(
         with telling(building):
             self._strategy = ShardingStrategy.of(sharding_strategy)
             self._placement = placement_of(self._strategy, process_group, device_mesh, sharding_strategy, placement)
+            self._strategy = strategy_of_one_rank(self._strategy, self._placement)
             if placement is not None and placement.copied:
                 check_pair(placement.param, placement.optim, "Placement")
             if placement is not None and placement.outer is not None:
@@ -191,6 +193,7 @@ class FullyShardedDataParallel(
                 atomic,
                 offload_grads,
                 computes_on,
+                self.cpu_offload.offload_params,
             )
             name = f"the unit of {type(module).__name__}"
             agreed = check_same_unit(name, originals, options, check_values and not sync_module_states)

@@ -118,6 +118,7 @@ class Options:
     atomic: Atomic = None
     offload_grads: bool = False
     device: torch.device | None = None  # to compute on, where the shards lie on the host
+    offload_params: bool = False  # as it was asked for, also where there is nothing but the host
 
 
 def find_originals(

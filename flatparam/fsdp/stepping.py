@@ -22,6 +22,7 @@ from .errors import StateError
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
+from .placement import is_grid
 from .summon import Summoned, refuse_unreduced
 from .torch_calls import enter_forward, is_never_recomputed
 from .unit import Unit, units_of
@@ -313,7 +314,8 @@ class Stepping(Wrapper):
         if self._unit.step.root is not None:
             raise StateError("register_comm_hook: before the first forward")
         for wrapper in self.fsdp_modules(self):
-            if wrapper._placement.shards > 1 and (wrapper._placement.replicas > 1 or wrapper._placement.outer):
+            placement = wrapper._placement
+            if is_grid(wrapper._strategy) or (placement.shards > 1 and (placement.replicas > 1 or placement.outer)):
                 raise StateError(
                     "Communication hook is not supported for hybrid strategies: register_comm_hook is "
                     f"not for a grid of ranks ({wrapper.sharding_strategy.name})"

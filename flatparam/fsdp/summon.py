@@ -131,6 +131,7 @@ class Summoned:
         self.wholes: list[Tensor] = []
         self.gradients: list[Tensor | None] = []  # of each segment, whole
         self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
+        self._shards: list[tuple[Segment, Tensor]] = []  # of the flat parameters that show the whole meanwhile
         self.loads = loads
         self.missing: list[Original] = []  # in what is loaded
         self._made: dict[str, nn.Parameter] = {}  # with use_orig_params=False: what modules show, by name
@@ -146,7 +147,7 @@ class Summoned:
         unit.look_over()
         having: list[list[bool]] = []
         for segment in unit.segments:
-            whole = segment.gather(segment.flat.detach())
+            whole = self._whole(segment, segment.flat.detach())
             grad, has = self._gather_gradient(segment) if self.with_grads else (None, [])
             if self.shown:
                 self.wholes.append(whole.cpu() if self.offload_to_cpu else whole)
@@ -158,6 +159,10 @@ class Summoned:
         _active.append(self)
         if not self.shown:
             return
+        for segment, whole in zip(unit.segments, self.wholes, strict=True):
+            if segment.is_sharded and whole.device == segment.flat.device and not self.loads:
+                self._shards.append((segment, segment.flat.data))
+                segment.flat.data = whole.narrow(0, 0, segment.layout.numel)
         unit.unregister_flat()
         unit.step.put(False)
         for segment, whole, grad, has in zip(unit.segments, self.wholes, self.gradients, having, strict=True):
@@ -167,6 +172,14 @@ class Summoned:
                 for original, value, is_there in zip(segment.originals, segment.unsharded(grad), has, strict=True):
                     if is_there:
                         _C.set_grad(_shown(original), value)
+
+    def _keeps(self, segment: Segment) -> bool:
+        """Whether what is written stays: always where users have the memory that is trained."""
+        return self.writeback or not (segment.is_sharded or self.unit.options.offload_params)
+
+    def _whole(self, segment: Segment, shard: Tensor) -> Tensor:
+        whole = segment.gather(shard)
+        return whole if segment.is_sharded or self._keeps(segment) else whole.clone()
 
     def _show(self, original: Original, value: Tensor, trained: bool) -> None:
         if self.unit.options.use_orig_params:
@@ -196,7 +209,7 @@ class Summoned:
             return None, []
         if not self.unit.options.use_orig_params:
             has = has * len(segment.originals)
-        return segment.gather(torch.zeros_like(segment.flat) if own is None else own), has
+        return self._whole(segment, torch.zeros_like(segment.flat) if own is None else own), has
 
     def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, Original]]") -> None:
         """Note a parameter that modules show in place of two. ``seen``: those that they show, of the units before."""
@@ -219,6 +232,8 @@ class Summoned:
         """Write back what was asked for, and let the modules have what they had before."""
         unit = self.unit
         unit.summoned = None
+        for segment, shard in self._shards:
+            segment.flat.data = shard
         if self.writeback:
             unit.apart = None  # on all ranks: what they have written is theirs
         _active.remove(self)
@@ -228,7 +243,7 @@ class Summoned:
             self.note_written()
         misfit = self._take_written()
         for segment, whole in zip(unit.segments, self.wholes, strict=True):
-            if self.writeback or not segment.is_sharded:
+            if self._keeps(segment):
                 shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
                 changed = not same_bytes(shard, mine)
                 if changed:  # what was not written is no change to a graph that waits for backward
@@ -242,7 +257,7 @@ class Summoned:
             for original in segment.originals if not unit.options.use_orig_params else ():
                 for name in original.names:
                     name.module._parameters.pop(name.name, None)
-            if self.with_grads and (self.writeback or not segment.is_sharded):
+            if self.with_grads and self._keeps(segment):
                 self._put_gradient_back(k, segment, self.gradients[k], grads)
             elif self.with_grads:
                 for param, grad in zip(_owners(unit, segment), self.held[k], strict=True):
@@ -264,7 +279,7 @@ class Summoned:
         try:
             for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
                 made = [self._made[original.fqn] for original in segment.originals] if self._made else None
-                if (segment.is_sharded and not self.writeback) or self.unit.step.is_summoned(k, made, whole):
+                if not self._keeps(segment) or self.unit.step.is_summoned(k, made, whole):
                     continue
                 for i, place in enumerate(segment.unsharded(whole)):
                     original = segment.originals[i]

@@ -289,8 +289,8 @@ class Unit:
         elif value.shape == here.shape:
             value = in_order(value, here.stride)
         elif value.numel() != target.numel():
-            raise ValueError(
-                f"{self.name}: expected the new data of parameter `{original.fqn}` to have its shape "
+            raise StateError(
+                f"{self.name}: Cannot writeback: expected the new data of parameter `{original.fqn}` to have its shape "
                 f"{tuple(original.shape)} or that of its piece here, {here.shape}, got {tuple(value.shape)}; it is as "
                 "before"
             )

@@ -7,13 +7,14 @@ import pytest
 import torch
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
-from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, TrainingState
+from flatparam.fsdp.foreign import refuse_shards
 
 FLAT = (
     *("_fqns", "_num_params", "_shapes", "_strides", "_contiguities", "_numels", "_numels_with_padding"),
@@ -122,19 +123,55 @@ def summoned():
         torchs = theirs(make(), sharding_strategy=TorchStrategy[strategy], use_orig_params=uo)
         flags = {"rank0_only": rank0_only, "writeback": not rank0_only}
         pairs = list(zip(FSDP.fsdp_modules(model), TorchsFSDP.fsdp_modules(torchs), strict=True))
+        before = [unit._flat_param for unit, _ in pairs]
         with FSDP.summon_full_params(model, **flags), TorchsFSDP.summon_full_params(torchs, **flags):
-            for unit, other in pairs:
+            refuse_shards(dict(model.named_parameters()))  # before they are saved: there are none
+            for (unit, other), flat in zip(pairs, before, strict=True):
                 expected = other._handle.flat_param
+                assert unit._flat_param is flat
                 for flat in (unit._handle.flat_param, unit._flat_param, *unit.params):
                     assert [flat.shape, flat._fqns] == [expected.shape, tuple(expected._fqns)]
                     assert torch.equal(flat, expected)
-        for unit, _ in pairs:
-            assert unit._handle.flat_param is unit._unit.segments[0].flat
+                for written in (flat, expected):
+                    written.detach().mul_(0.5)
+        for (unit, other), flat in zip(pairs, before, strict=True):
+            assert unit._flat_param is flat
+            assert torch.equal(flat, other._flat_param)
+        for wrapped in (model, torchs):
+            loss_of(wrapped, data(0)).backward()
+        for param, expected in zip(model.parameters(), torchs.parameters(), strict=True):
+            assert (param.grad is None) is (expected.grad is None)
+            assert param.grad is None or torch.equal(param.grad, expected.grad)
+
+
+def written_and_not_kept(uo):
+    """With NO_SHARD and without writeback, writes stay, unless parameters are offloaded: as with torch's class."""
+    for offload in (False, True):
+        found = []
+        for wrapper, arguments in ((FSDP, {}), (TorchsFSDP, {"device_id": torch.device("cpu")})):
+            arguments["cpu_offload"] = CPUOffload(offload_params=offload)
+            model = wrap_blocks(
+                make(), wrapper, sharding_strategy=TorchStrategy.NO_SHARD, use_orig_params=uo, **arguments
+            )
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # torch's class pins, as on a GPU
+                with wrapper.summon_full_params(model, writeback=False), torch.no_grad():
+                    for param in model.parameters():
+                        param.zero_()
+            found.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+        assert torch.equal(*found)
+        assert found[0].any() == offload
 
 
 @pytest.mark.multiprocess
 def test_attributes_are_torchs():
     run_ranks(attributes, 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+def test_writes_without_writeback_where_nothing_is_sharded(uo):
+    run_ranks(written_and_not_kept, 2, uo)
 
 
 @pytest.mark.multiprocess

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import pickle
 import warnings
 from unittest import mock
@@ -16,6 +17,7 @@ from fsdp_models import (
     assert_same,
     assert_same_grads,
     data,
+    full_grads,
     full_params,
     loss_of,
     make,
@@ -162,7 +164,14 @@ def test_a_group_of_one_rank_is_asked_for_nothing(strategy):
     """So torch.distributed need not be there, and training is that of the bare module."""
     assert not dist.is_initialized()
     group, module = Alone(), make()
-    model = wrap_blocks(make(), process_group=group, sharding_strategy=ShardingStrategy[strategy], use_orig_params=True)
+    arguments = {"process_group": group, "sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = wrap_blocks(make(), **arguments)
+    switches = strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+    told = f"FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.{strategy} since the world size is 1."
+    assert {str(each.message) for each in said} == ({told} if switches else set())
+    assert model.sharding_strategy.name == ("NO_SHARD" if switches else strategy)
     assert (model.process_group, model.rank, model.world_size) == (group, 0, 1)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, module)]
     for step, (each, optimizer) in itertools.product(range(2), zip((model, module), optimizers, strict=True)):
@@ -192,6 +201,7 @@ def frozen_beside_trained(segments, use_orig_params):
     module = make()
     module.blocks[1].scale.requires_grad_(False)
     arguments = {"process_group": Alone(), "use_orig_params": use_orig_params, "segments": segments}
+    arguments["sharding_strategy"] = ShardingStrategy.NO_SHARD  # others warn that there is one rank
     return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
 
 
@@ -291,6 +301,29 @@ def test_how_it_starts():
     run_ranks(starting, 2)
 
 
+def machines(strategy):
+    """Without groups the ranks of a machine share parameters, and those across machines hold the same shard."""
+    model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True)
+    placement, me = model.placement, dist.get_rank()
+    ranks = [dist.get_process_group_ranks(group) for group in (placement.param, placement.replicate) if group]
+    assert ranks[0] == [me // 2 * 2, me // 2 * 2 + 1]
+    assert ranks[1:] == ([] if strategy == "LAYER_ZERO" else [[me % 2, me % 2 + 2]])
+    assert {unit.process_group for unit in FSDP.fsdp_modules(model)} == {model.process_group}
+    reference = make()
+    oracle = Averaged(reference, 4)
+    loss_of(model, data(0)).backward()
+    oracle.backward(lambda rank: [data(0, rank)])
+    for name, grad in full_grads(model).items():
+        torch.testing.assert_close(grad, dict(reference.named_parameters())[name].grad, rtol=1e-5, atol=1e-6, msg=name)
+    with pytest.raises(RuntimeError, match="Communication hook is not supported for hybrid strategies"):
+        FSDP(make(), sharding_strategy=ShardingStrategy[strategy]).register_comm_hook(None, print)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO"])
+def test_machines_make_a_grid_of_ranks(strategy):
+    run_ranks(machines, 4, strategy, environment={"LOCAL_WORLD_SIZE": "2"})
+
+
 def grids(strategy, uo, by_mesh):
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -336,8 +369,12 @@ def refusals_of_grids():
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(ValueError, match="2-D"):
         FSDP(make(), device_mesh=mesh)
-    with pytest.raises(ValueError, match="shard group, replicate group"):
-        FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    for said in (None, "3"):
+        with (
+            mock.patch.dict(os.environ, {} if said is None else {"LOCAL_WORLD_SIZE": said}),
+            pytest.raises(ValueError, match=r"shard group, replicate group.*LOCAL_WORLD_SIZE"),
+        ):
+            FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     with pytest.raises(ValueError, match="LAYER_ZERO: the zero1 group must hold the zero3 group"):
         FSDP(make(), sharding_strategy=ShardingStrategy.LAYER_ZERO, process_group=groups)
     with pytest.raises(ValueError, match="Placement: the zero1 group must hold the zero3 group"):

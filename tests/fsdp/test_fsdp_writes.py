@@ -425,8 +425,10 @@ def between_forward_and_backward(strategy, uo):
     note(f"{strategy} uo={uo} replacing")
     loss = loss_of(model, data(7))
     model.blocks[0].scale.data = torch.full((5,), 0.25)
-    with pytest.raises(RuntimeError, match=r"`scale` of a Block was replaced, or given other data, between forward"):
+    with pytest.raises(RuntimeError, match=r"`scale` of a Block was replaced, or given other data, between") as raised:
         loss.backward()
+    assert isinstance(raised.value, AssertionError)  # torch's class raises one
+    assert "FSDP does not support changing the parameters between forward and backward" in str(raised.value)
     model.zero_grad()
     model.load_state_dict(module.state_dict())
     step_both(model, module, 8)
