@@ -40,7 +40,7 @@ from .materialize import accelerator_of, device_of, materialize, move, own_modul
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, find_originals
 from .owners import close, watch_registrations
-from .placement import Placement, check_pair, outer_group
+from .placement import Placement, check_pair, groups_of_machine, outer_group
 from .register import enroll
 from .states.kinds import first_settings
 from .states.model import ModelStates, after_load, before_load
@@ -121,6 +121,8 @@ class FullyShardedDataParallel(
         building = Building(default_groups(process_group, device_mesh, placement))
         with telling(building):
             self._strategy = ShardingStrategy.of(sharding_strategy)
+            if auto_wrap_policy is not None and process_group is device_mesh is placement is None:
+                process_group = arguments["process_group"] = groups_of_machine(self._strategy)
             self._placement = placement_of(self._strategy, process_group, device_mesh, sharding_strategy, placement)
             self._strategy = strategy_of_one_rank(self._strategy, self._placement)
             if placement is not None and placement.copied:

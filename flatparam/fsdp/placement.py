@@ -208,8 +208,6 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
         return _groups_of_mesh(strategy, device_mesh)
     if is_grid(strategy):
         wide = takes_a_wide_group(strategy)
-        if process_group is None:
-            process_group = _groups_of_node(wide)
         lengths = (2, 3) if TABLE[strategy].nested else (2,)
         if not (isinstance(process_group, Sequence) and len(process_group) in lengths):
             what, pair, mesh = (
@@ -224,8 +222,8 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
             raise ValueError(
                 f"{strategy.name} must know which ranks share a parameter and which {what}: it requires explicit "
                 "specification of process group or device_mesh. Expected process_group to be passed in as "
-                f"{pair}, or a 2-D device_mesh{mesh}, got process_group={process_group!r}. Without them the ranks of a "
-                "machine are a group if the launcher says in LOCAL_WORLD_SIZE how many they are, or if it has devices"
+                f"{pair}, or a 2-D device_mesh{mesh}, got process_group={process_group!r}. With an auto_wrap_policy "
+                "the ranks of a machine are a group: as many as LOCAL_WORLD_SIZE says, or as there are devices"
             )
         _check_groups(*process_group)
         if not wide:
@@ -244,25 +242,25 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
     return {"wide": group}
 
 
-def _groups_of_node(wide: bool) -> tuple[Any, Any] | None:
-    """The ranks of this machine, and those across machines (``wide``: all); None unless it is known which these are.
+def groups_of_machine(strategy: ShardingStrategy) -> tuple[Any, Any] | None:
+    """The ranks of this machine, and those across machines, or all, for a strategy that needs a grid.
 
-    A collective call for the world, the first time. As many ranks as the launcher has started on a machine; if it says
-    nothing, one a device, as torch's class takes it.
+    None for others, and unless it is known which ranks these are. A collective call for the world, the first time. As
+    many ranks as the launcher has started on a machine; if it says nothing, one a device, as torch's class takes it.
     """
     world: Any = dist.group.WORLD
     accelerator = torch.accelerator.current_accelerator()
     devices = getattr(torch, "cpu" if accelerator is None else accelerator.type).device_count()
     said = os.environ.get("LOCAL_WORLD_SIZE")
     size = int(said or devices)
-    if world is None or size < (1 if said else 2) or world.size() % size:
+    if not is_grid(strategy) or world is None or size < (1 if said else 2) or world.size() % size:
         return None
     known = _made.setdefault(world, {})
     if ("node", (size,)) not in known:
         columns = [dist.new_group(range(i, world.size(), size)) for i in range(size)]
         known["node", (size,)] = dist.new_subgroups(size)[0], columns[world.rank() % size]
     inner, outer = known["node", (size,)]
-    return inner, world if wide else outer
+    return inner, world if takes_a_wide_group(strategy) else outer
 
 
 def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.ProcessGroup]:

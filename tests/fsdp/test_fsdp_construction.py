@@ -303,12 +303,15 @@ def test_how_it_starts():
 
 def machines(strategy):
     """Without groups the ranks of a machine share parameters, and those across machines hold the same shard."""
-    model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True)
+    arguments = {"sharding_strategy": ShardingStrategy[strategy], "auto_wrap_policy": ModuleWrapPolicy({Block})}
+    model = FSDP(make(), use_orig_params=True, **arguments)
     placement, me = model.placement, dist.get_rank()
     ranks = [dist.get_process_group_ranks(group) for group in (placement.param, placement.replicate) if group]
     assert ranks[0] == [me // 2 * 2, me // 2 * 2 + 1]
     assert ranks[1:] == ([] if strategy == "LAYER_ZERO" else [[me % 2, me % 2 + 2]])
-    assert {unit.process_group for unit in FSDP.fsdp_modules(model)} == {model.process_group}
+    assert len(FSDP.fsdp_modules(model)) == 4
+    again = FSDP.fsdp_modules(FSDP(make(), **arguments))
+    assert {unit.process_group for unit in (*FSDP.fsdp_modules(model), *again)} == {model.process_group}
     reference = make()
     oracle = Averaged(reference, 4)
     loss_of(model, data(0)).backward()
@@ -316,7 +319,9 @@ def machines(strategy):
     for name, grad in full_grads(model).items():
         torch.testing.assert_close(grad, dict(reference.named_parameters())[name].grad, rtol=1e-5, atol=1e-6, msg=name)
     with pytest.raises(RuntimeError, match="Communication hook is not supported for hybrid strategies"):
-        FSDP(make(), sharding_strategy=ShardingStrategy[strategy]).register_comm_hook(None, print)
+        again[0].register_comm_hook(None, print)
+    with pytest.raises(ValueError, match="requires explicit specification of process group or device_mesh"):
+        FSDP(make(), sharding_strategy=ShardingStrategy[strategy])  # units that are wrapped one by one
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO"])
@@ -374,7 +379,7 @@ def refusals_of_grids():
             mock.patch.dict(os.environ, {} if said is None else {"LOCAL_WORLD_SIZE": said}),
             pytest.raises(ValueError, match=r"shard group, replicate group.*LOCAL_WORLD_SIZE"),
         ):
-            FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+            FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=always_wrap_policy)
     with pytest.raises(ValueError, match="LAYER_ZERO: the zero1 group must hold the zero3 group"):
         FSDP(make(), sharding_strategy=ShardingStrategy.LAYER_ZERO, process_group=groups)
     with pytest.raises(ValueError, match="Placement: the zero1 group must hold the zero3 group"):
