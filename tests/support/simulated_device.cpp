@@ -871,8 +871,9 @@ struct Collectives final : c10d::Backend {
                     ended = true;
                 }
                 catch (...) {
-                    if (work.isCompleted()) {
-                        throw;
+                    if (work.isCompleted()) { // perhaps only now, after the time was up
+                        work.wait();
+                        ended = true;
                     }
                 }
             }
