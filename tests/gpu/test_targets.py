@@ -1,5 +1,6 @@
 """make test-gpu, bench-gpu and cuda-sanitize without a GPU; and what bench-gpu measures, run on the CPU."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -40,3 +43,42 @@ def test_the_demo_says_that_there_are_not_enough_gpus(tmp_path):
     assert done.returncode == 1
     assert "--device cuda takes a GPU for each of 2 ranks, there are 0" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+@pytest.mark.parametrize(
+    ("owner", "name", "arguments"),
+    [
+        (
+            "ProcessGroupNCCL",
+            "register_mem_pool",
+            "(self: torch._C._distributed_c10d.ProcessGroupNCCL, pool: torch._C._MemPool",
+        ),
+        (
+            "ProcessGroupNCCL",
+            "deregister_mem_pool",
+            "(self: torch._C._distributed_c10d.ProcessGroupNCCL, arg0: torch._C._MemPool)",
+        ),
+        ("ProcessGroupNCCL", "abort", "(self: torch._C._distributed_c10d.Backend)"),
+        (
+            "ProcessGroup",
+            "_start_coalescing",
+            "(self: torch._C._distributed_c10d.ProcessGroup, device_type: torch.device)",
+        ),
+        (
+            "ProcessGroup",
+            "_end_coalescing",
+            "(self: torch._C._distributed_c10d.ProcessGroup, device_type: torch.device)",
+        ),
+        ("ProcessGroup", "_get_backend", "(self: torch._C._distributed_c10d.ProcessGroup, device: torch.device)"),
+    ],
+)
+def test_what_is_asked_of_nccl_is_there(owner, name, arguments):
+    assert f"{name}{arguments}" in getattr(getattr(dist, owner), name).__doc__
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_memory_pools_take_the_allocator_of_nccl():
+    assert isinstance(dist.ProcessGroupNCCL.mem_allocator, property)
+    inspect.signature(torch.cuda.MemPool).bind("the allocator")
+    inspect.signature(torch.cuda.use_mem_pool).bind("the pool")

@@ -65,6 +65,7 @@ class _Cuda:
     def registered(self, group, numel):
         """Memory that ``group`` communicates from without a copy, where this torch and NCCL can; why not, or None."""
         backend = group._get_backend(self.device)
+        dist.all_reduce(torch.zeros((), device=self.device), group=group)  # else there is no communicator yet
         try:
             pool = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(pool):
