@@ -5,7 +5,7 @@ from typing import Any, Final, SupportsIndex, TypeVar, final
 
 import torch
 import torch.nn as nn
-from typing_extensions import disjoint_base
+from typing_extensions import Self, disjoint_base
 
 _T = TypeVar("_T")
 
@@ -27,7 +27,7 @@ GROUP_PARAM: int
 GROUP_REFRESH: int
 GROUPS: int
 
-@final
+@disjoint_base
 class Layout:
     def __new__(
         cls,
@@ -37,7 +37,7 @@ class Layout:
         alignment: SupportsIndex,
         blocks: Iterable[SupportsIndex] | None = None,
         /,
-    ) -> Layout: ...
+    ) -> Self: ...
     world_size: Final[int]
     itemsize: Final[int]
     alignment: Final[int]
@@ -45,12 +45,12 @@ class Layout:
     numel_params: Final[int]
     shard_numel: Final[int]
     padded_numel: Final[int]
-    starts: Final[tuple[int, ...]]
+    offsets: Final[tuple[int, ...]]
     numels: Final[tuple[int, ...]]
     numels_with_padding: Final[tuple[int, ...]]
     is_padding_mask: Final[tuple[bool, ...]]
     def shard_range(self, rank: SupportsIndex, /) -> tuple[int, int]: ...
-    def params_in(self, begin: SupportsIndex, end: SupportsIndex, /) -> tuple[int, int]: ...
+    def params_in(self, begin: SupportsIndex, end: SupportsIndex, /) -> range: ...
     def parts(self, begin: SupportsIndex, end: SupportsIndex, /) -> list[tuple[int, int, int, int]]: ...
     def flatten(
         self, tensors: Iterable[torch.Tensor], fill: float, begin: SupportsIndex, end: SupportsIndex, /

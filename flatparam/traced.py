@@ -162,8 +162,8 @@ class TracedUnit(nn.Module):
 
     def _part_of(self, params: list[Tensor]) -> Tensor:
         """This rank's shard of the flat parameter that whole ``params`` make."""
-        layout = self._layout._layout
-        return layout.flatten([param.contiguous() for param in params], 0.0, *layout.shard_range(self._rank))
+        shard = self._layout.shard_range(self._rank)
+        return self._layout.flatten([param.contiguous() for param in params], 0.0, *shard)
 
     def _fqns(self) -> list[tuple[str, int]]:
         return [(_named(path, name), i) for path in self._paths for name, i in self._names]

@@ -1,6 +1,5 @@
 /* module/fp_layout_py.c -- the heap type flatparam._C.Layout: core/fp_layout as an immutable object. It refers to no
- * other objects, so the garbage collector need not know it. Nothing can derive from it, so its type is the one that
- * fp_exec made, with the module behind it. */
+ * other objects, so the garbage collector need not know it. flatparam.FlatLayout derives from it. */
 #include "module/fp_tables.h"
 
 #include <stddef.h>
@@ -19,10 +18,22 @@ layout_of(PyObject *self)
     return &((layout_object *)self)->layout;
 }
 
+static void layout_dealloc(PyObject *self);
+
+/* That of Layout, which is type or what type derives from; borrowed. */
+static PyObject *
+module_of_type(PyTypeObject *type)
+{
+    while (type->tp_dealloc != layout_dealloc) {
+        type = type->tp_base;
+    }
+    return PyType_GetModule(type);
+}
+
 static PyObject *
 module_of(PyObject *self)
 {
-    return PyType_GetModule(Py_TYPE(self)); /* borrowed */
+    return module_of_type(Py_TYPE(self));
 }
 
 static PyObject *
@@ -49,7 +60,7 @@ layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             goto done;
         }
         if (n_blocks != n) {
-            fp_fail(PyType_GetModule(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", n,
+            fp_fail(module_of_type(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", n,
                     n_blocks);
             goto done;
         }
@@ -60,7 +71,7 @@ layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         const fp_status status =
             blocks == NULL ? fp_layout_init(layout, numels, (size_t)n, alignment, world_size, itemsize)
                            : fp_layout_init_atomic(layout, numels, blocks, (size_t)n, alignment, world_size, itemsize);
-        if (fp_fail(PyType_GetModule(type), status,
+        if (fp_fail(module_of_type(type), status,
                     "expected at least one element, no negative size, world_size >= 1, itemsize >= 1 and alignment >= "
                     "%d%s, with all of it in 64 bits of bytes; got %zd parameters, world_size %lld, itemsize %lld, "
                     "alignment %lld",
@@ -119,7 +130,7 @@ layout_params_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     fp_layout_params_in(layout_of(self), begin, end, &first, &last);
-    return fp_int64_tuple((int64_t[2]){(int64_t)first, (int64_t)last}, 2);
+    return PyObject_CallFunction((PyObject *)&PyRange_Type, "nn", (Py_ssize_t)first, (Py_ssize_t)last);
 }
 
 static PyObject *
@@ -169,14 +180,14 @@ layout_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 /* The arrays, each as a new tuple; closure is one of these. */
-enum { GET_STARTS, GET_NUMELS, GET_ITEM_NUMELS, GET_IS_PADDING };
+enum { GET_OFFSETS, GET_NUMELS, GET_ITEM_NUMELS, GET_IS_PADDING };
 
 static PyObject *
 layout_get_array(PyObject *self, void *closure)
 {
     const fp_layout *layout = layout_of(self);
     switch ((int)(intptr_t)closure) {
-        case GET_STARTS:
+        case GET_OFFSETS:
             return fp_int64_tuple(layout->starts, (Py_ssize_t)layout->num_params);
         case GET_NUMELS:
             return fp_int64_tuple(layout->numels, (Py_ssize_t)layout->num_params);
@@ -199,7 +210,7 @@ static PyMethodDef layout_methods[] = {
     {"shard_range", FP_FASTCALL(layout_shard_range), METH_FASTCALL,
      "shard_range($self, rank, /)\n--\n\nThe elements (begin, end) of a rank's padded shard."},
     {"params_in", FP_FASTCALL(layout_params_in), METH_FASTCALL,
-     "params_in($self, begin, end, /)\n--\n\nThe parameters (first, last), half-open, with elements in [begin, end)."},
+     "params_in($self, begin, end, /)\n--\n\nThe range of the parameters with elements in [begin, end)."},
     {"parts", FP_FASTCALL(layout_parts), METH_FASTCALL,
      "parts($self, begin, end, /)\n--\n\n"
      "What [begin, end) holds of those: a list of (offset in the range, numel, start, inclusive end)."},
@@ -212,23 +223,25 @@ static PyMethodDef layout_methods[] = {
 #define INT64_MEMBER(name, doc)                                                                                        \
     {#name, Py_T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, name), Py_READONLY, doc}
 static PyMemberDef layout_members[] = {
-    INT64_MEMBER(world_size, "ranks that share the flat parameter"),
-    INT64_MEMBER(alignment, "elements to whose multiples parameters are aligned; 0: none"),
-    INT64_MEMBER(numel, "elements of the unsharded flat parameter, with padding items"),
-    INT64_MEMBER(numel_params, "elements of the parameters alone"),
-    INT64_MEMBER(shard_numel, "elements of every rank's padded shard"),
-    INT64_MEMBER(padded_numel, "shard_numel * world_size"),
+    INT64_MEMBER(world_size, "Ranks that share the flat parameter."),
+    INT64_MEMBER(alignment, "Elements to whose multiples parameters are aligned; 0: none."),
+    INT64_MEMBER(numel, "Elements of the unsharded flat parameter: parameters and paddings; all, with blocks."),
+    INT64_MEMBER(numel_params, "Elements of the parameters alone."),
+    INT64_MEMBER(shard_numel, "Elements of every rank's shard, padded."),
+    INT64_MEMBER(padded_numel, "``shard_numel * world_size``."),
     {"itemsize", Py_T_LONGLONG, offsetof(layout_object, layout) + offsetof(fp_layout, item_bytes), Py_READONLY,
-     "bytes of one element"},
+     "Bytes of an element."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyGetSetDef layout_getset[] = {
-    {"starts", layout_get_array, NULL, "first element of each parameter", (void *)(intptr_t)GET_STARTS},
-    {"numels", layout_get_array, NULL, "elements of each parameter", (void *)(intptr_t)GET_NUMELS},
-    {"numels_with_padding", layout_get_array, NULL, "elements of each parameter and padding, in order",
+    {"offsets", layout_get_array, NULL, "First element of each parameter.", (void *)(intptr_t)GET_OFFSETS},
+    {"numels", layout_get_array, NULL, "Elements of each parameter, as given.", (void *)(intptr_t)GET_NUMELS},
+    {"numels_with_padding", layout_get_array, NULL,
+     "Elements of each parameter and each padding between and after them, in order.",
      (void *)(intptr_t)GET_ITEM_NUMELS},
-    {"is_padding_mask", layout_get_array, NULL, "which of those are paddings", (void *)(intptr_t)GET_IS_PADDING},
+    {"is_padding_mask", layout_get_array, NULL, "Which entries of ``numels_with_padding`` are paddings.",
+     (void *)(intptr_t)GET_IS_PADDING},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -243,4 +256,4 @@ static PyType_Slot layout_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec fp_layout_type = FP_TYPE("Layout", layout_object, 0, layout_slots);
+PyType_Spec fp_layout_type = FP_TYPE("Layout", layout_object, Py_TPFLAGS_BASETYPE, layout_slots);

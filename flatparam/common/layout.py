@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from typing_extensions import Self
+
 from .. import _C
 
 _Part = TypeVar("_Part")
@@ -52,7 +54,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class FlatLayout:
+class FlatLayout(_C.Layout):
     """Where each parameter lies in a flat parameter, and each rank's shard of it.
 
     Args: ``numels``: elements of each parameter in order, each >= 0 and one at least >= 1 (a 0-dim parameter has 1);
@@ -72,19 +74,22 @@ class FlatLayout:
     O(log parameters + what they return).
     """
 
-    def __init__(
-        self,
+    __slots__ = ("_blocks",)
+    _blocks: tuple[int, ...] | None
+
+    def __new__(
+        cls,
         numels: Iterable[int],
         world_size: int,
         *,
         itemsize: int = 1,
         alignment: int = 0,
         blocks: Iterable[int] | None = None,
-    ):
-        aligned = alignment if blocks is None else alignment or 1
-        self._blocks = None if blocks is None else tuple(blocks)
-        self._layout = _C.Layout(numels, world_size, itemsize, aligned, self._blocks)
-        self._num_params = len(self._layout.numels)
+    ) -> Self:
+        given = None if blocks is None else tuple(blocks)
+        self = super().__new__(cls, numels, world_size, itemsize, alignment if given is None else alignment or 1, given)
+        self._blocks = given
+        return self
 
     @classmethod
     def of_shapes(
@@ -95,90 +100,39 @@ class FlatLayout:
         itemsize: int = 1,
         alignment: int = 0,
         blocks: Iterable[int] | None = None,
-    ) -> "FlatLayout":
+    ) -> Self:
         """Lay out parameters of these shapes; the shape ``()`` has one element, as ``(1,)`` has."""
         numels = [math.prod(shape) for shape in shapes]
         return cls(numels, world_size, itemsize=itemsize, alignment=alignment, blocks=blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        layout = self._layout
-        return _again, (layout.numels, layout.world_size, layout.itemsize, layout.alignment, self._blocks)
+        return _again, (self.numels, self.world_size, self.itemsize, self.alignment, self._blocks)
 
     def __repr__(self) -> str:
-        layout = self._layout
         return (
-            f"FlatLayout({self._num_params} parameters, numel={layout.numel}, world_size={layout.world_size}, "
-            f"shard_numel={layout.shard_numel}, itemsize={layout.itemsize}, alignment={layout.alignment})"
+            f"FlatLayout({len(self.numels)} parameters, numel={self.numel}, world_size={self.world_size}, "
+            f"shard_numel={self.shard_numel}, itemsize={self.itemsize}, alignment={self.alignment})"
         )
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that share the flat parameter."""
-        return self._layout.world_size
-
-    @property
-    def numel(self) -> int:
-        """Elements of the unsharded flat parameter: parameters, alignment and world-size padding; all, with blocks."""
-        return self._layout.numel
 
     @property
     def padding(self) -> int:
         """How many elements of ``numel`` are padding."""
-        return self._layout.numel - self._layout.numel_params
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of every rank's shard, padded."""
-        return self._layout.shard_numel
-
-    @property
-    def padded_numel(self) -> int:
-        """``shard_numel * world_size``."""
-        return self._layout.padded_numel
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self._layout.itemsize
+        return self.numel - self.numel_params
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of every rank's shard."""
-        return self._layout.shard_numel * self._layout.itemsize
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """First element of each parameter."""
-        return self._layout.starts
-
-    @property
-    def numels(self) -> tuple[int, ...]:
-        """Elements of each parameter, as given."""
-        return self._layout.numels
-
-    @property
-    def numels_with_padding(self) -> tuple[int, ...]:
-        """Elements of each parameter and each padding between and after them, in order."""
-        return self._layout.numels_with_padding
-
-    @property
-    def is_padding_mask(self) -> tuple[bool, ...]:
-        """Which entries of ``numels_with_padding`` are paddings."""
-        return self._layout.is_padding_mask
+        return self.shard_numel * self.itemsize
 
     def shard(self, rank: int) -> Shard:
         """Return the shard of ``rank``."""
-        begin, end = self._layout.shard_range(rank)
+        begin, end = self.shard_range(rank)
         start, stop = min(begin, self.numel), min(end, self.numel)
         return Shard(start, stop - start, end - begin - (stop - start))
 
     def param_shards(self, rank: int) -> tuple[ParamShard, ...]:
         """Return what ``rank`` holds of each parameter: torch's ``_shard_param_infos``."""
-        return parts_of(self._layout, *self._layout.shard_range(rank), ParamShard)
-
-    def params_in(self, begin: int, end: int) -> range:
-        """Return the indices of the parameters with elements in ``[begin, end)`` of the flat parameter."""
-        return range(*self._layout.params_in(begin, end))
+        return parts_of(self, *self.shard_range(rank), ParamShard)
 
     def ranks_of(self, begin: int, end: int) -> list[RankPiece]:
         """Return which ranks hold elements ``[begin, end)`` of the flat parameter in order."""
@@ -203,9 +157,9 @@ class FlatLayout:
 def parts_of(layout: _C.Layout, begin: int, end: int, kind: Callable[..., _Part]) -> tuple[_Part, ...]:
     """What ``[begin, end)`` of the flat parameter holds of each parameter; ``kind`` has the fields of ParamShard."""
     absent = kind(False, None, None, None, None)
-    first, last = layout.params_in(begin, end)
-    held = tuple(kind(True, *part) for part in layout.parts(begin, end))
-    return (absent,) * first + held + (absent,) * (len(layout.numels) - last)
+    held = layout.params_in(begin, end)
+    parts = tuple(kind(True, *part) for part in layout.parts(begin, end))
+    return (absent,) * held.start + parts + (absent,) * (len(layout.numels) - held.stop)
 
 
 def _again(numels: Any, world_size: int, itemsize: int, alignment: int, blocks: Any) -> FlatLayout:

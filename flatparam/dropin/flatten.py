@@ -321,7 +321,7 @@ def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None) -> Itera
 def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:
     """The loops in C over the original parameters of ``flat_param``, which lie as ``layout`` says."""
     infos = flat_param._param_infos
-    places = zip(infos, flat_param._shapes, flat_param._strides, flat_param._contiguities, layout.starts, strict=True)
+    places = zip(infos, flat_param._shapes, flat_param._strides, flat_param._contiguities, layout.offsets, strict=True)
     parameters = [
         (module, name, shape, None if contiguous else stride, start)
         for (name, module, _), shape, stride, contiguous, start in places

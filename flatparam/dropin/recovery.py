@@ -125,7 +125,7 @@ class Interruptible:
         trainable = tuple(map(attrgetter("requires_grad"), flat_param._params))
         if trainable != self._ranks_with_trainable[0]:
             per_rank, layout = flat_param._sharded_size.numel(), self._layout
-            spans = compress(zip(layout.starts, layout.numels, strict=True), trainable)
+            spans = compress(zip(layout.offsets, layout.numels, strict=True), trainable)
             ranks = {
                 rank
                 for start, numel in spans

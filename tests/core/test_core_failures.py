@@ -37,7 +37,7 @@ CALLS = {
     "shard_range": (LAYOUT.shard_range, 3),
     "params_in": (LAYOUT.params_in, 300, 70000),
     "parts": (LAYOUT.parts, 2, 70000),
-    **{name: (operator.attrgetter(name), LAYOUT) for name in ("starts", "numels", "numels_with_padding")},
+    **{name: (operator.attrgetter(name), LAYOUT) for name in ("offsets", "numels", "numels_with_padding")},
     "is_padding_mask": (operator.attrgetter("is_padding_mask"), LAYOUT),
     "padded_numel": (operator.attrgetter("padded_numel"), LAYOUT),
     "boxes_of_range": (_C.boxes_of_range, (2000, 3000, 700), 1001, 3 * 10**9),
@@ -111,7 +111,7 @@ def as_value(result):
     if isinstance(result, Exception):
         return type(result), str(result)
     if isinstance(result, _C.Layout):
-        return result.starts, result.numels_with_padding, result.is_padding_mask, result.padded_numel
+        return result.offsets, result.numels_with_padding, result.is_padding_mask, result.padded_numel
     return result
 
 

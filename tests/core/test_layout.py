@@ -165,7 +165,7 @@ def test_parts_of_a_range_are_its_elements(numels, world_size, alignment, data):
         owner[offset : offset + numel] = [(index, element) for element in range(numel)]
     begin = data.draw(st.integers(0, layout.padded_numel))
     end = data.draw(st.integers(begin, layout.padded_numel))
-    params, parts = layout.params_in(begin, end), layout._layout.parts(begin, end)
+    params, parts = layout.params_in(begin, end), layout.parts(begin, end)
     found = [None] * (end - begin)
     for index, (offset, numel, start, last) in zip(params, parts, strict=True):
         found[offset : offset + numel] = [(index, element) for element in range(start, last + 1)]
@@ -256,14 +256,14 @@ def test_it_tells_what_it_is():
     assert "numel=10" in repr(layout)
     assert (layout.world_size, layout.shard_bytes) == (2, 20)
     with pytest.raises(AttributeError):
-        layout._layout.numel = 3
+        layout.numel = 3
 
 
 @pytest.mark.parametrize("alignment", [0, 4])
 def test_a_range_that_is_flattened_is_that_of_the_whole(alignment):
     tensors = [torch.arange(7.0), torch.arange(12.0).view(4, 3).t(), torch.empty(0), torch.arange(12.0)[::2]]
     layout = FlatLayout([tensor.numel() for tensor in tensors], 3, alignment=alignment)
-    whole = layout._layout.flatten(tensors, 42.0, 0, layout.padded_numel)
+    whole = layout.flatten(tensors, 42.0, 0, layout.padded_numel)
     for tensor, offset, numel in zip(tensors, layout.offsets, layout.numels, strict=True):
         dense = tensor.t() if tensor.dim() == 2 else tensor  # in the order of memory
         assert torch.equal(whole[offset : offset + numel], dense.reshape(-1))
@@ -272,8 +272,8 @@ def test_a_range_that_is_flattened_is_that_of_the_whole(alignment):
     assert not whole[layout.numel :].any()
     for begin in range(layout.padded_numel + 1):
         for end in range(begin, layout.padded_numel + 1):
-            assert torch.equal(layout._layout.flatten(tensors, 42.0, begin, end), whole[begin:end])
+            assert torch.equal(layout.flatten(tensors, 42.0, begin, end), whole[begin:end])
     with pytest.raises(ShardError, match="range"):
-        layout._layout.flatten(tensors, 42.0, 0, layout.padded_numel + 1)
+        layout.flatten(tensors, 42.0, 0, layout.padded_numel + 1)
     with pytest.raises(ValueError, match="tensor 1"):
-        layout._layout.flatten([tensors[0], *tensors[:3]], 42.0, 0, 1)
+        layout.flatten([tensors[0], *tensors[:3]], 42.0, 0, 1)
