@@ -8,25 +8,27 @@ Source: torch 2.13, ``torch/distributed/fsdp/_common_utils.py`` and ``_flat_para
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch import Tensor
 
-from ..common.torch_private import FlatParamShardMetadata, HandleShardingStrategy, HandleTrainingState
+from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, torch_flat_param
 from .api import TrainingState
 from .collectives import Hooked
 from .described import now
 from .errors import StateError
-from .originals import Original
 from .segment import Segment
 from .wrapper import Wrapper
 
 
 class Handle:
-    """One flat parameter of a unit, by the names of torch's ``FlatParamHandle``. Read-only."""
+    """One flat parameter of a unit, by the names of torch's ``FlatParamHandle``. Read-only.
+
+    ``flat_param``: this rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe
+    it; inside of ``summon_full_params`` it has all elements ``[numel]``.
+    """
 
     def __init__(self, wrapper: Compatible, segment: Segment):
         self._wrapper, self._segment = wrapper, segment
@@ -37,52 +39,19 @@ class Handle:
     def __hash__(self) -> int:
         return hash(id(self._segment))
 
-    @property
-    def flat_param(self) -> nn.Parameter:
-        """This rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe it.
-
-        Inside of ``summon_full_params`` it has all elements ``[numel]``.
-        """
-        return self._segment.flat
-
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        """Whether each rank keeps a part of the parameters."""
-        return self._segment.is_sharded
-
-    @property
-    def sharded_grad(self) -> Tensor | None:
-        """The reduced gradient of the shard; None if there is none."""
-        return self._segment.flat.grad
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._wrapper.process_group
-        return group
-
-    @property
-    def rank(self) -> int:
-        return self._wrapper.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._wrapper.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._segment.device
-
-    @property
-    def _fully_sharded_module(self) -> nn.Module:
-        return self._wrapper.module
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._segment.use_orig_params
-
-    @property
-    def _offload_params(self) -> bool:
-        return self._wrapper.cpu_offload.offload_params
+    flat_param = property(attrgetter("_segment.flat"))
+    uses_sharded_strategy = property(attrgetter("_segment.is_sharded"))
+    sharded_grad = property(attrgetter("_segment.flat.grad"))
+    process_group = property(attrgetter("_wrapper.process_group"))
+    rank = property(attrgetter("_wrapper.rank"))
+    world_size = property(attrgetter("_wrapper.world_size"))
+    device = property(attrgetter("_segment.device"))
+    _fully_sharded_module = property(attrgetter("_wrapper.module"))
+    _use_orig_params = property(attrgetter("_segment.use_orig_params"))
+    _offload_params = property(attrgetter("_wrapper.cpu_offload.offload_params"))
+    _orig_param_dtype = property(attrgetter("_segment.flat.dtype"))
+    is_sharded = torch_flat_param.FlatParamHandle.is_sharded
+    shard_metadata = torch_flat_param.FlatParamHandle.shard_metadata
 
     @property
     def _sharding_strategy(self) -> HandleShardingStrategy:
@@ -95,10 +64,6 @@ class Handle:
             )
         strategy: HandleShardingStrategy = known
         return strategy
-
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        return self._segment.flat.dtype
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
@@ -116,23 +81,6 @@ class Handle:
         root = self._wrapper._unit.step.root
         states = {"FORWARD": HandleTrainingState.FORWARD, "BACKWARD": HandleTrainingState.BACKWARD_PRE}
         return states.get(root.state if root is not None else "", HandleTrainingState.IDLE)
-
-    def is_sharded(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has the size of a shard that is less than the whole."""
-        return self.uses_sharded_strategy and tensor.size() == torch.Size([self._segment.layout.shard_numel])
-
-    def shard_metadata(self) -> FlatParamShardMetadata:
-        """What this rank has: names, shapes, strides, contiguities, numels, and (first, last) elements of each."""
-        pieces = zip(self._segment.originals, self._segment.pieces, strict=True)
-        has: list[tuple[Original, Any]] = [(original, piece) for original, piece in pieces if piece.numel_in_shard]
-        return FlatParamShardMetadata(
-            tuple(original.fqn for original, _ in has),
-            tuple(original.shape for original, _ in has),
-            tuple(original.stride for original, _ in has),
-            tuple(original.contiguous for original, _ in has),
-            tuple(original.shape.numel() for original, _ in has),
-            tuple((piece.intra_param_start_idx, piece.intra_param_end_idx) for _, piece in has),
-        )
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to move the shard alone. Raises: StateError, unless it is there already."""
@@ -167,8 +115,8 @@ class Compatible(Wrapper):
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        handle = self._handle
-        return None if handle is None else handle.flat_param
+        segments = self._unit.segments
+        return segments[0].flat if segments else None
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -202,10 +150,7 @@ class Compatible(Wrapper):
         """As it was asked for."""
         return self._forward_prefetch
 
-    @property
-    def _inter_node_pg(self) -> dist.ProcessGroup | None:
-        """The group that reduces between replicas of the shards."""
-        return self.placement.replicate
+    _inter_node_pg = property(attrgetter("placement.replicate"))
 
     def _assert_state(self, state: TrainingState | Iterable[TrainingState]) -> None:
         """Raises: ValueError unless the unit is in this state, or in one of these."""

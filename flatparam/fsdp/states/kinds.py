@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from operator import attrgetter
 from typing import Any
 
 import torch.nn as nn
@@ -29,17 +30,9 @@ def first_settings() -> StateDictSettings:
 class Kinds(Wrapper):
     """The part of the wrapper that chooses the form of state dicts."""
 
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._settings.state_dict_type
-
-    @property
-    def _state_dict_config(self) -> fsdp.StateDictConfig:
-        return self._settings.state_dict_config
-
-    @property
-    def _optim_state_dict_config(self) -> fsdp.OptimStateDictConfig:
-        return self._settings.optim_state_dict_config
+    _state_dict_type = property(attrgetter("_settings.state_dict_type"))
+    _state_dict_config = property(attrgetter("_settings.state_dict_config"))
+    _optim_state_dict_config = property(attrgetter("_settings.optim_state_dict_config"))
 
     @staticmethod
     @or_torchs
