@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -112,27 +112,21 @@ def _on_host(value: torch.Tensor) -> torch.Tensor:
     return ordered.clone() if value.is_cpu else ordered[:: 1 + ordered.numel() // 2**15].cpu()
 
 
-class Building:
-    """A unit that this rank builds. ``groups``: over which other ranks will compare theirs; none: not any more."""
-
-    def __init__(self, groups: Iterable[dist.ProcessGroup]):
-        self.groups = list(groups)
-
-
 @contextlib.contextmanager
-def telling(building: Building) -> Iterator[None]:
+def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
     """An exception in the block is told to the ranks that are about to compare the unit: they raise one too.
 
-    Collective calls of this rank alone stand for theirs, so they must be about to. Raises: what the block does.
+    ``groups``: over which they will; the block changes them, to none when they have. Collective calls of this rank
+    alone stand for theirs, so they must be about to. Raises: what the block does.
     """
     try:
         yield
     except Exception as error:
-        if building.groups and _TOLD not in vars(error):
+        if groups and _TOLD not in vars(error):
             vars(error)[_TOLD] = True
             said = f"rank {dist.get_rank()} could not build its unit: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # they are gone
-                _compare(said, building.groups, {})
+                _compare(said, groups, {})
         raise
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from typing import Any
 
@@ -12,23 +11,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
-from ..common import optimizers
-from ..common.tensors import watch_exports
 from .api import ShardingStrategy
 from .owners import owner_of, owner_of_param
 from .placement import Placement, groups_of, place
-from .summon import check_before_step, refuse_step
 from .unit import Unit
 from .wrapper import Wrapper
-
-
-@functools.cache
-def watch_torch() -> None:
-    """Have torch's optimizers say when they step, and its exports of tensors what they export."""
-    optimizers.ask_before(refuse_step)
-    optimizers.ask_before(check_before_step)
-    optimizers.watch()
-    watch_exports()
 
 
 def default_groups(process_group: Any, device_mesh: Any, placement: Any) -> list[dist.ProcessGroup]:

@@ -11,19 +11,37 @@ import torch.nn as nn
 from torch import Tensor
 from typing_extensions import Self
 
+from ..common import optimizers
 from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
+from ..common.tensors import watch_exports
 from ..common.torch_private import leave_out_of_graphs
-from . import peers
-from .construct import first_name, watch_torch
+from . import foreign, peers
+from .construct import first_name
 from .described import describe
-from .foreign import watch
 from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
-from .states.torch_helpers import watch as watch_helpers
+from .states import torch_helpers
+from .summon import check_before_step, refuse_step
 from .unit import Unit, units_of
 from .wrapper import Wrapper
 
 _CLOSED = "_closed"  # in a pickle: the modules that nothing may be added to
+
+
+def watch_torch() -> None:
+    """Know what torch and other tools do with a wrapper, which is about to be made or loaded, and with its parameters.
+
+    Raises: OrderError without the store of the process group.
+    """
+    optimizers.ask_before(refuse_step)
+    optimizers.ask_before(check_before_step)
+    optimizers.watch()
+    watch_exports()
+    leave_out_of_graphs()
+    foreign.watch()
+    torch_helpers.watch()
+    watch_registrations()
+    peers.enter()
 
 
 def pickled(state: dict[str, Any], units: Iterable[Unit]) -> PickledState:
@@ -99,11 +117,6 @@ class Copies(Wrapper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         watch_torch()
-        leave_out_of_graphs()
-        watch()
-        watch_helpers()
-        watch_registrations()
-        peers.enter()
         own = state.pop(_CLOSED)
         vars(self).update(state)
         self._unit.come_alive()

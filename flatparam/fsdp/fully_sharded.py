@@ -15,10 +15,8 @@ from ..common.torch_private import (
     _override_module_mixed_precision,
     _Policy,
     _validate_frozen_params,
-    leave_out_of_graphs,
 )
-from . import peers
-from .agreement import Building, check_same_unit, groups_of_placement, telling
+from .agreement import check_same_unit, groups_of_placement, telling
 from .api import ShardingStrategy
 from .compatible import Compatible
 from .construct import (
@@ -30,22 +28,20 @@ from .construct import (
     placement_of,
     strategy_of_one_rank,
     warn_of_padding,
-    watch_torch,
 )
-from .copies import Copies
+from .copies import Copies, watch_torch
 from .errors import StateError, WritebackError
-from .foreign import refuse_wrapped, watch
+from .foreign import refuse_wrapped
 from .full_params import FullParams
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, find_originals
-from .owners import close, watch_registrations
+from .owners import close
 from .placement import Placement, check_pair, groups_of_machine, outer_group
 from .register import enroll
 from .states.kinds import first_settings
 from .states.model import ModelStates, after_load, before_load
 from .states.optimizer import OptimizerStates
-from .states.torch_helpers import watch as watch_helpers
 from .stepping import PREFETCH, Stepping
 from .unit import Unit
 from .wrap import check_not_tied, replace_modules, targets_of
@@ -113,13 +109,8 @@ class FullyShardedDataParallel(
         arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
         super().__init__()
         watch_torch()
-        leave_out_of_graphs()
-        watch()
-        watch_helpers()
-        peers.enter()
-        watch_registrations()
-        building = Building(default_groups(process_group, device_mesh, placement))
-        with telling(building):
+        comparing = default_groups(process_group, device_mesh, placement)
+        with telling(comparing):
             self._strategy = ShardingStrategy.of(sharding_strategy)
             if auto_wrap_policy is not None and process_group is device_mesh is placement is None:
                 process_group = arguments["process_group"] = groups_of_machine(self._strategy)
@@ -129,7 +120,7 @@ class FullyShardedDataParallel(
                 check_pair(placement.param, placement.optim, "Placement")
             if placement is not None and placement.outer is not None:
                 outer_group(placement.param, placement.optim, placement.outer)
-            building.groups = groups_of_placement(self._placement)
+            comparing[:] = groups_of_placement(self._placement)
             check_types(module=module, **arguments)
             if isinstance(module, Wrapper):
                 wrapped: Unit = vars(module)["_unit"]
@@ -175,7 +166,6 @@ class FullyShardedDataParallel(
                     ignored_params |= inner._ignored_params
                     if inner._outer is None or inner._outer() is None:
                         inner._outer = weakref.ref(self)
-            self._outer = None
             self._device_id = device = device_of(device_id)
             own = list(own_modules(module, _is_unit, ignored_modules_set))
             check_not_shared(module, own)
@@ -199,7 +189,7 @@ class FullyShardedDataParallel(
             )
             name = f"the unit of {type(module).__name__}"
             agreed = check_same_unit(name, originals, options, check_values and not sync_module_states)
-            building.groups = []
+            comparing.clear()
             if sync_module_states:
                 synchronize(own, ignored_params, self._placement, computes_on)
             self._buffer_dtypes = {}
@@ -211,13 +201,8 @@ class FullyShardedDataParallel(
                 warnings.warn(f"{agreed.apart}. The first forward raises this, unless values are loaded", stacklevel=2)
             close(self._unit, [self, *own], ignored_params)
             warn_of_padding(self._unit)
-            self._casts_to = None
             self._full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
-            self._in_full = False
-            self._moves_to = None
-            self._loading = None
             self._missing = []
-            self._hooked = None
             self._settings = first_settings()
             self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]

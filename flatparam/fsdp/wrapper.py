@@ -35,17 +35,17 @@ class Wrapper(Marks, nn.Module):
     cpu_offload: CPUOffload
     _backward_prefetch: BackwardPrefetch | None
     _buffer_dtypes: dict[str, torch.dtype]  # own dtypes of the buffers that are cast
-    _casts_to: torch.dtype | None
-    _hooked: collectives.Hooked | None  # the communication hook
+    _casts_to: torch.dtype | None = None
+    _hooked: collectives.Hooked | None = None  # the communication hook
     _device_id: torch.device | None
     _forward_prefetch: bool
     _full_in_eval: bool
     _ignored_params: set[nn.Parameter]
-    _in_full: bool  # now
-    _loading: Summoned | None
+    _in_full = False  # now
+    _loading: Summoned | None = None
     _missing: list[Original]  # in the local state dict that is loaded
-    _moves_to: torch.device | None  # inputs of the root
-    _outer: weakref.ref[Any] | None
+    _moves_to: torch.device | None = None  # inputs of the root
+    _outer: weakref.ref[Any] | None = None
     _placement: Placement
     _settings: StateDictSettings
     _strategy: ShardingStrategy
