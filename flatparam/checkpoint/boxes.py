@@ -6,17 +6,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..common.dense import Dense
 from ..common.layout import Box
-from ..common.tensors import row_major
-from ..fsdp.safetensors_files import Entry
+from ..common.tensors import row_major, span_of
 from .errors import CheckpointError
 from .files import Chunk
-
-SLAB_BYTES = 2**22  # read at once where a box is no run of the file
 
 
 class Read(NamedTuple):
@@ -29,8 +25,7 @@ class Read(NamedTuple):
     @property
     def span(self) -> int:
         """Elements of the chunk from the first to the last."""
-        strides = row_major(self.chunk.sizes)
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.out.shape, strides, strict=True))
+        return span_of(self.out.shape, row_major(self.chunk.sizes))
 
     def byte_range(self, itemsize: int) -> tuple[int, int]:
         """Of the chunk."""
@@ -73,27 +68,6 @@ def _reads(chunks: Iterable[Chunk], dense: Dense, start: int, flat: Tensor) -> I
                 places = zip(both.offsets, chunk.offsets, strides, strict=True)
                 begin = sum((at - first) * stride for at, first, stride in places)
                 yield Read(chunk, begin, dense.view(flat, start, both))
-
-
-def read_box(entry: Entry, read: Read) -> None:
-    """Do it. Raises: FileError, OSError."""
-    _read(entry, row_major(read.chunk.sizes), read.begin, read.out)
-
-
-def _read(entry: Entry, strides: tuple[int, ...], begin: int, out: Tensor) -> None:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
-    if span == out.numel() and out.is_contiguous():
-        entry.read(begin, out.view(-1))
-        return
-    if span * out.itemsize <= SLAB_BYTES:
-        buffer = torch.empty(span, dtype=out.dtype, device="cpu")
-        entry.read(begin, buffer)
-        out.copy_(buffer.as_strided(out.shape, strides))
-        return
-    d = next(d for d, size in enumerate(out.shape) if size > 1)
-    step = max(1, SLAB_BYTES // (strides[d] * out.itemsize))
-    for i in range(0, out.shape[d], step):
-        _read(entry, strides, begin + i * strides[d], out.narrow(d, i, min(step, out.shape[d] - i)))
 
 
 def check_whole(key: str, chunks: Sequence[Chunk]) -> None:

@@ -197,17 +197,6 @@ def _kind(named: Named, param: Tensor, held: Held, key: str, value: Any) -> tupl
     return "one", value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in ``value``."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-
-
 def in_owners_order(value: Tensor, owner: Tensor) -> Tensor:
     """The elements of ``value``, of ``owner``'s shape, 1-D, in the order of ``owner``'s memory; a view if it can be."""
     value = value.detach()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..common.dense import Dense
 from ..common.tensors import row_major
 from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of, open_file
-from .boxes import Read, check_whole, read_box, reads_of
+from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk
 from .index import MODEL, OPTIMIZER, RANKS, Index, read_index
@@ -69,7 +69,7 @@ class Source:
 
     def read(self, read: Read) -> None:
         """Read a box. Raises: FileError, OSError."""
-        read_box(self.entry(read.chunk), read)
+        self.entry(read.chunk).read_box(read.begin, read.out)
 
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
         """All of a tensor, in host memory of its own, compared with its checksums. Raises: as ``check``."""

@@ -13,13 +13,15 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..fsdp.held import Held
-from ..fsdp.loading import kind_of
+from ..fsdp.loading import may_become
 from ..fsdp.names import clean_tensor_name
-from ..fsdp.safetensors_files import DTYPES, bytes_of
+from ..fsdp.outputs import find_tensors
+from ..fsdp.safetensors_files import DTYPES
+from ..fsdp.states.values import same
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import Chunk
-from .optimizers import GRADIENT, Named, in_owners_order, like, tensors_in
+from .optimizers import GRADIENT, Named, in_owners_order, like
 from .pieces import InHandle
 from .reading import OfRank, Source, check_reads
 from .values import decode
@@ -80,8 +82,7 @@ def _check(name: str, chunks: list[Chunk], shape: tuple[int, ...], dtype: torch.
     check_whole(name, chunks)
     if chunks[0].shape != shape:
         raise CheckpointError(f"{chunks[0].file}: `{name}` has shape {chunks[0].shape}, the model's has {shape}")
-    source = DTYPES.get(chunks[0].dtype)
-    if source is None or kind_of(source) != kind_of(dtype) or (kind_of(dtype) == "integer" and source != dtype):
+    if not may_become(DTYPES.get(chunks[0].dtype), dtype):
         raise CheckpointError(
             f"{chunks[0].file}: `{name}` has dtype {chunks[0].dtype}, which cannot be loaded into {dtype}"
         )
@@ -97,7 +98,7 @@ def check_tied(source: Source, held: Held, name: str, other: str) -> None:
         for read in reads:
             source.read(read)
         found.append(out)
-    if not _same(*found):
+    if not same(*found):
         raise CheckpointError(f"`{name}` and `{other}` are one parameter, and have different values in the checkpoint")
 
 
@@ -266,12 +267,12 @@ def _one(
             got.append(source.whole(_name(one, key), source.optimizer[_name(one, key)]))
     first = got[0]
     for one, other in zip(here, got, strict=True):
-        if not _same(first, other):
+        if not same(first, other):
             raise CheckpointError(
                 f"the optimizer's `{key}` of `{here[0].name}` and `{one.name}` differ: they are in one flat parameter, "
                 "which has one; wrap with use_orig_params=True"
             )
-    other = next((tensor for tensor in tensors_in(first) if tensor.dim()), None)
+    other = next((tensor for tensor in find_tensors(first) if tensor.dim()), None)
     of_all_pieces = isinstance(kinds[0], list) and len(kinds[0]) == 3
     fits = isinstance(kinds[0], dict) or of_all_pieces or named.lies_whole(here[0])
     if other is not None and not fits:
@@ -301,16 +302,6 @@ def _check_layout(named: Named, param: Tensor, first: Held, key: str, pieces: li
         )
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(bytes_of(a)) == bytes(bytes_of(b))
-    if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict) and type(a) is type(b):
-        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
-    return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
-
-
 def _name(held: Held, key: str) -> str:
     return f"state.{held.name}.{key}"
 
@@ -327,7 +318,7 @@ def _group(
         raise CheckpointError(f"the checkpoint's optimizer has no parameter `{min(absent)}`, which group {i} has")
     numbers = sorted({saved[name] for name in wanted})
     matching = [{key: decode(value, values) for key, value in groups[number][0].items()} for number in numbers]
-    if not all(_same(matching[0], other) for other in matching[1:]):
+    if not all(same(matching[0], other) for other in matching[1:]):
         raise CheckpointError(
             f"the optimizer's group {i}, of `{held[0].name}` and more, has parameters of several saved groups, with "
             "different settings"

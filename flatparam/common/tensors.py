@@ -103,11 +103,16 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
         open_spans.append((stop, i))
 
 
+def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first to the last of a tensor that has some, both included."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last that ``tensor`` has in memory, both included."""
+    """The same of any tensor."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.numel()
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span_of(tensor.shape, tensor.stride())
 
 
 def _elements(tensor: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Loading safetensors files into a wrapped model: each rank reads what its own shards hold."""
 
 import hashlib
-import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,13 @@ from torch import Tensor
 from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
 from .agreement import digest_of, groups_of_placement
-from .held import Held, held_by, join, unit_paths, units_in
+from .held import Held, held_by, join, unit_paths
 from .materialize import blank
 from .names import clean_tensor_name
 from .order import gather_objects
-from .originals import has_rows, in_order, row_numel
 from .safetensors_files import Entry, Files
-from .segment import Segment
 from .unit import Unit, units_of
+from .wrapper import Wrapper
 
 Values = dict[str, tuple[Unit | None, str]]  # by name: what has it, and a digest of what is loaded into it
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -53,7 +51,9 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
     error: Exception | None = None
     try:
         try:
-            _check_idle(module)
+            for inner in module.modules():
+                if isinstance(inner, Wrapper):
+                    inner._check_idle_here("load_safetensors")
             reader = Files(files)
             wanted = list(held_by(module))
             found = _match(wanted, reader, strict)
@@ -64,7 +64,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
                 if names:  # into its place, if there are no values that a failure could take
                     read.append((one, torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat))
                     _read_piece(one, reader.entries[names[0]], read[-1][1])
-            shared = {name: unit for name, unit in _managed(module).items() if name in reader.entries}
+            shared = {name: unit for name, unit in _units_by_name(wanted).items() if name in reader.entries}
             values["the header"] = (None, reader.digest)
             values |= {name: (shared[name], value) for name, value in reader.samples(shared).items()}
         except Exception as caught:
@@ -100,13 +100,6 @@ def _is_in(names: Container[str], paths: list[str], fqn: str) -> bool:
     return any(clean_tensor_name(join(path, fqn)) in names for path in paths)
 
 
-def _check_idle(module: nn.Module) -> None:
-    for inner in module.modules():
-        check = getattr(type(inner), "_check_idle_here", None)
-        if check is not None:
-            check(inner, "load_safetensors")
-
-
 def _match(wanted: list[Held], files: Files, strict: bool) -> _IncompatibleKeys:
     """Check every tensor that is to be read against its file. Raises: ValueError, RuntimeError."""
     missing = [one.names[0] for one in wanted if not any(name in files.entries for name in one.names)]
@@ -129,12 +122,7 @@ def _check(name: str, one: Held, entry: Entry) -> None:
     if entry.shape != one.shape:
         raise ValueError(f"{entry.path}: `{name}` has shape {entry.shape}, the model's has {one.shape}")
     dtype = one.flat.dtype
-    same_kind = entry.dtype is not None and (
-        entry.dtype == dtype
-        or (entry.dtype.is_floating_point and dtype.is_floating_point)
-        or (entry.dtype.is_complex and dtype.is_complex)
-    )
-    if not same_kind:
+    if not may_become(entry.dtype, dtype):
         raise ValueError(f"{entry.path}: `{name}` has dtype {entry.dtype_name}, which cannot be loaded into {dtype}")
 
 
@@ -149,17 +137,9 @@ def _check_tied(one: Held, first: Entry, other: Entry, names: list[str]) -> None
 
 def _read_piece(one: Held, entry: Entry, out: Tensor) -> None:
     """Elements of the file, which is row-major, in the order of the model's memory."""
-    if out.numel() == 0:
-        return
-    if one.stride == row_major(one.shape):
-        entry.read(one.start, out)
-        return
-    row = row_numel(one.shape) if has_rows(one.shape, one.stride) else math.prod(one.shape)
-    first, last = one.start // row, -(-(one.start + out.numel()) // row)
-    rows = torch.empty((last - first) * row, dtype=out.dtype, device="cpu")
-    entry.read(first * row, rows)
-    shape = (last - first, *one.shape[1:]) if row < math.prod(one.shape) else one.shape
-    out.copy_(in_order(rows.view(shape), one.stride).narrow(0, one.start - first * row, out.numel()))
+    for box in one.dense.boxes(one.start, one.start + out.numel()):
+        begin = sum(at * stride for at, stride in zip(box.offsets, row_major(one.shape), strict=True))
+        entry.read_box(begin, one.dense.view(out, one.start, box))
 
 
 def check_kinds(module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -167,7 +147,9 @@ def check_kinds(module: nn.Module, state: Mapping[str, Any]) -> None:
 
     Kinds are those of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
     """
-    dtypes = _dtypes(module)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
+    dtypes |= {name: one.owner.dtype for one in held_by(module) for name in one.names}
     for name, value in state.items():
         dtype = dtypes.get(clean_tensor_name(name))
         if dtype is None or not isinstance(value, Tensor) or value.dtype == dtype:
@@ -185,33 +167,19 @@ def kind_of(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
-def _dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """By name in the unwrapped model."""
-    found: dict[str, torch.dtype] = {}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
-            if tensor is not None and name not in inner._non_persistent_buffers_set:
-                found[clean_tensor_name(join(path, name))] = tensor.dtype
-        for unit in units_of([inner]):
-            for key, segment in _names(path, unit):
-                found[key] = segment.flat.dtype
-    return found
+def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
+    """Whether what a file has in ``source`` (None: torch has no such) may be loaded into ``dtype``."""
+    return source == dtype or (source is not None and kind_of(source) == kind_of(dtype) != "integer")
 
 
-def _names(path: str, unit: Unit) -> Iterator[tuple[str, Segment]]:
-    for segment in unit.segments:
-        for original in segment.originals:
-            yield from ((clean_tensor_name(join(path, name.fqn)), segment) for name in original.names)
-
-
-def _managed(module: nn.Module) -> dict[str, Unit]:
-    """The unit of each parameter by its name in the unwrapped model."""
-    return {name: unit for path, unit in units_in(module) for name, _ in _names(path, unit)}
+def _units_by_name(held: Iterable[Held]) -> dict[str, Unit]:
+    """The unit of each parameter that has one, by its names in the unwrapped model."""
+    return {name: one.unit for one in held if one.unit is not None for name in one.names}
 
 
 def values_of(module: nn.Module, state: Mapping[str, Any]) -> Values:
     """What must be the same on all ranks that share a unit: of each parameter that ``state`` has."""
-    units = _managed(module)
+    units = _units_by_name(held_by(module, buffers=False))
     return {
         name: (units[name], f"{value.dtype} {tuple(value.shape)} {digest_of(value.detach().cpu().contiguous())}")
         for key, value in state.items()

@@ -21,9 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.tensors import row_major, span_of
+
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 CHUNK_BYTES = 2**20
+SLAB_BYTES = 2**22  # read at once where a box is no run of the file
 _SAMPLES, _SAMPLE_BYTES = 5, 1024  # of each tensor, to compare with other ranks' files
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -69,6 +72,22 @@ class Entry(NamedTuple):
             self._read_bytes(self.begin + (start + done) * raw.itemsize, into)
             if not direct:
                 out.narrow(0, done, count).copy_(into if raw is self.dtype else into != 0)
+
+    def read_box(self, begin: int, out: Tensor) -> None:
+        """Read a box, of ``out``'s shape, whose first element is number ``begin``. Raises: FileError, OSError."""
+        strides = row_major(self.shape)
+        span = span_of(out.shape, strides)
+        if span == out.numel() and out.is_contiguous():
+            self.read(begin, out.view(-1))
+        elif span * out.itemsize <= SLAB_BYTES:
+            buffer = torch.empty(span, dtype=out.dtype, device="cpu")
+            self.read(begin, buffer)
+            out.copy_(buffer.as_strided(out.shape, strides))
+        else:
+            d = next(d for d, size in enumerate(out.shape) if size > 1)
+            step = max(1, SLAB_BYTES // (strides[d] * out.itemsize))
+            for i in range(0, out.shape[d], step):
+                self.read_box(begin + i * strides[d], out.narrow(d, i, min(step, out.shape[d] - i)))
 
     def _read_bytes(self, position: int, into: Tensor) -> None:
         memory, done = bytes_of(into), 0

@@ -197,8 +197,11 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
 
     def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
         for param in params:
-            assert param.here is not None
-            value = in_order(whole[param.name][key].detach(), param.here.original.stride)
-            yield param, value.narrow(0, param.start, param.numel)
+            yield param, piece_of(param, whole[param.name][key])
 
     return fetch
+
+
+def piece_of(param: Held, whole: Tensor) -> Tensor:
+    """The elements that are here of a whole tensor like ``param``, 1-D, in memory order."""
+    return in_order(whole.detach(), param.stride).narrow(0, param.start, param.numel)

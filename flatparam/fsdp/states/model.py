@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..unit import Unit, units_of
 from .before import Before
 from .entries import own_names, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .kinds import Kinds
-from .rows import check_rows, cut_rows, gathered_rows, has_rows, is_rows
+from .rows import agree_on_rows, check_rows, cut_rows, gathered_rows, has_rows, is_rows
 from .table import Table
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go
@@ -61,8 +61,7 @@ class ModelStates(Kinds):
         def take(segment: Segment, value: Tensor) -> Any:
             if kind is StateDictType.SHARDED_STATE_DICT:
                 return cut_rows(segment, value, to_cpu=to_cpu)
-            copied = value.cpu() if to_cpu else value
-            return copied.clone() if copied.data_ptr() == value.data_ptr() else copied
+            return value.to("cpu" if to_cpu else value.device, copy=True)
 
         if destination is None:
             destination = kwargs["destination"] = _empty()
@@ -244,27 +243,23 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
 
 def _check_all_rows(model: nn.Module, units: list[Unit], state: Mapping[str, Any]) -> None:
     """Raises: RuntimeError on every rank, before anything is gathered, for rows that do not fit on one of them."""
-    if not any(is_rows(value) for value in state.values()) and not _is_sharded_kind(model):
-        return
-    unit_of = {segment: unit for unit in units for segment in unit.segments}
-    values: Values = {}
-    said = None
-    try:
-        table = Table(model)
-        for key, value in state.items():
-            param = table.by_name.get(clean_tensor_name(key))
-            if param is None or param.segment is None or not is_rows(value):
-                continue
-            if tuple(value.shape) != param.shape:
-                raise StateError(f"size mismatch for `{key}`: {tuple(value.shape)}, the model's is {param.shape}")
-            if param.segment.is_sharded and has_rows(param.shape, param.segment):
-                check_rows(key, param.segment, value)
-            elif not isinstance(value, DTensor):
-                raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
-            values[param.name] = (unit_of[param.segment], f"{value.dtype} {tuple(value.shape)}")
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    agree_on_loading("load_state_dict", units, said, values)
+    if any(is_rows(value) for value in state.values()) or _is_sharded_kind(model):
+        agree_on_rows("load_state_dict", units, _checked_rows(model, state))
+
+
+def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, Held, Any]]:
+    table = Table(model)
+    for key, value in state.items():
+        param = table.by_name.get(clean_tensor_name(key))
+        if param is None or param.segment is None or not is_rows(value):
+            continue
+        if tuple(value.shape) != param.shape:
+            raise StateError(f"size mismatch for `{key}`: {tuple(value.shape)}, the model's is {param.shape}")
+        if has_rows(param.shape, param.segment):
+            check_rows(key, param.segment, value)
+        elif not isinstance(value, DTensor):
+            raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
+        yield param.name, param, value
 
 
 def _is_sharded_kind(model: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from ..either import or_torchs
 from ..held import Held
-from ..loading import Values, agree_on_loading
+from ..segment import Segment
 from .exchange import from_first
 from .ids import rekeyed
 from .loading import cut, from_here
-from .rows import check_rows, cut_rows, from_rows, is_rows
+from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows
 from .saving import Sink, unsharded_state
 from .table import Table, settings_of
 
@@ -89,7 +90,7 @@ class OptimizerStates:
         Raises: ValueError naming parameter and key for what does not fit, on all ranks.
         """
         table = Table(model)
-        return _cut(table, sharded_optim_state_dict, _checked_rows(table, sharded_optim_state_dict), optim, None)
+        return _cut(table, sharded_optim_state_dict, _rows_of(table, sharded_optim_state_dict), optim, None)
 
     @staticmethod
     @or_torchs
@@ -164,7 +165,7 @@ class OptimizerStates:
         settings, table = settings_of(model), Table(model)
         full: Mapping[str, Any] = optim_state_dict
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-            fetch = _checked_rows(table, full)
+            fetch = _rows_of(table, full)
         elif getattr(settings.optim_state_dict_config, "rank0_only", False):
             full, fetch = from_first(table, optim_state_dict, _or_world(group))
         else:
@@ -201,9 +202,8 @@ def _full(
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    def take(param: Held, whole: Tensor) -> Tensor:
-        copied = whole.cpu() if to_cpu else whole
-        return copied.clone() if copied.data_ptr() == whole.data_ptr() else copied
+    def take(segment: Segment, whole: Tensor) -> Tensor:
+        return whole.to("cpu" if to_cpu else whole.device, copy=True)
 
     table = Table(model)
     groups = table.groups(optim if optim_input is None else _warned(optim_input))
@@ -215,40 +215,27 @@ def _full(
 def _sharded(
     model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any], *, to_cpu: bool
 ) -> dict[str, Any]:
-    def take(param: Held, whole: Tensor) -> Any:
-        segment = param.segment
-        assert segment is not None
-        return cut_rows(segment, whole, to_cpu=to_cpu)
-
-    table = Table(model)
+    table, take = Table(model), functools.partial(cut_rows, to_cpu=to_cpu)
     result: dict[str, Any] = unsharded_state(table, given, table.groups(optim), Sink(take, to_cpu))
     return result
 
 
-def _checked_rows(table: Table, state: Mapping[str, Any]) -> Any:
+def _rows_of(table: Table, state: Mapping[str, Any]) -> Any:
     """The fetches of a sharded state. Raises: RuntimeError on every rank, if it does not fit on one of them."""
-    said: str | None = None
-    values: Values = {}
-    unit_of = {segment: unit for unit in table.units for segment in unit.segments}
-    try:
-        for name, by_key in state.get("state", {}).items():
-            param = table.by_name.get(name)
-            if param is None or param.segment is None:
-                continue
-            for key, value in by_key.items():
-                what = f"{key} of {param.name}"
-                if is_rows(value) and param.segment.is_sharded and tuple(value.shape) == param.shape:
-                    check_rows(what, param.segment, value)
-                described = (
-                    f"{is_rows(value)} {value.dtype} {tuple(value.shape)}"
-                    if isinstance(value, Tensor)
-                    else type(value).__name__
-                )
-                values[what] = (unit_of[param.segment], described)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    agree_on_loading("optim_state_dict_to_load", table.units, said, values)
+    agree_on_rows("optim_state_dict_to_load", table.units, _checked(table, state.get("state", {})))
     return from_rows(table, state.get("state", {}))
+
+
+def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Held, Any]]:
+    for name, values in state.items():
+        param = table.by_name.get(name)
+        for key, value in values.items() if param is not None and param.segment is not None else ():
+            assert param is not None
+            assert param.segment is not None
+            what = f"{key} of {param.name}"
+            if is_rows(value) and param.is_sharded and tuple(value.shape) == param.shape:
+                check_rows(what, param.segment, value)
+            yield what, param, value
 
 
 def _cut(

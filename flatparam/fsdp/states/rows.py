@@ -6,7 +6,7 @@ Rows are of a ``DTensor`` where the unit was made with a device mesh, else of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from ...common.torch_private import Shard, ShardedTensor, _create_chunk_sharded_
 from .. import collectives, order
 from ..errors import StateError
 from ..held import Held
-from ..originals import in_order, row_numel
+from ..loading import Values, agree_on_loading
+from ..originals import row_numel
 from ..segment import Segment
-from .loading import Fetch, by_first_name
+from ..unit import Unit
+from .loading import Fetch, by_first_name, piece_of
 from .table import Table
 
 
@@ -40,7 +42,7 @@ def cut_rows(segment: Segment, whole: Tensor, *, to_cpu: bool) -> Any:
     """This rank's rows of a whole tensor, with memory of their own. No communication."""
     whole, placement = whole.detach(), segment.placement
     if not has_rows(tuple(whole.shape), segment):
-        return whole.cpu().clone() if to_cpu else whole.clone()
+        return whole.to("cpu" if to_cpu else whole.device, copy=True)
     if placement.mesh is not None:
         first, last = _rows_of(whole.shape[0], _cuts_of(segment, dist.get_rank()))
         mine = whole.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
@@ -117,6 +119,23 @@ def check_rows(name: str, segment: Segment, value: Any) -> None:
         )
 
 
+def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Held, Any]]) -> None:
+    """Raises: RuntimeError on every rank for what ``checked`` raises on one of them, and where its values differ.
+
+    ``checked``: what a state has under a name for a parameter; of tensors shape and dtype count.
+    """
+    said: str | None = None
+    values: Values = {}
+    try:
+        for name, param, value in checked:
+            is_tensor = isinstance(value, Tensor)
+            described = f"{is_rows(value)} {value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
+            values[name] = (param.unit, described)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    agree_on_loading(what, units, said, values)
+
+
 def local_rows(value: Any) -> Tensor | None:
     """The rows that this rank has; None: none."""
     if isinstance(value, DTensor):
@@ -169,13 +188,8 @@ def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
         rows = {param: whole[param.name][key] for param in params if is_rows(whole[param.name][key])}
         for param in params:
             if param not in rows:
-                yield param, _piece(param, whole[param.name][key])
+                yield param, piece_of(param, whole[param.name][key])
         for param, value in gathered_rows(segment, rows, dtype) if rows else ():
-            yield param, _piece(param, value)
+            yield param, piece_of(param, value)
 
     return fetch
-
-
-def _piece(param: Held, whole: Tensor) -> Tensor:
-    assert param.here is not None
-    return in_order(whole.detach(), param.here.original.stride).narrow(0, param.start, param.numel)

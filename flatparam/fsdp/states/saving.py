@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import StateError
-from ..held import Held
 from ..order import gather_objects
 from ..segment import Segment
 from .table import Stepped, Table
@@ -28,7 +27,7 @@ _NOTHING = "nothing"  # of a parameter lies on a rank
 class Sink(NamedTuple):
     """What becomes of whole tensors, which are another's memory, and whether of others copies on the host."""
 
-    take: Callable[[Held, Tensor], Any]
+    take: Callable[[Segment, Tensor], Any]
     to_cpu: bool
 
 
@@ -91,7 +90,7 @@ def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | N
 def _own(value: Any, held: Any, sink: Sink) -> Any:
     """A copy of what is not gathered: ``value`` as it was told, ``held`` as this rank has it."""
     if isinstance(held, Tensor):
-        return held.detach().cpu().clone() if sink.to_cpu else held.detach().clone()
+        return held.detach().to("cpu" if sink.to_cpu else held.device, copy=True)
     return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
 
 
@@ -202,7 +201,7 @@ def _gather(
         return
     for param in (param for one in members for param in one.params):
         place = segment.view(whole, segment.originals[param.number], segment.layout.offsets[param.number])
-        result[param.name][key] = sink.take(param, place)
+        result[param.name][key] = sink.take(segment, place)
 
 
 def gathered(segment: Segment, shard: Tensor) -> Tensor:

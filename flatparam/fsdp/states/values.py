@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import StateError
 from ..held import Held
+from ..originals import same_bytes
 from .table import Table
 
 
@@ -65,16 +66,16 @@ def keys_of_one_shape(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal, NaN to itself too, and tensors bit for bit."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-            return False
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return torch.equal(one.cpu().reshape(-1).view(torch.uint8), other.cpu().reshape(-1).view(torch.uint8))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and same_bytes(one.cpu(), other.cpu())
     if type(one) is not type(other):
         return False
     if isinstance(one, Scalar):
         return one.dtype == other.dtype and repr(one.value) == repr(other.value)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     try:
         if one is other or bool(one == other):
             return True
