@@ -130,8 +130,9 @@ alias(const at::Tensor &flat, const View &place)
 size_t memory_of(c10::StorageImpl *storage);
 
 // Give storage room for bytes, 0: free it; see fp_torch_resize_storage. Throws, and changes nothing, if it borrows its
-// memory, or somebody else does (a NumPy array).
-void resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size);
+// memory, or somebody else does (a NumPy array). given: memory for it; null: its allocator has some.
+void resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size,
+                    c10::DataPtr given = c10::DataPtr());
 
 // A storage that flatparam frees and fills again is noted; with the GIL held.
 void note_reused(c10::StorageImpl *storage);

@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <chrono>
+#include <cstdlib>
+#include <string_view>
 
 struct fp_sum {
     fp_group *group = nullptr;
@@ -61,11 +63,77 @@ started(const fp_group &group, Start &&start)
 {
     return explained(&group, [&] {
         const WithoutGil released;
-        return start(*group.native);
+        auto work = start(*group.native);
+        group.connected = true;
+        return work;
     });
 }
 
+c10d::ReduceOp
+sum_of(double factor)
+{
+    c10d::ReduceOp sum = c10d::ReduceOp::SUM;
+    if (factor != 1.0) {
+        sum.op_ = c10d::ReduceOp::PREMUL_SUM;
+        sum.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
+    }
+    return sum;
+}
+
+bool
+wants_registered()
+{
+    static const bool wanted = [] {
+        const char *value = std::getenv("FLATPARAM_REGISTERED");
+        return value != nullptr && std::string_view(value) == "1";
+    }();
+    return wanted;
+}
+
 } // namespace
+
+bool
+premultiplies(const fp_group &group, const at::Tensor &tensor)
+{
+    return group.native && (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble) &&
+           group.native->getBackend(tensor.device().type())->getBackendName() == "nccl";
+}
+
+at::Tensor
+registered(fp_group *group, int64_t numel, const at::TensorOptions &options)
+{
+    const c10::Device device = options.device();
+    if (group == nullptr || !group->native || !group->registers || !group->connected || device.is_cpu() ||
+        !wants_registered() || is_captured(device)) {
+        return at::Tensor();
+    }
+    std::string why_not;
+    try {
+        const auto backend = group->native->getBackend(device.type());
+        group->registers = backend->supportsTensorAlloc(device.index());
+        if (group->registers) {
+            return backend->allocateTensor(numel, options);
+        }
+        why_not = backend->getBackendName() + " does not on " + device.str();
+    }
+    catch (const c10::OutOfMemoryError &) {
+        throw;
+    }
+    catch (const std::exception &error) {
+        group->registers = false;
+        why_not = error.what();
+    }
+    TORCH_WARN_ONCE("flatparam: FLATPARAM_REGISTERED=1: no memory is registered, collectives take copies: ",
+                    why_not.substr(0, why_not.find('\n')));
+    return at::Tensor();
+}
+
+at::Tensor
+empty_for(fp_group *group, int64_t numel, const at::TensorOptions &options)
+{
+    const at::Tensor made = registered(group, numel, options);
+    return made.defined() ? made : at::empty({numel}, options);
+}
 
 void
 announce(fp_group &group, unsigned kind, uint32_t trained)
@@ -94,24 +162,28 @@ all_gather(const fp_group &group, const at::Tensor &gathered, const at::Tensor &
 }
 
 c10::intrusive_ptr<c10d::Work>
-reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole)
+reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole, double factor)
 {
     at::Tensor output = as_sent(reduced), input = as_sent(whole);
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = sum_of(factor);
     return started(group, [&](auto &native) {
         if constexpr (requires { native.reduce_scatter_single(output, input); }) {
-            return native.reduce_scatter_single(output, input);
+            return native.reduce_scatter_single(output, input, options);
         }
         else {
-            return native._reduce_scatter_base(output, input);
+            return native._reduce_scatter_base(output, input, options);
         }
     });
 }
 
 c10::intrusive_ptr<c10d::Work>
-all_reduce(const fp_group &group, const at::Tensor &tensor)
+all_reduce(const fp_group &group, const at::Tensor &tensor, double factor)
 {
     std::vector<at::Tensor> tensors = {as_sent(tensor)};
-    return started(group, [&](auto &native) { return native.allreduce(tensors); });
+    c10d::AllreduceOptions options;
+    options.reduceOp = sum_of(factor);
+    return started(group, [&](auto &native) { return native.allreduce(tensors, options); });
 }
 
 void

@@ -18,8 +18,10 @@ struct fp_group {
     std::array<PyObject *, FP_WATCHERS> watchers{}; // owned, or null: nobody is told of its collectives
     const fp_group_calls *calls = nullptr;
     std::array<uint32_t, FP_WATCHERS> numbers{};
-    bool sliced = false;   // waits are interrupted to tell the watcher
-    bool given_up = false; // what is under way may not end soon: nobody waits for it when a pass is forgotten
+    bool sliced = false;            // waits are interrupted to tell the watcher
+    mutable bool connected = false; // a collective over it was begun
+    bool registers = true;          // memory; not any more where it could not
+    bool given_up = false;          // what is under way may not end soon: nobody waits for it when a pass is forgotten
 };
 
 namespace fp {
@@ -27,11 +29,23 @@ namespace fp {
 // Tell the watchers which collective is about to begin over group.
 void announce(fp_group &group, unsigned kind, uint32_t trained = 0);
 
-// The collectives of the C++ group, started.
+// Whether the backend multiplies by a factor as it adds up tensors like this one. NCCL does. In bf16 torch 2.13 gives it
+// the upper half of a wide factor, so there it is not asked to.
+bool premultiplies(const fp_group &group, const at::Tensor &tensor);
+
+// A 1-D tensor in memory that group's backend has registered, so that collectives take no copy; undefined where
+// FLATPARAM_REGISTERED=1 does not ask for that, or it cannot be: a line says so once. Before a group's first collective it
+// has no communicator to register memory with, and a captured graph has memory of its own, which NCCL registers itself.
+at::Tensor registered(fp_group *group, int64_t numel, const at::TensorOptions &options);
+
+// The same in the device's own memory otherwise.
+at::Tensor empty_for(fp_group *group, int64_t numel, const at::TensorOptions &options);
+
+// The collectives of the C++ group, started. factor: what is added up is multiplied by it before, if premultiplies().
 c10::intrusive_ptr<c10d::Work> all_gather(const fp_group &group, const at::Tensor &gathered, const at::Tensor &own);
-c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::Tensor &reduced,
-                                              const at::Tensor &whole);
-c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor);
+c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole,
+                                              double factor = 1.0);
+c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor, double factor = 1.0);
 
 // The same through Python: collectives.name(output, input, group).
 void call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,

@@ -30,6 +30,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     at::Tensor reduce_input, reduce_output;
     at::Tensor reduce_slice; // of reduce_input, where that is added up in place: what becomes reduce_output
     c10::intrusive_ptr<c10d::Work> reduction;
+    bool is_divided = false;                       // what is reduced: the collective multiplies it by 1 / postdivide
     at::Tensor arriving_grad;                      // the reduced gradient on the host, once has_arrived
     std::optional<c10::Event> was_read;            // recorded after the copy from a shard on the host
     std::optional<c10::Event> was_filled;          // the same after a gather that is no work

@@ -57,6 +57,21 @@ fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
     flat.was_read.emplace(recorded_now(slot.device()));
 }
 
+// Memory for the unsharded tensor.
+void
+make_room(fp_flat_buffer &flat)
+{
+    c10::StorageImpl *const storage = storage_of(flat.unsharded);
+    const size_t bytes = bytes_of(flat);
+    at::Tensor made;
+    if (memory_of(storage) != bytes) {
+        fp_group *const group = flat.param_group != nullptr ? flat.param_group : flat.shard_group;
+        made = registered(group, static_cast<int64_t>(bytes), flat.unsharded_data.options().dtype(at::kByte));
+    }
+    resize_storage(storage, bytes, nullptr, false,
+                   made.defined() ? storage_of(made)->set_data_ptr(c10::DataPtr()) : c10::DataPtr());
+}
+
 // The process group over which all of them do that in one step, if its backend can do it in one call.
 c10d::ProcessGroup *
 group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &device, int what)
@@ -203,7 +218,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             copy = at::empty({flat->part_numel()}, flat->unsharded_data.options());
         }
         const c10::Device device = flat->unsharded.device();
-        fp::resize_storage(fp::storage_of(flat->unsharded), fp::bytes_of(*flat), nullptr, false);
+        fp::make_room(*flat);
         flat->home.move_in(device);
         const fp::OnOwnStream gathering(device, fp::Purpose::gather); /* where no memory is made that outlives this */
         if (refreshes) {

@@ -38,12 +38,26 @@ reducing_over(const fp_flat_buffer &flat)
     return flat.shard_group;
 }
 
+// By what the collective over group multiplies what it adds up, so that nothing has to be divided after it: exact.
+double
+factor_over(const fp_flat_buffer &flat, const fp_group &group, const at::Tensor &tensor)
+{
+    int exponent;
+    const bool exact = std::frexp(flat.postdivide, &exponent) == 0.5;
+    return exact && flat.refresh_group == nullptr && !flat.is_divided && premultiplies(group, tensor)
+               ? 1.0 / flat.postdivide
+               : 1.0;
+}
+
 // gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can.
 c10::intrusive_ptr<c10d::Work>
 start_reduction(fp_flat_buffer &flat, const fp_group &group)
 {
     if (!group.sliced) {
-        return reduce_scatter(group, flat.reduce_output, flat.reduce_input);
+        const double factor = factor_over(flat, group, flat.reduce_input);
+        auto work = reduce_scatter(group, flat.reduce_output, flat.reduce_input, factor);
+        flat.is_divided = factor != 1.0;
+        return work;
     }
     const int64_t numel = flat.reduce_output.numel();
     flat.reduce_slice = alias(flat.reduce_input, numel, int64_t{1},
@@ -129,7 +143,7 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
     flat.reduce_input.reset();
     try {
         const at::ScalarType dtype = flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
-        result = divided(std::move(result), flat.postdivide, dtype);
+        result = divided(std::move(result), flat.is_divided ? 1.0 : flat.postdivide, dtype);
         if (result.device() != shard.device()) {
             at::Tensor there =
                 at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
@@ -173,7 +187,7 @@ make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at:
         flat.accumulated_grad.reset();
     }
     else if (gradients != nullptr) {
-        flat.reduce_input = at::empty({flat.geometry->total}, options);
+        flat.reduce_input = empty_for(flat.shard_group, flat.geometry->total, options);
         pack_gradients(flat, flat.reduce_input, *gradients, {.scale = scale, .accumulate = false});
     }
     else {
@@ -300,9 +314,11 @@ fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients,
         if (flat->gradient != FP_GRADIENT_PACKED) {
             fp::make_reduce_input(*flat, gradients, options);
         }
+        flat->is_divided = false;
         if (flat->shards > 1) {
-            flat->reduce_output = at::empty({nested ? flat->part_numel() : flat->shard_numel}, options);
-            fp::reduce_over(*flat, nested ? *flat->param_group : *flat->shard_group, collectives);
+            fp_group *const group = nested ? flat->param_group : flat->shard_group;
+            flat->reduce_output = fp::empty_for(group, nested ? flat->part_numel() : flat->shard_numel, options);
+            fp::reduce_over(*flat, *group, collectives);
             fp::move(*flat, event);
             return 0;
         }
@@ -374,7 +390,9 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
                             *flat->replicate_group);
         }
         else {
-            flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduce_output);
+            const double factor = fp::factor_over(*flat, *flat->replicate_group, flat->reduce_output);
+            flat->reduction = fp::all_reduce(*flat->replicate_group, flat->reduce_output, factor);
+            flat->is_divided = flat->is_divided || factor != 1.0;
             flat->has_joined = flat->may_join;
         }
         fp::move(*flat, FP_GRADIENT_REDUCE);

@@ -135,6 +135,25 @@ block_on(std::optional<c10::Event> &event, const c10::Device &device)
     }
 }
 
+// A template, for what a torch may lack is looked up in those alone.
+template <class Guard>
+static bool
+captures(const Guard &guard, const c10::Device &device)
+{
+    if constexpr (requires(const c10::Stream &stream) { guard.isStreamCapturing(stream); }) {
+        return guard.isStreamCapturing(guard.getStream(device));
+    }
+    else {
+        return false;
+    }
+}
+
+bool
+is_captured(const c10::Device &device)
+{
+    return !device.is_cpu() && !device.is_meta() && captures(c10::impl::VirtualGuardImpl(device.type()), device);
+}
+
 c10::Event
 recorded_now(const c10::Device &device)
 {

@@ -47,6 +47,9 @@ void settle_copies(const c10::Device &device);
 // The current stream of device waits for event, if there is one, and forgets it.
 void block_on(std::optional<c10::Event> &event, const c10::Device &device);
 
+// Whether what is put to the current stream goes into a graph, to be replayed later. Torch before 2.13 does not tell.
+bool is_captured(const c10::Device &device);
+
 c10::Event recorded_now(const c10::Device &device);
 
 // The host waits for event, if there is one, and forgets it.

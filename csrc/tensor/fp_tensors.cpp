@@ -38,13 +38,14 @@ memory_of(c10::StorageImpl *storage)
 }
 
 void
-resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size)
+resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size, c10::DataPtr given)
 {
     if (storage->nbytes() != bytes || memory_of(storage) != bytes) {
         TORCH_CHECK(storage->resizable(), "this storage cannot be resized: it borrows its memory");
         const c10::OptionalDeviceGuard device(storage->device());
-        storage->set_data_ptr_noswap(bytes == 0 ? c10::DataPtr(nullptr, storage->device())
-                                                : storage->allocator()->allocate(bytes));
+        storage->set_data_ptr_noswap(bytes == 0               ? c10::DataPtr(nullptr, storage->device())
+                                     : given.get() != nullptr ? std::move(given)
+                                                              : storage->allocator()->allocate(bytes));
     }
     const bool guarded = set_freed_reason(storage, bytes == 0 ? reason : nullptr);
     if (!(guarded && keeps_size)) {

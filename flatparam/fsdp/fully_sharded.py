@@ -35,7 +35,7 @@ from .foreign import refuse_wrapped
 from .full_params import FullParams
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
-from .originals import Atomic, Options, check_layout_arguments, choose_blocks, find_originals
+from .originals import Atomic, Options, check_layout_arguments, choose_blocks, default_alignment, find_originals
 from .owners import close
 from .placement import Placement, check_pair, groups_of_machine, outer_group
 from .register import enroll
@@ -176,12 +176,13 @@ class FullyShardedDataParallel(
             move(own, ignored_params, device, _HOST if computes_on else device, computes_on or device)
             originals = find_originals(own, module, ignored_params, clean_tensor_name)
             choose_blocks(originals, atomic)
+            of_params = computes_on or next((original.param.device for original in originals), device)
             options = Options(
                 self._placement,
                 self.mixed_precision,
                 use_orig_params,
                 segments,
-                shard_alignment,
+                default_alignment(of_params) if shard_alignment is None else shard_alignment,
                 atomic,
                 offload_grads,
                 computes_on,

@@ -78,6 +78,11 @@ def alignment_of(shard_alignment: int | None, dtypes: Sequence[torch.dtype], use
     return alignment
 
 
+def default_alignment(computes_on: torch.device | None) -> int | None:
+    """``shard_alignment`` where the user gives none: 16 bytes for NCCL, else torch's layout."""
+    return 16 if computes_on is not None and computes_on.type == "cuda" else None
+
+
 LOW = (torch.bfloat16, torch.float16)  # dtypes that no gradients are added in
 
 

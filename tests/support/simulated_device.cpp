@@ -308,7 +308,8 @@ struct Block {
     int64_t stream; // that it was allocated on, and goes back to
 };
 auto &blocks = for_good<std::unordered_map<void *, Block>>(); // in use
-auto &unused = for_good<std::multimap<std::pair<int64_t, size_t>, void *>>(); // by stream and size: blocks are never given back
+auto &unused =
+    for_good<std::multimap<std::pair<int64_t, size_t>, void *>>(); // by stream and size: blocks are never given back
 auto &streamed = for_good<std::unordered_set<void *>>(); // by record_stream: not used again, whatever becomes of it
 
 void
@@ -685,7 +686,8 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     const Values arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
     const auto &returns = op.schema().returns();
     if (std::any_of(returns.begin(), returns.end(), [](const auto &result) {
-            return result.type()->kind() == c10::TypeKind::BoolType || result.type()->kind() == c10::TypeKind::NumberType;
+            return result.type()->kind() == c10::TypeKind::BoolType ||
+                   result.type()->kind() == c10::TypeKind::NumberType;
         })) {
         wait_for_stream(current); // the host is told of values
     }
@@ -707,7 +709,7 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     for (const auto &result : returns) {
         all_new = all_new && result.alias_info() == nullptr;
     }
-    Values results = !late    ? called(op, there)
+    Values results = !late     ? called(op, there)
                      : all_new ? called(op, all_changed(arguments,
                                                         [](const at::Tensor &tensor) {
                                                             at::Tensor other = at::empty_strided(
@@ -771,7 +773,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
 
 // ---- collectives: gloo's, on the device's memory, on a stream of the group ----
 
-auto &under_way = for_good<std::vector<c10::intrusive_ptr<c10d::Work>>>(); // that write to the device's memory as early as they can
+auto &under_way =
+    for_good<std::vector<c10::intrusive_ptr<c10d::Work>>>(); // that write to the device's memory as early as they can
 
 // A late stream is so late that what may have come before it has, unless that waits for other ranks for too long.
 void
@@ -819,6 +822,7 @@ struct Late final : c10d::Work {
     }
 };
 
+int registers = 0;       // memory with a group: 0: says that it cannot; 1: fails; 2: does
 int64_t fail_after = -1; // so many collectives; negative: never
 
 struct Collectives final : c10d::Backend {
@@ -838,7 +842,18 @@ struct Collectives final : c10d::Backend {
 
     const std::string getBackendName() const override
     {
-        return "simulated";
+        return "nccl"; // whose ways it has
+    }
+    bool supportsTensorAlloc(c10::DeviceIndex) override
+    {
+        return registers > 0;
+    }
+    at::Tensor allocateTensor(long size, at::TensorOptions options) override
+    {
+        const Locked locked(mutex);
+        TORCH_CHECK(registers > 1, "memory that could not be registered\nand more");
+        operations["simulated::registered"]++;
+        return at::empty({size}, options);
     }
     bool supportsCoalescing() const override
     {
@@ -923,7 +938,8 @@ struct Collectives final : c10d::Backend {
             const auto same = std::find_if(from.begin(), from.end(), [&](const at::Tensor &other) {
                 return other.const_data_ptr() == to[i].const_data_ptr() && other.numel() == to[i].numel();
             });
-            write_now.push_back(same == from.end() ? to[i].clone() : read_now[static_cast<size_t>(same - from.begin())]);
+            write_now.push_back(same == from.end() ? to[i].clone()
+                                                   : read_now[static_cast<size_t>(same - from.begin())]);
         }
         std::vector<at::Tensor> as_read;
         for (const at::Tensor &tensor : read_now) {
@@ -947,6 +963,20 @@ struct Collectives final : c10d::Backend {
         return work_of(kept);
     }
 
+    // What NCCL adds up in place of the tensor, and gloo then has to. It takes the factor in the tensor's dtype, which torch
+    // 2.13 does not give it for bf16.
+    static at::Tensor multiplied(const at::Tensor &tensor, c10d::ReduceOp &op)
+    {
+        if (op != c10d::ReduceOp::PREMUL_SUM) {
+            return tensor;
+        }
+        TORCH_CHECK(tensor.scalar_type() != at::kBFloat16, "a factor in bf16");
+        const double factor = static_cast<c10d::NCCLPreMulSumSupplement *>(op.supplement_.get())->double_factor;
+        op = c10d::ReduceOp::SUM;
+        operations["simulated::multiplied"]++;
+        return tensor.mul(factor);
+    }
+
     c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor> &tensors,
                                              const c10d::BroadcastOptions &options) override
     {
@@ -955,7 +985,11 @@ struct Collectives final : c10d::Backend {
     c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
                                              const c10d::AllreduceOptions &options) override
     {
-        return started(tensors, tensors, tensors, [&](auto &, auto &to) { return host->allreduce(to, options); });
+        return started(tensors, tensors, tensors, [&](auto &, auto &to) {
+            c10d::AllreduceOptions of_host = options;
+            to[0].copy_(multiplied(to[0], of_host.reduceOp));
+            return host->allreduce(to, of_host);
+        });
     }
     c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>> &outputs,
                                              std::vector<at::Tensor> &inputs,
@@ -972,15 +1006,16 @@ struct Collectives final : c10d::Backend {
     c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor &output, at::Tensor &input,
                                                    const c10d::AllgatherOptions &options) override
     {
-        return started({output, input}, {input}, {output}, [&](auto &from, auto &to) {
-            return host->_allgather_base(to[0], from[0], options);
-        });
+        return started({output, input}, {input}, {output},
+                       [&](auto &from, auto &to) { return host->_allgather_base(to[0], from[0], options); });
     }
     c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
                                                         const c10d::ReduceScatterOptions &options) override
     {
         return started({output, input}, {input}, {output}, [&](auto &from, auto &to) {
-            return host->_reduce_scatter_base(to[0], from[0], options);
+            c10d::ReduceScatterOptions of_host = options;
+            from[0] = multiplied(from[0], of_host.reduceOp);
+            return host->_reduce_scatter_base(to[0], from[0], of_host);
         });
     }
     c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions &options) override
@@ -1013,6 +1048,10 @@ PYBIND11_MODULE(simulated_device, m)
         const Locked locked(mutex);
         fail_after = collectives;
     });
+    m.def("registers", [](int how) {
+        const Locked locked(mutex);
+        registers = how;
+    });
     m.def("put_off", [] {
         const Locked locked(mutex);
         return put_off;
@@ -1035,11 +1074,14 @@ PYBIND11_MODULE(simulated_device, m)
         waits++;
         force_all();
     });
-    m.def("late", [](const std::string &which, int64_t stream) {
-        const Locked locked(mutex);
-        force_all();
-        TORCH_CHECK_VALUE(which == "others" || which == "computing", "expected others or computing, got ", which);
-        computes_late = which == "computing";
-        computing = stream;
-    }, pybind11::arg("which"), pybind11::arg("computing") = 0);
+    m.def(
+        "late",
+        [](const std::string &which, int64_t stream) {
+            const Locked locked(mutex);
+            force_all();
+            TORCH_CHECK_VALUE(which == "others" || which == "computing", "expected others or computing, got ", which);
+            computes_late = which == "computing";
+            computing = stream;
+        },
+        pybind11::arg("which"), pybind11::arg("computing") = 0);
 }

@@ -1,0 +1,87 @@
+"""What the runtime asks of NCCL beside collectives: the average, memory that is registered, shards that are aligned.
+
+The simulated device's collectives stand for it (simulated.py). The oracle is the same training on the CPU, bit for bit.
+"""
+
+import warnings
+
+import pytest
+import simulated
+import torch
+import torch.distributed as dist
+from fsdp_models import data, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
+from test_fsdp_device import assert_equal, groups_of, three_groups, train
+
+from flatparam import MixedPrecision, ShardingStrategy
+from flatparam.fsdp.originals import default_alignment
+
+CPU = torch.device("cpu")
+IN_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+IN_BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def library():
+    return str(simulated.build())
+
+
+def averaged(library, shared):
+    """``shared``: whether the number of ranks leaves a power of two to divide by after the reduction."""
+    device = simulated.use(library)
+    sim, three = torch.device("sim", 0), three_groups if shared else lambda new_group: [new_group()] * 3
+    on_cpu, on_sim = three(dist.new_group), three(simulated.new_group)
+    ways = [("FULL_SHARD", None), ("FULL_SHARD", IN_FP32), ("FULL_SHARD", IN_BF16), ("NO_SHARD", None)]
+    for strategy, precision in [*ways, *([("HYBRID_SHARD", None)] if shared else [])]:
+        note(f"{strategy}, {precision}")
+        ways = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": precision, "use_orig_params": True}
+        wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **ways), CPU)
+        model = wrap_blocks(make(), process_group=groups_of(strategy, *on_sim), device_id=sim, **ways)
+        assert_equal(train(model, sim), wanted, strategy)
+        loss = loss_of(model, data(0).to(sim))
+        device.operations()
+        loss.backward()
+        seen = device.operations()
+        multiplies, units = shared and precision is not IN_BF16, 1 + len(model.blocks)
+        seen = seen.get("simulated::multiplied", 0), seen["aten::div"]
+        assert seen == ((units, 1) if multiplies else (0, 1 + units)), seen  # autograd divides for the mean
+
+
+@pytest.mark.parametrize(("ranks", "shared"), [(4, True), (3, False)])
+def test_the_collective_multiplies_instead_of_a_division_after_it(library, ranks, shared):
+    run_ranks(averaged, ranks, library, shared)
+
+
+def in_registered_memory(library, how, line):
+    """``how``: what the group says of memory, as simulated_device.cpp has it; ``line``: what is told then."""
+    device = simulated.use(library)
+    device.registers(how)
+    sim, on_cpu, on_sim = torch.device("sim", 0), three_groups(dist.new_group), three_groups(simulated.new_group)
+    told = []
+    for strategy in ("FULL_SHARD", "LAYER_ZERO_NESTED"):
+        note(strategy)
+        ways = {"sharding_strategy": ShardingStrategy[strategy], "mixed_precision": IN_FP32}
+        wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **ways), CPU)
+        device.operations()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = wrap_blocks(make(), process_group=groups_of(strategy, *on_sim), device_id=sim, **ways)
+            assert_equal(train(model, sim), wanted, strategy)
+        told += [str(warning.message) for warning in caught if "FLATPARAM_REGISTERED" in str(warning.message)]
+        assert (device.operations().get("simulated::registered", 0) > 20) == (line is None)
+    assert len(told) == (line is not None)
+    assert line is None or (line in told[0] and "and more" not in told[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "line"), [(0, "nccl does not on sim:0"), (1, "memory that could not be registered"), (2, None)]
+)
+def test_training_in_registered_memory_has_the_bits_of_the_cpu(library, how, line):
+    run_ranks(in_registered_memory, 4, library, how, line, environment={"FLATPARAM_REGISTERED": "1"})
+
+
+def test_shards_of_nccl_start_at_16_bytes():
+    assert default_alignment(torch.device("cuda", 1)) == 16
+    assert [default_alignment(device) for device in (CPU, torch.device("meta"), None)] == [None] * 3
