@@ -52,16 +52,58 @@ event_of_showing(const fp_flat_param *flat_param)
     return fp_param_is_low(flat_param->master) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_KEPT;
 }
 
+PyObject *
+fp_flat_param_attributes(const fp_flat_param *flat_param)
+{
+    return flat_param->extended != NULL ? flat_param->extended : flat_param->views;
+}
+
+static int
+extend_views(fp_flat_param *flat_param)
+{
+    PyObject *made = PyObject_CallOneArg(flat_param->extension, flat_param->views);
+    int status = made == NULL ? -1 : 0;
+    if (status == 0 && (!PyTuple_Check(made) || PyTuple_GET_SIZE(made) != flat_param->n)) {
+        PyErr_Format(PyExc_TypeError, "expected an extension to give a tuple of %zd tensors", flat_param->n);
+        status = -1;
+    }
+    for (Py_ssize_t i = 0; status == 0 && i < flat_param->n; i++) {
+        status = fp_attributes_check(PyTuple_GET_ITEM(made, i), 0);
+    }
+    if (status < 0) {
+        Py_XDECREF(made);
+        return -1;
+    }
+    Py_XSETREF(flat_param->extended, made);
+    return fp_flat_param_forward_requires_grad(flat_param);
+}
+
+int
+fp_flat_param_refuse_graphs(fp_flat_param *flat_param)
+{
+    fp_flat_buffer_refuse_graphs(flat_param->flat, fp_items(flat_param->views));
+    PyObject *done =
+        flat_param->extension == NULL ? NULL : PyObject_CallMethod(flat_param->extension, "refuse_graphs", NULL);
+    Py_XDECREF(done);
+    return done == NULL && flat_param->extension != NULL ? -1 : 0;
+}
+
 int
 fp_flat_param_show(fp_flat_param *flat_param, int views)
 {
-    PyObject *values =
-        Py_NewRef(views ? flat_param->views : flat_param->params); /* ours: what is replaced may run code */
+    if (views && flat_param->extension != NULL && extend_views(flat_param) < 0) {
+        return -1;
+    }
+    PyObject *values = Py_NewRef(views ? fp_flat_param_attributes(flat_param)
+                                       : flat_param->params); /* ours: what is replaced may run code */
     const fp_place place = {.is_parameter = !views, .listed = flat_param->params != NULL, .unsafe = 0};
     const int status = fp_attributes_put(&flat_param->attributes, fp_items(values), NULL, place);
     Py_DECREF(values);
     if (status == 0) {
         flat_param->shows = views ? FP_SHOWS_VIEWS : FP_SHOWS_PARAMS;
+    }
+    if (status == 0 && !views) {
+        Py_CLEAR(flat_param->extended);
     }
     return status;
 }
@@ -69,7 +111,7 @@ fp_flat_param_show(fp_flat_param *flat_param, int views)
 int
 fp_flat_param_show_views(fp_flat_param *flat_param)
 {
-    return flat_param->shows == FP_SHOWS_VIEWS ? 0 : fp_flat_param_show(flat_param, 1);
+    return flat_param->shows == FP_SHOWS_VIEWS && flat_param->extension == NULL ? 0 : fp_flat_param_show(flat_param, 1);
 }
 
 int
@@ -119,11 +161,11 @@ fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
 int
 fp_flat_param_forward_requires_grad(const fp_flat_param *flat_param)
 {
+    PyObject *values = fp_flat_param_attributes(flat_param);
     for (Py_ssize_t i = 0; flat_param->params != NULL && !flat_param->untracked && i < flat_param->n; i++) {
         PyObject *method = PyObject_GetAttrString(PyTuple_GET_ITEM(flat_param->params, i), "requires_grad_");
         const int status =
-            method == NULL ? -1
-                           : PyObject_SetAttrString(PyTuple_GET_ITEM(flat_param->views, i), "requires_grad_", method);
+            method == NULL ? -1 : PyObject_SetAttrString(PyTuple_GET_ITEM(values, i), "requires_grad_", method);
         Py_XDECREF(method);
         if (status < 0) {
             return -1;
@@ -137,7 +179,7 @@ fp_flat_param_take_requires_grad(const fp_flat_param *flat_param, PyObject *name
 {
     for (Py_ssize_t i = 0; flat_param->untracked && flat_param->views != NULL && i < flat_param->n; i++) {
         PyObject *owner = flat_param->params == NULL ? NULL : PyTuple_GET_ITEM(flat_param->params, i);
-        const int taken = fp_param_take_requires_grad(PyTuple_GET_ITEM(flat_param->views, i), owner);
+        const int taken = fp_param_take_requires_grad(PyTuple_GET_ITEM(fp_flat_param_attributes(flat_param), i), owner);
         if (taken < 0) {
             return -1;
         }
@@ -163,9 +205,9 @@ fp_flat_param_find_other(fp_flat_param *flat_param)
         return flat_param->n;
     }
     const int is_parameter = flat_param->shows == FP_SHOWS_PARAMS;
-    PyObject *values = is_parameter ? flat_param->params : flat_param->views;
+    PyObject *values = is_parameter ? flat_param->params : fp_flat_param_attributes(flat_param);
     PyObject *listed = flat_param->params == NULL            ? NULL
-                       : flat_param->shows == FP_SHOWS_VIEWS ? flat_param->views
+                       : flat_param->shows == FP_SHOWS_VIEWS ? values
                                                              : flat_param->params;
     Py_INCREF(values);
     Py_XINCREF(listed);
@@ -550,7 +592,8 @@ check_tensors(const fp_flat_param *flat_param)
 int
 fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
 {
-    PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *param_group, *refresh_group;
+    PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *param_group, *refresh_group,
+        *extension;
     long long numel, shard_numel;
     fp_flat_buffer_options options = {0};
     fp_flat_buffer_plan *plan = &options.plan;
@@ -558,16 +601,20 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
         PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
+    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppOO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
                           &master, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &plan->rank, &plan->shards,
                           &shard_group, &replicate_group, &plan->predivide, &plan->postdivide, &options.compute_dtype,
                           &options.reduce_dtype, &plan->keep_reduce_dtype, &plan->stays_full, &plan->param_rank,
                           &plan->param_shards, &param_group, &refresh_group, &plan->offloads, &plan->full_precision,
-                          &options.device)) {
+                          &options.device, &extension)) {
         return -1;
     }
     if (params != Py_None && !PyTuple_Check(params)) {
         PyErr_SetString(PyExc_TypeError, "expected the original parameters as a tuple, or None");
+        return -1;
+    }
+    if (extension != Py_None && !PyCallable_Check(extension)) {
+        PyErr_SetString(PyExc_TypeError, "expected an extension that can be called, or None");
         return -1;
     }
     if (plan->shards < 1 || shard_numel < 1 || shard_numel > INT64_MAX / plan->shards) {
@@ -578,6 +625,7 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     const int64_t total = plan->shards * (int64_t)shard_numel;
     flat_param->master = Py_NewRef(master);
     flat_param->params = params == Py_None ? NULL : Py_NewRef(params);
+    flat_param->extension = extension == Py_None ? NULL : Py_NewRef(extension);
     flat_param->n = PyTuple_GET_SIZE(entries);
     if (fp_entries_read(entries, shared, total, &flat_param->attributes, &flat_param->geometry) < 0 ||
         check_tensors(flat_param) < 0 || read_owners(flat_param, pieces, numel, total, shard_numel) < 0 ||
@@ -614,6 +662,8 @@ clear_part(fp_flat_param *flat_param)
     Py_CLEAR(flat_param->master);
     Py_CLEAR(flat_param->params);
     Py_CLEAR(flat_param->views);
+    Py_CLEAR(flat_param->extension);
+    Py_CLEAR(flat_param->extended);
     Py_CLEAR(flat_param->owners);
     Py_CLEAR(flat_param->saved);
 }
@@ -643,6 +693,8 @@ fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg)
     Py_VISIT(flat_param->master);
     Py_VISIT(flat_param->params);
     Py_VISIT(flat_param->views);
+    Py_VISIT(flat_param->extension);
+    Py_VISIT(flat_param->extended);
     Py_VISIT(flat_param->owners);
     Py_VISIT(flat_param->saved);
     return fp_attributes_traverse(&flat_param->attributes, visit, arg);

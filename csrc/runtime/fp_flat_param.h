@@ -23,6 +23,8 @@ typedef struct {
     PyObject *master;         /* the flat Parameter that holds the shard */
     PyObject *params;         /* tuple of the original Parameters, or NULL: then the modules have views all the time */
     PyObject *views;          /* tuple, or NULL before the first gather */
+    PyObject *extension;      /* called with views, gives what modules have in their place; NULL: they have views */
+    PyObject *extended;       /* the tuple that it gave last, for as long as modules have that; or NULL */
     PyObject *owners;         /* tuple of what has .grad: params, or (master,) */
     int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
     PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
@@ -53,7 +55,7 @@ void fp_flat_param_free(fp_flat_param *flat_param);
 int fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg);
 
 /* Let the modules have the views, or the original parameters, whatever they have now; fp_flat_param_show_views and _params: if
- * they have not. */
+ * they have not. What an extension makes of views has a part in one forward's graph, so that is always made anew. */
 int fp_flat_param_show(fp_flat_param *flat_param, int views);
 int fp_flat_param_show_views(fp_flat_param *flat_param);
 int fp_flat_param_show_params(fp_flat_param *flat_param);
@@ -64,6 +66,10 @@ int fp_flat_param_list_params(fp_flat_param *flat_param);
 int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
 /* Whether what was gathered last still has the values of now, and views for who requires grad now. */
 int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);
+/* What modules have where they have views, borrowed: those, or what the extension made of them. */
+PyObject *fp_flat_param_attributes(const fp_flat_param *flat_param);
+/* Let autograd refuse the graphs that need the values that are gathered, those of the extension too. */
+int fp_flat_param_refuse_graphs(fp_flat_param *flat_param);
 /* Let requires_grad_() of a view that stands in a Parameter's place be that of the Parameter. */
 int fp_flat_param_forward_requires_grad(const fp_flat_param *flat_param);
 /* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the

@@ -406,7 +406,7 @@ unit_views(PyObject *self, PyObject *ignored)
     const fp_unit *unit = (fp_unit *)self;
     PyObject *list = PyList_New(unit->n_flat_params);
     for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
-        PyObject *views = unit->flat_params[k].views;
+        PyObject *views = fp_flat_param_attributes(&unit->flat_params[k]);
         PyList_SET_ITEM(list, k, Py_NewRef(views == NULL ? Py_None : views));
     }
     return list;
@@ -477,7 +477,9 @@ static PyMethodDef unit_methods[] = {
      "precision, or again as the parts say."},
     {"average_elsewhere", unit_average_elsewhere, METH_NOARGS,
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
-    {"views", unit_views, METH_NOARGS, "views($self, /)\n--\n\nThe views of each part, None before there are any."},
+    {"views", unit_views, METH_NOARGS,
+     "views($self, /)\n--\n\nThe views of each part, or what its extension has made of them; None before there are "
+     "any."},
     {"settle", unit_settle, METH_NOARGS,
      "settle($self, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has kept counts. "
      "Returns unreduced."},

@@ -161,7 +161,9 @@ fp_unshard_check_unchanged(fp_unit *unit)
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
         if (versions != flat_param->versions) {
-            fp_flat_buffer_refuse_graphs(flat_param->flat, fp_items(flat_param->views));
+            if (fp_flat_param_refuse_graphs(flat_param) < 0) {
+                return -1;
+            }
             flat_param->versions = versions;
         }
     }
@@ -211,12 +213,13 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
             continue; /* it stays full and is up to date */
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
-        if (renew(unit, k, versions != flat_param->versions) < 0) {
+        const int changed = versions != flat_param->versions;
+        if (renew(unit, k, changed) < 0 ||
+            (changed && flat_param->extension != NULL && fp_flat_param_refuse_graphs(flat_param) < 0)) {
             return -1;
         }
-        const int from_shards =
-            fp_flat_buffer_gather(flat_param->flat, flat_param->master, fp_items(flat_param->views),
-                                  fp_unit_collectives(unit), versions != flat_param->versions, refresh, goes_on);
+        const int from_shards = fp_flat_buffer_gather(flat_param->flat, flat_param->master, fp_items(flat_param->views),
+                                                      fp_unit_collectives(unit), changed, refresh, goes_on);
         if (from_shards < 0) {
             return -1;
         }

@@ -1,6 +1,7 @@
 // tensor/fp_reduce.cpp -- the gradients of one flat parameter: packed, accumulated, reduced to the gradient of the shard.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cmath>
 
@@ -49,11 +50,12 @@ factor_over(const fp_flat_buffer &flat, const fp_group &group, const at::Tensor 
                : 1.0;
 }
 
-// gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can.
+// gloo's reduce_scatter is an all-reduce of a copy, and its wait cannot be interrupted: without the copy it can. Whoever
+// counts collectives shall find the one that is meant.
 c10::intrusive_ptr<c10d::Work>
 start_reduction(fp_flat_buffer &flat, const fp_group &group)
 {
-    if (!group.sliced) {
+    if (!group.sliced || c10::impl::dispatch_mode_enabled()) {
         const double factor = factor_over(flat, group, flat.reduce_input);
         auto work = reduce_scatter(group, flat.reduce_output, flat.reduce_input, factor);
         flat.is_divided = factor != 1.0;

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from ..fsdp.held import Held, held_by
+from ..fsdp.held import Held, held_by, refuse_forms
 from ..fsdp.placement import Placement
 from ..layer_zero.handle import FlatParamHandle, owner_of
 from ..layer_zero.states import IDLE
@@ -38,7 +38,9 @@ class InHandle(Held):
 
 def all_held(module: nn.Module) -> Iterator[Held]:
     """What this rank holds of ``module``, also in handles. Raises: ValueError for what something else has cut."""
-    return held_by(module, other=_in_handle)
+    held = list(held_by(module, other=_in_handle))
+    refuse_forms(held, "flatparam.checkpoint", "use torch.distributed.checkpoint with SHARDED_STATE_DICT")
+    return iter(held)
 
 
 def written(held: Held, rank: int) -> tuple[int, int]:

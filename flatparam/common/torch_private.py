@@ -8,6 +8,7 @@ flatparam's while that is installed in its place.
 import functools
 
 import torch.distributed.fsdp._flat_param as torch_flat_param
+import torch.distributed.fsdp._fsdp_extensions as torch_extensions
 import torch.distributed.fsdp._traversal_utils as torch_traversal
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._composable.contract import REGISTRY_KEY
@@ -56,6 +57,12 @@ from torch.distributed.fsdp._flat_param import (
     _warn_use_fake_all_gather,
     _warn_use_fake_reduce,
     logger,
+)
+from torch.distributed.fsdp._fsdp_extensions import (
+    _ext_all_gather_dtensor,
+    _ext_chunk_dtensor,
+    _ext_chunk_tensor,
+    _ext_pre_load_state_dict_transform,
 )
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor

@@ -3,12 +3,13 @@
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import _C
 from . import order
@@ -16,7 +17,17 @@ from .owners import segment_of
 from .segment import Segment
 from .unit import Unit
 
-Members = tuple[Segment, list[Any]]  # the parameters that a group shares, and the segment of the first
+
+class Members(NamedTuple):
+    """Parameters that the same ranks share.
+
+    ``segment``: of the first, if a group shares them; ``across``: the group of a DTensor's mesh that cuts them, too.
+    """
+
+    segment: Segment | None
+    params: list[Any]
+    across: Any
+
 
 _WIDE = {torch.float64, torch.complex128}
 
@@ -24,32 +35,63 @@ _WIDE = {torch.float64, torch.complex128}
 def clip_grad_norm(units: Iterable[Unit], others: Iterable[Any], max_norm: float, norm_type: float) -> Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
 
-    ``others``: parameters that no unit has, counted once. Sharded ones are summed over the ranks that share them.
+    ``others``: parameters that no unit has, counted once. Sharded ones are summed over the ranks that share them, and
+    DTensors over those of their mesh.
     The norm is computed in fp32, or fp64 where a parameter is, and has the widest real dtype of the gradients.
     Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
     of_units = [pair for unit in units for pair in unit.parameters()]
     known = {id(param) for _, param in of_units}
     apart = {id(param): param for param in others if id(param) not in known and isinstance(param, nn.Parameter)}
-    return clip(*by_group([*of_units, *((segment_of(param), param) for param in apart.values())]), max_norm, norm_type)
+    return clip(by_group([*of_units, *((segment_of(param), param) for param in apart.values())]), max_norm, norm_type)
 
 
-def by_group(params: Iterable[tuple[Segment | None, Any]]) -> tuple[list[Members], list[Any]]:
-    """The sharded ones of ``params``, each behind its segment, by the group that shares them, and the others."""
-    sharded: dict[Any, Members] = {}
-    whole: list[Any] = []
-    members: dict[Segment | None, list[Any]] = {None: whole}
+def by_group(params: Iterable[tuple[Segment | None, Any]]) -> list[Members]:
+    """``params``, each behind its segment, by who shares them; those that a mesh cuts as what has their gradients."""
+    found: dict[Any, Members] = {}
+    plain: dict[Segment | None, list[Any]] = {}
+    cuts: dict[Segment, dict[int, Any]] = {}  # by original parameter
+
+    def members_of(segment: Segment | None, across: Any) -> list[Any]:
+        shared = None if segment is None or not segment.is_sharded else segment
+        group = None if shared is None else shared.placement.optim
+        return found.setdefault((group, across), Members(shared, [], across)).params
+
     for segment, param in params:
-        if segment is not None and segment not in members:
-            shared = sharded.setdefault(segment.placement.optim, (segment, [])) if segment.is_sharded else None
-            members[segment] = whole if shared is None else shared[1]
-        members[segment].append(param)
-    return list(sharded.values()), whole
+        if segment is None and isinstance(param, DTensor):
+            grad: Any = param.grad
+            members_of(None, _across(param._spec)).append(_having(None if grad is None else grad.to_local(), param))
+        elif segment is None or not segment.has_forms:
+            if segment not in plain:
+                plain[segment] = members_of(segment, None)
+            plain[segment].append(param)
+        elif segment.use_orig_params:
+            if segment not in cuts:
+                cuts[segment] = {id(one.param): _across(one.form and one.form.kept) for one in segment.originals}
+            members_of(segment, cuts[segment][id(param)]).append(param)
+        else:
+            for here in segment.here():
+                form = here.original.form
+                piece = None if param.grad is None or here.numel < 0 else here.of(param.grad)
+                members_of(segment, _across(form and form.kept)).append(_having(piece, param))
+    return sorted(found.values(), key=lambda members: members.segment is None)
+
+
+def _across(spec: Any) -> Any:
+    """The group over which a DTensor, or its spec, is cut; None: each rank has all of it."""
+    placements = getattr(spec, "placements", ())
+    return spec.mesh.get_group(0) if any(placement.is_shard() for placement in placements) else None
+
+
+def _having(grad: Tensor | None, like: Tensor) -> nn.Parameter:
+    """A parameter of the dtype of ``like`` with this gradient, in the same memory."""
+    param = nn.Parameter(torch.empty(0, dtype=like.dtype))
+    _C.set_grad(param, grad)
+    return param
 
 
 def clip(
-    sharded: list[Members],
-    whole: list[Any],
+    groups: list[Members],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool = False,
@@ -58,22 +100,24 @@ def clip(
 
     Raises: RuntimeError for a norm that is none, if asked.
     """
-    if not sharded:
-        return nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
-    groups = [*sharded, *([(None, whole)] if whole else [])]
-    params = [param for _, members in groups for param in members]
+    params = [param for group in groups for param in group.params]
+    if all(group.segment is None and group.across is None for group in groups):
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    device = next((group.segment.device for group in groups if group.segment is not None), params[0].device)
     is_wide = not _WIDE.isdisjoint({param.dtype for param in params})  # on every rank alike
     is_max = norm_type == math.inf
     total: Tensor | None = None
-    for first, members in groups:
-        norm = _C.grad_norm(members, norm_type, is_wide, sharded[0][0].device)
-        if first is not None:
-            if is_max:  # a MAX may drop NaN: whether there is any goes along
-                norm = torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan().to(norm.dtype)])
-                order.all_reduce(norm, dist.ReduceOp.MAX, first, _C.EVENT_CLIPS)
-                norm = norm[0].masked_fill(norm[1] > 0, math.nan)
-            else:
-                order.all_reduce(norm, dist.ReduceOp.SUM, first, _C.EVENT_CLIPS)
+    for group in groups:
+        norm = _C.grad_norm(group.params, norm_type, is_wide, device)
+        if is_max:  # a MAX may drop NaN: whether there is any goes along
+            norm = torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan().to(norm.dtype)])
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        if group.segment is not None:
+            order.all_reduce(norm, op, group.segment, _C.EVENT_CLIPS)
+        if group.across is not None:
+            order.wait(order.issue(dist.all_reduce, norm, op=op, group=group.across), group.across, device)
+        if is_max:
+            norm = norm[0].masked_fill(norm[1] > 0, math.nan)
         total = norm if total is None else torch.maximum(total, norm) if is_max else total + norm
     assert total is not None
     root = 1.0 if is_max else 1.0 / norm_type

@@ -124,7 +124,7 @@ class Compatible(Wrapper):
         if self._unit.summoned is not None:
             return [segment.flat for segment in self._unit.segments]
         views = zip(self._unit.segments, self._unit.step.views(), strict=True)
-        return [now(segment, some[0] if some else None) for segment, some in views]
+        return [now(segment, segment.originals[0].plain(some[0]) if some else None) for segment, some in views]
 
     @property
     def _comm_hook(self) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..common.tensors import lacks_memory
+from ..common.tensors import is_at, lacks_memory
 from ..common.torch_private import _ShardParamInfo
 
 if TYPE_CHECKING:
@@ -42,10 +42,32 @@ def describe(segment: Segment) -> None:
 
 
 def now(segment: Segment, whole: Tensor | None) -> nn.Parameter:
-    """The flat parameter as torch's: of the memory that ``whole`` begins while that is there, else the shard."""
-    flat = segment.flat
-    if whole is None or not segment.is_sharded or lacks_memory(whole):
+    """The flat parameter as torch's: of the memory that ``whole`` begins while that is there, else the shard.
+
+    Where the original parameters have the gradients, it has the one that these are pieces of, if there is such a one.
+    """
+    flat, grad = segment.flat, _common_gradient(segment) if segment.use_orig_params else None
+    if whole is not None and segment.is_sharded and not lacks_memory(whole):
+        data = whole.detach().as_strided((segment.layout.numel,), (1,), 0)
+    elif grad is not None:
+        data = flat.detach()
+    else:
         return flat
-    unsharded = nn.Parameter(whole.detach().as_strided((segment.layout.numel,), (1,), 0), flat.requires_grad)
-    vars(unsharded).update(vars(flat))
-    return unsharded
+    shown = nn.Parameter(data, flat.requires_grad)
+    vars(shown).update(vars(flat))
+    if grad is not None and grad.shape == shown.shape:
+        shown.grad = grad
+    return shown
+
+
+def _common_gradient(segment: Segment) -> Tensor | None:
+    pieces = [(here, here.original.param.grad) for here in segment.here() if here.numel > 0]
+    given = [(here, grad) for here, grad in pieces if grad is not None]
+    if not given:
+        return None
+    (first, grad), numel = given[0], segment.layout.shard_numel
+    begin = grad.storage_offset() - first.start
+    if begin < 0 or grad.untyped_storage().nbytes() < (begin + numel) * grad.itemsize:
+        return None
+    shard = grad.as_strided((numel,), (1,), begin)
+    return shard if all(is_at(grad, here.of(shard)) for here, grad in given) else None

@@ -211,7 +211,7 @@ def _clip_over_ranks() -> None:
             return result
         refuse_unreduced(dict.fromkeys(unit for unit, _ in found), "torch.nn.utils.clip_grad_norm_")
         owned = {id(param): (segment_of(param), param) for param in params}
-        return clip(*by_group(owned.values()), float(max_norm), float(norm_type), error_if_nonfinite)
+        return clip(by_group(owned.values()), float(max_norm), float(norm_type), error_if_nonfinite)
 
     for cell in getattr(function, "__closure__", None) or ():
         if cell.cell_contents is original:

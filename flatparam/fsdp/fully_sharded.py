@@ -31,6 +31,7 @@ from .construct import (
 )
 from .copies import Copies, watch_torch
 from .errors import StateError, WritebackError
+from .extensions import extensions_of
 from .foreign import refuse_wrapped
 from .full_params import FullParams
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
@@ -174,7 +175,8 @@ class FullyShardedDataParallel(
                 computes_on = accelerator_of(own, ignored_params, device)
             materialize(own, ignored_params, param_init_fn, _HOST if computes_on else device)
             move(own, ignored_params, device, _HOST if computes_on else device, computes_on or device)
-            originals = find_originals(own, module, ignored_params, clean_tensor_name)
+            extensions = extensions_of(self._placement.mesh)
+            originals = find_originals(own, module, ignored_params, clean_tensor_name, extensions, self._placement)
             choose_blocks(originals, atomic)
             of_params = computes_on or next((original.param.device for original in originals), device)
             options = Options(
@@ -187,12 +189,13 @@ class FullyShardedDataParallel(
                 offload_grads,
                 computes_on,
                 self.cpu_offload.offload_params,
+                extensions,
             )
             name = f"the unit of {type(module).__name__}"
             agreed = check_same_unit(name, originals, options, check_values and not sync_module_states)
             comparing.clear()
             if sync_module_states:
-                synchronize(own, ignored_params, self._placement, computes_on)
+                synchronize(own, ignored_params, self._placement, computes_on, extensions)
             self._buffer_dtypes = {}
             self.add_module(FSDP_WRAPPED_MODULE, module)
             self._unit = Unit(module, originals, options, name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..common.dense import Dense
 from ..common.tensors import is_dense
 from .names import clean_tensor_name
+from .originals import Original
 from .segment import Here, Segment
 from .unit import Unit, units_of
 
@@ -47,6 +48,12 @@ class Held:
     def numel(self) -> int:
         """How many of its elements are here."""
         return math.prod(self.shape) if self.here is None else max(0, self.here.numel)
+
+    @property
+    def original(self) -> Original:
+        """Of one that a unit manages."""
+        assert self.here is not None
+        return self.here.original
 
     @property
     def is_sharded(self) -> bool:
@@ -140,6 +147,13 @@ def _of_segment(unit: Unit, paths: list[str], segment: Segment) -> Iterator[Held
         owner = original.param if segment.use_orig_params else segment.flat
         start = piece.intra_param_start_idx or 0
         yield Held(names, owner, tuple(original.shape), original.stride, unit, segment, number, here, start)
+
+
+def refuse_forms(held: Iterable[Held], what: str, instead: str) -> None:
+    """Raises: ValueError naming a DTensor, or another parameter in a form of its own, of which this rank has a part."""
+    for one in held:
+        if one.here is not None and one.original.form is not None:
+            raise ValueError(f"{what}: `{one.name}` is in a form of its own, {one.original.form}: {instead}")
 
 
 def join(path: str, name: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
 from .agreement import digest_of, groups_of_placement
-from .held import Held, held_by, join, unit_paths
+from .held import Held, held_by, join, refuse_forms, unit_paths
 from .materialize import blank
 from .names import clean_tensor_name
 from .order import gather_objects
@@ -54,8 +54,9 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
             for inner in module.modules():
                 if isinstance(inner, Wrapper):
                     inner._check_idle_here("load_safetensors")
-            reader = Files(files)
             wanted = list(held_by(module))
+            refuse_forms(wanted, "load_safetensors", "load it before it is parallelized, or by a state dict")
+            reader = Files(files)
             found = _match(wanted, reader, strict)
             for one in wanted:
                 names = [name for name in one.names if name in reader.entries]

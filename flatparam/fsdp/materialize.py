@@ -12,7 +12,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..common.torch_private import FSDPExtensions
 from . import order
+from .extensions import local_state
 from .outputs import DeviceError
 from .placement import Placement
 
@@ -140,9 +142,9 @@ def move(
                     f"device_id={device}, but parameter `{name}` of {type(module).__name__} is on {param.device}"
                 )
             moved = None if param.device == of_params else param.data.to(of_params)
-            if moved is not None and torch._has_compatible_shallow_copy_type(param, moved):
+            if moved is not None and type(moved) is Tensor and torch._has_compatible_shallow_copy_type(param, moved):
                 param.data = moved
-            elif moved is not None:  # a device from outside of torch
+            elif moved is not None:  # a device from outside of torch, or a subclass, which holds another tensor
                 torch.utils.swap_tensors(param, nn.Parameter(moved, param.requires_grad))
             if param.grad is not None:
                 param.grad = param.grad.to(of_params)
@@ -152,13 +154,18 @@ def move(
 
 
 def synchronize(
-    modules: list[nn.Module], ignored_params: set[nn.Parameter], placement: Placement, device: torch.device | None
+    modules: list[nn.Module],
+    ignored_params: set[nn.Parameter],
+    placement: Placement,
+    device: torch.device | None,
+    extensions: tuple[FSDPExtensions, ...],
 ) -> None:
     """Give every rank the parameters and buffers of the first: over the replicas, then over the ranks that share.
 
     ``device``: to send them from, where that is not where they lie.
     """
-    states = [tensor.detach() for tensor in own_state(modules, ignored_params) if tensor.numel() > 0]
+    tensors = (local_state(tensor, extensions) for tensor in own_state(modules, ignored_params))
+    states = [tensor for tensor in tensors if tensor.numel() > 0]
     sent = states if device is None else [tensor.to(device) for tensor in states]
     for group in (placement.replicate, placement.optim):
         if group is not None and states:

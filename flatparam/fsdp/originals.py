@@ -9,10 +9,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter, MixedPrecision
+from torch.distributed.tensor import DTensor
 
 from .. import _C
 from ..common.layout import FlatLayout
 from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
+from ..common.torch_private import FSDPExtensions
+from .extensions import Form, check_mesh, flattened, parameter_of
 from .materialize import template_of
 from .outputs import DeviceError
 from .placement import Placement
@@ -104,11 +107,25 @@ class Original:
     stride: tuple[int, ...]
     contiguous: bool
     block: int = 1  # elements that stay on one rank
-    template: nn.Parameter | None = None  # where param is a placeholder: what it stands for, on the meta device
+    template: Tensor | None = None  # where param is a placeholder: what it stands for, on the meta device
+    form: Form | None = None  # what modules have of it, where that is no plain tensor
 
     @property
     def fqn(self) -> str:
         return self.names[0].fqn
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of what modules have of it: a DTensor's is that over all ranks of its mesh."""
+        return tuple(self.shape if self.form is None else getattr(self.form.kept, "shape", self.shape))
+
+    def formed(self, whole: Tensor) -> Any:
+        """What modules and state dicts have of a whole plain tensor: itself, or in the form of this parameter."""
+        return whole if self.form is None else self.form.of(whole)
+
+    def plain(self, value: Tensor) -> Tensor:
+        """The opposite."""
+        return value if self.form is None else self.form.local(value)
 
 
 @dataclass(frozen=True)
@@ -124,12 +141,21 @@ class Options:
     offload_grads: bool = False
     device: torch.device | None = None  # to compute on, where the shards lie on the host
     offload_params: bool = False  # as it was asked for, also where there is nothing but the host
+    extensions: tuple[FSDPExtensions, ...] = ()
 
 
 def find_originals(
-    own: Iterable[nn.Module], module: nn.Module, ignored_params: set[nn.Parameter], clean: Callable[[str], str]
+    own: Iterable[nn.Module],
+    module: nn.Module,
+    ignored_params: set[nn.Parameter],
+    clean: Callable[[str], str],
+    extensions: tuple[FSDPExtensions, ...] = (),
+    placement: Placement | None = None,
 ) -> list[Original]:
-    """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``."""
+    """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``.
+
+    Raises: ValueError naming one that an extension takes, and that is not spread as ``placement`` needs it.
+    """
     found: dict[int, Original] = {}  # by the parameters' ids
     mine = set(own)
     for path, submodule in module.named_modules(remove_duplicate=False):
@@ -141,18 +167,25 @@ def find_originals(
             place = Name(submodule, name, clean(f"{path}.{name}" if path else name))
             original = found.get(id(param))
             if original is None:
-                template = template_of(param)
-                whole = param if template is None else template
+                template: Tensor | None = template_of(param)
+                whole: Tensor = param if template is None else template
+                form = None
+                if extensions:
+                    whole, form = flattened(whole, extensions)
+                    template = None if template is None else whole
+                if form is not None and placement is not None:
+                    check_mesh(place.fqn, param, placement)
                 strided = whole.layout == torch.strided
                 contiguous = strided and is_truly_contiguous(whole)
                 dense = contiguous or (strided and is_dense(whole))
                 found[id(param)] = Original(
-                    param,
+                    param if form is None or template is not None else parameter_of(whole, param),
                     [place],
                     whole.shape,
                     tuple(whole.stride()) if dense else row_major(whole.shape),
                     contiguous or not dense,
                     template=template,
+                    form=form,
                 )
             elif (submodule, name) not in [(other.module, other.name) for other in original.names]:
                 original.names.append(place)
@@ -162,7 +195,7 @@ def find_originals(
 def choose_blocks(originals: Iterable[Original], atomic: Atomic) -> None:
     """Note what of each parameter stays on one rank. Raises: ValueError, TypeError naming the parameter."""
     for original in originals:
-        whole = original.param if original.template is None else original.template
+        whole: Any = original.param if original.template is None else original.template
         original.block = block_of(original.fqn, whole, original.shape, original.stride, atomic)
 
 
@@ -191,9 +224,10 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
             raise ValueError(refusal)
         if not _C.is_plain_tensor(param):
             kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
+            mesh = "pass another dimension of its mesh as device_mesh=, " if isinstance(param, DTensor) else ""
             raise ValueError(
-                f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; make it "
-                "a plain nn.Parameter, or ignore it (ignored_states)"
+                f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; "
+                f"{mesh}make it a plain nn.Parameter, or ignore it (ignored_states)"
             )
         if param.dtype.itemsize == 1:
             raise ValueError(

@@ -10,11 +10,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from .. import _C
 from ..common.collectives import name_in_cpp
 from ..common.tensors import in_storage_order, lacks_memory
+from ..common.torch_private import FSDPExtensions
 from . import collectives, order
+from .extensions import Extended
 from .materialize import blank
 from .originals import Options, Original, keeps_rows, layout_of, row_numel
 
@@ -50,6 +53,7 @@ class FlatParamSpec(NamedTuple):
     offloads: bool  # gradients, to the host
     full_precision: bool
     device: torch.device | None  # to compute on, where the shard lies on the host
+    extension: Extended | None  # what makes of views what modules have, where that is something else
 
 
 class Here(NamedTuple):
@@ -80,7 +84,9 @@ class Segment:
         self.originals = originals
         self.placement = placement
         self.computes_on = options.device  # None: where the shard lies
+        self._of_slice = next((one for one in options.extensions if isinstance(one, DTensorExtensions)), None)
         self.use_orig_params = options.use_orig_params
+        self.has_forms = any(original.form is not None for original in originals)  # modules have other than plain ones
         self.layout, (self.compute_dtype, self._reduce_dtype) = layout_of(originals, placement.shards, options)
         self.in_rows = [
             options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
@@ -142,6 +148,10 @@ class Segment:
     @property
     def is_sharded(self) -> bool:
         return self.placement.shards > 1
+
+    def extension_of(self, original: Original) -> FSDPExtensions | None:
+        """What cuts and gathers the rows of ``original`` in sharded states, where that is not flatparam."""
+        return self._of_slice if original.form is None else original.form.extension
 
     def piece_ranges(self) -> tuple[tuple[int, int], ...]:
         """``(start, numel)`` in the shard of each original parameter's piece; numel -1: none here."""
@@ -241,6 +251,7 @@ class Segment:
             offloads=options.offload_grads,
             full_precision=placement.full_precision,
             device=options.device,
+            extension=Extended([item.form for item in self.originals]) if self.has_forms else None,
         )
 
 

@@ -110,7 +110,7 @@ class Summoned:
     Args: ``writeback``: keep this rank's shard of what was written; ``rank0_only``: only rank 0 of the group that
     shares the unit sees them; ``offload_to_cpu``; ``with_grads``: ``.grad`` too, which is written back in the same way:
     a gradient that was cleared, set or replaced stays so; ``loads``: a state dict is loaded, after which modules have
-    the parameters that they had before.
+    the parameters that they had before. DTensors stay on the device of their mesh.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Summoned:
         self.unit = unit
         self.writeback = writeback
         self.shown = not rank0_only or unit.options.placement.rank == 0
-        self.offload_to_cpu = offload_to_cpu
+        self.offload_to_cpu = offload_to_cpu and not any(segment.has_forms for segment in unit.segments)
         self.with_grads = with_grads
         self.wholes: list[Tensor] = []
         self.gradients: list[Tensor | None] = []  # of each segment, whole
@@ -134,7 +134,7 @@ class Summoned:
         self._shards: list[tuple[Segment, Tensor]] = []  # of the flat parameters that show the whole meanwhile
         self.loads = loads
         self.missing: list[Original] = []  # in what is loaded
-        self._made: dict[str, nn.Parameter] = {}  # with use_orig_params=False: what modules show, by name
+        self._made: dict[str, nn.Parameter] = {}  # what modules show that is no original parameter, by name
         self._written: _Written | None = None
         self._tied: ValueError | None = None
         self.had_views = unit.step.shows_views
@@ -171,7 +171,7 @@ class Summoned:
             if grad is not None:
                 for original, value, is_there in zip(segment.originals, segment.unsharded(grad), has, strict=True):
                     if is_there:
-                        _C.set_grad(_shown(original), value)
+                        _set_grad(original, value)
 
     def _keeps(self, segment: Segment) -> bool:
         """Whether what is written stays: always where users have the memory that is trained."""
@@ -182,12 +182,12 @@ class Summoned:
         return whole if segment.is_sharded or self._keeps(segment) else whole.clone()
 
     def _show(self, original: Original, value: Tensor, trained: bool) -> None:
-        if self.unit.options.use_orig_params:
+        if self.unit.options.use_orig_params and original.form is None:
             if self.with_grads:
                 original.param.grad = None
             original.param.data = value
             return
-        param = nn.Parameter(value, requires_grad=trained)
+        param = nn.Parameter(original.formed(value), requires_grad=trained)
         self._made[original.fqn] = param
         for place in original.names:
             vars(place.module).pop(place.name, None)
@@ -220,7 +220,7 @@ class Summoned:
             state, other = seen.setdefault(shown, (self, original))
             if other is not original:
                 names = [f"`{other.fqn}` of {state.unit.name}", f"`{original.fqn}` of {self.unit.name}"]
-                one, two = names if shown is self._made[original.fqn] else reversed(names)
+                one, two = names if shown is self._made.get(original.fqn) else reversed(names)
                 self._tied = state._tied = ValueError(
                     f"parameter {one} was replaced by {two}: tie parameters before wrapping, in one unit; to exchange "
                     "values, set their .data"
@@ -253,7 +253,8 @@ class Summoned:
                     unit.filled(self.missing)
         unit.step.point_params()
         for k, segment in enumerate(unit.segments):
-            grads = [_shown(original).grad for original in segment.originals] if self.with_grads else []
+            shown = [(original, _shown(original).grad) for original in segment.originals] if self.with_grads else []
+            grads = [None if grad is None else original.plain(grad) for original, grad in shown]
             for original in segment.originals if not unit.options.use_orig_params else ():
                 for name in original.names:
                     name.module._parameters.pop(name.name, None)
@@ -278,15 +279,18 @@ class Summoned:
         memory = {_address(whole) for state in (self, *_active) for whole in state.wholes}
         try:
             for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
-                made = [self._made[original.fqn] for original in segment.originals] if self._made else None
-                if not self._keeps(segment) or self.unit.step.is_summoned(k, made, whole):
+                if not self._keeps(segment):
                     continue
+                if not segment.has_forms:
+                    made = [self._made[original.fqn] for original in segment.originals] if self._made else None
+                    if self.unit.step.is_summoned(k, made, whole):
+                        continue
                 for i, place in enumerate(segment.unsharded(whole)):
                     original = segment.originals[i]
                     other = None if self.loads else self.unit.standing_for(original, self._made.get(original.fqn))
                     if other is not None:
                         replaced.append((k, i, original, other))
-                    now = _shown(original)
+                    now = original.plain(_shown(original))
                     if is_at(now, place):
                         continue
                     if not _C.is_plain_tensor(now) or now.shape != place.shape:
@@ -348,6 +352,13 @@ def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
 def _address(tensor: Tensor) -> int:
     """Of its memory."""
     return tensor.untyped_storage().data_ptr()
+
+
+def _set_grad(original: Original, grad: Tensor) -> None:
+    if original.form is None:
+        _C.set_grad(_shown(original), grad)
+    else:
+        _shown(original).grad = original.formed(grad)
 
 
 def _owners(unit: Unit, segment: Segment) -> list[nn.Parameter]:

@@ -46,6 +46,9 @@ class Unit:
         self.options = options
         self.name = name
         check_tensors(originals, options)
+        for original in originals:
+            for place in original.names if original.form is not None else ():
+                place.module._parameters[place.name] = original.param  # its own memory is free once it was copied
         self.segments = [Segment(group, options) for group in by_segment(originals, options)]
         if not options.use_orig_params:
             self._hide_originals()
@@ -84,7 +87,8 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         copied = object.__new__(Unit)
         memo[id(self)] = copied
-        memo.update((id(segment.layout), segment.layout) for segment in self.segments)  # layouts never change
+        shared = (*(segment.layout for segment in self.segments), *self.options.extensions)  # which never change
+        memo.update((id(one), one) for one in shared)
         for key, value in vars(self).items():
             if key not in _MADE_AGAIN:
                 setattr(copied, key, copy.deepcopy(value, memo))
@@ -248,6 +252,11 @@ class Unit:
                 "before it is wrapped, or on a copy with the values of state_dict()"
             )
         now = found[0]
+        if original.form is not None:
+            raise ValueError(
+                f"{what} was replaced, which is in a form of its own, {original.form}: write to it inside "
+                "summon_full_params(), or replace it before wrapping"
+            )
         if not isinstance(now, nn.Parameter):
             raise ValueError(
                 f"{what} was deleted, or replaced by something that is no nn.Parameter ({type(now).__name__}): do that "

@@ -54,6 +54,7 @@ FIELDS = [
     "offloads",
     "full_precision",
     "device",
+    "extension",
 ]
 
 
@@ -84,6 +85,7 @@ def part_of(module, **changes):
         "offloads": False,
         "full_precision": False,
         "device": None,
+        "extension": None,
     }
     assert list(fields) == FIELDS
     return tuple({**fields, **changes}.values())
@@ -139,6 +141,7 @@ BAD_PARTS = [
     ({"param_group": 3}, TypeError),
     ({"refresh_group": 3}, TypeError),
     ({"device": "cpu"}, TypeError),
+    ({"extension": 3}, TypeError),
     ({"refresh_group": ("group", None)}, ValueError),
     ({"compute": "bfloat16"}, TypeError),
     ({"reduce": 3}, TypeError),
@@ -188,6 +191,47 @@ def test_steps_and_runs_that_are_refused():
         step.join(run_of())
     step.abort_forward()
     step.join(run_of())
+
+
+class Doubling:
+    """An extension."""
+
+    def __init__(self):
+        self.given, self.refused = [], 0
+
+    def __call__(self, views):
+        self.given.append(tuple(view * 2 for view in views))
+        return self.given[-1]
+
+    def refuse_graphs(self):
+        self.refused += 1
+
+
+def test_an_extension_gives_what_modules_have():
+    module, extension = module_with(), Doubling()
+    part = part_of(module, extension=extension)
+    step, run = step_of(part), run_of()
+    step.make_views()
+    step.join(run)
+    before = len(extension.given)
+    for number in range(1, 4):
+        step.pre_forward()
+        assert len(extension.given) == before + number  # anew in each forward
+        assert module.weight is extension.given[-1][0]
+        step.post_forward(module.weight.sum()).backward()
+        assert part[2].grad.tolist() == [2.0 * number] * 6 + [0.0] * 2
+    assert step.views() == [extension.given[-1]]
+    refused = extension.refused
+    with torch.no_grad():
+        part[2].add_(1)
+    step.pre_forward()
+    assert extension.refused > refused  # graphs of the values before
+
+
+@pytest.mark.parametrize("gives", [lambda views: list(views), lambda views: views[:1], lambda views: (3, 4)])
+def test_extensions_that_are_refused(gives):
+    with pytest.raises(TypeError):
+        step_of(part_of(module_with(), extension=gives)).make_views()
 
 
 def test_a_step_by_hand():

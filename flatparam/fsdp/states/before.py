@@ -21,7 +21,7 @@ class Before:
     def __init__(self, module: nn.Module, units: list[Unit]):
         self._units = [(unit, unit.apart) for unit in units]
         self._shards: list[tuple[Segment, Tensor]] = []
-        self._templates: list[tuple[Original, nn.Parameter | None]] = []
+        self._templates: list[tuple[Original, Tensor | None]] = []
         self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for unit in units:
             unit.look_over()

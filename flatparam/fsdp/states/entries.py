@@ -19,7 +19,7 @@ from ..segment import Segment
 from ..unit import Unit
 from ..wrapper import Wrapper
 
-Take = Callable[[Segment, Tensor], Any]  # what becomes of a whole parameter
+Take = Callable[[Segment, Original, Tensor], Any]  # what becomes of a whole parameter
 
 _OLD_FLAT_PARAM = "flat_param"  # of torch 1.12
 
@@ -34,14 +34,14 @@ def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, Segment, Original]
 
 def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:
     """Make the entries of ``unit``'s parameters what ``take`` gives; None: drop them."""
-    for key, segment, _ in own_names(unit, prefix):
+    for key, segment, original in own_names(unit, prefix):
         value = destination.get(key)
         if not isinstance(value, Tensor):
             continue
         if take is None:
             del destination[key]
             continue
-        taken = take(segment, value.detach())
+        taken = take(segment, original, value.detach())
         is_parameter = keep_vars and type(taken) is Tensor
         destination[key] = nn.Parameter(taken, requires_grad=value.requires_grad) if is_parameter else taken
 

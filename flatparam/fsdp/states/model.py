@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from ..agreement import digest_of
 from ..errors import StateError
 from ..held import Held
 from ..loading import Values, agree_on_loading, check_kinds, values_of
@@ -24,7 +25,17 @@ from ..unit import Unit, units_of
 from .before import Before
 from .entries import own_names, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .kinds import Kinds
-from .rows import agree_on_rows, check_rows, cut_rows, gathered_rows, has_rows, is_rows
+from .rows import (
+    agree_on_rows,
+    check_rows,
+    cut_rows,
+    gathered_rows,
+    has_rows,
+    is_rows,
+    is_whole,
+    whole_by,
+    without_extension,
+)
 from .table import Table
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go
@@ -58,9 +69,9 @@ class ModelStates(Kinds):
         drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
         gathers = not already and kind is not StateDictType.LOCAL_STATE_DICT
 
-        def take(segment: Segment, value: Tensor) -> Any:
+        def take(segment: Segment, original: Original, value: Tensor) -> Any:
             if kind is StateDictType.SHARDED_STATE_DICT:
-                return cut_rows(segment, value, to_cpu=to_cpu)
+                return cut_rows(segment, original, value, to_cpu=to_cpu)
             return value.to("cpu" if to_cpu else value.device, copy=True)
 
         if destination is None:
@@ -220,9 +231,15 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
     groups: dict[tuple[int, torch.dtype], dict[Held, Any]] = {}
     names: dict[Held, list[str]] = {}
     of_originals: dict[int, Held] = {}
+    formed: dict[Held, Original] = {}
     for key, segment, original in own_names(unit, prefix):
-        value: Any = state.get(key)
-        if is_rows(value):
+        value: Any = without_extension(segment, original, state.get(key))
+        extension = segment.extension_of(original)
+        if is_whole(original, value):
+            continue
+        if isinstance(value, DTensor) and extension is not None:
+            state[key] = original.formed(whole_by(extension, segment, value))
+        elif is_rows(value):
             number = next(i for i, one in enumerate(unit.segments) if one is segment)
             param = of_originals.get(id(original))
             if param is None:
@@ -231,6 +248,7 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
                 )
                 groups.setdefault((number, value.dtype), {})[param] = value
             names.setdefault(param, []).append(key)
+            formed[param] = original
     for (number, dtype), values in groups.items():
         segment = unit.segments[number]
         if segment.is_sharded:
@@ -238,7 +256,7 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
         else:
             found = {param: value.full_tensor() for param, value in values.items()}
         for param, whole in found.items():
-            state.update(dict.fromkeys(names[param], whole))
+            state.update(dict.fromkeys(names[param], formed[param].formed(whole)))
 
 
 def _check_all_rows(model: nn.Module, units: list[Unit], state: Mapping[str, Any]) -> None:
@@ -253,10 +271,13 @@ def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
         param = table.by_name.get(clean_tensor_name(key))
         if param is None or param.segment is None or not is_rows(value):
             continue
-        if tuple(value.shape) != param.shape:
-            raise StateError(f"size mismatch for `{key}`: {tuple(value.shape)}, the model's is {param.shape}")
-        if has_rows(param.shape, param.segment):
-            check_rows(key, param.segment, value)
+        shape = param.original.full_shape
+        if tuple(value.shape) != shape:
+            raise StateError(f"size mismatch for `{key}`: {tuple(value.shape)}, the model's is {shape}")
+        if is_whole(param.original, value):
+            value = f"{value.dtype} {digest_of(param.original.plain(value).cpu().contiguous())}"
+        elif has_rows(shape, param.segment):
+            check_rows(key, param.segment, param.original, value)
         elif not isinstance(value, DTensor):
             raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
         yield param.name, param, value

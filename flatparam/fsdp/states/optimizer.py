@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from ..either import or_torchs
+from ..errors import StateError
 from ..held import Held
+from ..originals import Original
 from ..segment import Segment
 from .exchange import from_first
 from .ids import rekeyed
 from .loading import cut, from_here
-from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows
+from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows, plain_state
 from .saving import Sink, unsharded_state
 from .table import Table, settings_of
 
@@ -90,7 +92,8 @@ class OptimizerStates:
         Raises: ValueError naming parameter and key for what does not fit, on all ranks.
         """
         table = Table(model)
-        return _cut(table, sharded_optim_state_dict, _rows_of(table, sharded_optim_state_dict), optim, None)
+        fetch = _rows_of(table, sharded_optim_state_dict)
+        return _cut(table, plain_state(table, sharded_optim_state_dict), fetch, optim, None)
 
     @staticmethod
     @or_torchs
@@ -105,8 +108,8 @@ class OptimizerStates:
         Raises: ValueError naming parameter and key for what does not fit.
         """
         table = Table(model)
-        fetch = from_here(table, full_optim_state_dict.get("state", {}))
-        return _cut(table, full_optim_state_dict, fetch, optim, optim_input)
+        full = plain_state(table, full_optim_state_dict)
+        return _cut(table, full, from_here(table, full.get("state", {})), optim, optim_input)
 
     @staticmethod
     @or_torchs
@@ -124,7 +127,7 @@ class OptimizerStates:
         if isinstance(optim, dist.ProcessGroup):
             optim, group = None, optim
         table = Table(model)
-        header, fetch = from_first(table, full_optim_state_dict, _or_world(group))
+        header, fetch = _from_first(table, full_optim_state_dict, group)
         return _cut(table, header, fetch, optim, optim_input)
 
     @staticmethod
@@ -165,10 +168,11 @@ class OptimizerStates:
         settings, table = settings_of(model), Table(model)
         full: Mapping[str, Any] = optim_state_dict
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-            fetch = _rows_of(table, full)
+            fetch, full = _rows_of(table, full), plain_state(table, full)
         elif getattr(settings.optim_state_dict_config, "rank0_only", False):
-            full, fetch = from_first(table, optim_state_dict, _or_world(group))
+            full, fetch = _from_first(table, optim_state_dict, group)
         else:
+            full = plain_state(table, full)
             fetch = from_here(table, full.get("state", {}))
         result = _cut(table, full, fetch, optim, None, named=is_named_optimizer)
         if load_directly:
@@ -186,10 +190,21 @@ def _warned(optim_input: OptimInput) -> OptimInput:
     return optim_input
 
 
-def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup | None) -> Any:
     found = dist.group.WORLD if group is None else group
     assert found is not None
-    return found
+    ranks = dist.get_process_group_ranks(found)
+    for param in table.params:
+        shared = None if param.segment is None else param.segment.placement.optim
+        if param.here is not None and param.original.form is not None:
+            ours = [dist.get_rank()] if shared is None else dist.get_process_group_ranks(shared)
+            if ranks != ours:
+                raise StateError(
+                    f"optimizer state of `{param.name}`, which is in a form of its own, {param.original.form}: rank "
+                    f"{ranks[0]} has it for ranks {ours} at most, not for {ranks}. Load it on every rank "
+                    "(rank0_only=False), or pass the group of those as group="
+                )
+    return from_first(table, None if full is None else plain_state(table, full), found)
 
 
 def _full(
@@ -202,7 +217,7 @@ def _full(
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    def take(segment: Segment, whole: Tensor) -> Tensor:
+    def take(segment: Segment, original: Original, whole: Tensor) -> Tensor:
         return whole.to("cpu" if to_cpu else whole.device, copy=True)
 
     table = Table(model)
@@ -233,8 +248,8 @@ def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[t
             assert param is not None
             assert param.segment is not None
             what = f"{key} of {param.name}"
-            if is_rows(value) and param.is_sharded and tuple(value.shape) == param.shape:
-                check_rows(what, param.segment, value)
+            if is_rows(value) and param.is_sharded and tuple(value.shape) == param.original.full_shape:
+                check_rows(what, param.segment, param.original, value)
             yield what, param, value
 
 

@@ -14,18 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ... import _C
-from ...common.torch_private import Shard, ShardedTensor, _create_chunk_sharded_tensor
+from ...common.torch_private import (
+    FSDPExtensions,
+    Shard,
+    ShardedTensor,
+    _create_chunk_sharded_tensor,
+    _ext_all_gather_dtensor,
+    _ext_chunk_dtensor,
+    _ext_chunk_tensor,
+    _ext_pre_load_state_dict_transform,
+)
 from .. import collectives, order
 from ..errors import StateError
 from ..held import Held
 from ..loading import Values, agree_on_loading
-from ..originals import row_numel
+from ..originals import Original, row_numel
+from ..placement import Placement
 from ..segment import Segment
 from ..unit import Unit
 from .loading import Fetch, by_first_name, piece_of
 from .table import Table
+from .values import Like
 
 
 def is_rows(value: Any) -> bool:
@@ -38,11 +50,17 @@ def has_rows(shape: tuple[int, ...], segment: Segment | None) -> bool:
     return segment is not None and segment.is_sharded and bool(shape) and math.prod(shape) > 0
 
 
-def cut_rows(segment: Segment, whole: Tensor, *, to_cpu: bool) -> Any:
-    """This rank's rows of a whole tensor, with memory of their own. No communication."""
+def cut_rows(segment: Segment, original: Original, whole: Tensor, *, to_cpu: bool) -> Any:
+    """This rank's rows of a whole tensor, with memory of their own.
+
+    No communication, but for an extension's over other ranks.
+    """
     whole, placement = whole.detach(), segment.placement
     if not has_rows(tuple(whole.shape), segment):
         return whole.to("cpu" if to_cpu else whole.device, copy=True)
+    extension = segment.extension_of(original)
+    if extension is not None:
+        return _cut_by(extension, placement, whole, to_cpu)
     if placement.mesh is not None:
         first, last = _rows_of(whole.shape[0], _cuts_of(segment, dist.get_rank()))
         mine = whole.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
@@ -66,6 +84,35 @@ def cut_rows(segment: Segment, whole: Tensor, *, to_cpu: bool) -> Any:
         whole.device,
     )
     return sharded.cpu() if to_cpu else sharded
+
+
+def _cut_by(extension: FSDPExtensions, placement: Placement, whole: Tensor, to_cpu: bool) -> Any:
+    if placement.mesh is not None:
+        rows: Any = _ext_chunk_dtensor(whole, placement.rank, placement.mesh, extension)
+    else:
+        devices = 1 if whole.is_cpu else torch.accelerator.device_count()
+        group: Any = placement.optim
+        rows = _ext_chunk_tensor(whole, placement.rank, placement.shards, devices, group, extension)
+    return rows.cpu() if to_cpu else rows
+
+
+def is_whole(original: Original, value: Any) -> bool:
+    """Whether a DTensor is all of ``original``, which is one over other ranks than the unit's."""
+    mesh = None if original.form is None else getattr(original.form.kept, "mesh", None)
+    return isinstance(value, DTensor) and value.device_mesh == mesh
+
+
+def whole_by(extension: FSDPExtensions, segment: Segment, value: DTensor) -> Tensor:
+    """The opposite of what an extension has cut: the plain tensor that a rank has of it. A collective call."""
+    return _ext_all_gather_dtensor(value, segment.placement.mesh._get_root_mesh(), extension).detach()
+
+
+def without_extension(segment: Segment, original: Original, value: Any) -> Any:
+    """A ``ShardedTensor`` as flatparam cuts it, of one that an extension has cut. Others as they are."""
+    extension = segment.extension_of(original)
+    if extension is None or not isinstance(value, ShardedTensor):
+        return value
+    return _ext_pre_load_state_dict_transform(value, extension)[0]
 
 
 def _splits(segment: Segment) -> list[Any]:
@@ -94,8 +141,14 @@ def _rows_of(rows: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
     return first, last
 
 
-def check_rows(name: str, segment: Segment, value: Any) -> None:
+def check_rows(name: str, segment: Segment, original: Original, value: Any) -> None:
     """Raises: StateError naming the parameter unless ``value`` has the rows that ``cut_rows`` would give this rank."""
+    extension = segment.extension_of(original)
+    if isinstance(value, DTensor) and extension is not None:
+        if isinstance(extension, DTensorExtensions):
+            _check_rows_of_slice(name, segment, original, value)
+        return
+    value = without_extension(segment, original, value)
     shape = tuple(value.shape)
     first, last = _rows_of(shape[0], _cuts_of(segment, dist.get_rank()))
     if isinstance(value, DTensor):
@@ -119,17 +172,31 @@ def check_rows(name: str, segment: Segment, value: Any) -> None:
         )
 
 
+def _check_rows_of_slice(name: str, segment: Segment, original: Original, value: DTensor) -> None:
+    root = segment.placement.mesh._get_root_mesh()
+    expected: list[Any] = [Replicate()] * root.ndim
+    expected[0 if original.form is None else -2] = Split(0)
+    if original.form is not None:
+        expected[-1] = original.form.kept.placements[0]
+    if value.device_mesh != root or list(value.placements) != expected:
+        raise StateError(
+            f"`{name}` is a DTensor with placements {value.placements} on {value.device_mesh}, expected {expected} on "
+            f"{root}"
+        )
+
+
 def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Held, Any]]) -> None:
     """Raises: RuntimeError on every rank for what ``checked`` raises on one of them, and where its values differ.
 
-    ``checked``: what a state has under a name for a parameter; of tensors shape and dtype count.
+    ``checked``: what a state has under a name for a parameter; of tensors shape and dtype count, and strings.
     """
     said: str | None = None
     values: Values = {}
     try:
         for name, param, value in checked:
-            is_tensor = isinstance(value, Tensor)
-            described = f"{is_rows(value)} {value.dtype} {tuple(value.shape)}" if is_tensor else type(value).__name__
+            described = value if isinstance(value, str) else type(value).__name__
+            if isinstance(value, Tensor):
+                described = f"{is_rows(value)} {value.dtype} {tuple(value.shape)}"
             values[name] = (param.unit, described)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
@@ -179,16 +246,43 @@ def gathered_rows(segment: Segment, values: Mapping[Held, Any], dtype: torch.dty
         yield param, found
 
 
+def plain_state(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with plain tensors of values in a form; ``Like`` stands for rows that were cut so."""
+    state = {}
+    for name, values in full.get("state", {}).items():
+        param = table.by_name.get(name)
+        state[name] = values if param is None else {key: _plain(param, value) for key, value in values.items()}
+    return {**full, "state": state} if "state" in full else dict(full)
+
+
+def _plain(param: Held, value: Any) -> Any:
+    if param.segment is None or not isinstance(value, Tensor | ShardedTensor):
+        return value
+    original = param.original
+    if is_rows(value) and not is_whole(original, value):
+        cut_so = param.segment.extension_of(original) is not None and tuple(value.shape) == original.full_shape
+        return Like(param.shape, value.dtype) if cut_so else value
+    return original.plain(value) if isinstance(value, Tensor) else value
+
+
 def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Of a sharded state, which ``cut`` takes. The fetches are collective calls."""
     whole = by_first_name(table, state)
 
     def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
         segment = table.segments[number]
-        rows = {param: whole[param.name][key] for param in params if is_rows(whole[param.name][key])}
+        rows: dict[Held, Any] = {}
         for param in params:
-            if param not in rows:
-                yield param, piece_of(param, whole[param.name][key])
+            value = without_extension(segment, param.original, whole[param.name][key])
+            extension = segment.extension_of(param.original)
+            if is_whole(param.original, value):
+                yield param, piece_of(param, param.original.plain(value))
+            elif isinstance(value, DTensor) and extension is not None:
+                yield param, piece_of(param, whole_by(extension, segment, value))
+            elif is_rows(value):
+                rows[param] = value
+            else:
+                yield param, piece_of(param, value)
         for param, value in gathered_rows(segment, rows, dtype) if rows else ():
             yield param, piece_of(param, value)
 

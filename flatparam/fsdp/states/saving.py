@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import StateError
+from ..held import Held
 from ..order import gather_objects
 from ..segment import Segment
+from .entries import Take
 from .table import Stepped, Table
 from .values import Described, Like, Scalar, described, keys_of_one_shape, same
 
@@ -27,7 +29,7 @@ _NOTHING = "nothing"  # of a parameter lies on a rank
 class Sink(NamedTuple):
     """What becomes of whole tensors, which are another's memory, and whether of others copies on the host."""
 
-    take: Callable[[Segment, Tensor], Any]
+    take: Take
     to_cpu: bool
 
 
@@ -77,7 +79,7 @@ def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | N
                 mine = held.get(one, {}) if one.is_flat or param.numel or not one.is_sharded else {}
                 gathered_later = one.is_flat or one.is_sharded
                 result[param.name] = {
-                    key: None if gathered_later and isinstance(value, Like) else _own(value, mine.get(key), sink)
+                    key: None if gathered_later and isinstance(value, Like) else _own(value, mine.get(key), sink, param)
                     for key, value in found[one].items()
                 }
     keys = _keys_of(found)
@@ -87,8 +89,10 @@ def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | N
     return result
 
 
-def _own(value: Any, held: Any, sink: Sink) -> Any:
+def _own(value: Any, held: Any, sink: Sink, param: Held) -> Any:
     """A copy of what is not gathered: ``value`` as it was told, ``held`` as this rank has it."""
+    if isinstance(held, Tensor) and isinstance(value, Like) and param.here is not None:
+        held = param.original.formed(held)
     if isinstance(held, Tensor):
         return held.detach().to("cpu" if sink.to_cpu else held.device, copy=True)
     return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
@@ -200,8 +204,9 @@ def _gather(
     if sink is None:
         return
     for param in (param for one in members for param in one.params):
-        place = segment.view(whole, segment.originals[param.number], segment.layout.offsets[param.number])
-        result[param.name][key] = sink.take(segment, place)
+        original = segment.originals[param.number]
+        place = segment.view(whole, original, segment.layout.offsets[param.number])
+        result[param.name][key] = sink.take(segment, original, original.formed(place))
 
 
 def gathered(segment: Segment, shard: Tensor) -> Tensor:
