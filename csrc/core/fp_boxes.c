@@ -1,539 +1,350 @@
-/* core/fp_boxes.c -- the staircase of a range, or a smaller tiling, found by exact search.
+/* core/fp_boxes.c -- a range as few boxes: it is cut up, each part in the way that takes the fewest.
  *
- * The grid is first made small: only the order of a coordinate to those of the range's ends matters, so each dimension
- * has at most 5 classes of coordinates, and the smallest tiling of the classes is as small as that of the grid (leave
- * out all but one coordinate of each class, and a tiling of the grid is one of the classes).
+ * What a part of the grid, itself a box, has of the range is one box if all of it is in the range, and none if none is.
+ * Any other part is cut in two, or round a corner: into three parts that each go all the way along one of three
+ * dimensions, and the two corners that these leave. Elements [1, 7) of (2, 2, 2) are such a corner, of three boxes.
  *
- * The bound. Call the least elements after `first` at each level heads: first itself, and (first[0..i), first[i] + 1,
- * 0, ...). A box inside the range that holds a head has it as its least corner, so no box holds two; the same for
- * tails, from `last`. A tiling thus has at least heads + tails boxes, less those that hold one of each, and these span
- * all from head to tail: at least heads + tails - the most such spans that are disjoint.
+ * Only the order of a coordinate to those of the range's ends matters, so all cuts are next to these. There are few parts
+ * then, and how many boxes each takes is kept.
  *
- * The search always looks at the first or the last cell that is free. It is a corner of its box. Unless it is a head or
- * tail itself, or the bound leaves a box over, its box must end in a tail or head: few choices. */
+ * The last dimensions may count as one, whose coordinates are elements in row-major order. Where a part has an interval of
+ * them, that is a range of its own, in fewer dimensions. As many are taken together as gives the fewest boxes. */
 #include "core/fp_boxes.h"
 
-#include <stdlib.h>
+#include <limits.h>
+#include <string.h>
 
 #include "core/fp_alloc.h"
 
-/* A range that is not empty, by the coordinates of its first and last element. Dimensions [0, from) are those in which
- * the two agree, dimensions [to, ndim) those below both levels, in which every box is complete. */
+/* A grid has up to DIMS dimensions. In each there are 4 cuts beside its ends; in the first one 2, as the range lies between
+ * its ends. */
+enum { DIMS = 5, CUTS = 6, PAIRS = CUTS * (CUTS - 1) / 2, FIRST_PAIRS = 4 * 3 / 2 };
+
 typedef struct {
     size_t ndim;
     const int64_t *shape;
-    int64_t first[FP_MAX_DIMS];
-    int64_t last[FP_MAX_DIMS];
-    size_t from, to;
-    size_t first_level; /* the last dimension in which first is not 0, at least from */
-    size_t last_level;  /* the last dimension in which last is not at its maximum, at least from */
-} grid_range;
-
-/* Where boxes go: the caller's arrays. */
-typedef struct {
-    size_t ndim;
-    int64_t *offsets, *sizes;
+    int64_t rows[FP_MAX_DIMS]; /* elements of what one coordinate of each dimension has */
+    /* The box that is being made: where its dimensions so far begin, and their sizes. */
+    int64_t at[FP_MAX_DIMS], size[FP_MAX_DIMS];
+    int64_t *offsets, *sizes; /* the caller's, in order of the first element */
     size_t count;
-} box_list;
-
-static void
-coordinates(int64_t element, const int64_t *shape, size_t ndim, int64_t *out)
-{
-    for (size_t d = ndim; d-- > 0;) {
-        out[d] = element % shape[d];
-        element /= shape[d];
-    }
-}
-
-static void
-describe(grid_range *range, const int64_t *shape, size_t ndim, int64_t begin, int64_t end)
-{
-    range->ndim = ndim;
-    range->shape = shape;
-    coordinates(begin, shape, ndim, range->first);
-    coordinates(end - 1, shape, ndim, range->last);
-    range->from = 0;
-    while (range->from < ndim && range->first[range->from] == range->last[range->from]) {
-        range->from++;
-    }
-    range->first_level = range->last_level = range->from;
-    for (size_t d = range->from; d < ndim; d++) {
-        if (range->first[d] != 0) {
-            range->first_level = d;
-        }
-        if (range->last[d] != shape[d] - 1) {
-            range->last_level = d;
-        }
-    }
-    const size_t level = range->first_level > range->last_level ? range->first_level : range->last_level;
-    range->to = level < ndim ? level + 1 : ndim;
-}
-
-/* Append the box that equals `at` above level, is [low, high) there and complete below; nothing if it is empty. */
-static void
-add_box(box_list *list, const grid_range *range, const int64_t *at, size_t level, int64_t low, int64_t high)
-{
-    int64_t *offset = list->offsets + list->count * list->ndim, *size = list->sizes + list->count * list->ndim;
-    if (low >= high) {
-        return;
-    }
-    for (size_t d = 0; d < list->ndim; d++) {
-        offset[d] = d < level ? at[d] : d == level ? low : 0;
-        size[d] = d < level ? 1 : d == level ? high - low : range->shape[d];
-    }
-    list->count++;
-}
-
-/* One box for each level between the first element and a full slab, one for the slabs, one for each level back down. */
-static void
-add_staircase(box_list *list, const grid_range *range)
-{
-    const size_t from = range->from;
-    for (size_t d = range->first_level; d > from; d--) {
-        add_box(list, range, range->first, d, range->first[d] + (d < range->first_level), range->shape[d]);
-    }
-    add_box(list, range, range->first, from, range->first[from] + (range->first_level > from),
-            range->last[from] + 1 - (range->last_level > from));
-    for (size_t d = from + 1; d <= range->last_level; d++) {
-        add_box(list, range, range->last, d, 0, range->last[d] + (d == range->last_level));
-    }
-}
-
-/* ---- the search ---- */
-
-/* What it takes on: ranges that cross up to DIMS dimensions, and how many cells it visits before it gives up (about 20 ms). */
-enum { DIMS = 5, MOST_BOXES = 2 * DIMS - 1, MOST_WORK = 4000000 };
-
-/* Classes: at most 3 in the first dimension (the range lies between its ends), 5 in the others, 3 in the last. */
-enum { MOST_CLASSES = 5, MOST_CELLS = 3 * 5 * 5 * 5 * 3, MOST_SPANS = DIMS * DIMS };
-enum { FREE = 0, USED = 1 };
-enum { IS_HEAD = 1, IS_TAIL = 2 };
-
-typedef struct {
-    int ndim;
-    int classes[DIMS];                    /* how many */
-    int64_t cuts[DIMS][MOST_CLASSES + 1]; /* class c of dimension d is [cuts[d][c], cuts[d][c + 1]) */
-    int strides[DIMS];
-    int first, last; /* cells are numbered in lexicographic order; the range is [first, last] */
-    int num_ends, num_spans;
-    struct {
-        int cell;
-        int direction; /* of its boxes: 1 for a head, -1 for a tail */
-    } ends[2 * DIMS];
-    int span_head[MOST_SPANS], span_tail[MOST_SPANS]; /* cells */
-    uint32_t span_clash[MOST_SPANS];                  /* bit t: spans s and t share a cell */
-    int lower[MOST_BOXES], upper[MOST_BOXES];         /* corner cells of the boxes placed so far */
-    int64_t work;                                     /* cells that may still be visited before giving up */
-    unsigned char coordinates[MOST_CELLS][DIMS];
-    unsigned char used[MOST_CELLS];
-    unsigned char marks[MOST_CELLS];             /* IS_HEAD, IS_TAIL */
-    unsigned char fits[MOST_CELLS];              /* scratch of list_free_boxes */
-    uint32_t choices[MOST_BOXES][2][MOST_CELLS]; /* for each depth and direction: volume << 16 | corner */
+    unsigned char *room; /* for what grids keep */
 } tiling;
 
-static int
-coordinate(const tiling *t, int cell, int d)
-{
-    return t->coordinates[cell][d];
-}
+/* Dimensions [dim, dim + ndim - 1), and all further ones as the last dimension of the grid. */
+typedef struct {
+    size_t dim, ndim;
+    int64_t first[DIMS], last[DIMS]; /* of the range */
+    int64_t cuts[DIMS][CUTS];
+    size_t num_cuts[DIMS];
+    size_t pairs[DIMS];              /* of cuts */
+    unsigned char *known;            /* of each part: how many boxes it takes, and 1 */
+    unsigned char tails[CUTS][CUTS]; /* the same of the intervals of the last dimension */
+} grid;
 
-/* Insert cut into the ascending list, unless it is there or not inside (low, high). */
-static int
-add_cut(int64_t *cuts, int n, int64_t cut, int64_t high)
-{
-    int at = n;
-    while (at > 0 && cuts[at - 1] > cut) {
-        at--;
-    }
-    if (at == 0 || cuts[at - 1] == cut || cut >= high) {
-        return n;
-    }
-    for (int i = n; i > at; i--) {
-        cuts[i] = cuts[i - 1];
-    }
-    cuts[at] = cut;
-    return n + 1;
-}
+/* What is between two cuts, [low, high), in each dimension. */
+typedef struct {
+    unsigned char low[DIMS], high[DIMS];
+} part;
 
-/* Fill classes, cuts and strides. At a level above an end's own a coordinate may be less than, equal to or greater than
- * the end's; at the level itself the end is included; below it no coordinate matters. */
-static void
-make_classes(tiling *t, const grid_range *range)
-{
-    int stride = 1;
-    t->ndim = (int)(range->to - range->from);
-    for (size_t d = range->to; d-- > range->from;) {
-        const size_t at = d - range->from;
-        const int64_t high = at == 0 ? range->last[d] + 1 : range->shape[d];
-        int64_t *cuts = t->cuts[at];
-        int n = 1;
-        cuts[0] = at == 0 ? range->first[d] : 0;
-        if (d <= range->first_level) {
-            n = add_cut(cuts, n, range->first[d], high);
-        }
-        if (d < range->first_level) {
-            n = add_cut(cuts, n, range->first[d] + 1, high);
-        }
-        if (d <= range->last_level) {
-            n = add_cut(cuts, n, range->last[d] + 1, high);
-        }
-        if (d < range->last_level) {
-            n = add_cut(cuts, n, range->last[d], high);
-        }
-        cuts[n] = high;
-        t->classes[at] = n;
-        t->strides[at] = stride;
-        stride *= n;
-    }
-    for (int cell = 0; cell < stride; cell++) {
-        for (int d = 0; d < t->ndim; d++) {
-            t->coordinates[cell][d] = (unsigned char)(cell / t->strides[d] % t->classes[d]);
-        }
-    }
-}
+/* The parts of the best way to cut one up that was found so far. */
+typedef struct {
+    part parts[5];
+    size_t n;
+    int boxes;
+} cutting;
 
-/* The class of a coordinate. */
-static int
-class_of(const tiling *t, size_t d, int64_t x)
-{
-    int c = 0;
-    while (t->cuts[d][c + 1] <= x) {
-        c++;
-    }
-    return c;
-}
+static int tile_part(tiling *t, grid *g, part p, int places);
+static int tile_range(tiling *t, size_t dim, int64_t begin, int64_t end, int places);
 
-/* Add the heads (direction 1), level by level, where there is an element after the first that leaves it at that level; or the
- * tails (-1), the same from the last element. end: that element in the dimensions searched. Returns its cell. */
+/* The order of two elements, by their coordinates: less than, equal to or greater than 0. */
 static int
-make_ends(tiling *t, const int64_t *end, size_t level, int direction)
+compare(const int64_t *a, const int64_t *b, size_t ndim)
 {
-    int prefix = 0; /* the cell of (end[0..d), 0, ...) */
-    for (size_t d = 0; d <= level; d++) {
-        /* Below the level of a tail every coordinate is in its last class: the stride less one cell. */
-        const int64_t x = end[d] + (d == level ? 0 : direction);
-        const int rest = direction > 0 ? 0 : t->strides[d] - 1;
-        if (x >= t->cuts[d][0] && x < t->cuts[d][t->classes[d]]) {
-            const int cell = prefix + class_of(t, d, x) * t->strides[d] + rest;
-            t->ends[t->num_ends].cell = cell;
-            t->ends[t->num_ends++].direction = direction;
-            t->marks[cell] |= direction > 0 ? IS_HEAD : IS_TAIL;
-        }
-        prefix += class_of(t, d, end[d]) * t->strides[d] + (d == level ? rest : 0);
+    size_t d = 0;
+    while (d + 1 < ndim && a[d] == b[d]) {
+        d++;
     }
-    return prefix;
-}
-
-/* 1 if corner a is below or at corner b in every dimension. */
-static int
-is_below(const tiling *t, int a, int b)
-{
-    for (int d = 0; d < t->ndim; d++) {
-        if (coordinate(t, a, d) > coordinate(t, b, d)) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* 1 if the boxes [a, b] and [c, d] of corner cells share a cell. */
-static int
-share_cell(const tiling *t, int a, int b, int c, int d)
-{
-    for (int k = 0; k < t->ndim; k++) {
-        if (coordinate(t, b, k) < coordinate(t, c, k) || coordinate(t, d, k) < coordinate(t, a, k)) {
-            return 0;
-        }
-    }
-    return 1;
+    return (a[d] > b[d]) - (a[d] < b[d]);
 }
 
 static void
-make_spans(tiling *t)
+place_box(tiling *t)
 {
-    for (int i = 0; i < t->num_ends; i++) {
-        for (int j = 0; j < t->num_ends; j++) {
-            if (t->ends[i].direction > 0 && t->ends[j].direction < 0 && is_below(t, t->ends[i].cell, t->ends[j].cell)) {
-                t->span_head[t->num_spans] = t->ends[i].cell;
-                t->span_tail[t->num_spans++] = t->ends[j].cell;
-            }
-        }
+    const size_t ndim = t->ndim, bytes = ndim * sizeof(int64_t);
+    size_t b = t->count++;
+    for (; b > 0 && compare(t->offsets + (b - 1) * ndim, t->at, ndim) > 0; b--) {
+        memcpy(t->offsets + b * ndim, t->offsets + (b - 1) * ndim, bytes);
+        memcpy(t->sizes + b * ndim, t->sizes + (b - 1) * ndim, bytes);
     }
-    for (int s = 0; s < t->num_spans; s++) {
-        for (int other = 0; other < t->num_spans; other++) {
-            if (share_cell(t, t->span_head[s], t->span_tail[s], t->span_head[other], t->span_tail[other])) {
-                t->span_clash[s] |= (uint32_t)1 << other;
+    memcpy(t->offsets + b * ndim, t->at, bytes);
+    memcpy(t->sizes + b * ndim, t->size, bytes);
+}
+
+static part
+below(part p, size_t d, int cut)
+{
+    p.high[d] = (unsigned char)cut;
+    return p;
+}
+
+static part
+above(part p, size_t d, int cut)
+{
+    p.low[d] = (unsigned char)cut;
+    return p;
+}
+
+static void
+try_cutting(tiling *t, grid *g, const part *parts, size_t n, cutting *best)
+{
+    int boxes = 0;
+    for (size_t i = 0; i < n && boxes < best->boxes; i++) {
+        boxes += tile_part(t, g, parts[i], 0);
+    }
+    if (boxes < best->boxes) {
+        memcpy(best->parts, parts, n * sizeof *parts);
+        best->n = n;
+        best->boxes = boxes;
+    }
+}
+
+/* Try all corners in dimensions a, b, c: a part goes along c where a is low and b is high, and so on in a circle. */
+static void
+try_corners(tiling *t, grid *g, part p, size_t a, size_t b, size_t c, cutting *best)
+{
+    for (int i = p.low[a] + 1; i < p.high[a]; i++) {
+        for (int j = p.low[b] + 1; j < p.high[b]; j++) {
+            const part along_c = above(below(p, a, i), b, j);
+            const int boxes = tile_part(t, g, along_c, 0);
+            for (int k = p.low[c] + 1; k < p.high[c] && boxes > 0 && boxes + 2 < best->boxes; k++) {
+                const part parts[5] = {
+                    along_c,
+                    above(below(p, b, j), c, k),
+                    above(below(p, c, k), a, i),
+                    below(below(below(p, a, i), b, j), c, k),
+                    above(above(above(p, a, i), b, j), c, k),
+                };
+                try_cutting(t, g, parts, 5, best);
             }
         }
     }
 }
 
-/* The next cell after `cell` of the box [lower, upper]; -1 after the last one. Start with lower. */
-static int
-next_in_box(const tiling *t, int lower, int upper, int cell)
+static cutting
+best_cutting(tiling *t, grid *g, part p)
 {
-    for (int d = t->ndim - 1; d >= 0; d--) {
-        if (coordinate(t, cell, d) < coordinate(t, upper, d)) {
-            return cell + t->strides[d];
-        }
-        cell -= (coordinate(t, cell, d) - coordinate(t, lower, d)) * t->strides[d];
-    }
-    return -1;
-}
-
-static void
-mark_box(tiling *t, int lower, int upper, unsigned char value)
-{
-    for (int cell = lower; cell >= 0; cell = next_in_box(t, lower, upper, cell)) {
-        t->used[cell] = value;
-    }
-}
-
-static int
-is_free(tiling *t, int lower, int upper)
-{
-    for (int cell = lower; cell >= 0; cell = next_in_box(t, lower, upper, cell)) {
-        t->work--;
-        if (t->used[cell] != FREE) {
-            return 0;
+    cutting best = {.boxes = INT_MAX};
+    for (size_t d = 0; d < g->ndim; d++) {
+        for (int cut = p.low[d] + 1; cut < p.high[d]; cut++) {
+            const part halves[2] = {below(p, d, cut), above(p, d, cut)};
+            try_cutting(t, g, halves, 2, &best);
         }
     }
-    return 1;
-}
-
-/* The most disjoint spans among those of the set. */
-static int
-most_disjoint(tiling *t, uint32_t set)
-{
-    int best = 0;
-    t->work--;
-    for (int s = 0; set != 0; s++) {
-        const uint32_t bit = (uint32_t)1 << s;
-        if (set & bit) {
-            const int with = 1 + most_disjoint(t, set & ~t->span_clash[s]); /* a span clashes with itself */
-            best = with > best ? with : best;
-            set &= ~bit; /* from here on without this one */
+    for (size_t a = 0; a < g->ndim; a++) {
+        for (size_t b = a + 1; b < g->ndim; b++) {
+            for (size_t c = b + 1; c < g->ndim && best.boxes > 3; c++) {
+                try_corners(t, g, p, a, b, c, &best);
+                try_corners(t, g, p, a, c, b, &best);
+            }
         }
     }
     return best;
 }
 
-/* How many more boxes there must be at least. */
+/* A part that is in the range: how many boxes it takes, one for each of its interval in the last dimension. */
 static int
-lower_bound(tiling *t)
+tile_inside(tiling *t, grid *g, part p, int places)
 {
-    int corners = 0;
-    uint32_t free_spans = 0;
-    for (int i = 0; i < t->num_ends; i++) {
-        corners += t->used[t->ends[i].cell] == FREE;
-    }
-    for (int s = 0; s < t->num_spans; s++) {
-        if (is_free(t, t->span_head[s], t->span_tail[s])) {
-            free_spans |= (uint32_t)1 << s;
+    const size_t tail = g->ndim - 1;
+    unsigned char *known = &g->tails[p.low[tail]][p.high[tail]];
+    if (*known == 0 || places) {
+        for (size_t d = 0; d < tail; d++) {
+            t->at[g->dim + d] = g->cuts[d][p.low[d]];
+            t->size[g->dim + d] = g->cuts[d][p.high[d]] - g->cuts[d][p.low[d]];
         }
+        *known = (unsigned char)tile_range(t, g->dim + tail, g->cuts[tail][p.low[tail]], g->cuts[tail][p.high[tail]],
+                                           places);
     }
-    return corners - most_disjoint(t, free_spans);
+    return *known;
 }
 
+/* How many boxes a part takes; places: they are placed. */
 static int
-corner_of(uint32_t choice)
+tile_part(tiling *t, grid *g, part p, int places)
 {
-    return (int)(choice & 0xFFFFu);
+    int64_t lower[DIMS], upper[DIMS];
+    size_t index = 0;
+    for (size_t d = 0; d < g->ndim; d++) {
+        index = index * g->pairs[d] + (size_t)(p.high[d] * (p.high[d] - 1) / 2 + p.low[d]);
+    }
+    unsigned char *known = &g->known[index];
+    if (*known != 0 && !places) {
+        return *known - 1;
+    }
+    for (size_t d = 0; d < g->ndim; d++) {
+        lower[d] = g->cuts[d][p.low[d]];
+        upper[d] = g->cuts[d][p.high[d]] - 1;
+    }
+    const size_t ndim = g->ndim;
+    int boxes = 0;
+    if (compare(lower, g->first, ndim) >= 0 && compare(upper, g->last, ndim) <= 0) {
+        boxes = tile_inside(t, g, p, places);
+    }
+    else if (compare(upper, g->first, ndim) >= 0 && compare(lower, g->last, ndim) <= 0) {
+        const cutting best = best_cutting(t, g, p);
+        for (size_t i = 0; places && i < best.n; i++) {
+            tile_part(t, g, best.parts[i], 1);
+        }
+        boxes = best.boxes;
+    }
+    *known = (unsigned char)(boxes + 1);
+    return boxes;
 }
 
-/* List the free boxes with one corner at cell whose other corner lies above it in every dimension (direction 1), or below
- * (-1), and bears the mark unless mark is 0: volume << 16 | that corner. A box is free if its far corner is, and the boxes
- * one step shorter in each dimension are: t->fits keeps that. Returns how many. */
-static int
-list_free_boxes(tiling *t, int cell, int direction, unsigned char mark, uint32_t *choices)
+/* Add a cut between the ends, in ascending order, once. */
+static void
+add_cut(grid *g, size_t d, int64_t cut)
 {
-    int steps[DIMS] = {0}, room[DIMS];
-    int corner = cell, n = 0;
-    for (int d = 0; d < t->ndim; d++) {
-        room[d] = direction > 0 ? t->classes[d] - 1 - coordinate(t, cell, d) : coordinate(t, cell, d);
+    int64_t *cuts = g->cuts[d];
+    const size_t n = g->num_cuts[d];
+    size_t at = n;
+    while (at > 0 && cuts[at - 1] >= cut) {
+        at--;
     }
-    for (;; t->work--) {
-        uint32_t volume = 1;
-        unsigned char fits = t->used[corner] == FREE;
-        for (int d = 0; d < t->ndim; d++) {
-            volume *= (uint32_t)(steps[d] + 1);
-            if (steps[d] > 0) {
-                fits = fits && t->fits[corner - direction * t->strides[d]];
-            }
-        }
-        t->fits[corner] = fits;
-        if (fits && (mark == 0 || (t->marks[corner] & mark))) {
-            choices[n++] = volume << 16 | (uint32_t)corner;
-        }
-        int d = t->ndim - 1;
-        while (d >= 0 && steps[d] == room[d]) {
-            corner -= direction * steps[d] * t->strides[d];
-            steps[d--] = 0;
-        }
-        if (d < 0) {
-            return n;
-        }
-        steps[d]++;
-        corner += direction * t->strides[d];
+    if (at > 0 && at < n && cuts[at] != cut) {
+        memmove(cuts + at + 1, cuts + at, (n - at) * sizeof *cuts);
+        cuts[at] = cut;
+        g->num_cuts[d]++;
     }
 }
 
+/* How many boxes elements [begin, end) of dimensions [dim, ...) take, where those from dim + split on count as one. Rows of
+ * dimension level are complete. */
 static int
-by_volume_descending(const void *a, const void *b)
+tile_grid(tiling *t, size_t dim, size_t split, size_t level, int64_t begin, int64_t end, int places)
 {
-    const uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
-    return (x < y) - (x > y);
+    grid g = {.dim = dim, .ndim = split + 1, .known = t->room};
+    part whole = {0};
+    size_t parts = 1;
+    for (size_t d = 0; d <= split; d++) {
+        const int64_t row = d < split ? t->rows[dim + d] : 1;
+        const int64_t size = d < split ? t->shape[dim + d] : t->rows[dim + split - 1];
+        g.first[d] = begin / row % size;
+        g.last[d] = (end - 1) / row % size;
+        g.cuts[d][0] = d == 0 ? g.first[d] : 0;
+        g.cuts[d][1] = d == 0 ? g.last[d] + 1 : size;
+        g.num_cuts[d] = 2;
+        add_cut(&g, d, g.first[d]);
+        add_cut(&g, d, g.first[d] + (begin % row != 0));
+        add_cut(&g, d, g.last[d] + (end % row == 0));
+        add_cut(&g, d, g.last[d] + 1);
+        if (d == split && dim + split < level) { /* what begins or ends a range there may go with other parts */
+            add_cut(&g, d, g.first[d] + t->rows[level]);
+            add_cut(&g, d, g.last[d] + 1 - t->rows[level]);
+        }
+        whole.high[d] = (unsigned char)(g.num_cuts[d] - 1);
+        g.pairs[d] = g.num_cuts[d] * (g.num_cuts[d] - 1) / 2;
+        parts *= g.pairs[d];
+    }
+    memset(g.known, 0, parts);
+    t->room += parts;
+    const int boxes = tile_part(t, &g, whole, places);
+    t->room -= parts;
+    return boxes;
 }
 
-/* Tile what is free with at most `left` more boxes, numbered from depth on; each time the biggest box first. Returns the
- * number of boxes in all, or 0. */
+/* How many boxes elements [begin, end) of dimensions [dim, ...) take; places: they are placed, at the coordinates that
+ * t->at and t->size have for the dimensions before. */
 static int
-place(tiling *t, int depth, int left)
+tile_range(tiling *t, size_t dim, int64_t begin, int64_t end, int places)
 {
-    int low = t->first, high = t->last;
-    while (low <= high && t->used[low] != FREE) {
-        low++;
-    }
-    if (low > high) {
-        return depth;
-    }
-    while (t->used[high] != FREE) {
-        high--;
-    }
-    const int bound = left > 0 ? lower_bound(t) : 1;
-    if (bound > left || t->work <= 0) {
+    const int64_t *rows = t->rows;
+    if (begin >= end) {
         return 0;
     }
-    const int any = left > bound; /* a box may hold neither a head nor a tail */
-    const unsigned char up_mark = any || (t->marks[low] & IS_HEAD) ? 0 : IS_TAIL;
-    const unsigned char down_mark = any || (t->marks[high] & IS_TAIL) ? 0 : IS_HEAD;
-    uint32_t *up = t->choices[depth][0], *down = t->choices[depth][1];
-    const int num_up = list_free_boxes(t, low, 1, up_mark, up);
-    const int num_down = list_free_boxes(t, high, -1, down_mark, down);
-    const int upwards = num_up <= num_down, n = upwards ? num_up : num_down;
-    uint32_t *choices = upwards ? up : down;
-    qsort(choices, (size_t)n, sizeof *choices, by_volume_descending);
-    for (int i = 0; i < n; i++) {
-        const int corner = corner_of(choices[i]);
-        t->lower[depth] = upwards ? low : corner;
-        t->upper[depth] = upwards ? corner : high;
-        mark_box(t, t->lower[depth], t->upper[depth], USED);
-        const int found = place(t, depth + 1, left - 1);
-        if (found > 0) {
-            return found;
-        }
-        mark_box(t, t->lower[depth], t->upper[depth], FREE);
+    for (; dim < t->ndim && begin / rows[dim] == (end - 1) / rows[dim]; dim++) {
+        t->at[dim] = begin / rows[dim];
+        t->size[dim] = 1;
+        begin %= rows[dim];
+        end = (end - 1) % rows[dim] + 1;
     }
-    return 0;
-}
-
-/* Let the boxes that were placed take the place of those in the list, in order of their first element. */
-static void
-replace_boxes(box_list *list, const grid_range *range, const tiling *t, int found)
-{
-    list->count = 0;
-    for (int before = -1; list->count < (size_t)found;) {
-        int next = 0;
-        for (int b = 0; b < found; b++) {
-            if (t->lower[b] > before && (t->lower[next] <= before || t->lower[b] < t->lower[next])) {
-                next = b;
-            }
+    size_t level = dim; /* below it all rows are complete */
+    while (level < t->ndim && (begin % rows[level] != 0 || end % rows[level] != 0)) {
+        level++;
+    }
+    if (level == dim) {
+        for (size_t d = dim; d < t->ndim; d++) {
+            t->at[d] = d == dim ? begin / rows[d] : 0;
+            t->size[d] = d == dim ? (end - begin) / rows[d] : t->shape[d];
         }
-        before = t->lower[next];
-        const size_t at = list->count * list->ndim + range->from;
-        add_box(list, range, range->first, range->from, 0, 1); /* the dimensions above and below those searched */
-        for (int d = 0; d < t->ndim; d++) {
-            const int64_t low = t->cuts[d][coordinate(t, before, d)];
-            list->offsets[at + (size_t)d] = low;
-            list->sizes[at + (size_t)d] = t->cuts[d][coordinate(t, t->upper[next], d) + 1] - low;
+        if (places) {
+            place_box(t);
+        }
+        return 1;
+    }
+    if (level - dim >= DIMS) {
+        const int64_t row = rows[dim], low = (begin / row + (begin % row != 0)) * row, high = end / row * row;
+        return tile_range(t, dim, begin, low, places) + tile_range(t, dim, low, high, places) +
+               tile_range(t, dim, high, end, places);
+    }
+    const size_t most = level - dim;
+    size_t best = most;
+    int fewest = INT_MAX;
+    for (size_t split = most; split >= 2 || split == most; split--) {
+        const int boxes = tile_grid(t, dim, split, level, begin, end, 0);
+        if (boxes < fewest) {
+            fewest = boxes;
+            best = split;
         }
     }
+    return places ? tile_grid(t, dim, best, level, begin, end, 1) : fewest;
 }
 
-/* Replace the staircase by the smallest tiling, unless that has as many boxes or the search gives up. */
+/* Fill t->rows; *numel becomes the product of the sizes. */
 static fp_status
-shrink(box_list *list, const grid_range *range)
+count_rows(tiling *t, int64_t *numel)
 {
-    if (list->count <= 2 || range->to - range->from > DIMS) { /* a range that is no box needs two */
-        return FP_OK;
-    }
-    tiling *t = fp_calloc(1, sizeof *t);
-    if (t == NULL) {
-        return FP_ENOMEM;
-    }
-    t->work = MOST_WORK;
-    make_classes(t, range);
-    t->first = make_ends(t, range->first + range->from, range->first_level - range->from, 1);
-    t->last = make_ends(t, range->last + range->from, range->last_level - range->from, -1);
-    make_spans(t);
-    for (int cell = 0; cell < MOST_CELLS; cell++) {
-        t->used[cell] = cell < t->first || cell > t->last ? USED : FREE;
-    }
-    int found = 0;
-    for (int most = lower_bound(t); most < (int)list->count && found == 0 && t->work > 0; most++) {
-        found = place(t, 0, most);
-    }
-    if (found > 0) {
-        replace_boxes(list, range, t, found);
-    }
-    fp_free(t);
-    return FP_OK;
-}
-
-/* The product of the sizes. */
-static fp_status
-product(const int64_t *shape, size_t ndim, int64_t *out)
-{
-    int64_t numel = 1;
-    int is_empty = 0;
-    for (size_t d = 0; d < ndim; d++) {
-        if (shape[d] < 0) {
+    int is_empty = 0, overflows = 0;
+    *numel = 1;
+    for (size_t d = t->ndim; d-- > 0;) {
+        if (t->shape[d] < 0) {
             return FP_EINVAL;
         }
-        is_empty |= shape[d] == 0;
+        t->rows[d] = *numel;
+        is_empty |= t->shape[d] == 0;
+        overflows |= __builtin_mul_overflow(*numel, t->shape[d] == 0 ? 1 : t->shape[d], numel);
     }
-    for (size_t d = 0; d < ndim && !is_empty; d++) {
-        if (numel > INT64_MAX / shape[d]) {
-            return FP_EOVERFLOW;
-        }
-        numel *= shape[d];
-    }
-    *out = is_empty ? 0 : numel;
-    return FP_OK;
+    *numel = is_empty ? 0 : *numel;
+    return overflows && !is_empty ? FP_EOVERFLOW : FP_OK;
 }
 
 fp_status
 fp_boxes_of_range(const int64_t *shape, size_t ndim, int64_t begin, int64_t end, int64_t *offsets, int64_t *sizes,
                   size_t *count)
 {
-    grid_range range;
-    box_list list = {.ndim = ndim, .offsets = offsets, .sizes = sizes};
+    tiling t = {.ndim = ndim, .shape = shape, .offsets = offsets, .sizes = sizes};
     int64_t numel;
     if (ndim > FP_MAX_DIMS || (shape == NULL && ndim > 0)) {
         return FP_EINVAL;
     }
-    fp_status status = product(shape, ndim, &numel);
+    const fp_status status = count_rows(&t, &numel);
     if (status != FP_OK) {
         return status;
     }
     if (begin < 0 || begin > end || end > numel) {
         return FP_EINVAL;
     }
-    if (begin < end && ndim == 0) {
-        list.count = 1;
+    size_t room = FIRST_PAIRS;
+    for (size_t d = 1; d < ndim && d < DIMS; d++) {
+        room *= PAIRS;
     }
-    else if (begin < end) {
-        describe(&range, shape, ndim, begin, end);
-        if (range.from == ndim) { /* one element */
-            add_box(&list, &range, range.first, ndim - 1, range.first[ndim - 1], range.first[ndim - 1] + 1);
-        }
-        else {
-            add_staircase(&list, &range);
-            status = shrink(&list, &range);
-        }
+    unsigned char *const kept = t.room = fp_calloc(room, 1);
+    if (kept == NULL) {
+        return FP_ENOMEM;
     }
-    if (status == FP_OK) {
-        *count = list.count;
-    }
-    return status;
+    tile_range(&t, 0, begin, end, 1);
+    fp_free(kept);
+    *count = t.count;
+    return FP_OK;
 }

@@ -26,9 +26,8 @@ fp_boxes_most(size_t ndim)
  * FP_ENOMEM. After a failure *count is as before, and the arrays hold nothing of use.
  *
  * The staircase, a box for each level at which the range leaves a row, is short, but often not the shortest: [1, 7) of
- * (4, 2) is two columns, not three boxes. A search looks for fewer. Its result is the minimum for ranges that cross up
- * to three dimensions, nearly always for four and mostly for five, where it may give up: then, and for more, the
- * staircase is returned. A range crosses the dimensions from the first in which its ends differ to the last in which it
- * is not full. */
+ * (4, 2) is two columns, not three boxes. A range crosses the dimensions from the first in which its ends differ to the
+ * last in which it is not full. For ranges that cross up to three dimensions there are no fewer boxes than these, and
+ * nearly always for four and five. Of more, those before the last five are done as in the staircase. */
 fp_status fp_boxes_of_range(const int64_t *shape, size_t ndim, int64_t begin, int64_t end, int64_t *offsets,
                             int64_t *sizes, size_t *count);
