@@ -131,14 +131,18 @@ try_corners(tiling *t, grid *g, part p, size_t a, size_t b, size_t c, cutting *b
     }
 }
 
+/* Of a part that has something of the range at all of its sides, but not only that. */
 static cutting
 best_cutting(tiling *t, grid *g, part p)
 {
-    cutting best = {.boxes = INT_MAX};
+    cutting best;
+    best.boxes = INT_MAX;
     for (size_t d = 0; d < g->ndim; d++) {
-        for (int cut = p.low[d] + 1; cut < p.high[d]; cut++) {
+        for (int cut = p.low[d] + 1; cut < p.high[d] && best.boxes > 2; cut++) {
             const part halves[2] = {below(p, d, cut), above(p, d, cut)};
-            try_cutting(t, g, halves, 2, &best);
+            if (tile_part(t, g, halves[0], 0) + 1 < best.boxes) { /* the other one takes some too */
+                try_cutting(t, g, halves, 2, &best);
+            }
         }
     }
     for (size_t a = 0; a < g->ndim; a++) {
@@ -169,6 +173,29 @@ tile_inside(tiling *t, grid *g, part p, int places)
     return *known;
 }
 
+/* Leave out of a part, with these corners, what has nothing of the range at its sides; whether there is any. */
+static int
+leave_out(const grid *g, part *p, int64_t *lower, int64_t *upper)
+{
+    const part whole = *p;
+    for (size_t d = 0; d < g->ndim; d++) {
+        const int64_t low = lower[d], high = upper[d];
+        int side = p->low[d];
+        do {
+            upper[d] = g->cuts[d][++side] - 1;
+        } while (compare(upper, g->first, g->ndim) < 0);
+        p->low[d] = (unsigned char)(side - 1);
+        upper[d] = high;
+        side = p->high[d];
+        do {
+            lower[d] = g->cuts[d][--side];
+        } while (compare(lower, g->last, g->ndim) > 0);
+        p->high[d] = (unsigned char)(side + 1);
+        lower[d] = low;
+    }
+    return memcmp(&whole, p, sizeof whole) != 0;
+}
+
 /* How many boxes a part takes; places: they are placed. */
 static int
 tile_part(tiling *t, grid *g, part p, int places)
@@ -192,11 +219,16 @@ tile_part(tiling *t, grid *g, part p, int places)
         boxes = tile_inside(t, g, p, places);
     }
     else if (compare(upper, g->first, ndim) >= 0 && compare(lower, g->last, ndim) <= 0) {
-        const cutting best = best_cutting(t, g, p);
-        for (size_t i = 0; places && i < best.n; i++) {
-            tile_part(t, g, best.parts[i], 1);
+        if (leave_out(g, &p, lower, upper)) {
+            boxes = tile_part(t, g, p, places);
         }
-        boxes = best.boxes;
+        else {
+            const cutting best = best_cutting(t, g, p);
+            for (size_t i = 0; places && i < best.n; i++) {
+                tile_part(t, g, best.parts[i], 1);
+            }
+            boxes = best.boxes;
+        }
     }
     *known = (unsigned char)(boxes + 1);
     return boxes;
