@@ -132,24 +132,6 @@ fp_int64_tuple(const int64_t *values, Py_ssize_t n)
     return tuple;
 }
 
-/* The exception class of a status that is not FP_OK; borrowed. */
-static PyObject *
-exception_of(PyObject *module, fp_status status)
-{
-    switch (status) {
-        case FP_ENOMEM:
-            return PyExc_MemoryError;
-        case FP_ESTATE:
-            return PyExc_RuntimeError;
-        case FP_OK:
-        case FP_EINVAL:
-        case FP_EOVERFLOW:
-            break;
-    }
-    PyObject *shard_error = fp_get_state(module)->ShardError;
-    return shard_error != NULL ? shard_error : PyExc_ValueError; /* gone while the interpreter ends */
-}
-
 int
 fp_fail(PyObject *module, fp_status status, const char *format, ...)
 {
@@ -160,9 +142,10 @@ fp_fail(PyObject *module, fp_status status, const char *format, ...)
         PyErr_NoMemory();
         return -1;
     }
+    PyObject *shard_error = fp_get_state(module)->ShardError;
     va_list arguments;
     va_start(arguments, format);
-    PyErr_FormatV(exception_of(module, status), format, arguments);
+    PyErr_FormatV(shard_error != NULL ? shard_error : PyExc_ValueError, format, arguments); /* gone at the end */
     va_end(arguments);
     return -1;
 }

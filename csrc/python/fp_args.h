@@ -77,7 +77,7 @@ fp_items(PyObject *tuple)
 /* A new tuple of the n values; NULL with an exception set. */
 PyObject *fp_int64_tuple(const int64_t *values, Py_ssize_t n);
 
-/* Turn a status of the core into an exception: FP_EINVAL and FP_EOVERFLOW into ShardError, FP_ENOMEM into MemoryError,
- * FP_ESTATE into RuntimeError; with a message (printf format of PyErr_Format) that says what was expected and what came.
+/* Turn a status of the core into an exception: FP_ENOMEM into MemoryError, others into ShardError, with a message (printf
+ * format of PyErr_Format) that says what was expected and what came.
  * Returns 0 for FP_OK, else -1. */
 int fp_fail(PyObject *module, fp_status status, const char *format, ...);
