@@ -412,23 +412,6 @@ unit_views(PyObject *self, PyObject *ignored)
     return list;
 }
 
-static PyObject *
-unit_reason(PyObject *self, void *ignored)
-{
-    return Py_NewRef(((fp_unit *)self)->reason);
-}
-
-static int
-unit_set_reason(PyObject *self, PyObject *reason, void *ignored)
-{
-    if (reason == NULL || !PyUnicode_Check(reason)) {
-        PyErr_SetString(PyExc_TypeError, "expected reason to be a str");
-        return -1;
-    }
-    Py_XSETREF(((fp_unit *)self)->reason, Py_NewRef(reason));
-    return 0;
-}
-
 static PyMethodDef unit_methods[] = {
     {"join", unit_join, METH_O, "join($self, root, /)\n--\n\nBecome one of the units that share root."},
     {"follow", FP_FASTCALL(unit_follow), METH_FASTCALL,
@@ -503,35 +486,38 @@ static PyMethodDef unit_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* The strings of a unit, which closure tells by their offset. */
+enum { NAME = offsetof(fp_unit, name), REASON = offsetof(fp_unit, reason) };
+
 static PyObject *
-unit_name(PyObject *self, void *ignored)
+unit_get_text(PyObject *self, void *closure)
 {
-    return Py_NewRef(((fp_unit *)self)->name);
+    return Py_NewRef(*(PyObject **)((char *)self + (intptr_t)closure));
 }
 
 static int
-unit_set_name(PyObject *self, PyObject *name, void *ignored)
+unit_set_text(PyObject *self, PyObject *text, void *closure)
 {
-    fp_unit *unit = (fp_unit *)self;
-    if (name == NULL || !PyUnicode_Check(name) || PyUnicode_AsUTF8(name) == NULL) {
+    if (text == NULL || !PyUnicode_Check(text) || PyUnicode_AsUTF8(text) == NULL) {
         if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError, "expected the name to be a str, got %.200s",
-                         name == NULL ? "nothing" : Py_TYPE(name)->tp_name);
+            PyErr_Format(PyExc_TypeError, "expected the %s to be a str, got %.200s",
+                         (intptr_t)closure == NAME ? "name" : "reason",
+                         text == NULL ? "nothing" : Py_TYPE(text)->tp_name);
         }
         return -1;
     }
-    Py_SETREF(unit->name, Py_NewRef(name));
+    Py_SETREF(*(PyObject **)((char *)self + (intptr_t)closure), Py_NewRef(text));
     return 0;
 }
 
 static PyGetSetDef unit_getset[] = {
-    {"name", unit_name, unit_set_name, "What messages call the unit.", NULL},
+    {"name", unit_get_text, unit_set_text, "What messages call the unit.", (void *)(intptr_t)NAME},
     {"is_written", unit_any, NULL,
      "Whether somebody has changed a view in place, or its data, since that was looked over.", &ask_written},
     {"has_frozen", unit_any, NULL, "Whether some part has no parameter that requires grad.", &ask_frozen},
     {"unreduced", unit_any, NULL, "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.",
      &ask_unreduced},
-    {"reason", unit_reason, unit_set_reason, "What is said when freed data is used.", NULL},
+    {"reason", unit_get_text, unit_set_text, "What is said when freed data is used.", (void *)(intptr_t)REASON},
     {"shows_views", unit_shows_views, NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
