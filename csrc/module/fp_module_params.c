@@ -192,7 +192,7 @@ forward_views(fp_module_params *table, PyObject *flat, PyObject *held, int *show
         for (Py_ssize_t i = 0; i < table->n; i++) {
             const int is_held = i < PyList_GET_SIZE(held) && PyList_GET_ITEM(held, i) == spare[i];
             const int known = is_known_by(spare[i], 1 + is_held + (shown[i] == spare[i] ? 2 : 0));
-            const int direct = known < 0 ? -1 : fp_attributes_is_direct(&table->attributes, i);
+            const int direct = known < 0 ? -1 : fp_attributes_is_direct(&table->attributes.items[i]);
             if (direct < 0) {
                 goto done;
             }
@@ -492,8 +492,7 @@ fp_module_params_set_grads(PyObject *self, PyObject *grad)
     int status = params == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < table->n; i++) {
         if (params[i] == NULL) {
-            PyErr_Format(PyExc_AttributeError, "%U is missing from its module",
-                         fp_attributes_name(&table->attributes, i));
+            PyErr_Format(PyExc_AttributeError, "%U is missing from its module", table->attributes.items[i].name);
             status = -1;
         }
     }

@@ -130,8 +130,8 @@ ask_class(PyTypeObject *type, PyObject *name)
     return 1;
 }
 
-static int
-is_direct(fp_attribute *item)
+int
+fp_attributes_is_direct(fp_attribute *item)
 {
     PyTypeObject *type = Py_TYPE(item->module);
     if (PyDict_GET_SIZE(nn.hooks) > fp_attributes_own_hooks) {
@@ -147,12 +147,6 @@ is_direct(fp_attribute *item)
         item->direct = direct;
     }
     return direct;
-}
-
-int
-fp_attributes_is_direct(fp_attributes *attributes, Py_ssize_t i)
-{
-    return is_direct(&attributes->items[i]);
 }
 
 /* The __dict__ and _parameters of one module: parameters of one module mostly follow each other. */
@@ -195,7 +189,7 @@ get_dicts(PyObject *module, module_dicts *dicts)
 static int
 get_direct(fp_attribute *item, module_dicts *dicts)
 {
-    const int direct = is_direct(item);
+    const int direct = fp_attributes_is_direct(item);
     return direct > 0 ? get_dicts(item->module, dicts) : direct;
 }
 
@@ -389,12 +383,6 @@ fp_attributes_check(PyObject *value, int is_parameter)
     PyErr_Format(PyExc_TypeError, "expected a torch.%s, got %.200s", is_parameter ? "nn.Parameter" : "Tensor",
                  Py_TYPE(value)->tp_name);
     return -1;
-}
-
-PyObject *
-fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i)
-{
-    return attributes->items[i].name;
 }
 
 int

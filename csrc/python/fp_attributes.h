@@ -55,11 +55,9 @@ Py_ssize_t fp_attributes_find_other(fp_attributes *attributes, PyObject *const *
                                     int is_parameter);
 /* Let all stand among the parameters of their modules as values; the attributes stay. */
 int fp_attributes_list(fp_attributes *attributes, PyObject *const *values);
-/* 1 if nn.Module's own rules hold for item i, so that it is read and written in the module's dictionaries; 0 if its class
+/* 1 if nn.Module's own rules hold for an item, so that it is read and written in the module's dictionaries; 0 if its class
  * has rules of its own, or somebody watches parameters being registered; -1. */
-int fp_attributes_is_direct(fp_attributes *attributes, Py_ssize_t i);
-/* The name of item i, borrowed. */
-PyObject *fp_attributes_name(const fp_attributes *attributes, Py_ssize_t i);
+int fp_attributes_is_direct(fp_attribute *item);
 
 int fp_attributes_traverse(fp_attributes *attributes, visitproc visit, void *arg);
 void fp_attributes_clear(fp_attributes *attributes); /* drops the references, keeps the room */

@@ -188,8 +188,7 @@ fp_flat_param_take_requires_grad(const fp_flat_param *flat_param, PyObject *name
                 PyExc_RuntimeError,
                 "requires_grad of parameter `%U` of a %.200s in %U was set in the middle of its forward, %s. Set "
                 "it before that, on the parameters() of the model",
-                fp_attributes_name(&flat_param->attributes, i),
-                Py_TYPE(flat_param->attributes.items[i].module)->tp_name, name,
+                flat_param->attributes.items[i].name, Py_TYPE(flat_param->attributes.items[i].module)->tp_name, name,
                 owner == NULL ? "where it is a part of the flat parameter"
                               : "and it was used after that: its gradient would be lost");
             return -1;
@@ -273,7 +272,7 @@ fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
         PyErr_Format(PyExc_ValueError,
                      "%U: the new data of parameter `%U` of a %.200s have another shape, dtype or device than it has "
                      "there, so they are dropped and it is as before: give it data that fit, or wrap the module anew",
-                     name, fp_attributes_name(&flat_param->attributes, misfit),
+                     name, flat_param->attributes.items[misfit].name,
                      Py_TYPE(flat_param->attributes.items[misfit].module)->tp_name);
         status = -1;
     }
@@ -332,7 +331,7 @@ refuse_written(const fp_flat_param *flat_param, Py_ssize_t i, const char *name)
 {
     PyObject *what = flat_param->params == NULL
                          ? PyUnicode_FromString("its flat parameter")
-                         : PyUnicode_FromFormat("parameter `%U`", fp_attributes_name(&flat_param->attributes, i));
+                         : PyUnicode_FromFormat("parameter `%U`", flat_param->attributes.items[i].name);
     if (what != NULL) {
         PyErr_Format(
             PyExc_ValueError,
@@ -472,7 +471,7 @@ fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
     }
     Py_XSETREF(flat_param->saved, saved); /* of a call that failed */
     if (status == 0 && saved != NULL && flat_param->shard_group == NULL && flat_param->replicate_group == NULL) {
-        status = fp_gradients_add(kept, saved); /* there is nobody to reduce it with */
+        status = fp_torch_convert(kept, saved, 1); /* there is nobody to reduce it with */
         Py_CLEAR(flat_param->saved);
         for (Py_ssize_t i = 0; i < owners.n; i++) {
             flat_param->owed[i] = (char)(flat_param->owed[i] || flat_param->in_saved[i]);
@@ -482,9 +481,8 @@ fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
         flat_param->gets[i] = (char)(flat_param->owed[i] || fp_param_requires_grad(owners.params[i]));
     }
     if (status == 0) {
-        status = flat_param->refresh_group == NULL
-                     ? fp_gradients_show_kept(&owners, flat_param->gets, kept)
-                     : fp_gradients_show_pieces(&owners, flat_param->gets, kept, flat_param->own);
+        const int64_t own = flat_param->refresh_group == NULL ? -1 : flat_param->own;
+        status = fp_gradients_show_kept(&owners, flat_param->gets, kept, own);
     }
     Py_DECREF(kept);
     return status < 0 ? -1 : move_shown(flat_param, event_of_showing(flat_param), name);

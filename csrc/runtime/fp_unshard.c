@@ -103,7 +103,7 @@ static int
 refuse_moved(const fp_unit *unit, const fp_flat_param *flat_param, Py_ssize_t i, const char *what)
 {
     PyObject *type = fp_get_state(PyType_GetModule(Py_TYPE(unit)))->StateError;
-    PyErr_Format(type, "%U: parameter `%U` of a %.200s %s", unit->name, fp_attributes_name(&flat_param->attributes, i),
+    PyErr_Format(type, "%U: parameter `%U` of a %.200s %s", unit->name, flat_param->attributes.items[i].name,
                  Py_TYPE(flat_param->attributes.items[i].module)->tp_name, what);
     return -1;
 }

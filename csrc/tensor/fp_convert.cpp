@@ -12,12 +12,6 @@
 #include "tensor/fp_launch.hpp"
 
 namespace fp {
-namespace {
-
-// The bytes of one copied range that keep a thread busy for longer than waking it costs.
-constexpr int64_t grain_bytes = 1 << 18;
-
-} // namespace
 
 std::optional<fp_dtype>
 core_dtype(at::ScalarType dtype)
@@ -37,6 +31,9 @@ core_dtype(at::ScalarType dtype)
 }
 
 namespace {
+
+// The bytes of one copied range that keep a thread busy for longer than waking it costs.
+constexpr int64_t grain_bytes = 1 << 18;
 
 // Plain dense CPU tensors as the core reads them.
 struct Sources {
@@ -197,7 +194,7 @@ fp_torch_convert(PyObject *target_object, PyObject *source_object, int accumulat
                           "expected two contiguous 1-D tensors of one length, got sizes ", target.sizes(), " and ",
                           source.sizes());
         TORCH_CHECK_VALUE(!target.is_alias_of(source), "expected two tensors in separate memory");
-        const at::NoGradGuard no_grad;
+        const fp::Plainly plainly;
         const at::Tensor values = target.detach(); // shares target's version counter
         fp::convert(values, source, {.scale = std::nullopt, .accumulate = accumulate != 0});
         values.unsafeGetTensorImpl()->bump_version();

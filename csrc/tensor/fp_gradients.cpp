@@ -28,39 +28,52 @@ strided(const at::Tensor &grad)
     return grad.layout() == at::kStrided ? grad : grad.to_dense();
 }
 
-// How the gradient of target lies in memory: as its parameter, where target has the whole shape, else as target itself.
-struct Shape {
+// Elements of a 1-D tensor, in a shape; offset: in its storage.
+struct Place {
     c10::IntArrayRef sizes, strides;
+    int64_t offset;
 };
 
-Shape
-shape_of(const fp_param_pieces &of, const at::Tensor &target, size_t i)
+at::Tensor
+at_place(const at::Tensor &whole, const Place &place)
+{
+    return alias(whole, place.sizes, place.strides, place.offset);
+}
+
+// Whether grad is what whole has at that place, in this shape and no other order.
+bool
+is_shown(const at::Tensor &grad, const at::Tensor &whole, const Place &place)
+{
+    return grad.defined() && is_plain_tensor(grad) && is_at(grad, whole, place.sizes, place.strides, place.offset);
+}
+
+// The i-th parameter's place in a gradient of the shard: in memory as the parameter, where target has the whole shape, else
+// as target itself.
+Place
+piece_of(const at::Tensor &grad, const at::Tensor &target, const fp_param_pieces &of, size_t i)
 {
     const View &view = of.geometry->shared->views[i];
-    const int64_t numel = std::max<int64_t>(of.numels[i], 0);
+    const int64_t numel = std::max<int64_t>(of.numels[i], 0), offset = grad.storage_offset() + of.starts[i];
     if (numel == view.numel && target.sizes() == c10::IntArrayRef(view.shape)) {
-        return {view.shape, view.stride};
+        return {view.shape, view.stride, offset};
     }
     TORCH_CHECK_VALUE(target.numel() == numel && target.is_non_overlapping_and_dense(), "expected parameter ", i,
                       " to have ", numel, " elements, dense, or its shape ", c10::IntArrayRef(view.shape),
                       ", got shape ", target.sizes());
-    return {target.sizes(), target.strides()};
+    return {target.sizes(), target.strides(), offset};
 }
 
-// What the shard's gradient has for the i-th parameter, in the shape that it has here.
-at::Tensor
-piece_of(const at::Tensor &grad, const at::Tensor &param, const fp_param_pieces &of, size_t i)
+// Its place in what is kept, where that is the unsharded gradient (own < 0); else its piece, and the shard begins at own.
+Place
+place_in(const at::Tensor &kept, const fp_param_pieces &of, size_t i, int64_t own)
 {
-    const Shape shape = shape_of(of, param, i);
-    return alias(grad, shape.sizes, shape.strides, grad.storage_offset() + of.starts[i]);
-}
-
-// Whether grad is the elements of whole from offset of its storage on, in this shape and no other order.
-bool
-is_shown(const at::Tensor &grad, const at::Tensor &whole, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-         int64_t offset)
-{
-    return is_plain_tensor(grad) && is_at(grad, whole, sizes, strides, offset);
+    static constexpr int64_t none = 0, unit_stride = 1;
+    const View &view = of.geometry->shared->views[i];
+    if (own < 0) {
+        return {view.shape, view.stride, kept.storage_offset() + view.offset};
+    }
+    return of.numels[i] > 0 ? Place{of.numels[i], unit_stride, kept.storage_offset() + own + of.starts[i]}
+                            : Place{none, unit_stride, kept.storage_offset() + own};
 }
 
 // What the user has set as the gradient of a parameter may have any strides and layout, and lie in target itself.
@@ -88,8 +101,7 @@ is_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_piec
         return false;
     }
     const at::Tensor &whole = unpack(*aside.tensor);
-    const Shape shape = shape_of(of, param, i);
-    return is_shown(grad, whole, shape.sizes, shape.strides, whole.storage_offset() + of.starts[i]);
+    return is_shown(grad, whole, piece_of(whole, param, of, i));
 }
 
 // The gradient that the i-th parameter was given, one of the shard, is what is put aside for it.
@@ -101,7 +113,8 @@ put_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pie
         *aside.tensor = THPVariable_Wrap(zeros_like_shard(unpack(aside.like), own));
     }
     if (of.numels[i] > 0) {
-        take(piece_of(unpack(*aside.tensor), param, of, i), own, i);
+        const at::Tensor &whole = unpack(*aside.tensor);
+        take(at_place(whole, piece_of(whole, param, of, i)), own, i);
     }
     aside.has[i] = static_cast<char>(of.numels[i] >= 0);
 }
@@ -141,38 +154,44 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
             }
             whole = alias(own, model.numel(), int64_t{1}, offset);
         }
-        const Shape shape = shape_of(of, params[i], i);
-        if (!is_shown(own, whole, shape.sizes, shape.strides, whole.storage_offset() + of.starts[i])) {
+        if (!is_shown(own, whole, piece_of(whole, params[i], of, i))) {
             return at::Tensor();
         }
     }
     return whole;
 }
 
-// Which of these gradients, by their places among the parameters, have anything in them; undefined: not asked. A device is
-// asked once for all.
-std::vector<char>
-which_have_any(const std::vector<at::Tensor> &grads)
+// What a parameter shows of what is kept.
+enum class Shows { nothing, kept, zeros, written };
+
+// The same of all; the last two where it was changed in place. A device is asked once for all.
+std::vector<Shows>
+shown_of(const at::Tensor &kept, const std::vector<at::Tensor> &params, const fp_param_pieces &of, int64_t own)
 {
-    std::vector<char> have(grads.size(), 0);
+    std::vector<Shows> shows(params.size(), Shows::nothing);
     std::vector<at::Tensor> on_device;
     std::vector<size_t> places;
-    for (size_t i = 0; i < grads.size(); i++) {
-        if (grads[i].defined() && grads[i].is_cpu()) {
-            have[i] = static_cast<char>(grads[i].any().item<bool>());
+    for (size_t i = 0; i < params.size(); i++) {
+        const at::Tensor &grad = params[i].unsafeGetTensorImpl()->grad();
+        if (!is_shown(grad, kept, place_in(kept, of, i, own))) {
+            continue;
         }
-        else if (grads[i].defined()) {
-            on_device.push_back(grads[i].any());
+        shows[i] = grad._version() == 0 ? Shows::kept : Shows::zeros;
+        if (grad._version() != 0 && grad.is_cpu()) {
+            shows[i] = grad.any().item<bool>() ? Shows::written : Shows::zeros;
+        }
+        else if (grad._version() != 0) {
+            on_device.push_back(grad.any());
             places.push_back(i);
         }
     }
     if (!places.empty()) {
         const at::Tensor answers = at::stack(on_device).cpu();
         for (size_t k = 0; k < places.size(); k++) {
-            have[places[k]] = static_cast<char>(answers.const_data_ptr<bool>()[k]);
+            shows[places[k]] = answers.const_data_ptr<bool>()[k] ? Shows::written : Shows::zeros;
         }
     }
-    return have;
+    return shows;
 }
 
 // What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
@@ -241,7 +260,7 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, PyObject *
                 hooked.push_back(targets[i]);
             }
             if (!meta->hooks_.empty()) {
-                fp::call_hooks(*meta, fp::piece_of(grad, targets[i], *of, i));
+                fp::call_hooks(*meta, fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i)));
             }
         }
         const at::Tensor together = fp::shown_together(targets, *of, which, grad);
@@ -252,7 +271,7 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, PyObject *
             if (of->numels[i] < 0 || which[i] == 0) {
                 continue;
             }
-            at::Tensor piece = fp::piece_of(grad, targets[i], *of, i);
+            at::Tensor piece = fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i));
             at::Tensor &slot = targets[i].mutable_grad();
             if (slot.defined()) {
                 TORCH_CHECK_VALUE(slot.sizes() == piece.sizes(), "expected the gradient of parameter ", i,
@@ -293,7 +312,7 @@ fp_gradients_collect(const fp_param_pieces *of, PyObject *shard_object, char *ha
         all = fp::zeros_like_shard(shard, some);
         for (size_t i = 0; i < targets.size(); i++) {
             if (has[i] != 0 && of->numels[i] > 0) {
-                fp::take(fp::piece_of(all, targets[i], *of, i), targets[i].grad(), i);
+                fp::take(fp::at_place(all, fp::piece_of(all, targets[i], *of, i)), targets[i].grad(), i);
             }
         }
         return THPVariable_Wrap(std::move(all));
@@ -301,23 +320,14 @@ fp_gradients_collect(const fp_param_pieces *of, PyObject *shard_object, char *ha
 }
 
 int
-fp_gradients_add(PyObject *target, PyObject *source)
-{
-    return fp::guarded(-1, [&] {
-        const fp::Plainly plainly;
-        fp::convert(fp::unpack(target), fp::unpack(source), {.scale = std::nullopt, .accumulate = true});
-    });
-}
-
-int
-fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept_object)
+fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept_object, int64_t own)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &kept = fp::unpack(kept_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         for (size_t i = 0; i < targets.size(); i++) {
             if (which[i] != 0) {
-                targets[i].mutable_grad() = fp::alias(kept, of->geometry->shared->views[i]);
+                targets[i].mutable_grad() = fp::at_place(kept, fp::place_in(kept, *of, i, own));
             }
         }
     });
@@ -332,38 +342,25 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
         const bool is_sharded = fp::unpack(aside.like).numel() != of->geometry->shared->total;
         const bool has_reduced = *aside.tensor != nullptr;
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        const auto shows_kept = [&](const at::Tensor &own, const fp::View &view) {
-            return own.defined() &&
-                   fp::is_shown(own, kept, view.shape, view.stride, kept.storage_offset() + view.offset);
-        };
-        std::vector<at::Tensor> written_to(targets.size());
-        for (size_t i = 0; i < targets.size(); i++) {
-            const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
-            if (shows_kept(own, of->geometry->shared->views[i]) && own._version() != 0) {
-                written_to[i] = own;
-            }
-        }
-        const std::vector<char> has_any = fp::which_have_any(written_to);
+        const std::vector<fp::Shows> shows = fp::shown_of(kept, targets, *of, -1);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = of->geometry->shared->views[i];
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
             const bool frozen = !targets[i].requires_grad();
             aside.owed[i] = 0;
-            if (shows_kept(own, view)) {
-                const bool written = own._version() != 0;
-                if (written && has_any[i] == 0) {
-                    fp::clear_aside(aside, *of, i);
-                    continue;
-                }
-                if (written && has_reduced) {
+            if (shows[i] == fp::Shows::zeros) {
+                fp::clear_aside(aside, *of, i);
+                continue;
+            }
+            if (shows[i] != fp::Shows::nothing) {
+                if (shows[i] == fp::Shows::written && has_reduced) {
                     return -2 - static_cast<Py_ssize_t>(i);
                 }
                 aside.owed[i] = static_cast<char>(frozen);
                 shown++;
                 continue;
             }
-            at::Tensor place = fp::alias(kept, view);
+            at::Tensor place = fp::at_place(kept, fp::place_in(kept, *of, i, -1));
             if (fp::is_aside(aside, targets[i], *of, i)) {
                 place.zero_(); /* it did not show kept: it was frozen then */
                 continue;
@@ -389,22 +386,6 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
     });
 }
 
-int
-fp_gradients_show_pieces(const fp_param_pieces *of, const char *which, PyObject *kept_object, int64_t own)
-{
-    return fp::guarded(-1, [&] {
-        const at::Tensor &kept = fp::unpack(kept_object);
-        const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        for (size_t i = 0; i < targets.size(); i++) {
-            if (which[i] != 0) {
-                const int64_t numel = std::max<int64_t>(of->numels[i], 0);
-                targets[i].mutable_grad() =
-                    fp::alias(kept, numel, int64_t{1}, kept.storage_offset() + own + (numel > 0 ? of->starts[i] : 0));
-            }
-        }
-    });
-}
-
 Py_ssize_t
 fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside, int64_t first,
                           int64_t own, const char *name, char *cleared)
@@ -413,27 +394,12 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_p
         const fp::Plainly plainly;
         const at::Tensor &kept = fp::unpack(kept_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        const auto shows_piece = [&](const at::Tensor &grad, size_t i) {
-            const int64_t numel = std::max<int64_t>(of->numels[i], 0);
-            return grad.defined() && fp::is_shown(grad, kept, numel, int64_t{1},
-                                                  kept.storage_offset() + own + (numel > 0 ? of->starts[i] : 0));
-        };
-        std::vector<at::Tensor> written_to(targets.size());
-        for (size_t i = 0; i < targets.size(); i++) {
-            const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
-            if (of->numels[i] > 0 && shows_piece(grad, i) && grad._version() != 0) {
-                written_to[i] = grad;
-            }
-        }
-        const std::vector<char> has_any = fp::which_have_any(written_to);
+        const std::vector<fp::Shows> shows = fp::shown_of(kept, targets, *of, own);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
-            const fp::View &view = of->geometry->shared->views[i];
-            const int64_t numel = std::max<int64_t>(of->numels[i], 0);
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
-            const bool ours = shows_piece(grad, i);
             aside.owed[i] = 0;
-            if (ours && grad._version() == 0) {
+            if (shows[i] == fp::Shows::kept) {
                 aside.owed[i] = static_cast<char>(!targets[i].requires_grad());
                 shown++;
                 continue;
@@ -441,18 +407,18 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_p
             if (fp::is_aside(aside, targets[i], *of, i)) {
                 continue; /* it did not show kept: it was frozen then */
             }
-            if (grad.defined() && !ours && !targets[i].requires_grad()) {
+            if (grad.defined() && shows[i] == fp::Shows::nothing && !targets[i].requires_grad()) {
                 fp::clear_aside(aside, *of, i);
                 fp::put_aside(aside, targets[i], *of, i);
                 continue;
             }
-            TORCH_CHECK_VALUE(!grad.defined() || (ours && has_any[i] == 0), name, ": the gradient of parameter ", i,
+            TORCH_CHECK_VALUE(!grad.defined() || shows[i] == fp::Shows::zeros, name, ": the gradient of parameter ", i,
                               " was changed between micro-batches in no_sync. There ",
                               "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ",
                               "edited");
             fp::clear_aside(aside, *of, i);
-            fp::clear_range(kept, view, first);
-            cleared[i] = static_cast<char>(cleared[i] || numel > 0);
+            fp::clear_range(kept, of->geometry->shared->views[i], first);
+            cleared[i] = static_cast<char>(cleared[i] || of->numels[i] > 0);
         }
         return shown;
     });

@@ -25,9 +25,9 @@ int fp_gradients_set(PyObject *tensor, PyObject *grad);
 int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, PyObject *grad, int hooks);
 /* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one; has[i]: which. */
 PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char *has);
-int fp_gradients_add(PyObject *target, PyObject *source); /* target += source, both 1-D */
-/* Make params[i].grad its place in the unsharded gradient where which[i]. */
-int fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept);
+/* Make params[i].grad its place in kept where which[i]: in the unsharded gradient if own < 0; else its piece of the shard,
+ * which begins at own in kept (numels < 0: nothing). */
+int fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept, int64_t own);
 /* The reduced gradient that was put aside: *tensor, or NULL; which parameters have one in it; and which
  * do not require grad any more and have something in what is kept. The functions below keep it up to date. */
 typedef struct {
@@ -40,10 +40,9 @@ typedef struct {
  * while something is put aside, which would not have been. -1: error. */
 Py_ssize_t fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept, fp_put_aside aside);
 /* The same where kept is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
- * each parameter shows its piece of the shard, which begins at own in kept (numels < 0: nothing). A parameter's gradient
+ * each parameter shows its piece of the shard. A parameter's gradient
  * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. Where the piece of a cleared one has
  * elements, so that others can count on its being cleared, cleared[i] becomes 1. */
-int fp_gradients_show_pieces(const fp_param_pieces *of, const char *which, PyObject *kept, int64_t own);
 Py_ssize_t fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept, fp_put_aside aside, int64_t first,
                                      int64_t own, const char *name, char *cleared);
 /* Set what kept, elements [first, ...), has of the i-th parameter to 0. */
