@@ -69,13 +69,13 @@ cuda-check:
 	@$(call ENVIRONMENT,build) "$$py" setup.py --quiet cuda_check
 
 test-gpu:
-	@$(call ENVIRONMENT,build test) $(BUILD) "$$py" tools/gpu.py test $(ARGS)
+	@$(call ENVIRONMENT,build) $(BUILD) "$$py" tools/gpu.py test $(ARGS)
 
 bench-gpu:
-	@$(call ENVIRONMENT,build demo) $(BUILD) "$$py" tools/gpu.py bench $(ARGS)
+	@$(call ENVIRONMENT,build) $(BUILD) "$$py" tools/gpu.py bench $(ARGS)
 
 cuda-sanitize:
-	@$(call ENVIRONMENT,build test) $(BUILD) "$$py" tools/gpu.py sanitize $(ARGS)
+	@$(call ENVIRONMENT,build) $(BUILD) "$$py" tools/gpu.py sanitize $(ARGS)
 
 upstream:
 	@$(call ENVIRONMENT,build test upstream) $(BUILD) "$$py" tests/upstream/run.py $(ARGS)

@@ -1,13 +1,15 @@
 """What needs a GPU: ``make test-gpu``, ``make bench-gpu``, ``make cuda-sanitize``.
 
 Usage: python tools/gpu.py test|bench|sanitize [ARGS...]. Prints the device, its driver and torch. Where
-nothing could be run: one line that says what is missing, and exit status 3.
+nothing could be run: one line that says what is missing, and exit status 3. Nothing is installed: a machine without a
+network has torch and no more, perhaps; without pytest and pytest-timeout the tests run as ranks.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 LACKING = 3
 SANITIZER = "compute-sanitizer"
+RANKS = ["tests/gpu/ranks.py"]
 
 
 def lacks(target: str) -> str | None:
@@ -43,10 +46,13 @@ def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:
     """What a target runs, one after the other."""
     python = sys.executable
     if target == "test":
-        return [[python, "-m", "pytest", "tests/gpu", "-q", *arguments]]
+        if find_spec("pytest") is not None and find_spec("pytest_timeout") is not None:
+            return [[python, "-m", "pytest", "tests/gpu", "-q", *arguments]]
+        several = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *RANKS, *arguments]
+        return [[python, *RANKS, *arguments], *[several] * (torch.cuda.device_count() > 1)]
     if target == "bench":
         return [[python, "-m", "benchmarks.gpu", *arguments]]
-    checked = [python, "tests/gpu/ranks.py", "packed", *arguments]
+    checked = [python, *RANKS, "packed", *arguments]
     tools = ("memcheck", "racecheck")
     return [[SANITIZER, "--tool", tool, "--error-exitcode", "1", *checked] for tool in tools]
 

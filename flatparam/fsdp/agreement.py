@@ -8,7 +8,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from .. import _C
 from ..common.tensors import in_storage_order, lacks_memory
 from .order import gather_objects, issue, wait
 from .originals import Options, Original
+from .outputs import DeviceError
 from .placement import Placement
 from .register import Register, register_of
 
@@ -40,9 +41,11 @@ def check_same_unit(name: str, originals: list[Original], options: Options, comp
     """Compare a unit over the groups it is spread over, with its values if asked. A collective call of 48 bytes.
 
     Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from those of rank 0, or the
-    rank that could not build its unit and why.
+    rank that could not build its unit and why. DeviceError where a group has no collectives for its device.
     """
     groups = groups_of_placement(options.placement)
+    for original in originals[:1]:
+        _check_device(name, original, options.device or original.param.device, groups)
     alone = all(dist.get_world_size(group) == 1 for group in groups)
     values = _Values(name, [o.fqn for o in originals], _digests(originals) if compare_values and not alone else [])
     numbers: dict[Register, int] = {}
@@ -56,6 +59,17 @@ def check_same_unit(name: str, originals: list[Original], options: Options, comp
         register.life = register.life or next(iter(numbers)).life
         numbers[register] = register.of_built()
     return Agreed(numbers, values.apart)
+
+
+def _check_device(name: str, original: Original, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
+    for group in groups:
+        has = sorted(found.type for found in getattr(group, "_device_types", ()))
+        if has and device.type not in has and dist.get_world_size(group) > 1:
+            raise DeviceError(
+                f"{name}: expected parameter `{original.fqn}` on a device that its process group "
+                f"({dist.get_backend(group)}) has collectives for, {' or '.join(has)}; it is on {device}: "
+                "pass device_id= to move it, or another group"
+            )
 
 
 class _Values:

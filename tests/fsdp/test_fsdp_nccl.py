@@ -1,5 +1,7 @@
 """What the runtime asks of NCCL beside collectives: the average, memory that is registered, shards that are aligned.
 
+And what it does where there is no memory, or no collective for a device.
+
 The simulated device's collectives stand for it (simulated.py). The oracle is the same training on the CPU, bit for bit.
 """
 
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from test_fsdp_device import assert_equal, groups_of, three_groups, train
+from torch import nn
 
+from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
 from flatparam.fsdp.originals import default_alignment
 
@@ -85,3 +89,63 @@ def test_training_in_registered_memory_has_the_bits_of_the_cpu(library, how, lin
 def test_shards_of_nccl_start_at_16_bytes():
     assert default_alignment(torch.device("cuda", 1)) == 16
     assert [default_alignment(device) for device in (CPU, torch.device("meta"), None)] == [None] * 3
+
+
+def without_room(library, segments):
+    """Memory runs out at each place of a step in turn; then the model trains on as if it had not begun that step."""
+    device = simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group()
+
+    def made(where, group):
+        model = wrap_blocks(make(), process_group=group, device_id=where, use_orig_params=True, segments=segments)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def stepped(model, optimizer, step, where):
+        loss = loss_of(model, data(step).to(where))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().cpu()
+
+    plain, model = made(CPU, dist.group.WORLD), made(sim, group)
+    assert torch.equal(stepped(*model, 0, sim), stepped(*plain, 0, CPU))
+    left, failed = 0, []
+    while True:
+        note(f"{left} bytes left")
+        x = data(100).to(sim)
+        device.room(device.memory()[0] + left)
+        try:
+            loss_of(model[0], x).backward()
+        except torch.OutOfMemoryError as error:
+            failed.append(str(error))
+        else:
+            break
+        finally:
+            device.room(-1)
+        model[1].zero_grad()
+        del x
+        found, wanted = stepped(*model, 1 + len(failed), sim), stepped(*plain, 1 + len(failed), CPU)
+        assert torch.equal(found, wanted), (left, found, wanted)
+        left += 16
+    assert len(failed) > 20
+    assert all("no room for" in message for message in failed)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_model_without_room_trains_on_when_there_is_some(library, segments):
+    run_ranks(without_room, 2, library, segments)
+
+
+def elsewhere(library):
+    simulated.use(library)
+    for group, module, has, there in (
+        (simulated.new_group(), nn.Linear(4, 4), "sim", "cpu"),
+        (dist.group.WORLD, nn.Linear(4, 4).to("sim:0"), "cpu or cuda", "sim:0"),
+    ):
+        on = f"`weight` on a device that its process group .* for, {has}; it is on {there}: pass device_id="
+        with pytest.raises(ValueError, match=on):
+            FSDP(module, process_group=group)
+
+
+def test_parameters_on_a_device_that_the_group_has_no_collectives_for(library):
+    run_ranks(elsewhere, 2, library)

@@ -28,6 +28,31 @@ def test_without_a_gpu_one_line_says_so(target):
     assert "torch" in line
 
 
+def test_ranks_of_a_machine_with_gpus_see_them():
+    code = "from gloo import run_ranks; import os; print(run_ranks(os.getenv, 1, 'CUDA_VISIBLE_DEVICES'))"
+    for device, seen in (("cuda", "3"), ("sim", "")):
+        environment = {**NO_GPU, "FLATPARAM_TEST_DEVICE": device, "CUDA_VISIBLE_DEVICES": "3"}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT / "tests/support", env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == f"['{seen}']", done.stderr
+
+
+def test_a_machine_without_pytest_and_matplotlib_runs_all(tmp_path):
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *of: None if name in ('pytest', 'matplotlib') else found(name, *of)\n"
+        "sys.modules['pytest'] = sys.modules['matplotlib'] = None; import runpy, torch\n"
+    )
+    tools = code + "torch.cuda.device_count = lambda: 2; print(runpy.run_path('tools/gpu.py')['commands']('test', ()))"
+    done = subprocess.run([sys.executable, "-c", tools], cwd=ROOT, env=NO_GPU, capture_output=True, text=True)
+    assert "pytest" not in done.stdout, done.stderr
+    assert done.stdout.count("tests/gpu/ranks.py") == 2, done.stderr
+    measured = f"sys.argv[1:] = '--device cpu --quick --out {tmp_path}'.split(); import benchmarks.gpu as g; g.main()"
+    done = subprocess.run([sys.executable, "-c", code + measured], cwd=ROOT, env=NO_GPU, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no gpu.png: matplotlib is not installed" in done.stdout
+
+
 def test_what_is_measured_on_a_gpu_runs(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, env=NO_GPU, check=True, timeout=300, stdout=subprocess.DEVNULL)

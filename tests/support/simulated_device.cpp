@@ -302,6 +302,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // ---- memory ----
 
+int64_t room = -1;                                      // bytes at most; negative: no end
 int64_t bytes_now = 0, bytes_peak = 0, allocations = 0; // of blocks that there were none to use again for
 struct Block {
     size_t bytes;
@@ -343,6 +344,8 @@ struct DeviceMemory final : c10::Allocator {
         if (bytes == 0) {
             return {nullptr, c10::Device(SIM, 0)};
         }
+        TORCH_CHECK_WITH(OutOfMemoryError, room < 0 || bytes_now + static_cast<int64_t>(bytes) <= room, "no room for ",
+                         bytes, " bytes");
         const auto found = unused.find(std::make_pair(current, bytes));
         void *memory = found == unused.end() ? std::malloc(bytes) : found->second;
         if (found != unused.end()) {
@@ -1047,6 +1050,10 @@ PYBIND11_MODULE(simulated_device, m)
     m.def("fail_after", [](int64_t collectives) {
         const Locked locked(mutex);
         fail_after = collectives;
+    });
+    m.def("room", [](int64_t bytes) {
+        const Locked locked(mutex);
+        room = bytes;
     });
     m.def("registers", [](int how) {
         const Locked locked(mutex);
