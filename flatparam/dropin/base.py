@@ -1,6 +1,5 @@
 """What every part of FlatParamHandle builds on: its attributes, what follows from them, and its checks and messages."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -50,10 +49,6 @@ _FREED_FOR_GRAPH = (
     ". If this is a backward through the graph of one with create_graph=True (gradients of gradients): that needs the "
     "parameters between the two, which only sharding_strategy=NO_SHARD without mixed precision of parameters has"
 )
-
-
-def environment_is_on(name: str) -> bool:
-    return os.environ.get(name, "") == "1"
 
 
 # What else the flat parameter's data is at times

@@ -13,6 +13,7 @@ from .. import _C
 from ..common import optimizers
 from ..common.collectives import fake_group
 from ..common.layout import parts_of
+from ..common.switches import environment_is_on, fakes
 from ..common.tensors import free, in_storage_order, pinned, watch_exports
 from ..common.torch_private import (
     FSDPExtensions,
@@ -22,13 +23,11 @@ from ..common.torch_private import (
     _get_aligned_numel,
     _ShardParamInfo,
     _warn_skip_writeback_check,
-    _warn_use_fake_all_gather,
-    _warn_use_fake_reduce,
     logger,
     temporarily_clear_interpreter_stack,
 )
 from . import copying
-from .base import STREAM, TORCH_HANDLE, environment_is_on, step_of, steps_by_path
+from .base import STREAM, TORCH_HANDLE, step_of, steps_by_path
 from .flatten import Flattening, is_sharded_next
 from .gathering import Gathering
 
@@ -146,21 +145,12 @@ class FlatParamHandle(Flattening, Gathering):
     def _read_environment(self) -> None:
         self._skip_writeback_check = environment_is_on("FSDP_SKIP_WRITEBACK_CHECK")
         self._use_full_prec_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
-        self._use_fake_all_gather = environment_is_on("FSDP_USE_FAKE_ALL_GATHER")
-        self._use_fake_reduce = environment_is_on("FSDP_USE_FAKE_REDUCE")
+        self._use_fake_all_gather, self._use_fake_reduce = fakes()
         if self._skip_writeback_check:
             _warn_skip_writeback_check(
                 logger,
                 "FSDP_SKIP_WRITEBACK_CHECK=1: parameters and gradients whose storage is changed from outside are not "
                 "noticed; that may give silently wrong results.",
-            )
-        if self._use_fake_all_gather:
-            _warn_use_fake_all_gather(
-                logger, "FSDP_USE_FAKE_ALL_GATHER=1: nothing is all-gathered; training is wrong, only its time counts."
-            )
-        if self._use_fake_reduce:
-            _warn_use_fake_reduce(
-                logger, "FSDP_USE_FAKE_REDUCE=1: nothing is reduced; training is wrong, only its time counts."
             )
 
     @step_of(STREAM)

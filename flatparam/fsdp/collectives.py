@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..common.collectives import NAMES, torchs
+from ..common.switches import Fakes
 from ..common.torch_private import default_hooks
 
 # (namespace, name, torch's function): once one of them is another, the Python way is taken.
@@ -89,3 +90,25 @@ class Hooked:
     def all_reduce(self, tensor: Tensor, same: Tensor, group: dist.ProcessGroup) -> None:
         """Let the hook change ``tensor``."""
         self.hook(self.state, tensor)
+
+
+class Faked:
+    """The functions of ``base`` without the communication that ``fakes`` leaves out: of other ranks nothing comes."""
+
+    def __init__(self, base: Any, fakes: Fakes):
+        self.base, self.fakes = base, fakes
+        self.agree, self.all_reduce = agree, base.all_reduce
+
+    def all_gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
+        """This rank's shard in the place of each, as with torch's FakeProcessGroup; or all of them."""
+        if self.fakes.all_gather:
+            output.view(-1, shard.numel()).copy_(shard.clone())  # which lies in it
+        else:
+            self.base.all_gather(output, shard, group)
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+        """Of this rank's gradient alone, or of all."""
+        if self.fakes.reduce:
+            output.copy_(whole.view(-1, output.numel())[dist.get_rank(group)])
+        else:
+            self.base.reduce_scatter(output, whole, group)

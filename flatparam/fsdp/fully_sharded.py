@@ -1,6 +1,5 @@
 """The wrapper that users see."""
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
+from ..common.switches import environment_is_on, fakes
 from ..common.torch_private import (
     TorchsFSDP,
     _override_module_mixed_precision,
@@ -205,7 +205,8 @@ class FullyShardedDataParallel(
                 warnings.warn(f"{agreed.apart}. The first forward raises this, unless values are loaded", stacklevel=2)
             close(self._unit, [self, *own], ignored_params)
             warn_of_padding(self._unit)
-            self._full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+            self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
+            self._fakes = fakes()
             self._missing = []
             self._settings = first_settings()
             self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]

@@ -168,10 +168,11 @@ class Stepping(Wrapper):
     def _lazy_init(self) -> None:
         """Join all units of the tree to one `_C.Root`; the first forward does it."""
         root = self._outermost()
+        through: Any = collectives if root._hooked is None else root._hooked
         shared = _C.Root(
             PREFETCH[root._backward_prefetch],
             root._forward_prefetch,
-            collectives if root._hooked is None else root._hooked,
+            collectives.Faked(through, root._fakes) if any(root._fakes) else through,
             collectives.WATCHED,
             find_tensors,
         )
@@ -189,7 +190,7 @@ class Stepping(Wrapper):
                     f"Expects one communication hook in a tree: {wrapper._unit.name} and {root._unit.name} "
                     "have others. Register it on the root, when the whole tree was wrapped"
                 )
-        shared.always_python = int(root._hooked is not None)
+        shared.always_python = int(root._hooked is not None or any(root._fakes))
         paths = {id(inner): path for path, inner in root.named_modules()}
         for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, StateDictSettings
 
+from ..common.switches import Fakes
 from ..common.torch_private import TorchsFSDP
 from . import collectives
 from .api import ShardingStrategy, TrainingState
@@ -39,6 +40,7 @@ class Wrapper(Marks, nn.Module):
     _hooked: collectives.Hooked | None = None  # the communication hook
     _device_id: torch.device | None
     _forward_prefetch: bool
+    _fakes: Fakes
     _full_in_eval: bool
     _ignored_params: set[nn.Parameter]
     _in_full = False  # now

@@ -17,6 +17,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+from flatparam.common.torch_private import logger
 
 
 def optimizers_in_backward():
@@ -147,6 +148,58 @@ def full_precision_in_eval():
 @pytest.mark.multiprocess
 def test_full_precision_in_evaluation():
     run_ranks(full_precision_in_eval, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
+
+
+def without_gathers():
+    """As torch's class: each rank has its own shard in the place of the others'. A warning says so, once."""
+    settings = (("FULL_SHARD", True), ("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("NO_SHARD", False))
+    said = []
+    logger.addFilter(lambda record: said.append(record.getMessage()) or True)
+    wrapped = [
+        wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        for strategy, uo in settings
+    ]
+    assert ["FSDP_USE_FAKE_ALL_GATHER=1" in message for message in said] == [True]
+    host = {"device_id": torch.device("cpu")}
+    for (strategy, uo), model in zip(settings, wrapped, strict=True):
+        stock = {"sharding_strategy": TorchStrategy[strategy], "use_orig_params": uo, **host}
+        models = [model, wrap_blocks(make(), TorchFSDP, **stock)]
+        for step in range(2):
+            losses = [loss_of(model, data(step)) for model in models]
+            assert torch.equal(*losses), (strategy, uo)
+            assert torch.equal(losses[0], loss_of(make(), data(step))) == (strategy == "NO_SHARD"), (strategy, uo)
+            for loss in losses:
+                loss.backward()
+            grads = zip(*([param.grad for param in model.parameters()] for model in models), strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in grads if theirs is not None), (strategy, uo)
+            for model in models:
+                model.zero_grad()
+
+
+def without_reductions():
+    """Each rank has its part of its own gradient, divided as if the others had zeros."""
+    for strategy, uo in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("ZERO_1", True)):
+        model = FSDP(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        module = make()
+        loss_of(model, data(0)).backward()
+        loss_of(module, data(0)).backward()
+        (segment,) = model._unit.segments
+        places = zip(segment.here(), module.parameters(), segment.layout.offsets, strict=True)
+        for here, param, offset in places:
+            if here.numel > 0:
+                found = here.original.param.grad if uo else here.of(segment.flat.grad)
+                start = segment.placement.rank * segment.layout.shard_numel + here.start - offset
+                assert torch.equal(found.reshape(-1), param.grad.reshape(-1)[start : start + here.numel] / 2), strategy
+        with FSDP.summon_full_params(model):
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), module.parameters(), strict=True))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("check", "switch"), [(without_gathers, "FSDP_USE_FAKE_ALL_GATHER"), (without_reductions, "FSDP_USE_FAKE_REDUCE")]
+)
+def test_collectives_that_are_left_out(check, switch):
+    run_ranks(check, 2, environment={switch: "1"})
 
 
 @pytest.mark.multiprocess
