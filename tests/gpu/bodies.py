@@ -12,19 +12,20 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy as Strategy1
 
-from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
+from flatparam import _C, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
 
 CPU = torch.device("cpu")
 WIDTH = 1024 if accelerator.ON_CUDA else 256  # weights are large beside activations of two rows
+SEGMENTS = 4096 if accelerator.ON_CUDA else 256  # weights are whole segments of torch's allocator, in bf16 too
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
 class Deep(nn.Module):
-    def __init__(self, width=WIDTH, blocks=8):
+    def __init__(self, width=WIDTH, blocks=8, bias=True):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+        self.blocks = nn.ModuleList([nn.Linear(width, width, bias) for _ in range(blocks)])
 
     def forward(self, x):
         for block in self.blocks:
@@ -32,9 +33,9 @@ class Deep(nn.Module):
         return x
 
 
-def made(width=WIDTH, blocks=8):
+def made(**kwargs):
     torch.manual_seed(0)
-    return Deep(width, blocks)
+    return Deep(**kwargs)
 
 
 def wrapped(group, device, wrapper=FSDP, model=None, **arguments):
@@ -70,11 +71,13 @@ def steady(library):
         for precision in (None, LOW):
             what = f"{strategy.name}, {precision}"
             here.synchronize()
+            here.empty_cache()  # what was reserved for the model before this one
             base = here.bytes()[0]
-            model = wrapped(group, here.device, sharding_strategy=strategy, mixed_precision=precision)
+            model = made(width=SEGMENTS, bias=False)
+            model = wrapped(group, here.device, model=model, sharding_strategy=strategy, mixed_precision=precision)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             for step in range(50):
-                x = batch(step).to(here.device)
+                x = batch(step, SEGMENTS).to(here.device)
                 here.synchronize()
                 if step == 2:
                     asked = here.allocations()
@@ -239,8 +242,13 @@ def one_communicator(library):
         dist.all_gather_into_tensor(half, half, group=group, async_op=True)
     group._end_coalescing(here.device).wait()
     assert torch.equal(memory.cpu(), torch.arange(4096.0))
+    gathered, gather = torch.zeros_like(memory), _C.Gather(group, group.group_name, False)
+    gather.begin(gathered, memory)
+    gather.wait()
+    assert torch.equal(gathered.cpu(), torch.arange(4096.0))
     if pool is not None:
         group._get_backend(here.device).deregister_mem_pool(pool)
+    del memory, halves, half  # before the pool
 
 
 BODIES = (steady, like_others, beside_each_other, packed, offloaded, replayed, one_communicator)

@@ -25,7 +25,9 @@ class _Cuda:
         self.device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         torch.backends.cuda.matmul.allow_tf32 = False
-        torch.ones(64, 64, device=self.device).mm(torch.ones(64, 64, device=self.device))  # cuBLAS takes its memory
+        for dtype in (torch.float32, torch.bfloat16):  # cuBLAS takes its memory, in the threads of forward and backward
+            layer = torch.nn.Linear(64, 64, device=self.device, dtype=dtype)
+            layer(torch.ones(64, 64, device=self.device, dtype=dtype)).sum().backward()
 
     def new_group(self, ranks=None):
         return dist.new_group(ranks, backend="nccl")
@@ -40,6 +42,9 @@ class _Cuda:
 
     def synchronize(self):
         torch.cuda.synchronize()
+
+    def empty_cache(self):
+        torch.cuda.empty_cache()
 
     def allocations(self):
         """How often the device itself was asked for memory."""
@@ -92,6 +97,9 @@ class _Simulated:
 
     def synchronize(self):
         self.module.synchronize()
+
+    def empty_cache(self):
+        pass
 
     def allocations(self):
         return self.module.allocations()
