@@ -10,11 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from ..fsdp.safetensors_files import DTYPES
 from .boxes import check_whole
-from .errors import CheckpointError
 from .files import Chunk, Part, sync_folder, write_file
 from .foreign import open_foreign
 from .index import NAME
@@ -47,10 +44,10 @@ def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted:
         for _, name, chunks in tensors_of(source):
             check_whole(name, chunks)
             for chunk in chunks:
-                meter.add(source.check(chunk, 0, _bytes(chunk), look))
-        for chunks in source.own.values():
+                meter.add(source.check(chunk, 0, _bytes(name, chunk), look))
+        for name, chunks in source.own.items():
             for chunk in chunks:
-                meter.add(source.check(chunk, 0, _bytes(chunk), None))
+                meter.add(source.check(chunk, 0, _bytes(name, chunk), None))
     finally:
         source.close()
     return Summary(str(path), source.index.id if source.index else None, meter.bytes, meter.bytes, meter.close())
@@ -70,10 +67,9 @@ def export(
         parts = []
         for name, chunks in source.model.items():
             check_whole(name, chunks)
-            if chunks[0].dtype not in DTYPES:
-                raise CheckpointError(f"`{name}` is of {chunks[0].dtype}, which torch has not")
             shape = chunks[0].shape
-            parts.append(Part(name, shape, (0,) * len(shape), _empty(chunks[0], "meta")))
+            empty = torch.empty(shape, dtype=chunks[0].torch_dtype(name), device="meta")
+            parts.append(Part(name, shape, (0,) * len(shape), empty))
         meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
         beside = f".{target.name}.partial-{secrets.token_hex(16)}"
         try:
@@ -91,12 +87,5 @@ def export(
     return Summary(str(target), source.index.id if source.index else None, meter.bytes, meter.bytes, seconds)
 
 
-def _bytes(chunk: Chunk) -> int:
-    dtype = DTYPES.get(chunk.dtype)
-    if dtype is None:
-        raise CheckpointError(f"{chunk.file}: has a tensor of {chunk.dtype}, which torch has not")
-    return math.prod(chunk.sizes) * dtype.itemsize
-
-
-def _empty(chunk: Chunk, device: str) -> Tensor:
-    return torch.empty(chunk.shape, dtype=DTYPES[chunk.dtype], device=device)
+def _bytes(name: str, chunk: Chunk) -> int:
+    return math.prod(chunk.sizes) * chunk.torch_dtype(name).itemsize

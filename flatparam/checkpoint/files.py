@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..fsdp.safetensors_files import DTYPES, bytes_of
@@ -44,6 +45,13 @@ class Chunk:
     sizes: tuple[int, ...]
     begin: int
     sums: list[int] | None = None
+
+    def torch_dtype(self, key: str) -> torch.dtype:
+        """That of ``dtype``. Raises: CheckpointError for tensor ``key``, where torch has none of this name."""
+        found = DTYPES.get(self.dtype)
+        if found is None:
+            raise CheckpointError(f"{self.file}: `{key}` has dtype {self.dtype}, which torch has not")
+        return found
 
     def as_json(self) -> list[Any]:
         """Without the file's name."""

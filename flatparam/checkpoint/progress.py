@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ try:
     from tqdm import tqdm
 except ModuleNotFoundError:  # of the extra `demo`
     tqdm = None
+
+_GONE = (OSError, ValueError)  # what is raised where standard error is closed
 
 
 @dataclass(frozen=True)
@@ -33,44 +34,32 @@ class Summary:
 class Meter:
     """Counts bytes; shows a bar on standard error if asked, as long as that is there, if ``tqdm`` is installed."""
 
-    def __init__(self, what: str, shows: bool, total: int = 0):
+    def __init__(self, what: str, shows: bool):
         self.begin = time.monotonic()
         self.bytes = 0
         self._bar: Any = None
         if shows and tqdm is not None:
-            with self._while_shown():
-                self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+            with contextlib.suppress(*_GONE):
+                self._bar = tqdm(total=0, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False)
 
-    @contextmanager
-    def _while_shown(self) -> Iterator[None]:
+    def _show(self, change: str, *arguments: int) -> None:
         """Go on without a bar where standard error is gone: the other ranks wait for this one."""
-        try:
-            yield
-        except (OSError, ValueError):
-            self._bar = None
+        if self._bar is not None:
+            try:
+                getattr(self._bar, change)(*arguments)
+            except _GONE:
+                self._bar = None
 
     def expect(self, total: int) -> None:
         """Know how many bytes there will be."""
-        if self._bar is not None:
-            with self._while_shown():
-                self._bar.total = total
-                self._bar.refresh()
+        self._show("reset", total)
 
     def add(self, count: int) -> None:
         """So many more."""
         self.bytes += count
-        if self._bar is not None:
-            with self._while_shown():
-                self._bar.update(count)
+        self._show("update", count)
 
     def close(self) -> float:
         """The seconds that it took."""
-        if self._bar is not None:
-            with self._while_shown():
-                self._bar.close()
+        self._show("close")
         return time.monotonic() - self.begin
-
-    @property
-    def counts(self) -> Callable[[int], None]:
-        """``add``, as a callback."""
-        return self.add

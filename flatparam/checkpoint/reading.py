@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,7 @@ class Source:
     def whole(self, key: str, chunks: list[Chunk]) -> Tensor:
         """All of a tensor, in host memory of its own, compared with its checksums. Raises: as ``check``."""
         check_whole(key, chunks)
-        dtype = DTYPES.get(chunks[0].dtype)
-        if dtype is None:
-            raise CheckpointError(f"{chunks[0].file}: `{key}` has dtype {chunks[0].dtype}, which torch has not")
-        out = torch.empty(chunks[0].shape, dtype=dtype, device="cpu")
+        out = torch.empty(chunks[0].shape, dtype=chunks[0].torch_dtype(key), device="cpu")
         reads = reads_of(key, chunks, Dense.of(out.shape, row_major(out.shape)), 0, out.view(-1))
         check_reads(self, reads, None, lambda count: None)
         for read in reads:
@@ -94,24 +91,19 @@ class Source:
         """Close the files."""
 
 
-class OfRank(Mapping[str, Tensor]):
-    """The tensors that one rank has saved beside those of the model, read when they are asked for."""
+class OfRank(dict[str, Tensor]):
+    """The tensors that one rank has saved beside those of the model, read each time that they are asked for."""
 
     def __init__(self, source: Source, rank: int):
+        super().__init__()
         self._source, self._file = source, f"{RANKS}/rank-{rank:05}.safetensors"
 
     def chunks(self, key: str) -> list[Chunk]:
         """The one of it. Raises: KeyError."""
         return [next(chunk for chunk in self._source.own[key] if chunk.file == self._file)]
 
-    def __getitem__(self, key: str) -> Tensor:
+    def __missing__(self, key: str) -> Tensor:
         return self._source.whole(key, self.chunks(key))
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key, chunks in self._source.own.items() if any(one.file == self._file for one in chunks))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class Checkpoint(Source):

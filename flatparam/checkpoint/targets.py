@@ -227,9 +227,7 @@ def _like_param(
     for one, its in zip(here, chunks, strict=True):
         if not its:
             raise CheckpointError(f"the checkpoint's files have no `{_name(one, key)}`")
-    dtype = DTYPES.get(chunks[0][0].dtype)
-    if dtype is None:
-        raise CheckpointError(f"`{_name(here[0], key)}` has dtype {chunks[0][0].dtype}, which torch has not")
+    dtype = chunks[0][0].torch_dtype(_name(here[0], key))
     saved = next((model[name] for name in here[0].names if name in model), None)
     if saved is not None and saved[0].dtype == chunks[0][0].dtype:
         dtype = param.dtype

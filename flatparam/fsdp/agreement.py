@@ -195,15 +195,12 @@ def check_described(described: Described, problem: Exception | None, group: dist
     ``problem``: why this rank cannot build it. Raises: it, or ValueError, on all ranks alike, naming the first rank
     that has one, or the first name in which a rank differs from the first.
     """
-    said: Described | str = described
-    if problem is not None:
-        said = f"rank {dist.get_rank()} cannot build its part of this unit: {problem}"
-    if dist.get_world_size(group) > 1 and not _is_same(_tell(said, group), slice(_SAID)):
-        said = _explain(said, group)
+    refusal = f"rank {dist.get_rank()} cannot build its part of this unit: {problem}"
+    found = _compare(refusal if problem else described, [group] if dist.get_world_size(group) > 1 else [], {})
     if problem is not None:
         raise problem
-    if isinstance(said, str):
-        raise ValueError(said)
+    if found is not None:
+        raise ValueError(found)
 
 
 def _wait_with_an_error(work: Any, said: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
+from ..common.torch_private import _init_utils
 from .api import ShardingStrategy
 from .owners import owner_of, owner_of_param
 from .placement import Placement, groups_of, place
@@ -56,29 +57,20 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tup
             "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
         )
     states = list(ignored_states if ignored_states is not None else ignored_modules or ())
-    kinds = sorted({type(state) for state in states}, key=str)
-    if ignored_modules is not None and not all(isinstance(state, nn.Module) for state in states):
-        raise ValueError(f"ignored_modules expects nn.Module list elements but got types {kinds}")
+    _init_utils._check_ignored_states(states, ignored_modules is None)
     if all(isinstance(state, nn.Parameter) for state in states):
-        params = set(states)
-        modules: set[nn.Module] = set()
-    elif all(isinstance(state, nn.Module) for state in states):
-        for state in states:
-            if isinstance(state, Wrapper):
-                raise ValueError(f"`ignored_modules` should not include FSDP modules, got {type(state).__name__}")
-            if state is module:
-                warnings.warn(
-                    "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
-                    f"parameters being ignored: the unit of {type(module).__name__} manages none",
-                    stacklevel=3,
-                )
-        modules = {inner for state in states for inner in state.modules() if not isinstance(inner, Wrapper)}
-        params = {param for inner in modules for param in inner._parameters.values() if param is not None}
-    else:
-        raise ValueError(
-            f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {kinds}"
-        )
-    return modules, params
+        return set(), set(states)
+    for state in states:
+        if isinstance(state, Wrapper):
+            raise ValueError(f"`ignored_modules` should not include FSDP modules, got {type(state).__name__}")
+        if state is module:
+            warnings.warn(
+                "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+                f"parameters being ignored: the unit of {type(module).__name__} manages none",
+                stacklevel=3,
+            )
+    modules = {inner for state in states for inner in state.modules() if not isinstance(inner, Wrapper)}
+    return modules, {param for inner in modules for param in inner._parameters.values() if param is not None}
 
 
 def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:

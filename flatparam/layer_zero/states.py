@@ -30,12 +30,7 @@ class HandleTrainingState(Enum):
         return hash(self._name_)
 
 
-IDLE = HandleTrainingState.IDLE
-FORWARD = HandleTrainingState.FORWARD
-BACKWARD_PRE = HandleTrainingState.BACKWARD_PRE
-BACKWARD_POST = HandleTrainingState.BACKWARD_POST
-SUMMON_FULL_PARAMS = HandleTrainingState.SUMMON_FULL_PARAMS
-SYNC_PARAMS = HandleTrainingState.SYNC_PARAMS
+IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON_FULL_PARAMS, SYNC_PARAMS = HandleTrainingState
 
 
 def state_of(value: Any) -> HandleTrainingState:
