@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from flatparam.advise.candidates import Question, candidates
 from flatparam.advise.report import (
@@ -21,6 +20,7 @@ from flatparam.advise.report import (
     title,
 )
 from flatparam.advise.timing import Cluster
+from flatparam.common.parsing import Parser
 from flatparam.inspect.cli import DTYPES
 from flatparam.inspect.planning import OPTIMIZERS, SUPPORTED, BadInput, load
 
@@ -73,13 +73,6 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"flatparam advise: {message}; try --help\n")
 
 
 def parser() -> Parser:

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from flatparam.advise.candidates import Candidate, Question
 from flatparam.advise.report import best_of_each, micro_batches, units_of
+from flatparam.inspect.picture import SMALL, stacked_bars
 
 COLOURS = ("#12406b", "#1f6fb4", "#7fb0dc", "#e08a1e", "#c0392b", "#3b7d4f", "#7d5ba6", "#8c8c8c")
-SMALL = 7.5  # points
 GIB = 2.0**30
 
 
@@ -51,11 +51,6 @@ def _all(axes: Axes, fitting: list[Candidate], too_large: list[Candidate], quest
 
 
 def _bars(axes: Axes, names: list[str], parts: dict[str, list[float]], title: str, unit: str) -> None:
-    left = [0.0] * len(names)
-    for colour, (label, values) in zip((COLOURS[1], COLOURS[3]), parts.items(), strict=True):
-        axes.barh(range(len(names)), values, 0.7, left=left, color=colour, label=label)
-        left = [a + b for a, b in zip(left, values, strict=True)]
+    stacked_bars(axes, parts, (COLOURS[1], COLOURS[3]), title, unit)
     axes.set_yticks(range(len(names)), names, fontsize=SMALL)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel=unit, xlim=(0, 1.35 * (max(left) or 1.0)))  # room for the legend
-    axes.legend(fontsize=SMALL, loc="lower right")

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from ..common.parsing import Parser
 from ..fsdp.safetensors_files import FileError
 from .errors import CheckpointError
 from .exporting import export, open_source, tensors_of, verify
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"flatparam checkpoint: {message}; try --help\n")
 
 
 def parser() -> Parser:

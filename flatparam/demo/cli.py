@@ -9,8 +9,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
 
+from flatparam.common.parsing import Parser
 from flatparam.demo.config import DEVICES, PARTIAL, PRECISIONS, RUNTIMES, STRATEGIES, BadSetting, Config
 from flatparam.demo.processes import DemoFailed, Stopped, Team, stop_on_signals
 
@@ -25,13 +25,6 @@ STRATEGY_HELP = (
     "what FSDP shards, and when; hybrids shard over pairs of ranks, layer-zero gathers parameters within each half of "
     "the ranks (of two: within one), as on two machines; torch, which lacks it and zero-1, then trains with full-shard"
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"flatparam demo: {message}; try --help\n")
 
 
 def parser(defaults: Config) -> Parser:

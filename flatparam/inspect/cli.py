@@ -4,10 +4,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
+from flatparam.common.parsing import Parser
 from flatparam.inspect.planning import (
     OPTIMIZERS,
     SUPPORTED,
@@ -21,13 +21,6 @@ from flatparam.inspect.planning import (
 from flatparam.inspect.report import as_json, summary, table, title
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"flatparam inspect: {message}; try --help\n")
 
 
 def parser() -> Parser:

@@ -1,5 +1,6 @@
 """The picture: where parameters, shards and padding lie, bytes of each unit, a step, and the other strategies."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -67,13 +68,20 @@ def _layout(axes: Axes, units: list[Unit]) -> None:
 
 def _bytes(axes: Axes, units: list[Unit], plan: MemoryPlan) -> None:
     name, scale = _scale(max(own.shard + own.gradient + own.optimizer + own.full for own in plan.units))
-    left = [0.0] * len(units)
-    for part, colour in PARTS.items():
-        sizes = [getattr(own, part) / scale for own in plan.units]
-        axes.barh(range(len(units)), sizes, 0.7, left=left, color=colour, label=LABELS[part])
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    parts = {LABELS[part]: [getattr(own, part) / scale for own in plan.units] for part in PARTS}
+    stacked_bars(axes, parts, PARTS.values(), "a unit's bytes on each rank", name)
     _names(axes, units)
-    axes.set(title="a unit's bytes on each rank", xlabel=name, xlim=(0, 1.3 * max(left)))  # room for the legend
+
+
+def stacked_bars(
+    axes: Axes, parts: Mapping[str, Sequence[float]], colours: Iterable[str], title: str, unit: str
+) -> None:
+    """Horizontal bars, one below the other, of sizes that are added up: ``parts`` by their labels."""
+    left = [0.0] * len(next(iter(parts.values())))
+    for colour, (label, sizes) in zip(colours, parts.items(), strict=True):
+        axes.barh(range(len(left)), sizes, 0.7, left=left, color=colour, label=label)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.set(title=title, xlabel=unit, xlim=(0, 1.3 * (max(left) or 1.0)))  # room for the legend
     axes.legend(fontsize=SMALL, loc="lower right")
 
 
