@@ -1,4 +1,4 @@
-"""Changing a module once somebody imports it, without importing it."""
+"""Changing modules: those that have a class by some name, and one once somebody imports it, without importing it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +15,12 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
         change(module)
     else:
         sys.meta_path.insert(0, _Finder(name, change))
+
+
+def names_of(cls: type) -> list[tuple[ModuleType, str]]:
+    """Where imported modules have ``cls``: the module, and the name there."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is cls]
 
 
 class _Finder(MetaPathFinder):

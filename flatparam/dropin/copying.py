@@ -60,7 +60,7 @@ def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:
     return result
 
 
-def reduce_handle(handle: Any) -> tuple[Any, ...]:
+def reduce_handle(handle: Any, protocol: Any) -> tuple[Any, ...]:
     """What ``pickle`` writes of a handle."""
     return _new, (type(handle),), _pickled(_state_of_handle(handle), [handle])
 
@@ -289,7 +289,6 @@ def add() -> None:
 
 
 def remove() -> None:
-    """Undo ``add()``."""
     for name, method in _WRAPPER_METHODS.items():
         if vars(TorchsFSDP).get(name) is method:
             delattr(TorchsFSDP, name)

@@ -57,7 +57,6 @@ def add() -> None:
 
 
 def remove() -> None:
-    """Undo ``add()``."""
     if _init_utils._init_param_handle_from_params is _noted:
         _init_utils._init_param_handle_from_params = _construct_and_shard
 

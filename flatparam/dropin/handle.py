@@ -1,7 +1,6 @@
 """FlatParamHandle: the life cycle of one flat parameter: construct, shard, unshard, reshard."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,15 +131,9 @@ class FlatParamHandle(Flattening, Gathering):
     def __copy__(self) -> "FlatParamHandle":
         raise TypeError(f"{self._names()} has one handle only: use copy.deepcopy(), which copies its modules too")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatParamHandle":
-        copied: FlatParamHandle = copying.deepcopy_handle(self, memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return copying.reduce_handle(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        copying.restore_handle(self, state)
+    __deepcopy__ = copying.deepcopy_handle
+    __reduce_ex__ = copying.reduce_handle
+    __setstate__ = copying.restore_handle
 
     def _read_environment(self) -> None:
         self._skip_writeback_check = environment_is_on("FSDP_SKIP_WRITEBACK_CHECK")

@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..common.after_import import names_of
 from ..common.tensors import row_major
 from ..common.torch_private import (
     FlatParamShardMetadata,
@@ -44,13 +45,7 @@ KNOWN_NAMES = {
 
 
 def install() -> None:
-    """Let every FullyShardedDataParallel that is wrapped from now on use ``flatparam.FlatParamHandle``.
-
-    Works before or after ``torch.distributed.fsdp`` was imported, and any number of times. Models that are wrapped
-    already keep their handles.
-    Raises: RuntimeError when torch's handle has a name that flatparam's lacks, does something else on a tiny module, or
-    was changed: nothing is installed.
-    """
+    """``flatparam.install()``. Raises: RuntimeError, with nothing installed."""
     if is_installed():
         return
     replaced = replaced_methods(TORCH_HANDLE)
@@ -81,7 +76,6 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install()``: models wrapped from now on use torch's handle again."""
     _bind(TORCH_HANDLE)
     _unpatch_torch()
     copying.remove()
@@ -175,11 +169,9 @@ def _bind(handle: type) -> None:
 
     Modules that are imported later take it from ``_flat_param``.
     """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.") and isinstance(module, ModuleType):
-            for attribute, value in list(vars(module).items()):
-                if value is FlatParamHandle or value is TORCH_HANDLE:
-                    setattr(module, attribute, handle)
+    for module, attribute in (*names_of(FlatParamHandle), *names_of(TORCH_HANDLE)):
+        if module.__name__.startswith("torch.distributed."):
+            setattr(module, attribute, handle)
 
 
 _LISTS = ("_fqns", "_shapes", "_strides", "_contiguities", "_numels", "_numels_with_padding", "_is_padding_mask")

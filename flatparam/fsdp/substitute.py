@@ -14,7 +14,7 @@ import torch.distributed.fsdp as torch_package
 import torch.distributed.fsdp.fully_sharded_data_parallel as torch_file
 import torch.nn as nn
 
-from ..common.after_import import after_import
+from ..common.after_import import after_import, names_of
 from ..common.torch_private import TorchsFSDP, torch_traversal
 from .fully_sharded import FullyShardedDataParallel
 
@@ -52,15 +52,10 @@ def _get_fsdp_handles(module: nn.Module) -> list[Any]:
 
 
 def install() -> None:
-    """Let every name of torch's class mean flatparam's, in modules that are imported and in those that will be.
-
-    Any number of times. Names that a module keeps in a class, a list or a default are not found.
-    """
+    """``flatparam.install(runtime=True)``."""
     if is_installed():
         return
-    _bound.extend(
-        (module, attribute) for name, module, attribute in _names_of(TorchsFSDP) if not name.startswith(_KEEP)
-    )
+    _bound.extend(place for place in names_of(TorchsFSDP) if not place[0].__name__.startswith(_KEEP))
     for module, attribute in _bound:
         setattr(module, attribute, FullyShardedDataParallel)
     _set(_Both(torch_file, **{NAME: FullyShardedDataParallel}))
@@ -95,7 +90,7 @@ def uninstall() -> None:
     FullyShardedDataParallel.is_in_place_of_torchs = False
     _set(torch_file)
     _set(torch_traversal)
-    since = [(module, attribute) for name, module, attribute in _names_of(FullyShardedDataParallel) if _is_torchs(name)]
+    since = [place for place in names_of(FullyShardedDataParallel) if place[0].__name__.split(".")[0] == "torch"]
     for module, attribute in (*_bound, *since):
         if getattr(module, attribute, None) is FullyShardedDataParallel:
             setattr(module, attribute, TorchsFSDP)
@@ -105,18 +100,6 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Whether torch's names mean flatparam's class."""
     return getattr(torch_package, NAME) is FullyShardedDataParallel
-
-
-def _names_of(cls: type) -> list[tuple[str, ModuleType, str]]:
-    """Where modules have ``cls``: the module's name, the module, and the name there."""
-    modules = [(name, module) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]
-    return [
-        (name, module, key) for name, module in modules for key, value in list(vars(module).items()) if value is cls
-    ]
-
-
-def _is_torchs(name: str) -> bool:
-    return name.split(".")[0] == "torch"
 
 
 def _set(module: ModuleType) -> None:
