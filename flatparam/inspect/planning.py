@@ -27,7 +27,7 @@ from flatparam.fsdp.originals import (
     layout_of,
 )
 from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
-from flatparam.fsdp.wrap import targets_of
+from flatparam.fsdp.wrap import check_not_tied, targets_of
 
 
 class BadInput(ValueError):
@@ -35,7 +35,6 @@ class BadInput(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """The type and message of ``error``."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -181,7 +180,10 @@ class Unit:
 def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
     """The units that wrapping ``module`` makes, the outermost first. Raises: BadInput."""
     precisions = _precisions(module, settings)
-    taken: dict[nn.Parameter, str] = {}
+    try:
+        check_not_tied(module, precisions, set(), set())
+    except ValueError as error:
+        raise BadInput(str(error)) from error
     units = []
     inside = {unit: set(unit.modules()) for unit in precisions}
     for path, inner in module.named_modules():
@@ -190,16 +192,7 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
         below = {part for unit in precisions if unit is not inner and unit in inside[inner] for part in inside[unit]}
         own = [part for part in inner.modules() if part not in below]
         originals = find_originals(own, inner, set(), clean_tensor_name)
-        unit = _unit(path, inner, originals, precisions[inner], settings)
-        for original in originals:
-            fqn = f"{path}.{original.fqn}" if path else original.fqn
-            if original.param in taken:
-                raise BadInput(
-                    f"parameter `{fqn}` of unit {unit.name} is shared with `{taken[original.param]}` of another unit: "
-                    "wrap both in one unit"
-                )
-            taken[original.param] = fqn
-        units.append(unit)
+        units.append(_unit(path, inner, originals, precisions[inner], settings))
     return units
 
 

@@ -271,10 +271,13 @@ ERRORS = [
     (["inspected:frozen", "--wrap", "Block"], "unit blocks.0 cannot be made: Must flatten tensors with uniform `req"),
     (["inspected:integers"], "unit (root) cannot be made: Cannot flatten integer dtype tensors"),
     (["inspected:empty"], "unit (root) cannot be made: "),
-    (["inspected:tied_below", "--wrap", "Block"], "parameter `blocks.0.scale` of unit blocks.0 is shared with `extra`"),
+    (
+        ["inspected:tied_below", "--wrap", "Block"],
+        "parameter `blocks.0.scale` of the unit of Block at `blocks.0` is shared with `extra`",
+    ),
     (
         ["inspected:tied_beside", "--wrap", "Block"],
-        "parameter `blocks.2.inner.weight` of unit blocks.2 is shared with `blocks.0.inner.weight`",
+        "parameter `blocks.2.inner.weight` of the unit of Block at `blocks.2` is shared with `blocks.0.inner.weight`",
     ),
     (["inspected:model", "--shard-alignment", "24"], "expected shard_alignment to be a power of two of bytes, got 24"),
     (["inspected:model", "--json", "no/such/folder/plan.json"], "No such file or directory"),
