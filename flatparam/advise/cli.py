@@ -76,7 +76,6 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parser() -> Parser:
-    """The options."""
     made = Parser(
         prog="python -m flatparam advise",
         description="Print which strategies, units, inner groups and micro-batches fit in the memory of a rank, with "
@@ -131,7 +130,6 @@ def parser() -> Parser:
 
 
 def question_of(options: argparse.Namespace) -> Question:
-    """What the options ask. Raises: BadInput."""
     node = min(options.node_size, options.world_size)
     if options.world_size % node:
         raise BadInput(
@@ -192,7 +190,6 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
         text, status = advise(options)

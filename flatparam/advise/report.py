@@ -24,7 +24,6 @@ def by_speed(found: list[Candidate]) -> list[Candidate]:
 
 
 def best_of_each(found: list[Candidate]) -> list[Candidate]:
-    """The first of each strategy."""
     first: dict[str, Candidate] = {}
     for candidate in found:
         first.setdefault(candidate.strategy, candidate)
@@ -37,12 +36,10 @@ def units_of(candidate: Candidate) -> str:
 
 
 def micro_batches(candidate: Candidate) -> str:
-    """How many."""
     return f"{candidate.micro_batches} micro-batch{'es' if candidate.micro_batches > 1 else ''}"
 
 
 def table(found: list[Candidate]) -> str:
-    """One line for each."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     for one in found:
         reduced = "" if one.micro_batches == 1 else "each" if one.reduce_each else "once"

@@ -12,7 +12,6 @@ from .exporting import export, open_source, tensors_of, verify
 
 
 def parser() -> Parser:
-    """The options."""
     made = Parser(
         prog="python -m flatparam checkpoint",
         description="Look at a checkpoint without a model and without processes. Exit status: 0, 1 for one that is "
@@ -55,7 +54,6 @@ def show(path: Path, trusted: bool) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
         if options.command == "show":

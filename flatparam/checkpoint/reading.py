@@ -53,7 +53,6 @@ class Source:
         return 0
 
     def name_of(self, chunk: Chunk) -> str:
-        """Of its tensor."""
         for tensors in (self.model, self.optimizer, self.own):
             for key, chunks in tensors.items():
                 if any(one is chunk for one in chunks):
@@ -64,7 +63,6 @@ class Source:
         """Know what the model is called: a prefix that it has too is no program's."""
 
     def path_of(self, chunk: Chunk) -> Path:
-        """Of its file."""
         return self.entry(chunk).path
 
     def read(self, read: Read) -> None:

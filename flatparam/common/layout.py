@@ -163,7 +163,6 @@ def parts_of(layout: _C.Layout, begin: int, end: int, kind: Callable[..., _Part]
 
 
 def _again(numels: Any, world_size: int, itemsize: int, alignment: int, blocks: Any) -> FlatLayout:
-    """A layout from its pickle."""
     return FlatLayout(numels, world_size, itemsize=itemsize, alignment=alignment, blocks=blocks)
 
 

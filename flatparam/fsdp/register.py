@@ -73,7 +73,6 @@ _numbers_of_parts: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDict
 
 
 def register_of(group: dist.ProcessGroup) -> Register:
-    """The one of ``group``."""
     return _registers.setdefault(group, Register())
 
 

@@ -118,7 +118,6 @@ class Files:
             raise
 
     def close(self) -> None:
-        """Close the files."""
         self._open.close()
 
     @property

@@ -24,7 +24,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parser() -> Parser:
-    """The options."""
     made = Parser(
         prog="python -m flatparam inspect",
         description="Print the units, shards, padding and bytes per rank that flatparam.FullyShardedDataParallel gives "
@@ -102,7 +101,6 @@ def inspect(options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
         print(inspect(options))

@@ -223,16 +223,14 @@ def _full(
     table = Table(model)
     groups = table.groups(optim if optim_input is None else _warned(optim_input))
     shown = not rank0_only or dist.get_rank(group) == 0
-    result: dict[str, Any] = unsharded_state(table, given, groups, Sink(take, to_cpu) if shown else None)
-    return result
+    return unsharded_state(table, given, groups, Sink(take, to_cpu) if shown else None)
 
 
 def _sharded(
     model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any], *, to_cpu: bool
 ) -> dict[str, Any]:
     table, take = Table(model), functools.partial(cut_rows, to_cpu=to_cpu)
-    result: dict[str, Any] = unsharded_state(table, given, table.groups(optim), Sink(take, to_cpu))
-    return result
+    return unsharded_state(table, given, table.groups(optim), Sink(take, to_cpu))
 
 
 def _rows_of(table: Table, state: Mapping[str, Any]) -> Any:

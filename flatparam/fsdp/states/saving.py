@@ -33,7 +33,9 @@ class Sink(NamedTuple):
     to_cpu: bool
 
 
-def unsharded_state(table: Table, given: Mapping[str, Any], groups: list[list[Stepped]], sink: Sink | None) -> Any:
+def unsharded_state(
+    table: Table, given: Mapping[str, Any], groups: list[list[Stepped]], sink: Sink | None
+) -> dict[str, Any]:
     """``given``, an optimizer's state dict, by names of the unwrapped model, tensors as ``sink`` gives them.
 
     A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
