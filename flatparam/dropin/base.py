@@ -81,7 +81,9 @@ class HandleBase(Interruptible):
     _sharding_strategy: HandleShardingStrategy
     _skip_writeback_check: bool
     _unit: Any = None  # a _C.ModuleParams, the loops in C; None where each tensor needs torch's own operations
-    _unsharded_flat_param_for_skipped_views: Any  # a Tensor while forward's views are left in place, else None
+    # The strategies that stay unsharded after forward leave the unsharded views in place: what those are views of; None
+    # while the views are what the flat parameter says
+    _unsharded_flat_param_for_skipped_views: Any = None
     _use_fake_all_gather: bool
     _use_fake_reduce: bool
     _use_full_prec_in_eval: bool

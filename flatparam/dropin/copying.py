@@ -39,6 +39,8 @@ _STEP_OF_WRAPPER = (
     *("_default_stream", "_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream"),
 )
 _STEP_OF_HANDLE = (
+    *("_handle_index", "_pre_forward_order_index", "_post_forward_index", "_prefetched"),
+    *("_needs_pre_forward_unshard", "_needs_pre_backward_unshard", "_unsharded_flat_param_for_skipped_views"),
     *("_state", "_is_of_backward", "_backward_made_graph", "_has_optim_in_backward", "_ran_pre_backward_hook"),
     *("_kept_hook", "_later_accumulators", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
     *("_native", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside", "_versions_left_by_backward"),
@@ -71,7 +73,6 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     flat_param = state["flat_param"]
     handle._padded_to = state["_aligned_numel"]  # what a pickle of 0.1.0 means
     vars(handle).update({name: value for name, value in state.items() if name != _ATTRIBUTES})
-    handle._training_state = HandleTrainingState.IDLE
     vars(flat_param).clear()  # of what an optimizer's pickle may have brought
     for name, value in state[_ATTRIBUTES].items():
         setattr(flat_param, name, value)
@@ -107,14 +108,7 @@ def _state_of_handle(handle: Any) -> dict[str, Any]:
     if "_post_backward_called" in attributes:
         attributes["_post_backward_called"] = False
     return state | {
-        "_handle_index": None,
-        "_needs_pre_backward_unshard": False,
-        "_needs_pre_forward_unshard": False,
-        "_post_forward_index": None,
-        "_pre_forward_order_index": None,
-        "_prefetched": False,
         "_unit": handle._unit is not None,
-        "_unsharded_flat_param_for_skipped_views": None,
         _ATTRIBUTES: attributes,
     }
 
@@ -279,19 +273,8 @@ def _copy_wrapper(self: Any) -> Any:
     return result
 
 
-_WRAPPER_METHODS = {"__copy__": _copy_wrapper, "__deepcopy__": _deepcopy_wrapper, "__reduce_ex__": _reduce_wrapper}
-
-
-def add() -> None:
-    """Let torch's wrapper be copied and pickled where its handle is flatparam's; others are treated as before."""
-    for name, method in _WRAPPER_METHODS.items():
-        setattr(TorchsFSDP, name, method)
-
-
-def remove() -> None:
-    for name, method in _WRAPPER_METHODS.items():
-        if vars(TorchsFSDP).get(name) is method:
-            delattr(TorchsFSDP, name)
+# Of torch's wrapper, while flatparam is installed: others than with our handles are treated as before
+WRAPPER_METHODS = {"__copy__": _copy_wrapper, "__deepcopy__": _deepcopy_wrapper, "__reduce_ex__": _reduce_wrapper}
 
 
 _new: Any = getattr(copyreg, "__newobj__")  # noqa: B009  (pickle writes a call of it as one opcode)

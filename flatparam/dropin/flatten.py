@@ -30,8 +30,9 @@ from ..common.torch_private import (
     logger,
 )
 from .base import FLATTEN, STREAM, HandleBase, step_of
+from .views import primaries
 
-_construct_and_shard = _init_utils._init_param_handle_from_params
+construct_and_shard = _init_utils._init_param_handle_from_params
 
 
 class _Here(threading.local):
@@ -41,24 +42,14 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@functools.wraps(_construct_and_shard)
-def _noted(*args: Any, **kwargs: Any) -> Any:
+@functools.wraps(construct_and_shard)
+def noting_that(*args: Any, **kwargs: Any) -> Any:
+    """``construct_and_shard``, of which handles know that it constructs them and shards them at once."""
     _here.constructs_and_shards = True
     try:
-        return _construct_and_shard(*args, **kwargs)
+        return construct_and_shard(*args, **kwargs)
     finally:
         _here.constructs_and_shards = False
-
-
-def add() -> None:
-    """Let handles know when torch's runtime constructs them and shards them at once."""
-    if _init_utils._init_param_handle_from_params is _construct_and_shard:  # a user's own may look in between
-        _init_utils._init_param_handle_from_params = _noted
-
-
-def remove() -> None:
-    if _init_utils._init_param_handle_from_params is _noted:
-        _init_utils._init_param_handle_from_params = _construct_and_shard
 
 
 def is_sharded_next(kind: type, own_constructor: Any) -> bool:
@@ -325,7 +316,6 @@ def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:
         (module, name, shape, None if contiguous else stride, start)
         for (name, module, _), shape, stride, contiguous, start in places
     ]
-    shared = flat_param._shared_param_infos
-    index = {(id(info.module), info.param_name): i for i, info in enumerate(infos)} if shared else {}
-    further = [(info.module, info.param_name, index[id(info.prim_module), info.prim_param_name]) for info in shared]
+    shared = zip(flat_param._shared_param_infos, primaries(flat_param), strict=True)
+    further = [(info.module, info.param_name, i) for info, i in shared]
     return _C.ModuleParams(parameters, further, layout.numel)

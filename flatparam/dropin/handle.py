@@ -17,7 +17,6 @@ from ..common.tensors import free, in_storage_order, pinned, watch_exports
 from ..common.torch_private import (
     FSDPExtensions,
     HandleShardingStrategy,
-    HandleTrainingState,
     _FSDPDeviceHandle,
     _get_aligned_numel,
     _ShardParamInfo,
@@ -93,19 +92,8 @@ class FlatParamHandle(Flattening, Gathering):
         self._offload_params = offload_params
         self._use_orig_params = use_orig_params
         self._keep_low_precision_grads = keep_low_precision_grads
-        self._training_state = HandleTrainingState.IDLE
         self._debug_level = dist.get_debug_level()
         self._fully_sharded_module = fully_sharded_module
-        # The strategies that stay unsharded after forward leave the unsharded views in place; the tensor that those are
-        # views of, or None while the views are what the flat parameter says
-        self._unsharded_flat_param_for_skipped_views: Tensor | None = None
-        # Kept for the runtime: places in its orders of handles, and what prefetching did
-        self._handle_index: int | None = None
-        self._pre_forward_order_index: int | None = None
-        self._post_forward_index: int | None = None
-        self._needs_pre_forward_unshard = False
-        self._needs_pre_backward_unshard = False
-        self._prefetched = False
         self._orig_param_dtype = params[0].dtype
         self._init_param_reduce_dtypes(mp_param_dtype, mp_reduce_dtype)
         self._aligned_numel = _get_aligned_numel(unsharded_dtype=self._fwd_bwd_param_dtype) if align_addresses else 0
@@ -267,22 +255,21 @@ class FlatParamHandle(Flattening, Gathering):
         if self._offload_params:
             flat_param._local_shard = pinned(flat_param._local_shard)
             flat_param._cpu_grad = pinned(torch.zeros_like(flat_param._local_shard, device="cpu"))
-        if self._uses_param_mixed_precision:
-            flat_param._mp_shard = torch.empty_like(
-                flat_param._local_shard, device=self.device, dtype=self._fwd_bwd_param_dtype
-            )
-            free(flat_param._mp_shard)
+        mixed, numel = self._uses_param_mixed_precision, flat_param.numel()
+        own_dtype, low_dtype = flat_param.dtype, self._fwd_bwd_param_dtype
+        if mixed:
+            flat_param._mp_shard = self._freed(numel, low_dtype)
         if self.uses_sharded_strategy:
-            mixed = self._uses_param_mixed_precision
-            numel = flat_param.numel() * self.world_size
-            flat_param._full_param_padded = torch.empty(
-                numel, device=self.device, dtype=self._fwd_bwd_param_dtype if mixed else flat_param.dtype
-            )
+            numel *= self.world_size
+            flat_param._full_param_padded = self._freed(numel, low_dtype if mixed else own_dtype)
             flat_param._padded_unsharded_size = flat_param._full_param_padded.size()
-            free(flat_param._full_param_padded)
             if mixed:
-                flat_param._full_prec_full_param_padded = torch.empty(numel, device=self.device, dtype=flat_param.dtype)
-                free(flat_param._full_prec_full_param_padded)
+                flat_param._full_prec_full_param_padded = self._freed(numel, own_dtype)
+
+    def _freed(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(numel, device=self.device, dtype=dtype)
+        free(tensor)
+        return tensor
 
     def _deregister_orig_params(self) -> None:
         """Take the original parameters off their modules, as ``module.to()`` does for as long as it moves the flat one.

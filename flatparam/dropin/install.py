@@ -25,6 +25,8 @@ from ..common.torch_private import (
     FlatParamShardMetadata,
     HandleShardingStrategy,
     HandleTrainingState,
+    TorchsFSDP,
+    _init_utils,
     _optim_utils,
     leave_out_of_graphs,
     torch_flat_param,
@@ -69,17 +71,22 @@ def install() -> None:
         )
     _bind(FlatParamHandle)
     _patch_torch()
-    copying.add()
-    flatten.add()
     _complete_cpu_streams()
     leave_out_of_graphs()
 
 
 def uninstall() -> None:
     _bind(TORCH_HANDLE)
-    _unpatch_torch()
-    copying.remove()
-    flatten.remove()
+    if sys.modules.get(OLD_PATH) is torch_flat_param:
+        del sys.modules[OLD_PATH]
+    while _patched:
+        owner, name, before, value = _patched.pop()
+        if vars(owner).get(name) is not value:
+            continue  # a user's
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def is_installed() -> bool:
@@ -97,7 +104,8 @@ def missing_names(theirs: ModuleType, ours: ModuleType) -> list[str]:
     defined = (name for name, value in vars(theirs).items() if getattr(value, "__module__", None) == theirs.__name__)
     missing = [name for name in defined if not hasattr(ours, name)]
     for name, known in KNOWN_NAMES.items():
-        names = _members(getattr(theirs, name, None))
+        kind = getattr(theirs, name, None)  # a named tuple or an enum
+        names = getattr(kind, "_fields", ()) or getattr(kind, "__members__", ())
         missing += [f"{name}.{member}" for member in names if member not in known.split()]
     handle = ours.FlatParamHandle
     for name in dir(theirs.FlatParamHandle):
@@ -117,11 +125,6 @@ def replaced_methods(handle: type) -> list[str]:
 @functools.cache
 def _differences() -> list[str]:
     return differences(FlatParamHandle, TORCH_HANDLE)
-
-
-def _members(kind: Any) -> list[str]:
-    """The fields of a named tuple, or the members of an enum."""
-    return list(getattr(kind, "_fields", ()) or getattr(kind, "__members__", ()))
 
 
 def _function(value: Any) -> Any:
@@ -272,6 +275,9 @@ def _shown(module: nn.Module) -> list[tuple[str, str, Any]]:
 OLD_NAME = "flat_param"
 OLD_PATH = f"torch.distributed.fsdp.{OLD_NAME}"
 
+_ABSENT = object()
+_patched: list[tuple[Any, str, Any, Any]] = []  # what install() has changed: of whom, the name, before, and since
+
 _OLD_FIELDS = ("param_names", "param_shapes", "param_numels", "param_offsets")
 
 _new_metadata: Any = FlatParamShardMetadata.__new__
@@ -284,34 +290,30 @@ def _patch_torch() -> None:
     """Have other parts of torch do, as long as flatparam is installed, what follows.
 
     - ``torch.distributed.fsdp.flat_param``: the module's name up to torch 2.1, in scripts and as the path in pickles.
+    - Its wrapper can be copied and pickled where its handle is flatparam's, and handles know when it constructs them.
     - ``FlatParamShardMetadata`` of four fields, as torch up to 2.5 pickled and made it: it knew row-major parameters
       only, so the strides and contiguities that torch 2.6 put between its fields follow from the shapes.
     - Gathered optimizer states keep their values. For ``use_orig_params=True`` torch gathers a unit's states (Adam's
       ``exp_avg``, then ``exp_avg_sq``) one after another into one buffer, and returns views of it. Where nothing copies
       them (on the CPU, or ``offload_to_cpu=False``), every state of a saved optimizer has the values of the last one.
     """
-    package: Any = sys.modules["torch.distributed.fsdp"]
     if OLD_PATH not in sys.modules:  # else torch has it
         sys.modules[OLD_PATH] = torch_flat_param
-        setattr(package, OLD_NAME, torch_flat_param)
-    _set_ways_to_make_metadata(staticmethod(_new_metadata_of_any_version), classmethod(_make_metadata_of_any_version))
+        _patch(sys.modules["torch.distributed.fsdp"], OLD_NAME, torch_flat_param)
+    for name, method in copying.WRAPPER_METHODS.items():
+        _patch(TorchsFSDP, name, method)
+    if _init_utils._init_param_handle_from_params is flatten.construct_and_shard:  # a user's own may look in between
+        _patch(_init_utils, "_init_param_handle_from_params", flatten.noting_that)
+    _patch(FlatParamShardMetadata, "__new__", staticmethod(_new_metadata_of_any_version))
+    _patch(FlatParamShardMetadata, "_make", classmethod(_make_metadata_of_any_version))
     if _unflatten is not None:
-        setattr(_optim_utils, _UNFLATTEN, _unflatten_apart)
+        _patch(_optim_utils, _UNFLATTEN, _unflatten_apart)
 
 
-def _unpatch_torch() -> None:
-    package: Any = sys.modules["torch.distributed.fsdp"]
-    if sys.modules.get(OLD_PATH) is torch_flat_param:
-        del sys.modules[OLD_PATH]
-        delattr(package, OLD_NAME)
-    _set_ways_to_make_metadata(staticmethod(_new_metadata), _make_metadata)
-    if getattr(_optim_utils, _UNFLATTEN, None) is _unflatten_apart:
-        setattr(_optim_utils, _UNFLATTEN, _unflatten)
-
-
-def _set_ways_to_make_metadata(new: Any, make: Any) -> None:
-    kind: Any = FlatParamShardMetadata
-    kind.__new__, kind._make = new, make
+def _patch(owner: Any, name: str, value: Any) -> None:
+    """Let ``owner``'s own attribute be ``value`` until ``uninstall()``."""
+    _patched.append((owner, name, vars(owner).get(name, _ABSENT), value))
+    setattr(owner, name, value)
 
 
 @functools.wraps(_new_metadata)

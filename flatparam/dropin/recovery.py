@@ -33,11 +33,21 @@ _transform_in_force = torch._C._functorch.peek_interpreter_stack  # of torch.fun
 _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
-class Interruptible:
+class Driven:
+    """What the runtime keeps on a handle: places in its orders of handles, and what prefetching did."""
+
+    _handle_index: int | None = None
+    _pre_forward_order_index: int | None = None
+    _post_forward_index: int | None = None
+    _needs_pre_forward_unshard = False
+    _needs_pre_backward_unshard = False
+    _prefetched = False
+
+
+class Interruptible(Driven):
     """The state that the runtime sets, and the way back from one that it was left in."""
 
     _state = _IDLE
-    _post_forward_index: int | None
     _later_accumulators: tuple[Any, ...] = ()
     _is_of_backward = False  # whether `_state` was set while autograd ran
     _kept_hook: tuple[Any, Callable[..., Any]] | None = None  # in a backward that does not come to the parameters

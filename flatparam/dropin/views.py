@@ -22,6 +22,13 @@ from ..common.torch_private import (
 from .base import RESHARD, STREAM, TORCH_HANDLE, UNSHARD, VIEWS, HandleBase, step_of
 
 
+def primaries(flat_param: Any) -> list[int]:
+    """Which original parameter each further name of a shared one stands for."""
+    shared, infos = flat_param._shared_param_infos, flat_param._param_infos
+    index = {(id(info.module), info.param_name): i for i, info in enumerate(infos)} if shared else {}
+    return [index[id(info.prim_module), info.prim_param_name] for info in shared]
+
+
 class Views(HandleBase):
     """The part of FlatParamHandle that says what each module's parameter attributes are at any time."""
 
@@ -119,16 +126,7 @@ class Views(HandleBase):
                 self._use_unsharded_views_as_torch(as_params=True)
         else:
             params = [nn.Parameter(view, flat_param.requires_grad) for view in self._get_unflat_views()]
-            shared = self._shared_of(params) if flat_param._shared_param_infos else []
-            unit.register_parameters(params, shared, self._unsafe)
-
-    def _shared_of(self, params: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of ``params`` that the further names of shared parameters stand for."""
-        flat_param = self.flat_param
-        primary = {
-            (id(info.module), info.param_name): p for info, p in zip(flat_param._param_infos, params, strict=True)
-        }
-        return [primary[id(info.prim_module), info.prim_param_name] for info in flat_param._shared_param_infos]
+            unit.register_parameters(params, [params[i] for i in primaries(flat_param)], self._unsafe)
 
     def _use_unsharded_tensors(self) -> None:
         flat_param, orig, state = self.flat_param, self._use_orig_params, self._training_state

@@ -10,9 +10,10 @@ from torch import Tensor
 from .. import _C
 from ..common.tensors import free, is_allocated
 from ..dropin.handle import FlatParamHandle as FlatParam
+from ..dropin.recovery import Driven
 
 
-class Base(_C.HandleSteps):
+class Base(_C.HandleSteps, Driven):
     """Has a flat parameter over the zero1 group, which flattens, makes views and pieces, and knows the layout.
 
     The names of groups, dtypes and states are the reference's.
@@ -35,13 +36,7 @@ class Base(_C.HandleSteps):
     _reduce_dtype: torch.dtype
     _offload_grads: bool
 
-    # Kept for the runtime that drives it: places in its orders of handles, and what prefetching did
-    _handle_index: int | None = None
-    _pre_forward_order_index: int | None = None
-    _post_forward_index: int | None = None
-    _needs_pre_forward_unshard = False
-    _needs_pre_backward_unshard = False
-    _prefetched = False
+    # Kept for the runtime that drives it
     _ran_pre_backward_hook = False
     _ran_post_backward_hook = False
     _grad_synced = False

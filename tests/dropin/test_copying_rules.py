@@ -349,7 +349,7 @@ def test_a_handle_alone(way, strategy, orig):
     assert torch.equal(twin.flat_param, handle.flat_param)
     assert twin._fully_sharded_module is not handle._fully_sharded_module
     twin.init_flat_param_attributes()
-    twin._training_state = flatparam.dropin.handle.HandleTrainingState.FORWARD
+    twin._training_state = flatparam.dropin.flat_param.HandleTrainingState.FORWARD
     twin.pre_unshard()
     twin.unshard()
     assert twin._fully_sharded_module.weight.shape == (3, WIDTH)
@@ -551,7 +551,7 @@ def test_refused_in_forward_and_backward_with_the_units_name(way):
 def test_a_handle_is_refused_with_its_parameters_names(way):
     """What the wrapper's refusal cannot say, and what users of a handle alone get."""
     handle = wrapped()._handle
-    handle._training_state = flatparam.dropin.handle.HandleTrainingState.FORWARD
+    handle._training_state = flatparam.dropin.flat_param.HandleTrainingState.FORWARD
     with pytest.raises(RuntimeError, match=r"0\.weight, 0\.bias, 2\.weight.* in FORWARD: do it outside of forward"):
         way(handle)
 
