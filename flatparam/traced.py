@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from . import _C
 from .common.layout import FlatLayout
 from .common.torch_private import _pytree
+from .fsdp.names import join
 from .fsdp.placement import averaging_factors
 from .fsdp.wrap import check_not_tied, replace_modules, targets_of
 
@@ -73,7 +74,7 @@ _Places = Mapping[str, tuple[nn.Module, str, nn.Parameter]]  # by its name in th
 
 def _places(modules: Mapping[str, nn.Module]) -> _Places:
     return {
-        _named(path, name): (module, name, param)
+        join(path, name): (module, name, param)
         for path, module in modules.items()
         for name, param in module._parameters.items()
         if param is not None
@@ -166,11 +167,11 @@ class TracedUnit(nn.Module):
         return self._layout.flatten([param.contiguous() for param in params], 0.0, *shard)
 
     def _fqns(self) -> list[tuple[str, int]]:
-        return [(_named(path, name), i) for path in self._paths for name, i in self._names]
+        return [(join(path, name), i) for path in self._paths for name, i in self._names]
 
     def _buffers_by_fqn(self) -> list[tuple[str, Tensor]]:
         return [
-            (_named(_named(above, path), name), buffer)
+            (join(join(above, path), name), buffer)
             for above in self._paths
             for path, module in self._own_modules.items()
             for name, buffer in module._buffers.items()
@@ -262,12 +263,8 @@ def _own_modules(unit: nn.Module, others: Iterable[nn.Module]) -> dict[str, nn.M
     return {name: module for name, module in unit.named_modules(remove_duplicate=False) if module not in inside}
 
 
-def _named(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _check(path: str, places: _Places) -> None:
-    params = {_named(path, name): param for name, (*_, param) in places.items()}
+    params = {join(path, name): param for name, (*_, param) in places.items()}
     first_fqn, first = next(iter(params.items()), ("", None))
     for fqn, param in params.items():
         if not param.is_floating_point() or param.is_meta or not _C.is_plain_tensor(param.detach()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,14 +22,10 @@ class Read(NamedTuple):
     begin: int
     out: Tensor
 
-    @property
-    def span(self) -> int:
-        """Elements of the chunk from the first to the last."""
-        return span_of(self.out.shape, row_major(self.chunk.sizes))
-
     def byte_range(self, itemsize: int) -> tuple[int, int]:
-        """Of the chunk."""
-        return self.begin * itemsize, (self.begin + self.span) * itemsize
+        """Of the chunk, from its first element to its last."""
+        end = self.begin + span_of(self.out.shape, row_major(self.chunk.sizes))
+        return self.begin * itemsize, end * itemsize
 
 
 def intersection(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
@@ -50,24 +46,20 @@ def reads_of(key: str, chunks: Iterable[Chunk], dense: Dense, start: int, flat: 
 
     Raises: CheckpointError unless ``chunks`` have each of them once.
     """
-    found = list(_reads(chunks, dense, start, flat))
+    found = []
+    for box in dense.boxes(start, start + flat.numel()):
+        for chunk in chunks:
+            both = intersection(box, chunk.offsets, chunk.sizes)
+            if both is not None:
+                places = zip(both.offsets, chunk.offsets, row_major(chunk.sizes), strict=True)
+                begin = sum((at - first) * stride for at, first, stride in places)
+                found.append(Read(chunk, begin, dense.view(flat, start, both)))
     count = sum(read.out.numel() for read in found)
     if count != flat.numel():
         raise CheckpointError(
             f"`{key}`: the files have {count} of the {flat.numel()} elements from {start} on that are wanted"
         )
     return found
-
-
-def _reads(chunks: Iterable[Chunk], dense: Dense, start: int, flat: Tensor) -> Iterator[Read]:
-    for box in dense.boxes(start, start + flat.numel()):
-        for chunk in chunks:
-            both = intersection(box, chunk.offsets, chunk.sizes)
-            if both is not None:
-                strides = row_major(chunk.sizes)
-                places = zip(both.offsets, chunk.offsets, strides, strict=True)
-                begin = sum((at - first) * stride for at, first, stride in places)
-                yield Read(chunk, begin, dense.view(flat, start, both))
 
 
 def check_whole(key: str, chunks: Sequence[Chunk]) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,30 +58,17 @@ class Chunk:
         return [self.dtype, self.shape, self.offsets, self.sizes, self.begin, self.sums]
 
 
-@dataclass
-class Written:
-    """A file as it was written. ``header``: crc32 of all before the data."""
-
-    bytes: int
-    header: int
-    chunks: dict[str, Chunk] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        chunks = {key: chunk.as_json() for key, chunk in self.chunks.items()}
-        return {"bytes": self.bytes, "header": self.header, "tensors": chunks}
-
-
 def write_file(
     folder: Path,
     name: str,
     parts: Sequence[Part],
     progress: Callable[[int], object],
     values: Callable[[Part], Tensor] = lambda part: part.tensor,
-) -> Written:
+) -> dict[str, Any]:
     """Write ``parts`` to ``folder / name``, down to the disk. ``progress`` is told of bytes.
 
     ``values``: gives the tensor of a part when it is written, where the part has one on the meta device.
-
+    Returns: what the index tells of the file: its bytes, the crc32 of its header, and the boxes in it.
     Raises: CheckpointError for a dtype that the format has not, OSError.
     """
     parts = sorted(parts, key=lambda part: -part.tensor.itemsize)
@@ -108,7 +95,8 @@ def write_file(
                 _start_writing(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
                 waiting = 0
         os.fsync(file.fileno())
-    return Written(at + len(header), zlib.crc32(header), chunks)
+    tensors = {key: chunk.as_json() for key, chunk in chunks.items()}
+    return {"bytes": at + len(header), "header": zlib.crc32(header), "tensors": tensors}
 
 
 def _header(parts: Sequence[Part], chunks: dict[str, Chunk]) -> bytes:

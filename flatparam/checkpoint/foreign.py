@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -22,9 +21,7 @@ from ..fsdp.safetensors_files import (
     Entry,
     FileError,
     Files,
-    entries_of,
-    open_file,
-    read_header,
+    open_entries,
     sample_of,
 )
 from .boxes import Read
@@ -128,10 +125,7 @@ class Boxes(Foreign):
         self.digest += _digest_of(self._entries.values())
 
     def _add(self, path: Path, tensors: dict[str, list[Chunk]]) -> None:
-        descriptor = open_file(path)
-        self._closing.callback(os.close, descriptor)
-        header, begin, size = read_header(path, descriptor)
-        entries = entries_of(path, descriptor, header, begin, size)
+        header, entries = open_entries(path, self._closing)
         places = _places(path, header)
         for name, entry in entries.items():
             offsets = (0,) * len(entry.shape) if places is None else tuple(places.get(name, ()))

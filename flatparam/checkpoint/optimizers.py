@@ -124,10 +124,6 @@ class Named:
             return True
         return tuple(held.owner.shape) == held.shape and held.numel == math.prod(held.shape)
 
-    def has_many(self, param: Tensor) -> bool:
-        """Whether ``param`` is a flat one of several."""
-        return len(self.held[id(param)]) > 1
-
     def first_of(self, param: Tensor) -> Held:
         """The first of those in ``param`` that have elements here."""
         return next(one for one in self.held[id(param)] if one.numel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..common.layout import Box
 from ..common.torch_private import TorchsFSDP
-from ..fsdp.held import Held, join, unit_paths, units_in
-from ..fsdp.names import clean_tensor_name
+from ..fsdp.held import Held, unit_paths, units_in
+from ..fsdp.names import clean_tensor_name, join
 from ..fsdp.safetensors_files import bytes_of
 from ..fsdp.wrapper import Wrapper
 from ..layer_zero._sums import Sum
@@ -117,7 +117,8 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
     plan.told["extra"] = encode(extra, "extra", values)
     plan.told["aliases"] = {name: held.names[0] for held in plan.held for name in held.names[1:]} if rank == 0 else {}
     plan.alone.modules = _values_of_modules(module, plan.alone.of_modules)
-    plan.alone.tensors = _alone(plan.held)
+    rest = (one for one in plan.held if one.unit is None and not isinstance(one, InHandle))
+    plan.alone.tensors = {one.name: one.owner.detach() for one in rest if one.numel}
     with taken(plan.held, units, "checkpoint.save", saves=optimizer is not None) as kept:
         if optimizer is not None:
             _plan_optimizer(plan, Named(optimizer, plan.held), values, rank)
@@ -202,7 +203,7 @@ def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: di
     elif has_tensors:
         values |= inner
     has_dims = any(one.dim() for one in inner.values())
-    return [named.layout_of(held.owner), seen, found, has_tensors, has_dims, named.has_many(held.owner)]
+    return [named.layout_of(held.owner), seen, found, has_tensors, has_dims, len(named.held[id(held.owner)]) > 1]
 
 
 def _seen(value: Any) -> str:
@@ -210,12 +211,6 @@ def _seen(value: Any) -> str:
     inner: dict[str, Tensor] = {}
     plain = encode(value, "", inner)
     return digest({**inner, None: plain})[:16]
-
-
-def _alone(held: Iterable[Held]) -> dict[str, Tensor]:
-    """Tensors that no unit manages."""
-    rest = (one for one in held if one.unit is None and not isinstance(one, InHandle))
-    return {one.name: one.owner.detach() for one in rest if one.numel}
 
 
 def digest(values: Mapping[Any, Any]) -> str:

@@ -244,8 +244,7 @@ class _Saving:
                 raise CheckpointError(f"{self.path.parent} is not the same folder on all ranks: save to one that is")
             told = self.plan.told
             told["files"] = {
-                name: write_file(self.folder, name, parts, self.meter.add).as_json()
-                for name, parts in self.plan.parts.items()
+                name: write_file(self.folder, name, parts, self.meter.add) for name, parts in self.plan.parts.items()
             }
             seal = write_sealed(self._table(council.rank), told)
             told.clear()
@@ -267,7 +266,8 @@ class _Saving:
 
     def _finish(self, seals: list[int]) -> int:
         """On the first rank, when all have written: the index, and the name."""
-        index = Index(self.id, len(seals), _about(), units=self.units)
+        about = {"flatparam": __version__, "torch": torch.__version__}
+        index = Index(self.id, len(seals), about, units=self.units)
         states: dict[str, Any] = {}
         pieces: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
         alike: dict[str, dict[str, str]] = {}
@@ -369,10 +369,6 @@ def _on_host(part: Part) -> torch.Tensor:
     tensor = part.tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=not tensor.is_cpu)
     return copy.copy_(tensor, non_blocking=True)
-
-
-def _about() -> dict[str, Any]:
-    return {"flatparam": __version__, "torch": torch.__version__}
 
 
 def _check_covered(index: Index) -> None:

@@ -8,6 +8,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 import torch
@@ -74,32 +76,25 @@ def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = 
 
 def wait_in_thread(work: Any, look: Callable[[], object] = lambda: None) -> None:
     """The same for a reduce-scatter of gloo, whose wait takes no time-out: a thread goes on to wait if this is left."""
-    thread = _threads.setdefault(work, _Waiting(work))
-    if thread.ident is None:
-        thread.start()
-    while not thread.has_ended.wait(PATIENCE.total_seconds()):  # join() takes a thread for ended when it is interrupted
+    waiting = _waiting.get(work)
+    if waiting is None:
+        waiting = _waiting[work] = Future()
+        threading.Thread(target=_wait_in, args=(work, waiting), name="flatparam waits", daemon=True).start()
+    while not wait_for_futures([waiting], PATIENCE.total_seconds()).done:
         look()
-    if thread.error is not None:
-        raise thread.error
+    waiting.result()
 
 
-class _Waiting(threading.Thread):
-    def __init__(self, work: Any):
-        super().__init__(name="flatparam waits", daemon=True)
-        self._work, self.has_ended = work, threading.Event()
-        self.error: RuntimeError | None = None
-
-    def run(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            self.error = error
-        finally:
-            self._work = None  # what refers to this as long as it exists
-            self.has_ended.set()
+def _wait_in(work: Any, waiting: "Future[None]") -> None:
+    try:
+        work.wait()
+    except Exception as error:
+        waiting.set_exception(error)
+    else:
+        waiting.set_result(None)
 
 
-_threads: "weakref.WeakKeyDictionary[Any, _Waiting]" = weakref.WeakKeyDictionary()
+_waiting: "weakref.WeakKeyDictionary[Any, Future[None]]" = weakref.WeakKeyDictionary()
 
 
 # The names that torch has had for each, the newest first

@@ -30,15 +30,10 @@ class Dense:
         strides = dict(zip(order, inner, strict=True))
         return cls(tuple(shape), tuple(strides[d] for d in range(len(shape))), tuple(order))
 
-    @property
-    def is_row_major(self) -> bool:
-        """Whether memory order is row-major order."""
-        return self.order == tuple(range(len(self.shape)))
-
     def boxes(self, begin: int, end: int) -> list[Box]:
         """Elements ``[begin, end)`` in memory order as boxes of the tensor."""
         found = boxes_of_range([self.shape[d] for d in self.order], begin, end)
-        if self.is_row_major:
+        if self.order == tuple(range(len(self.order))):  # row-major
             return found
         back = sorted(range(len(self.order)), key=lambda i: self.order[i])
         return [Box(tuple(box.offsets[i] for i in back), tuple(box.sizes[i] for i in back)) for box in found]

@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _C
 from . import order
-from .owners import segment_of
 from .segment import Segment
-from .unit import Unit
 
 
 class Members(NamedTuple):
@@ -30,20 +28,6 @@ class Members(NamedTuple):
 
 
 _WIDE = {torch.float64, torch.complex128}
-
-
-def clip_grad_norm(units: Iterable[Unit], others: Iterable[Any], max_norm: float, norm_type: float) -> Tensor:
-    """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
-
-    ``others``: parameters that no unit has, counted once. Sharded ones are summed over the ranks that share them, and
-    DTensors over those of their mesh.
-    The norm is computed in fp32, or fp64 where a parameter is, and has the widest real dtype of the gradients.
-    Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
-    """
-    of_units = [pair for unit in units for pair in unit.parameters()]
-    known = {id(param) for _, param in of_units}
-    apart = {id(param): param for param in others if id(param) not in known and isinstance(param, nn.Parameter)}
-    return clip(by_group([*of_units, *((segment_of(param), param) for param in apart.values())]), max_norm, norm_type)
 
 
 def by_group(params: Iterable[tuple[Segment | None, Any]]) -> list[Members]:
@@ -96,9 +80,13 @@ def clip(
     norm_type: float,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """``clip_grad_norm`` of parameters that ``by_group`` has told apart, with no autograd recording.
+    """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
 
+    ``groups``: parameters as ``by_group`` tells them apart: sharded ones are summed over the ranks that share them, and
+    DTensors over those of their mesh. The norm is computed in fp32, or fp64 where a parameter is, and has the widest
+    real dtype of the gradients. Nothing of it is recorded for autograd.
     Raises: RuntimeError for a norm that is none, if asked.
+    Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
     params = [param for group in groups for param in group.params]
     if all(group.segment is None and group.across is None for group in groups):

@@ -56,14 +56,8 @@ class Handle:
     @property
     def _sharding_strategy(self) -> HandleShardingStrategy:
         """torch's strategy of this name; of those that torch has not, the one whose shards lie alike."""
-        name = self._wrapper.sharding_strategy.name
-        known: Any = getattr(HandleShardingStrategy, name, None)
-        if known is None:
-            known = (
-                HandleShardingStrategy.SHARD_GRAD_OP if self.uses_sharded_strategy else HandleShardingStrategy.NO_SHARD
-            )
-        strategy: HandleShardingStrategy = known
-        return strategy
+        like = HandleShardingStrategy.SHARD_GRAD_OP if self.uses_sharded_strategy else HandleShardingStrategy.NO_SHARD
+        return HandleShardingStrategy.__members__.get(self._wrapper.sharding_strategy.name, like)
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:

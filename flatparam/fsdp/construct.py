@@ -118,6 +118,7 @@ _FLAGS = (
     *("segments", "offload_grads", "check_values"),
 )
 _CLASSES: dict[str, type] = {
+    **dict.fromkeys(_FLAGS, int),
     "module": nn.Module,
     "cpu_offload": CPUOffload,
     "mixed_precision": MixedPrecision,
@@ -128,15 +129,10 @@ _CLASSES: dict[str, type] = {
 def check_types(**arguments: object) -> None:
     """Raises: TypeError naming the first argument of another type than it is documented to have, and what came."""
     for name, value in arguments.items():
-        if name in _FLAGS:
-            wanted, fits = "True or False", isinstance(value, int)
-        elif name not in _CLASSES:
-            continue
-        else:
-            cls = _CLASSES[name]
-            wanted = f"{cls.__module__.split('.')[0]}'s {cls.__name__}{'' if name == 'module' else ' or None'}"
-            fits = isinstance(value, cls) or (value is None and name != "module")
-        if not fits:
+        cls, may_be_none = _CLASSES.get(name, object), name not in ("module", *_FLAGS)
+        if not isinstance(value, cls) and not (value is None and may_be_none):
+            wanted = f"{cls.__module__.split('.')[0]}'s {cls.__name__}{' or None' if may_be_none else ''}"
+            wanted = "True or False" if cls is int else wanted
             raise TypeError(f"expected {name} to be {wanted}, got {value!r:.200} ({type(value).__name__})")
     precision = arguments.get("mixed_precision")
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):

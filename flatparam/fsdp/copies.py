@@ -50,7 +50,8 @@ def pickled(state: dict[str, Any], units: Iterable[Unit]) -> PickledState:
     modules: list[nn.Module] = []
     for unit in units:
         for segment, views in zip(unit.segments, unit.step.views(), strict=True):
-            forms.append((segment.flat, functools.partial(_as_shard, segment.flat)))
+            flat = segment.flat
+            forms.append((flat, functools.partial(as_flat_parameter, flat.detach(), flat.requires_grad)))
             for i, original in enumerate(segment.originals):
                 forms.append((original.param, functools.partial(as_parameter, original.param)))
                 if views is not None:
@@ -58,10 +59,6 @@ def pickled(state: dict[str, Any], units: Iterable[Unit]) -> PickledState:
                     forms.append((views[i], shown))
         modules += unit.module.modules()
     return pickled_state(state, forms, modules)
-
-
-def _as_shard(flat: nn.Parameter) -> Reduced:
-    return as_flat_parameter(flat.detach(), flat.requires_grad)
 
 
 def _itself(param: nn.Parameter) -> nn.Parameter:

@@ -24,6 +24,7 @@ from ..common.torch_private import REGISTRY_KEY, TorchsFSDP
 from . import order, torch_calls
 from .clip import by_group, clip
 from .errors import StateError
+from .names import join
 from .owners import all_units, owner_of_param, segment_of
 from .segment import Segment
 from .summon import refuse_unreduced
@@ -178,7 +179,7 @@ def _tensors(path: str, state: Any) -> Iterator[tuple[str, Tensor]]:
         yield path, state
     elif isinstance(state, Mapping | list | tuple):
         for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
-            yield from _tensors(f"{path}.{key}" if path else str(key), value)
+            yield from _tensors(join(path, str(key)), value)
 
 
 def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Unit, Segment]]:

@@ -42,9 +42,8 @@ class FullParams(Wrapper):
                 "writeback=True with rank0_only=True is not supported: it would leave the ranks with different "
                 "parameters. Pass one of them"
             )
-        wrappers = [inner for inner in module.modules() if isinstance(inner, Wrapper)] if recurse else [module]
         units = []
-        for wrapper in wrappers:
+        for wrapper in module.modules() if recurse else [module]:
             if isinstance(wrapper, Wrapper):
                 wrapper._check_idle(
                     "summon_full_params: Cannot manually unshard parameters during forward/backward or another summon"

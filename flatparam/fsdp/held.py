@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..common.dense import Dense
 from ..common.tensors import is_dense
-from .names import clean_tensor_name
+from .names import clean_tensor_name, join
 from .originals import Original
 from .segment import Here, Segment
 from .unit import Unit, units_of
@@ -154,11 +154,6 @@ def refuse_forms(held: Iterable[Held], what: str, instead: str) -> None:
     for one in held:
         if one.here is not None and one.original.form is not None:
             raise ValueError(f"{what}: `{one.name}` is in a form of its own, {one.original.form}: {instead}")
-
-
-def join(path: str, name: str) -> str:
-    """The name of what is called ``name`` in the module at ``path``."""
-    return f"{path}.{name}" if path else name
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:

@@ -14,11 +14,12 @@ from torch import Tensor
 from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
 from .agreement import digest_of, groups_of_placement
-from .held import Held, held_by, join, refuse_forms, unit_paths
+from .held import Held, held_by, refuse_forms, unit_paths
 from .materialize import blank
-from .names import clean_tensor_name
+from .names import clean_tensor_name, join
 from .order import gather_objects
-from .safetensors_files import Entry, Files
+from .originals import same_bytes
+from .safetensors_files import Entry, Files, sample_of
 from .unit import Unit, units_of
 from .wrapper import Wrapper
 
@@ -60,14 +61,12 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
             found = _match(wanted, reader, strict)
             for one in wanted:
                 names = [name for name in one.names if name in reader.entries]
-                for other in names[1:]:
-                    _check_tied(one, reader.entries[names[0]], reader.entries[other], [names[0], other])
                 if names:  # into its place, if there are no values that a failure could take
                     read.append((one, torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat))
-                    _read_piece(one, reader.entries[names[0]], read[-1][1])
+                    _read_piece(one, [reader.entries[name] for name in names], names, read[-1][1])
             shared = {name: unit for name, unit in _units_by_name(wanted).items() if name in reader.entries}
             values["the header"] = (None, reader.digest)
-            values |= {name: (shared[name], value) for name, value in reader.samples(shared).items()}
+            values |= {name: (unit, sample_of(reader.entries[name])) for name, unit in shared.items()}
         except Exception as caught:
             error = caught
         said = None if error is None else f"{type(error).__name__}: {error}"
@@ -127,20 +126,18 @@ def _check(name: str, one: Held, entry: Entry) -> None:
         raise ValueError(f"{entry.path}: `{name}` has dtype {entry.dtype_name}, which cannot be loaded into {dtype}")
 
 
-def _check_tied(one: Held, first: Entry, other: Entry, names: list[str]) -> None:
-    """Raises: ValueError if two names of one parameter have different values in the files."""
-    values = [torch.empty_like(one.flat, device="cpu") for _ in names]
-    for entry, out in zip((first, other), values, strict=True):
-        _read_piece(one, entry, out)
-    if not torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8)):
-        raise ValueError(f"`{names[0]}` and `{names[1]}` are one parameter, and have different values in the files")
+def _read_piece(one: Held, entries: list[Entry], names: list[str], out: Tensor) -> None:
+    """Elements of a file, which is row-major, in the order of the model's memory.
 
-
-def _read_piece(one: Held, entry: Entry, out: Tensor) -> None:
-    """Elements of the file, which is row-major, in the order of the model's memory."""
-    for box in one.dense.boxes(one.start, one.start + out.numel()):
-        begin = sum(at * stride for at, stride in zip(box.offsets, row_major(one.shape), strict=True))
-        entry.read_box(begin, one.dense.view(out, one.start, box))
+    Raises: ValueError if two names of one parameter have different values in the files.
+    """
+    for entry, name in zip(entries, names, strict=True):
+        into = out if name == names[0] else torch.empty_like(out, device="cpu")
+        for box in one.dense.boxes(one.start, one.start + out.numel()):
+            begin = sum(at * stride for at, stride in zip(box.offsets, row_major(one.shape), strict=True))
+            entry.read_box(begin, one.dense.view(into, one.start, box))
+        if into is not out and not same_bytes(into, out.to(into.device)):
+            raise ValueError(f"`{names[0]}` and `{name}` are one parameter, and have different values in the files")
 
 
 def check_kinds(module: nn.Module, state: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.layout import Box, FlatLayout, boxes_of_range
+from .names import join
 from .placement import Placement, Row
 from .unit import Unit
 
@@ -303,7 +304,7 @@ def shard_map(units: Iterable[tuple[str, Unit]]) -> list[Piece]:
                     start = held.start - segment.layout.offsets[index]
                     boxes = tuple(boxes_of_range(shape, start, start + held.numel)) if original.contiguous else None
                     piece = Piece(
-                        fqn=f"{path}.{original.fqn}" if path else original.fqn,
+                        fqn=join(path, original.fqn),
                         shape=tuple(original.shape),
                         dtype=segment.flat.dtype,
                         rank=segment.placement.holder(held.rank),

@@ -20,6 +20,11 @@ def without_units(name: str) -> str:
     return name.replace(FSDP_PREFIX, "")
 
 
+def join(path: str, name: str) -> str:
+    """The name of what is called ``name`` in the module at ``path``."""
+    return f"{path}.{name}" if path else name
+
+
 def p_assert(cond: Any, s: str, raise_assertion_error: bool = True) -> None:
     """torch 1.12's: print ``s`` and the stack, and raise AssertionError, unless ``cond`` holds; also under ``-O``."""
     _p_assert(cond, s, raise_assertion_error)

@@ -111,9 +111,8 @@ def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group:
 
 
 def _meet(group: dist.ProcessGroup) -> None:
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    ranks = dist.get_process_group_ranks(group)
-    if store is None or dist.get_backend(group) in peers.WITHOUT_STORE or len(ranks) == 1:
+    store, ranks = peers.store_of(group), dist.get_process_group_ranks(group)
+    if store is None or len(ranks) == 1:
         return
     if group not in _meetings:
         _meetings[group] = peers.Meetings(peers.own_connection(store), f"flatparam meets {peers.life_of_world()}")

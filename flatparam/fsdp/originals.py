@@ -17,6 +17,7 @@ from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_
 from ..common.torch_private import FSDPExtensions
 from .extensions import Form, check_mesh, flattened, parameter_of
 from .materialize import template_of
+from .names import join
 from .outputs import DeviceError
 from .placement import Placement
 
@@ -164,7 +165,7 @@ def find_originals(
         for name, param in submodule._parameters.items():
             if param is None or (ignored_params and param in ignored_params):
                 continue
-            place = Name(submodule, name, clean(f"{path}.{name}" if path else name))
+            place = Name(submodule, name, clean(join(path, name)))
             original = found.get(id(param))
             if original is None:
                 template: Tensor | None = template_of(param)

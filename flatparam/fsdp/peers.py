@@ -202,8 +202,8 @@ def board() -> Board | None:
     if world is None or world.size() == 1:
         return None
     if world not in _boards:
-        _, store = dist.distributed_c10d._world.pg_map.get(world, (None, None))
-        if store is None or dist.get_backend(world) in WITHOUT_STORE:
+        store = store_of(world)
+        if store is None:
             _boards[world] = None
         else:
             life = life_of_world()  # asks the store, which a new connection would try to reach for minutes
@@ -231,6 +231,12 @@ def life_of_world() -> str:
         store = dist.distributed_c10d._get_default_store()
         _lives[world] = str(store.add(f"flatparam/worlds of {dist.get_rank()}", 1))
     return _lives[world]
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """That of a group whose ranks are processes."""
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return None if dist.get_backend(group) in WITHOUT_STORE else store
 
 
 def own_connection(store: dist.Store) -> dist.Store:

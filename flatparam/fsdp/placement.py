@@ -113,7 +113,8 @@ class Placement:
         cut = state.pop("cut")
         vars(self).update(state)
         if cut is not None:
-            remember_cut(self.param, self.optim, cut)
+            known = _cuts.setdefault(dist.group.WORLD, {})
+            known.setdefault((_ranks(self.param), _ranks(self.optim)), cut)
 
     @property
     def shards(self) -> int:
@@ -210,15 +211,10 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
         wide = takes_a_wide_group(strategy)
         lengths = (2, 3) if TABLE[strategy].nested else (2,)
         if not (isinstance(process_group, Sequence) and len(process_group) in lengths):
-            what, pair, mesh = (
-                (
-                    "the optimizer's state",
-                    "(zero3 group, zero1 group), the second holding the first",
-                    " (outer, inner)",
-                )
-                if wide
-                else ("replicate it", "(shard group, replicate group)", "")
-            )
+            what, pair, mesh = "replicate it", "(shard group, replicate group)", ""
+            if wide:
+                what, mesh = "the optimizer's state", " (outer, inner)"
+                pair = "(zero3 group, zero1 group), the second holding the first"
             raise ValueError(
                 f"{strategy.name} must know which ranks share a parameter and which {what}: it requires explicit "
                 "specification of process group or device_mesh. Expected process_group to be passed in as "
@@ -305,11 +301,6 @@ _made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]]" 
 def inner_groups(inner: Any, wide: Any) -> Cut:
     """The inner groups that ``wide`` is cut into, by their first ranks, as ``check_pair`` has found them."""
     return _cuts[dist.group.WORLD][_ranks(inner), _ranks(wide)]
-
-
-def remember_cut(inner: Any, wide: Any, cut: Cut) -> None:
-    """As if ``check_pair`` had found it."""
-    _cuts.setdefault(dist.group.WORLD, {}).setdefault((_ranks(inner), _ranks(wide)), cut)
 
 
 def check_pair(inner: Any, wide: Any, what: str) -> None:

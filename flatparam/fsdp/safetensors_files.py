@@ -126,16 +126,9 @@ class Files:
         parts = [*sorted(self._headers), *sorted(name.encode("utf-8", "surrogatepass") for name in self.entries)]
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
-    def samples(self, names: Iterable[str]) -> dict[str, str]:
-        """What tells the values of tensors in other files apart, at little cost: a digest of a few KiB of each."""
-        return {name: sample_of(self.entries[name]) for name in names}
-
     def _add(self, path: Path, names: set[str] | None) -> None:
-        descriptor = open_file(path)
-        self._open.callback(os.close, descriptor)
-        header, begin, size = read_header(path, descriptor)
+        header, found = open_entries(path, self._open)
         self._headers.append(hashlib.sha256(header).digest())
-        found = entries_of(path, descriptor, header, begin, size)
         for name in sorted(names or ()):
             if name not in found:
                 raise FileError(f"{path}: the index says that `{name}` is in it, it is not")
@@ -211,8 +204,13 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
     return found
 
 
-def read_header(path: Path, descriptor: int) -> tuple[bytes, int, int]:
-    """The header, and where the data begin and end in the file."""
+def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry]]:
+    """The header of a file, and the tensors that it tells of; the file is open until ``closing`` is closed.
+
+    Raises: FileError unless the data fill the file without holes; OSError.
+    """
+    descriptor = open_file(path)
+    closing.callback(os.close, descriptor)
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
@@ -220,12 +218,7 @@ def read_header(path: Path, descriptor: int) -> tuple[bytes, int, int]:
     header = os.pread(descriptor, length, 8)
     if len(header) != length:
         raise FileError(f"{path}: ended while its header was read")
-    return header, 8 + length, size
-
-
-def entries_of(path: Path, descriptor: int, header: bytes, begin: int, size: int) -> dict[str, Entry]:
-    """The tensors that a header tells of. Raises: FileError unless their data fill the file without holes."""
-    found, ranges = {}, []
+    found, ranges, begin = {}, [], 8 + length
     for name, told in _json(path, header).items():
         if name == "__metadata__":
             continue
@@ -251,7 +244,7 @@ def entries_of(path: Path, descriptor: int, header: bytes, begin: int, size: int
         end = last
     if begin + end != size:
         raise FileError(f"{path}: expected {begin + end} bytes, it has {size}")
-    return found
+    return header, found
 
 
 def _sizes(values: Any) -> tuple[int, ...] | None:

@@ -17,11 +17,12 @@ from torch.profiler import record_function
 
 from .. import _C
 from . import collectives
-from .clip import clip_grad_norm
+from .clip import by_group, clip
 from .errors import StateError
-from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, without_units
+from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
+from .owners import segment_of
 from .placement import is_grid
 from .summon import Summoned, refuse_unreduced
 from .torch_calls import enter_forward, is_never_recomputed
@@ -336,12 +337,11 @@ class Stepping(Wrapper):
         self._check_root("clip_grad_norm_", modules)
         units = list(units_of(modules))
         refuse_unreduced(units, "clip_grad_norm_")
-        return clip_grad_norm(
-            units,
-            (param for module in modules for param in module._parameters.values() if param is not None),
-            float(max_norm),
-            float(norm_type),
-        )
+        params: dict[int, Any] = {id(param): (segment, param) for unit in units for segment, param in unit.parameters()}
+        for param in (param for module in modules for param in module._parameters.values()):
+            if isinstance(param, nn.Parameter):  # else a view
+                params.setdefault(id(param), (segment_of(param), param))
+        return clip(by_group(params.values()), float(max_norm), float(norm_type))
 
 
 def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -349,7 +349,7 @@ def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Ten
     for path, inner in module.named_modules():
         for name, buffer in inner._buffers.items():
             if buffer is not None:
-                yield without_units(f"{path}.{name}" if path else name), inner, name, buffer
+                yield without_units(join(path, name)), inner, name, buffer
 
 
 def _refuse_backward(name: str, grad: Tensor) -> None:

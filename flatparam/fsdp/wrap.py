@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn as nn
 
 from ..common.torch_private import _Policy
+from .names import join
 
 
 def targets_of(
@@ -91,7 +92,7 @@ def check_not_tied(
         for name, param in module._parameters.items():
             if param is None or param in ignored_params:
                 continue
-            fqn = f"{path}.{name}" if path else name
+            fqn = join(path, name)
             other, other_at, other_fqn = found.setdefault(param, (unit, at, fqn))
             if other is not unit:
                 raise ValueError(
@@ -101,7 +102,7 @@ def check_not_tied(
                 )
         for name, child in module._modules.items():
             if child is not None and child not in ignored_modules:
-                visit(child, f"{path}.{name}" if path else name, unit, at)
+                visit(child, join(path, name), unit, at)
 
     visit(root, "", root, "")
 

@@ -164,14 +164,12 @@ class Wrapper(Marks, nn.Module):
     @property
     def rank(self) -> int:
         """This rank in ``process_group``."""
-        rank: int = self.process_group.rank()
-        return rank
+        return int(self.process_group.rank())
 
     @property
     def world_size(self) -> int:
         """The ranks in ``process_group``."""
-        size: int = self.process_group.size()
-        return size
+        return int(self.process_group.size())
 
     @property
     def compute_device(self) -> torch.device:
