@@ -188,6 +188,7 @@ class Segment:
     def gather(self, shard: Tensor) -> Tensor:
         """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype.
 
+        Dtypes of one byte, which not every backend moves, go as bytes.
         Raises: ValueError naming a parameter if ``shard`` has no memory.
         """
         if lacks_memory(shard):
@@ -197,6 +198,8 @@ class Segment:
             )
         if not self.is_sharded:
             return shard.to(self.device)
+        if shard.dtype.itemsize == 1 and shard.dtype != torch.uint8:
+            return self.gather(shard.contiguous().view(torch.uint8)).view(shard.dtype)
         shard = shard.to(self.device)
         placement = self.placement
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)

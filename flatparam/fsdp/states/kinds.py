@@ -62,7 +62,11 @@ class Kinds(Wrapper):
         wrappers = Wrapper.fsdp_modules(module)
         before = _common(wrappers, whole=False)
         for wrapper in wrappers:
-            _check_mesh(wrapper, state_dict_type)
+            if state_dict_type is StateDictType.LOCAL_STATE_DICT and wrapper.placement.mesh is not None:
+                raise StateError(
+                    f"DeviceMesh is not compatible with LOCAL_STATE_DICT: {wrapper._unit.name} was made with one, set "
+                    "SHARDED_STATE_DICT for DTensors"
+                )
         for wrapper in wrappers:
             if wrapper.placement.mesh is not None and state_dict_type is StateDictType.SHARDED_STATE_DICT:
                 for config in configs:
@@ -98,14 +102,6 @@ class Kinds(Wrapper):
         finally:
             for wrapper, settings in zip(wrappers, before, strict=True):
                 wrapper._settings = settings
-
-
-def _check_mesh(wrapper: Any, kind: StateDictType) -> None:
-    if kind is StateDictType.LOCAL_STATE_DICT and wrapper.placement.mesh is not None:
-        raise StateError(
-            f"DeviceMesh is not compatible with LOCAL_STATE_DICT: {wrapper._unit.name} was made with one, set "
-            "SHARDED_STATE_DICT for DTensors"
-        )
 
 
 def _common(wrappers: list[Any], *, whole: bool) -> StateDictSettings | None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..errors import StateError
 from ..held import Held
 from ..originals import in_order
-from .table import Stepped, Table
-from .values import Described, Like, Scalar, classify, same
+from .table import Stepped, Table, settings_of_group
+from .values import Described, Like, Scalar, by_gather, classify, same
 
 # fetch(segment's number, key, dtype, parameters): of each parameter the elements that are here, 1-D, in memory order
 Fetch = Callable[[int, str, torch.dtype, list[Held]], Iterator[tuple[Held, Tensor]]]
@@ -55,12 +55,7 @@ def cut(
     cut_state: dict[Stepped, dict[str, Any]] = {
         one: {key: _own(value, one) for key, value in values.items()} for one, values in plan.items()
     }
-    members: dict[tuple[int, str, torch.dtype], list[Stepped]] = {}
-    for one, values in plan.items():
-        for key, value in values.items():
-            if isinstance(value, Like) and one.place is not None:
-                members.setdefault((one.place[0], key, value.dtype), []).append(one)
-    for (number, key, dtype), owners in sorted(members.items(), key=lambda item: (*item[0][:2], str(item[0][2]))):
+    for (number, key, dtype), owners in by_gather(plan):
         owner_of = {param: one for one in owners for param in one.params if param.name in described}
         for param, piece in fetch(number, key, dtype, list(owner_of)):
             _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
@@ -165,7 +160,7 @@ def _param_groups(
         places[one] = next(iter(found), None)
     if own is None:
         return [
-            {**_settings(group), "params": [keys[one] for one, place in places.items() if place == number]}
+            {**settings_of_group(group), "params": [keys[one] for one, place in places.items() if place == number]}
             for number, group in enumerate(given)
         ]
     result = []
@@ -183,12 +178,10 @@ def _param_groups(
                 "is loaded: group them alike"
             )
         source = given[next(iter(sources))] if sources else given[number] if number < len(given) else mine
-        result.append({**_settings(source), "params": [keys[one] for one in members if places[one] is not None]})
+        result.append(
+            {**settings_of_group(source), "params": [keys[one] for one in members if places[one] is not None]}
+        )
     return result
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy({key: value for key, value in group.items() if key != "params"})
 
 
 def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:

@@ -55,9 +55,11 @@ class ModelStates(Kinds):
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
-        ready = _ready.pop((id(self), prefix), None)
+        ready: Any = _ready.pop((id(self), prefix), None)
         if ready is not None and destination is not None:
-            _move(ready, destination)
+            destination.update(ready)
+            if hasattr(destination, "_metadata"):
+                destination._metadata.update(ready._metadata)
             return destination
         unit = self._unit
         already = unit.summoned is not None
@@ -115,13 +117,16 @@ class ModelStates(Kinds):
         """
         self._check_idle("load_state_dict")
         units = list(units_of(self.modules()))
-        _check_all_rows(self, units, state_dict)
+        is_sharded = self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+        if is_sharded or any(is_rows(value) for value in state_dict.values()):  # before anything is gathered
+            agree_on_rows("load_state_dict", units, _checked_rows(self, state_dict))
         before, error, result = Before(self, units), None, None
         values: Values = {}
         try:
             try:
                 result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-                check_kinds(self, {key: _stand_in(value) for key, value in state_dict.items()})
+                plain = {k: torch.empty(0, dtype=v.dtype) if is_rows(v) else v for k, v in state_dict.items()}
+                check_kinds(self, plain)
                 values = values_of(self, {key: value for key, value in state_dict.items() if not is_rows(value)})
             finally:
                 for wrapper in self.fsdp_modules(self):
@@ -175,16 +180,6 @@ def _empty() -> OrderedDict[str, Any]:
     found: Any = OrderedDict()
     found._metadata = OrderedDict()
     return found  # type: ignore[no-any-return]
-
-
-def _move(ready: Any, destination: Any) -> None:
-    destination.update(ready)
-    if hasattr(destination, "_metadata"):
-        destination._metadata.update(ready._metadata)
-
-
-def _stand_in(value: Any) -> Any:
-    return torch.empty(0, dtype=value.dtype) if is_rows(value) else value
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -259,12 +254,6 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
             state.update(dict.fromkeys(names[param], formed[param].formed(whole)))
 
 
-def _check_all_rows(model: nn.Module, units: list[Unit], state: Mapping[str, Any]) -> None:
-    """Raises: RuntimeError on every rank, before anything is gathered, for rows that do not fit on one of them."""
-    if any(is_rows(value) for value in state.values()) or _is_sharded_kind(model):
-        agree_on_rows("load_state_dict", units, _checked_rows(model, state))
-
-
 def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, Held, Any]]:
     table = Table(model)
     for key, value in state.items():
@@ -281,7 +270,3 @@ def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
         elif not isinstance(value, DTensor):
             raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
         yield param.name, param, value
-
-
-def _is_sharded_kind(model: Any) -> bool:
-    return bool(model._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,8 @@ from ..held import Held
 from ..order import gather_objects
 from ..segment import Segment
 from .entries import Take
-from .table import Stepped, Table
-from .values import Described, Like, Scalar, described, keys_of_one_shape, same
+from .table import Stepped, Table, settings_of_group
+from .values import Described, Like, Scalar, by_gather, described, keys_of_one_shape, same
 
 Place = tuple[int, int]  # which segment, which original; -1: all of them
 _NOTHING = "nothing"  # of a parameter lies on a rank
@@ -56,15 +56,10 @@ def unsharded_state(
             result["state"][key] = value
     if "param_groups" in given:
         result["param_groups"] = [
-            {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": names}
-            for group, names in zip(given["param_groups"], _names(groups), strict=True)
+            {**settings_of_group(group), "params": [param.name for one in members for param in one.params]}
+            for group, members in zip(given["param_groups"], groups, strict=True)
         ]
     return result
-
-
-def _names(groups: list[list[Stepped]]) -> Iterator[list[str]]:
-    for group in groups:
-        yield [param.name for one in group for param in one.params]
 
 
 def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
@@ -84,10 +79,8 @@ def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | N
                     key: None if gathered_later and isinstance(value, Like) else _own(value, mine.get(key), sink, param)
                     for key, value in found[one].items()
                 }
-    keys = _keys_of(found)
-    for number, segment in enumerate(table.segments):
-        for (key, dtype), members in keys.get(number, {}).items():
-            _gather(segment, key, dtype, members, held, sink, result)
+    for (number, key, dtype), members in by_gather(found):
+        _gather(table.segments[number], key, dtype, members, held, sink, result)
     return result
 
 
@@ -98,16 +91,6 @@ def _own(value: Any, held: Any, sink: Sink, param: Held) -> Any:
     if isinstance(held, Tensor):
         return held.detach().to("cpu" if sink.to_cpu else held.device, copy=True)
     return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
-
-
-def _keys_of(found: dict[Stepped, Described]) -> dict[int, dict[tuple[str, torch.dtype], list[Stepped]]]:
-    """What one gather brings: by segment, then by key and dtype, the owners of such tensors."""
-    members: dict[int, dict[tuple[str, torch.dtype], list[Stepped]]] = {}
-    for one, values in found.items():
-        for key, value in values.items() if one.place is not None else ():
-            if isinstance(value, Like) and one.place is not None:
-                members.setdefault(one.place[0], {}).setdefault((key, value.dtype), []).append(one)
-    return members
 
 
 def _described(one: Stepped, values: Mapping[str, Any], unlike: set[str]) -> Described:
@@ -202,17 +185,10 @@ def _gather(
                 one.params[0].piece_of(shard).copy_(held[one][key])
     else:
         return  # it is whole, and was copied
-    whole = gathered(segment, shard)
+    whole = segment.gather(shard)
     if sink is None:
         return
     for param in (param for one in members for param in one.params):
         original = segment.originals[param.number]
         place = segment.view(whole, original, segment.layout.offsets[param.number])
         result[param.name][key] = sink.take(segment, original, original.formed(place))
-
-
-def gathered(segment: Segment, shard: Tensor) -> Tensor:
-    """``shard`` of all ranks ``[padded_numel]``. Dtypes of one byte, which not every backend moves, go as bytes."""
-    if shard.dtype.itemsize == 1:
-        return segment.gather(shard.contiguous().view(torch.uint8)).view(shard.dtype)
-    return segment.gather(shard)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,11 @@ def _groups(given: Iterable[Any]) -> Iterator[Iterable[Tensor]]:
         yield from ([group["params"]] if isinstance(group["params"], Tensor) else group["params"] for group in listed)
     else:
         yield listed
+
+
+def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what is set for a group of an optimizer, without its parameters."""
+    return copy.deepcopy({key: value for key, value in group.items() if key != "params"})
 
 
 def settings_of(model: nn.Module) -> Any:

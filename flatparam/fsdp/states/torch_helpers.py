@@ -13,7 +13,7 @@ from torch import Tensor
 from ...common.after_import import after_import
 from ...common.torch_private import TorchsFSDP
 from .. import foreign
-from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE
+from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE, join
 from ..owners import segment_of
 from ..wrapper import Wrapper
 from .kinds import Kinds
@@ -70,6 +70,6 @@ def _names_of(original: Callable[..., Any]) -> Callable[..., Any]:
         if segment is None:
             return original(model, name, *args, **kwargs)
         (prefix,) = original(model, path, *args, **kwargs) if path != FSDP_WRAPPED_MODULE else ("",)
-        return {f"{prefix}.{one.fqn}" if prefix else one.fqn for one in segment.originals}
+        return {join(prefix, one.fqn) for one in segment.originals}
 
     return names_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import StateError
 from ..held import Held
 from ..originals import same_bytes
-from .table import Table
+from .table import Stepped, Table
 
 
 class Like(NamedTuple):
@@ -122,6 +122,16 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
                     )
                 found[name][key] = _plain(value)
     return found
+
+
+def by_gather(found: Mapping[Stepped, Described]) -> list[tuple[tuple[int, str, torch.dtype], list[Stepped]]]:
+    """What one gather brings: the segment's number, key and dtype, and whose tensors. Alike on all ranks."""
+    members: dict[tuple[int, str, torch.dtype], list[Stepped]] = {}
+    for one, values in found.items():
+        for key, value in values.items():
+            if isinstance(value, Like) and one.place is not None:
+                members.setdefault((one.place[0], key, value.dtype), []).append(one)
+    return sorted(members.items(), key=lambda item: (*item[0][:2], str(item[0][2])))
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
