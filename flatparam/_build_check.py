@@ -92,7 +92,8 @@ def check() -> None:
     """Raise ImportError, in one line, unless the extension can be loaded. Imports torch, whose libraries it needs."""
     problem = platform_problem(*this_platform())
     if problem is None:
-        problem = import_problem(_installed_torch(), _built_against(), _built_here(Path(__file__).parent))
+        built_here = any((Path(__file__).parent / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
+        problem = import_problem(_installed_torch(), _built_against(), built_here)
     if problem is not None:
         raise ImportError(problem)
 
@@ -111,7 +112,3 @@ def _built_against() -> str | None:
     except ModuleNotFoundError:
         return None
     return TORCH_VERSION
-
-
-def _built_here(package: Path) -> bool:
-    return any((package / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)

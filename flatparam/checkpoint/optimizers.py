@@ -124,10 +124,6 @@ class Named:
             return True
         return tuple(held.owner.shape) == held.shape and held.numel == math.prod(held.shape)
 
-    def first_of(self, param: Tensor) -> Held:
-        """The first of those in ``param`` that have elements here."""
-        return next(one for one in self.held[id(param)] if one.numel)
-
     def layout_of(self, param: Tensor) -> str:
         """The same for the same elements of the same parameters, in the same shape."""
         held = [(one.name, one.start, one.numel) for one in self.held[id(param)] if one.numel]

@@ -10,7 +10,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..fsdp.held import Held, held_by, refuse_forms
-from ..fsdp.placement import Placement
 from ..layer_zero.handle import FlatParamHandle, owner_of
 from ..layer_zero.states import IDLE
 
@@ -52,16 +51,12 @@ def written(held: Held, rank: int) -> tuple[int, int]:
         return held.start, held.start + held.numel
     if held.segment is None or held.here is None:
         return 0, held.numel if rank == 0 else 0
-    first, last = share(held.segment.layout.shard_numel, held.segment.placement)
+    numel, placement = held.segment.layout.shard_numel, held.segment.placement  # its replicas write the other elements
+    replica = 0 if placement.replicate is None else dist.get_rank(placement.replicate)
+    first, last = numel * replica // placement.replicas, numel * (replica + 1) // placement.replicas
     begin, end = max(first, held.here.start), min(last, held.here.start + held.numel)
     start = held.start - held.here.start
     return (start + begin, start + end) if begin < end else (held.start, held.start)
-
-
-def share(numel: int, placement: Placement) -> tuple[int, int]:
-    """Which of a shard's ``numel`` elements this rank writes: its replicas write the others."""
-    replica = 0 if placement.replicate is None else dist.get_rank(placement.replicate)
-    return numel * replica // placement.replicas, numel * (replica + 1) // placement.replicas
 
 
 def _in_handle(name: str, tensor: Tensor) -> Held | None:

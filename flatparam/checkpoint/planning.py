@@ -195,15 +195,16 @@ def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: di
     The tensors go into ``values``, once for a flat parameter; None is the value of its other parameters.
     """
     inner: dict[str, Tensor] = {}
+    in_owner = named.held[id(held.owner)]
     found = encode(value, f"piece.{name}", inner)
     seen = _seen(value)
     has_tensors = bool(inner) and key != "step"
-    if has_tensors and named.first_of(held.owner) is not held:
+    if has_tensors and next(one for one in in_owner if one.numel) is not held:
         found = None
     elif has_tensors:
         values |= inner
     has_dims = any(one.dim() for one in inner.values())
-    return [named.layout_of(held.owner), seen, found, has_tensors, has_dims, len(named.held[id(held.owner)]) > 1]
+    return [named.layout_of(held.owner), seen, found, has_tensors, has_dims, len(in_owner) > 1]
 
 
 def _seen(value: Any) -> str:

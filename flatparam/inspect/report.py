@@ -121,11 +121,7 @@ def as_json(model: str, units: list[Unit], plan: MemoryPlan, settings: Settings)
         "shard_alignment": settings.shard_alignment,
         "atomic": "row" if settings.atomic_rows else None,
         "bytes": {
-            "between_steps": plan.between_steps,
-            "peak": plan.peak,
-            "peak_alone": plan.peak_alone,
-            "peak_no_sync": plan.peak_no_sync,
-            "no_sync": plan.no_sync,
+            key: getattr(plan, key) for key in ("between_steps", "peak", "peak_alone", "peak_no_sync", "no_sync")
         },
         "moments": [
             {"unit": units[moment.unit].path, "phase": moment.phase, "bytes": moment.bytes} for moment in plan.moments
