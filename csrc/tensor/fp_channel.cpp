@@ -59,8 +59,11 @@ explained(const fp_group *group, Call &&call)
 // the lock of the queue that these calls wait for.
 template <class Start>
 c10::intrusive_ptr<c10d::Work>
-started(const fp_group &group, Start &&start)
+started(const fp_group &group, const at::Tensor &tensor, Start &&start)
 {
+    TORCH_CHECK(group.connected || !is_captured(tensor.device()),
+                "flatparam: a CUDA graph is captured before the first "
+                "collective over a process group, which makes its communicator: run a few steps before");
     return explained(&group, [&] {
         const WithoutGil released;
         auto work = start(*group.native);
@@ -151,7 +154,7 @@ c10::intrusive_ptr<c10d::Work>
 all_gather(const fp_group &group, const at::Tensor &gathered, const at::Tensor &own)
 {
     at::Tensor output = as_sent(gathered), input = as_sent(own);
-    return started(group, [&](auto &native) {
+    return started(group, input, [&](auto &native) {
         if constexpr (requires { native.all_gather_single(output, input); }) {
             return native.all_gather_single(output, input);
         }
@@ -167,7 +170,7 @@ reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tenso
     at::Tensor output = as_sent(reduced), input = as_sent(whole);
     c10d::ReduceScatterOptions options;
     options.reduceOp = sum_of(factor);
-    return started(group, [&](auto &native) {
+    return started(group, input, [&](auto &native) {
         if constexpr (requires { native.reduce_scatter_single(output, input); }) {
             return native.reduce_scatter_single(output, input, options);
         }
@@ -183,7 +186,7 @@ all_reduce(const fp_group &group, const at::Tensor &tensor, double factor)
     std::vector<at::Tensor> tensors = {as_sent(tensor)};
     c10d::AllreduceOptions options;
     options.reduceOp = sum_of(factor);
-    return started(group, [&](auto &native) { return native.allreduce(tensors, options); });
+    return started(group, tensor, [&](auto &native) { return native.allreduce(tensors, options); });
 }
 
 void
@@ -418,6 +421,9 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         const fp::Plainly plainly;
         auto sum = std::make_unique<fp_sum>();
         const c10::Device device = fp::unpack(like).device();
+        TORCH_CHECK(!fp::is_captured(device),
+                    "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: ranks "
+                    "tell each other which copies are old and which gradients there are, and the host waits for that");
         sum->group = group;
         sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
         std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());

@@ -166,6 +166,9 @@ void
 wait_until(std::optional<c10::Event> &event)
 {
     if (event) {
+        TORCH_CHECK(!is_captured(event->device()),
+                    "flatparam: what lies on the host cannot be captured into a CUDA graph, as "
+                    "the host waits for the device: leave out CPUOffload and offload_grads");
         const WithoutGil released;
         if (!event->query()) {
             event->synchronize();

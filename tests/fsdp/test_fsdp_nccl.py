@@ -5,6 +5,7 @@ And what it does where there is no memory, or no collective for a device.
 The simulated device's collectives stand for it (simulated.py). The oracle is the same training on the CPU, bit for bit.
 """
 
+import contextlib
 import warnings
 
 import pytest
@@ -16,8 +17,8 @@ from gloo import note, run_ranks
 from test_fsdp_device import assert_equal, groups_of, three_groups, train
 from torch import nn
 
+from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import MixedPrecision, ShardingStrategy
 from flatparam.fsdp.originals import default_alignment
 
 CPU = torch.device("cpu")
@@ -149,3 +150,32 @@ def elsewhere(library):
 
 def test_parameters_on_a_device_that_the_group_has_no_collectives_for(library):
     run_ranks(elsewhere, 2, library)
+
+
+def captured(library):
+    device = simulated.use(library)
+    sim = torch.device("sim", 0)
+    for ways, warm, message in (
+        ({}, 0, "run a few steps before"),
+        ({}, 1, None),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, 0, "run a few steps before"),
+        ({"sharding_strategy": ShardingStrategy.ZERO_1}, 1, "ZERO_1 and LAYER_ZERO cannot be captured"),
+        ({"cpu_offload": CPUOffload(True)}, 1, "leave out CPUOffload"),
+    ):
+        note(f"{ways}, {warm}")
+        model = wrap_blocks(make(), process_group=simulated.new_group(), device_id=sim, use_orig_params=True, **ways)
+        x = data(0).to(sim)
+        for _ in range(warm):
+            loss_of(model, x).backward()
+        model.zero_grad()
+        device.capturing(True)
+        with contextlib.nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
+            loss_of(model, x).backward()
+        device.capturing(False)
+        model.zero_grad()
+        loss_of(model, x).backward()
+
+
+@pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="this torch does not tell of captures")
+def test_what_a_graph_cannot_have_is_said_before_it_is_captured(library):
+    run_ranks(captured, 2, library)

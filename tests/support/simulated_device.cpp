@@ -191,6 +191,8 @@ struct Recorded {
     int64_t stream, until;
 };
 
+bool capturing = false; // as if, into a graph
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static constexpr c10::DeviceType static_type = SIM;
 
@@ -276,6 +278,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
         check_not_ended();
         delete static_cast<Recorded *>(event);
+    }
+    virtual bool isStreamCapturing(const c10::Stream &) const // which torch asks from 2.13 on
+    {
+        return capturing;
     }
     bool queryStream(const c10::Stream &stream) const override
     {
@@ -1050,6 +1056,10 @@ PYBIND11_MODULE(simulated_device, m)
     m.def("fail_after", [](int64_t collectives) {
         const Locked locked(mutex);
         fail_after = collectives;
+    });
+    m.def("capturing", [](bool now) {
+        const Locked locked(mutex);
+        capturing = now;
     });
     m.def("room", [](int64_t bytes) {
         const Locked locked(mutex);
