@@ -34,7 +34,7 @@ PHASE
 phase_layout_of_400(void)
 {
     fp_layout made;
-    need(fp_layout_init(&made, numels, PARAMS, 4, WORLD, 4));
+    need(fp_layout_init(&made, numels, NULL, PARAMS, 4, WORLD, 4));
     sink += made.padded_numel;
     fp_layout_clear(&made);
 }
@@ -138,7 +138,7 @@ main(void)
         big[i] = (fp_segment){.data = values + BIG * i, .start = BIG * i, .numel = BIG};
         big_low[i] = (fp_segment){.data = low_values + BIG * i, .start = BIG * i, .numel = BIG};
     }
-    need(fp_layout_init(&layout, numels, PARAMS, 4, WORLD, 4));
+    need(fp_layout_init(&layout, numels, NULL, PARAMS, 4, WORLD, 4));
     need(fp_simd_set_level(FP_SIMD_BASELINE));
     phase_layout_of_400();
     phase_parts_of_one_shard();

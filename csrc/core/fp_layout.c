@@ -48,14 +48,15 @@ allocate(fp_layout *layout, size_t n)
 
 /* Check the arguments, and that even with the most padding no size in bytes can overflow. */
 static fp_status
-check_sizes(const int64_t *numels, size_t n, int64_t alignment, int64_t world_size, int64_t item_bytes)
+check_sizes(const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment, int64_t world_size,
+            int64_t item_bytes)
 {
-    if (numels == NULL || n < 1 || alignment < 0 || world_size < 1 || item_bytes < 1) {
+    if (numels == NULL || n < 1 || alignment < (blocks != NULL) || world_size < 1 || item_bytes < 1) {
         return FP_EINVAL;
     }
     int64_t sum = 0, room = INT64_MAX / item_bytes;
     for (size_t i = 0; i < n; i++) {
-        if (numels[i] < 0) {
+        if (numels[i] < 0 || (blocks != NULL && blocks[i] < 1)) {
             return FP_EINVAL;
         }
         if (numels[i] > room || alignment > room - numels[i]) {
@@ -70,15 +71,6 @@ check_sizes(const int64_t *numels, size_t n, int64_t alignment, int64_t world_si
     return world_size > room ? FP_EOVERFLOW : FP_OK;
 }
 
-/* An empty layout with room for n parameters, if the arguments are right. */
-static fp_status
-begin(fp_layout *made, const int64_t *numels, size_t n, int64_t alignment, int64_t world_size, int64_t item_bytes)
-{
-    *made = (fp_layout){.world_size = world_size, .item_bytes = item_bytes, .alignment = alignment, .num_params = n};
-    const fp_status status = check_sizes(numels, n, alignment, world_size, item_bytes);
-    return status == FP_OK ? allocate(made, n) : status;
-}
-
 /* Append parameter i at the layout's end. */
 static void
 add_param(fp_layout *made, size_t i, int64_t numel)
@@ -89,67 +81,69 @@ add_param(fp_layout *made, size_t i, int64_t numel)
     add_item(made, numel, 0);
 }
 
-fp_status
-fp_layout_init(fp_layout *layout, const int64_t *numels, size_t n, int64_t alignment, int64_t world_size,
-               int64_t item_bytes)
+/* One after the other, as torch does. */
+static void
+follow_each_other(fp_layout *made, const int64_t *numels)
 {
-    fp_layout made;
-    const fp_status status = begin(&made, numels, n, alignment, world_size, item_bytes);
-    if (status != FP_OK) {
-        return status;
-    }
-    for (size_t i = 0; i < n; i++) {
-        if (alignment > 0) {
-            add_item(&made, padding_to(made.numel, alignment), 1);
+    for (size_t i = 0; i < made->num_params; i++) {
+        if (made->alignment > 0) {
+            add_item(made, padding_to(made->numel, made->alignment), 1);
         }
-        add_param(&made, i, numels[i]);
+        add_param(made, i, numels[i]);
     }
-    if (alignment > 0) {
-        add_item(&made, padding_to(made.numel, world_size), 1);
+    if (made->alignment > 0) {
+        add_item(made, padding_to(made->numel, made->world_size), 1);
     }
-    made.shard_numel = 1 + (made.numel - 1) / world_size;
-    made.padded_numel = made.shard_numel * world_size;
-    *layout = made;
-    return FP_OK;
+    made->shard_numel = 1 + (made->numel - 1) / made->world_size;
+    made->padded_numel = made->shard_numel * made->world_size;
 }
 
-fp_status
-fp_layout_init_atomic(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment,
-                      int64_t world_size, int64_t item_bytes)
+/* In shards that cut no block. */
+static fp_status
+cut_no_block(fp_layout *made, const int64_t *numels, const int64_t *blocks)
 {
-    fp_layout made;
-    fp_status status = blocks == NULL || alignment < 1 ? FP_EINVAL : FP_OK;
-    for (size_t i = 0; status == FP_OK && i < n; i++) {
-        status = blocks[i] < 1 ? FP_EINVAL : FP_OK;
-    }
-    if (status == FP_OK) {
-        status = begin(&made, numels, n, alignment, world_size, item_bytes);
-    }
-    if (status != FP_OK) {
-        return status;
-    }
-    int64_t *steps = made.item_numels; /* not in use yet */
+    const size_t n = made->num_params;
+    int64_t *steps = made->item_numels; /* not in use yet */
     for (size_t i = 0; i < n; i++) {
-        steps[i] = fp_atomic_step(numels[i], blocks[i], alignment);
+        steps[i] = fp_atomic_step(numels[i], blocks[i], made->alignment);
     }
     const fp_atomic atomic = {.numels = numels,
                               .steps = steps,
                               .n = n,
-                              .alignment = alignment,
-                              .world_size = world_size,
-                              .most_padded = INT64_MAX / item_bytes};
-    status = fp_atomic_shard_numel(&atomic, &made.shard_numel);
+                              .alignment = made->alignment,
+                              .world_size = made->world_size,
+                              .most_padded = INT64_MAX / made->item_bytes};
+    const fp_status status = fp_atomic_shard_numel(&atomic, &made->shard_numel);
+    if (status != FP_OK) {
+        return status;
+    }
+    fp_atomic_starts(&atomic, made->shard_numel, made->starts);
+    for (size_t i = 0; i < n; i++) {
+        add_item(made, made->starts[i] - made->numel, 1);
+        add_param(made, i, numels[i]);
+    }
+    made->padded_numel = made->shard_numel * made->world_size;
+    add_item(made, made->padded_numel - made->numel, 1);
+    return FP_OK;
+}
+
+fp_status
+fp_layout_init(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment,
+               int64_t world_size, int64_t item_bytes)
+{
+    fp_layout made = {.world_size = world_size, .item_bytes = item_bytes, .alignment = alignment, .num_params = n};
+    fp_status status = check_sizes(numels, blocks, n, alignment, world_size, item_bytes);
+    status = status == FP_OK ? allocate(&made, n) : status;
+    if (status == FP_OK && blocks != NULL) {
+        status = cut_no_block(&made, numels, blocks);
+    }
+    else if (status == FP_OK) {
+        follow_each_other(&made, numels);
+    }
     if (status != FP_OK) {
         fp_layout_clear(&made);
         return status;
     }
-    fp_atomic_starts(&atomic, made.shard_numel, made.starts);
-    for (size_t i = 0; i < n; i++) {
-        add_item(&made, made.starts[i] - made.numel, 1);
-        add_param(&made, i, numels[i]);
-    }
-    made.padded_numel = made.shard_numel * world_size;
-    add_item(&made, made.padded_numel - made.numel, 1);
     *layout = made;
     return FP_OK;
 }

@@ -43,20 +43,18 @@ typedef struct {
 
 /* Lay out n parameters.
  *   numels      elements of each, >= 0; their sum >= 1
+ *   blocks      NULL: as torch does. Else shards start at multiples of the alignment (>= 1) and cut no block
+ *               (core/fp_atomic.h): parameter i is cut only at multiples of blocks[i] >= 1 elements, counted from its
+ *               start. The shards are as short as that allows; the padding at the end reaches to the last of them, so
+ *               numel is padded_numel
  *   alignment   elements, >= 0; 0: none
  *   world_size  >= 1
  *   item_bytes  bytes of one element, >= 1
  *   layout      written only when FP_OK is returned; then to be given to fp_layout_clear
  * Returns FP_OK; FP_EINVAL for an argument out of range; FP_EOVERFLOW if the total in bytes might not fit 64 bits,
  * taking each padding as large as the alignment and the world size allow; FP_ENOMEM. O(n), one allocation. */
-fp_status fp_layout_init(fp_layout *layout, const int64_t *numels, size_t n, int64_t alignment, int64_t world_size,
-                         int64_t item_bytes);
-
-/* The same with shards that start at multiples of the alignment (>= 1) and cut no block (core/fp_atomic.h): parameter i
- * is cut only at multiples of blocks[i] >= 1 elements, counted from its start. The shards are as short as that allows;
- * the padding at the end reaches to the last of them, so numel is padded_numel. */
-fp_status fp_layout_init_atomic(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n,
-                                int64_t alignment, int64_t world_size, int64_t item_bytes);
+fp_status fp_layout_init(fp_layout *layout, const int64_t *numels, const int64_t *blocks, size_t n, int64_t alignment,
+                         int64_t world_size, int64_t item_bytes);
 
 /* Give back the arrays. Allowed for a zeroed layout and twice. */
 void fp_layout_clear(fp_layout *layout);

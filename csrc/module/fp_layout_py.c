@@ -67,10 +67,8 @@ layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self = type->tp_alloc(type, 0); /* zeroed */
     if (self != NULL) {
-        fp_layout *layout = layout_of(self);
         const fp_status status =
-            blocks == NULL ? fp_layout_init(layout, numels, (size_t)n, alignment, world_size, itemsize)
-                           : fp_layout_init_atomic(layout, numels, blocks, (size_t)n, alignment, world_size, itemsize);
+            fp_layout_init(layout_of(self), numels, blocks, (size_t)n, alignment, world_size, itemsize);
         if (fp_fail(module_of_type(type), status,
                     "expected at least one element, no negative size, world_size >= 1, itemsize >= 1 and alignment >= "
                     "%d%s, with all of it in 64 bits of bytes; got %zd parameters, world_size %lld, itemsize %lld, "
@@ -89,10 +87,8 @@ done:
 static void
 layout_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     fp_layout_clear(layout_of(self));
-    type->tp_free(self);
-    Py_DECREF(type); /* an object of a heap type owns a reference to it */
+    fp_free_object(self);
 }
 
 /* [begin, end) from two arguments. */

@@ -42,6 +42,15 @@ fp_is_of(PyObject *object, destructor dealloc)
     return Py_TYPE(object)->tp_dealloc == dealloc;
 }
 
+/* The end of tp_dealloc: an object of a heap type owns a reference to it. */
+static inline void
+fp_free_object(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
 /* TypeError unless min <= nargs <= max. name is the Python name of the function, for the message. */
 int fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, Py_ssize_t max);
 

@@ -48,7 +48,7 @@ test_random(void)
         shard += alignment;
     }
     fp_layout layout;
-    CHECK_EQ(fp_layout_init_atomic(&layout, numels, blocks, n, alignment, world_size, 4), FP_OK);
+    CHECK_EQ(fp_layout_init(&layout, numels, blocks, n, alignment, world_size, 4), FP_OK);
     CHECK_EQ(layout.shard_numel, shard);
     CHECK_EQ(layout.numel, shard * world_size);
     CHECK_EQ(layout.padded_numel, shard * world_size);
@@ -74,18 +74,17 @@ test_limits(void)
 {
     const int64_t one = 1, zero = 0, half = INT64_MAX / 2, numels[2] = {half / 4, half / 4};
     fp_layout layout = {.numel = -7};
-    CHECK_EQ(fp_layout_init_atomic(&layout, &one, NULL, 1, 1, 1, 1), FP_EINVAL);
-    CHECK_EQ(fp_layout_init_atomic(&layout, &one, &zero, 1, 1, 1, 1), FP_EINVAL);
-    CHECK_EQ(fp_layout_init_atomic(&layout, &one, &one, 1, 0, 1, 1), FP_EINVAL);
-    CHECK_EQ(fp_layout_init_atomic(&layout, &one, &one, 1, 1, 0, 1), FP_EINVAL);
-    CHECK_EQ(fp_layout_init_atomic(&layout, &zero, &one, 1, 1, 1, 1), FP_EINVAL);
-    CHECK_EQ(fp_layout_init_atomic(&layout, &half, &half, 1, 1, 8, 1), FP_EOVERFLOW); /* eight shards of all of it */
-    CHECK_EQ(fp_layout_init_atomic(&layout, &half, &half, 1, 1, 1, 1), FP_EOVERFLOW);
-    CHECK_EQ(fp_layout_init_atomic(&layout, numels, numels, 2, 1, 8, 1), FP_EOVERFLOW);
+    CHECK_EQ(fp_layout_init(&layout, &one, &zero, 1, 1, 1, 1), FP_EINVAL);
+    CHECK_EQ(fp_layout_init(&layout, &one, &one, 1, 0, 1, 1), FP_EINVAL);
+    CHECK_EQ(fp_layout_init(&layout, &one, &one, 1, 1, 0, 1), FP_EINVAL);
+    CHECK_EQ(fp_layout_init(&layout, &zero, &one, 1, 1, 1, 1), FP_EINVAL);
+    CHECK_EQ(fp_layout_init(&layout, &half, &half, 1, 1, 8, 1), FP_EOVERFLOW); /* eight shards of all of it */
+    CHECK_EQ(fp_layout_init(&layout, &half, &half, 1, 1, 1, 1), FP_EOVERFLOW);
+    CHECK_EQ(fp_layout_init(&layout, numels, numels, 2, 1, 8, 1), FP_EOVERFLOW);
     fp_alloc_fail_at(1);
-    CHECK_EQ(fp_layout_init_atomic(&layout, &one, &one, 1, 1, 1, 1), FP_ENOMEM);
+    CHECK_EQ(fp_layout_init(&layout, &one, &one, 1, 1, 1, 1), FP_ENOMEM);
     CHECK_EQ(layout.numel, -7);
-    CHECK_EQ(fp_layout_init_atomic(&layout, numels, numels, 2, 1, 2, 1), FP_OK);
+    CHECK_EQ(fp_layout_init(&layout, numels, numels, 2, 1, 2, 1), FP_OK);
     CHECK_EQ(layout.shard_numel, half / 4);
     fp_layout_clear(&layout);
 }
@@ -98,7 +97,7 @@ test_long_search(void)
     const int64_t numels[4] = {10000000, 3000000, 3000000, 3000000}, blocks[4] = {1, 3000000, 3000000, 3000000};
     const int64_t least = 3250000;
     fp_layout layout;
-    CHECK_EQ(fp_layout_init_atomic(&layout, numels, blocks, 4, 1, 6, 4), FP_OK);
+    CHECK_EQ(fp_layout_init(&layout, numels, blocks, 4, 1, 6, 4), FP_OK);
     CHECK(layout.shard_numel >= least && layout.shard_numel <= least + least / 4096 + 1);
     CHECK_EQ(layout.starts[1], numels[0]);
     CHECK_EQ(layout.starts[2], 4 * layout.shard_numel);
