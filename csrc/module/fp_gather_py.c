@@ -35,10 +35,8 @@ gather_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void
 gather_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     fp_gather_free(gather_of(self));
-    type->tp_free(self);
-    Py_DECREF(type);
+    fp_free_object(self);
 }
 
 fp_gather *

@@ -499,11 +499,9 @@ steps_clear(fp_handle_steps *h)
 static void
 steps_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     (void)steps_clear((fp_handle_steps *)self);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fp_free_object(self);
 }
 
 #define METHOD(name, function, flags, signature, text)                                                                 \

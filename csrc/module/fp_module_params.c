@@ -91,14 +91,12 @@ static void
 module_params_dealloc(PyObject *self)
 {
     fp_module_params *table = (fp_module_params *)self;
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     (void)module_params_clear(self);
     fp_attributes_free(&table->attributes);
     fp_torch_geometry_free(table->geometry);
     fp_pieces_release(table->last.pieces);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fp_free_object(self);
 }
 
 int

@@ -241,18 +241,6 @@ fp_flat_param_point(fp_flat_param *flat_param)
 }
 
 int
-fp_flat_param_is_summoned(fp_flat_param *flat_param, PyObject *params, PyObject *whole)
-{
-    PyObject *const *values = fp_items(params);
-    int same = fp_torch_lie_in(values, flat_param->geometry, whole);
-    if (same > 0) {
-        const Py_ssize_t other = fp_attributes_find_other(&flat_param->attributes, values, values, 1);
-        same = other < 0 ? -1 : other == flat_param->n;
-    }
-    return same;
-}
-
-int
 fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
 {
     if (flat_param->views == NULL || !fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views))) {

@@ -85,9 +85,6 @@ Py_ssize_t fp_flat_param_find_other(fp_flat_param *flat_param);
 int fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name);
 /* Let the data of the original parameters, if there are any, be their pieces of the shard. */
 int fp_flat_param_point(fp_flat_param *flat_param);
-/* Whether modules have params, a tuple, in the places of the original parameters, whose data lie in whole, unsharded, where
- * geometry says; -1 on failure. */
-int fp_flat_param_is_summoned(fp_flat_param *flat_param, PyObject *params, PyObject *whole);
 /* Let another Parameter be the i-th original one. */
 int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param);
 

@@ -55,11 +55,7 @@ next_pass(const fp_unit *unit, fp_pass_event event, int *next)
     if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_check_thread(unit) < 0) {
         return -1;
     }
-    if (fp_state_next(&fp_pass_moves, unit->pass, event, next) != FP_OK) {
-        fp_unit_refuse_move(unit, &fp_pass_moves, unit->pass, event);
-        return -1;
-    }
-    return 0;
+    return fp_unit_next(unit, &fp_pass_moves, unit->pass, event, next);
 }
 
 int

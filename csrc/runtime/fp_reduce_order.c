@@ -87,8 +87,7 @@ int
 fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_turn_event event)
 {
     int next;
-    if (fp_state_next(&fp_turn_moves, flat_param->turn, event, &next) != FP_OK) {
-        fp_unit_refuse_move(unit, &fp_turn_moves, flat_param->turn, event);
+    if (fp_unit_next(unit, &fp_turn_moves, flat_param->turn, event, &next) < 0) {
         return -1;
     }
     flat_param->turn = next;

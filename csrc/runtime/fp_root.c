@@ -72,7 +72,6 @@ static void
 root_dealloc(PyObject *self)
 {
     fp_root *root = (fp_root *)self;
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     fp_params_ref_drop(root->ref);
     Py_CLEAR(root->collectives);
@@ -86,8 +85,7 @@ root_dealloc(PyObject *self)
     if (root->lock != NULL) {
         PyThread_free_lock(root->lock);
     }
-    type->tp_free(self);
-    Py_DECREF(type);
+    fp_free_object(self);
 }
 
 static PyObject *

@@ -102,12 +102,10 @@ static void
 trace_dealloc(PyObject *object)
 {
     trace_object *self = (trace_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)trace_clear(object);
     fp_trace_free(self->trace);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fp_free_object(object);
 }
 
 static PyObject *
@@ -283,11 +281,9 @@ model_trace_clear(PyObject *object)
 static void
 model_trace_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_CLEAR(((model_trace_object *)object)->trace);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fp_free_object(object);
 }
 
 int

@@ -89,10 +89,14 @@ fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit))
     return status;
 }
 
-void
-fp_unit_refuse_move(const fp_unit *unit, const fp_state_table *table, int state, int event)
+int
+fp_unit_next(const fp_unit *unit, const fp_state_table *table, int state, int event, int *next)
 {
     char text[FP_STATE_MESSAGE_BYTES];
+    if (fp_state_next(table, state, event, next) == FP_OK) {
+        return 0;
+    }
     fp_state_message(table, state, event, text, sizeof text);
     PyErr_Format(PyExc_RuntimeError, "%U: %s", unit->name, text);
+    return -1;
 }

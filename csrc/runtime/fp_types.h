@@ -101,8 +101,8 @@ enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
 extern int64_t fp_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
 
-/* RuntimeError naming the unit: event may not happen in state. */
-void fp_unit_refuse_move(const fp_unit *unit, const fp_state_table *table, int state, int event);
+/* fp_state_next(), with RuntimeError naming the unit where event may not happen in state. */
+int fp_unit_next(const fp_unit *unit, const fp_state_table *table, int state, int event, int *next);
 
 static inline int
 fp_unit_is_in_forward(const fp_unit *unit)

@@ -97,7 +97,6 @@ static void
 unit_dealloc(PyObject *self)
 {
     fp_unit *unit = (fp_unit *)self;
-    PyTypeObject *type = Py_TYPE(self);
     if (PyObject_CallFinalizerFromDealloc(self) < 0) {
         return;
     }
@@ -113,8 +112,7 @@ unit_dealloc(PyObject *self)
     Py_CLEAR(unit->reduced);
     Py_CLEAR(unit->reason);
     Py_CLEAR(unit->opaque);
-    type->tp_free(self);
-    Py_DECREF(type);
+    fp_free_object(self);
 }
 
 /* ---- methods ---- */
@@ -256,32 +254,28 @@ part_of(PyObject *self, const char *name, PyObject *const *args, Py_ssize_t narg
     return &unit->flat_params[k];
 }
 
-static PyObject *
-unit_is_summoned(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    fp_flat_param *flat_param = part_of(self, "is_summoned", args, nargs, 3);
-    PyObject *params = NULL; /* owned */
-    if (flat_param == NULL) {
-        return NULL;
-    }
-    params = fp_as_tuple(args[1] == Py_None && flat_param->params != NULL ? flat_param->params : args[1], flat_param->n,
-                         "parameters");
-    const int same = params == NULL ? -1 : fp_flat_param_is_summoned(flat_param, params, args[2]);
-    Py_XDECREF(params);
-    return same < 0 ? NULL : PyBool_FromLong(same);
-}
-
+/* lie_in(part, tensors, whole, registered) */
 static PyObject *
 unit_lie_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    const fp_flat_param *flat_param = part_of(self, "lie_in", args, nargs, 3);
-    PyObject *tensors = flat_param == NULL ? NULL : fp_as_tuple(args[1], flat_param->n, "tensors"); /* owned */
+    fp_flat_param *flat_param = part_of(self, "lie_in", args, nargs, 4);
+    int registered;
+    if (flat_param == NULL || fp_as_bool(args[3], &registered) < 0) {
+        return NULL;
+    }
+    PyObject *given = args[1] == Py_None && flat_param->params != NULL ? flat_param->params : args[1];
+    PyObject *tensors = fp_as_tuple(given, flat_param->n, "tensors"); /* owned */
     if (tensors == NULL) {
         return NULL;
     }
-    const int same = fp_torch_lie_in(fp_items(tensors), flat_param->geometry, args[2]);
+    PyObject *const *values = fp_items(tensors);
+    int same = fp_torch_lie_in(values, flat_param->geometry, args[2]);
+    if (same && registered) {
+        const Py_ssize_t other = fp_attributes_find_other(&flat_param->attributes, values, values, 1);
+        same = other < 0 ? -1 : other == flat_param->n;
+    }
     Py_DECREF(tensors);
-    return PyBool_FromLong(same);
+    return same < 0 ? NULL : PyBool_FromLong(same);
 }
 
 /* adopt(part, index, param) */
@@ -339,13 +333,6 @@ unit_invalidate(PyObject *self, PyObject *ignored)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
     }
-    Py_RETURN_NONE;
-}
-
-static PyObject *
-unit_doubt(PyObject *self, PyObject *ignored)
-{
-    ((fp_unit *)self)->doubted = 1;
     Py_RETURN_NONE;
 }
 
@@ -442,19 +429,14 @@ static PyMethodDef unit_methods[] = {
      "place, into the shards."},
     {"point_params", unit_point_params, METH_NOARGS,
      "point_params($self, /)\n--\n\nLet the data of the original parameters be their pieces of the shards."},
-    {"is_summoned", FP_FASTCALL(unit_is_summoned), METH_FASTCALL,
-     "is_summoned($self, part, params, whole, /)\n--\n\nWhether modules have params, one an original parameter (None: "
-     "those), as parameters, and each lies at its place in the unsharded tensor whole."},
     {"lie_in", FP_FASTCALL(unit_lie_in), METH_FASTCALL,
-     "lie_in($self, part, tensors, whole, /)\n--\n\nWhether each of tensors, one an original parameter, lies at its "
-     "place in the unsharded tensor whole."},
+     "lie_in($self, part, tensors, whole, registered, /)\n--\n\nWhether each of tensors, one an original parameter "
+     "(None: "
+     "those), lies at its place in the unsharded tensor whole; registered: and modules have them as parameters."},
     {"adopt", FP_FASTCALL(unit_adopt), METH_FASTCALL,
      "adopt($self, part, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there was."},
     {"invalidate", unit_invalidate, METH_NOARGS,
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
-    {"doubt", unit_doubt, METH_NOARGS,
-     "doubt($self, /)\n--\n\nThe shard may have been written without torch counting it: the next pass compares it with "
-     "what it has gathered from."},
     {"compute_in_full", unit_compute_in_full, METH_O,
      "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
      "precision, or again as the parts say."},
@@ -524,6 +506,9 @@ static PyGetSetDef unit_getset[] = {
 
 static PyMemberDef unit_members[] = {
     {"root", _Py_T_OBJECT, offsetof(fp_unit, root), Py_READONLY, "The Root it has joined, or None."},
+    {"doubted", Py_T_INT, offsetof(fp_unit, doubted), 0,
+     "1: the shard may have been written without torch counting it; the next pass compares it with what it has "
+     "gathered."},
     {"reduced", _Py_T_OBJECT, offsetof(fp_unit, reduced), 0,
      "None, or reduced(index): called when the gradient of a part was reduced and is in .grad."},
     {NULL, 0, 0, 0, NULL},

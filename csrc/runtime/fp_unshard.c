@@ -8,8 +8,7 @@ int
 fp_unshard_move(fp_unit *unit, fp_unit_event event)
 {
     int next;
-    if (fp_state_next(&fp_unit_moves, unit->state, event, &next) != FP_OK) {
-        fp_unit_refuse_move(unit, &fp_unit_moves, unit->state, event);
+    if (fp_unit_next(unit, &fp_unit_moves, unit->state, event, &next) < 0) {
         return -1;
     }
     unit->state = next;

@@ -294,7 +294,7 @@ class Stepping(Wrapper):
     def train(self, mode: bool = True) -> Self:
         """As of any module. Where it begins or ends an evaluation, weights may have been exchanged by ``.data``."""
         if "_unit" in vars(self) and not (mode and self.training):
-            self._unit.step.doubt()
+            self._unit.step.doubted = 1
         super().train(mode)
         return self
 

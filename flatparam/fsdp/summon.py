@@ -283,7 +283,7 @@ class Summoned:
                     continue
                 if not segment.has_forms:
                     made = [self._made[original.fqn] for original in segment.originals] if self._made else None
-                    if self.unit.step.is_summoned(k, made, whole):
+                    if self.unit.step.lie_in(k, made, whole, True):
                         continue
                 for i, place in enumerate(segment.unsharded(whole)):
                     original = segment.originals[i]
@@ -323,7 +323,7 @@ class Summoned:
                 return
             dtype = next(grad.dtype for grad in grads if grad is not None)
             whole = torch.zeros(segment.layout.padded_numel, dtype=dtype, device=segment.device)
-        if not unit.step.lie_in(k, grads, whole):
+        if not unit.step.lie_in(k, grads, whole, False):
             places = list(segment.unsharded(whole))
             values = [
                 grad.clone() if grad is not None and _lies_elsewhere_in(whole, grad, place) else grad
