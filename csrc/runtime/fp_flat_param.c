@@ -420,14 +420,14 @@ fp_flat_param_drop_kept(fp_flat_param *flat_param)
 }
 
 int
-fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, const char *owed)
+fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, PyObject *owed)
 {
     if (fp_flat_param_drop_kept(flat_param) < 0 ||
-        (kept != NULL && fp_flat_buffer_set_accumulated(flat_param->flat, kept) < 0)) {
+        (kept != Py_None && fp_flat_buffer_set_accumulated(flat_param->flat, kept) < 0)) {
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
-        flat_param->owed[i] = (char)(kept != NULL && owed[i]);
+        flat_param->owed[i] = kept != Py_None && PyTuple_GET_ITEM(owed, i) == Py_True;
     }
     return 0;
 }

@@ -104,8 +104,8 @@ int fp_flat_param_drop_frozen(const fp_flat_param *flat_param, fp_gradients *gra
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
 int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);
-/* Let kept, checked by fp_flat_buffer_check_accumulated(), or NULL for none, be what no_sync has kept, and owed[i] say which
+/* Let kept, checked by fp_flat_buffer_check_accumulated(), or None, be what no_sync has kept, and owed, bools, say which
  * frozen owners have something in it. It is not shown yet; a reduced gradient that was put aside is shown again. */
-int fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, const char *owed);
+int fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, PyObject *owed);
 /* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
 int fp_flat_param_drop_kept(fp_flat_param *flat_param);

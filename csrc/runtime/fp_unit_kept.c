@@ -1,7 +1,6 @@
 /* runtime/fp_unit_kept.c -- see fp_unit_kept.h. */
 #include "runtime/fp_unit_kept.h"
 
-#include "core/fp_alloc.h"
 #include "runtime/fp_types.h"
 
 /* A list of what read gives of each flat parameter. */
@@ -48,69 +47,52 @@ fp_unit_show_kept(PyObject *self, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-/* set_kept(kept, owed): let that be what no_sync has kept, without showing it. */
+/* Whether kept and owed, what set_kept() is given for one part, could be its: -1 with an exception. */
+static int
+check_kept(const fp_unit *unit, const fp_flat_param *flat_param, PyObject *kept, PyObject *owed)
+{
+    if (!PyTuple_Check(owed) || PyTuple_GET_SIZE(owed) != PyTuple_GET_SIZE(flat_param->owners)) {
+        PyErr_Format(PyExc_ValueError, "%U: expected a tuple of %zd for each part, of which parameters are owed",
+                     unit->name, PyTuple_GET_SIZE(flat_param->owners));
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(owed); i++) {
+        int is_owed;
+        if (fp_as_bool(PyTuple_GET_ITEM(owed, i), &is_owed) < 0) {
+            return -1;
+        }
+    }
+    const char *name = PyUnicode_AsUTF8(unit->name);
+    return name == NULL || (kept != Py_None &&
+                            fp_flat_buffer_check_accumulated(flat_param->flat, flat_param->master, kept, name) < 0)
+               ? -1
+               : 0;
+}
+
+/* set_kept(kept, owed): let that be what no_sync has kept, without showing it. All is checked before any is set. */
 PyObject *
 fp_unit_set_kept(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_unit *unit = (fp_unit *)self;
-    const char *name = PyUnicode_AsUTF8(unit->name);
-    PyObject *kept = NULL, *owed = NULL; /* owned tuples, one item a part */
-    char *flags = NULL;                  /* owned: owed, of all parts */
-    Py_ssize_t n = 0;
-    if (name == NULL || fp_check_nargs("set_kept", nargs, 2) < 0 ||
-        (kept = fp_as_tuple(args[0], unit->n_flat_params, "kept gradients")) == NULL ||
-        (owed = fp_as_tuple(args[1], unit->n_flat_params, "owed")) == NULL) {
-        goto fail;
+    if (fp_check_nargs("set_kept", nargs, 2) < 0) {
+        return NULL;
     }
-    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward)) {
+    PyObject *kept = fp_as_tuple(args[0], unit->n_flat_params, "kept gradients"); /* owned, one item a part, as owed */
+    PyObject *owed = kept == NULL ? NULL : fp_as_tuple(args[1], unit->n_flat_params, "owed");
+    int status = owed == NULL ? -1 : 0;
+    if (status == 0 && (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward))) {
         PyErr_Format(PyExc_RuntimeError, "%U cannot be given gradients in the middle of a pass", unit->name);
-        goto fail;
+        status = -1;
     }
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        n += PyTuple_GET_SIZE(unit->flat_params[k].owners);
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        status = check_kept(unit, &unit->flat_params[k], PyTuple_GET_ITEM(kept, k), PyTuple_GET_ITEM(owed, k));
     }
-    flags = fp_new_array(n, sizeof *flags);
-    if (flags == NULL) {
-        goto fail;
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        status = fp_flat_param_set_kept(&unit->flat_params[k], PyTuple_GET_ITEM(kept, k), PyTuple_GET_ITEM(owed, k));
     }
-    n = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        fp_flat_param *flat_param = &unit->flat_params[k];
-        PyObject *given = PyTuple_GET_ITEM(kept, k), *which = PyTuple_GET_ITEM(owed, k);
-        if (!PyTuple_Check(which) || PyTuple_GET_SIZE(which) != PyTuple_GET_SIZE(flat_param->owners)) {
-            PyErr_Format(PyExc_ValueError, "%U: expected a tuple of %zd for each part, of which parameters are owed",
-                         unit->name, PyTuple_GET_SIZE(flat_param->owners));
-            goto fail;
-        }
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(which); i++) {
-            int is_owed;
-            if (fp_as_bool(PyTuple_GET_ITEM(which, i), &is_owed) < 0) {
-                goto fail;
-            }
-            flags[n++] = (char)is_owed;
-        }
-        if (given != Py_None &&
-            fp_flat_buffer_check_accumulated(flat_param->flat, flat_param->master, given, name) < 0) {
-            goto fail;
-        }
-    }
-    n = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        PyObject *given = PyTuple_GET_ITEM(kept, k);
-        if (fp_flat_param_set_kept(&unit->flat_params[k], given == Py_None ? NULL : given, flags + n) < 0) {
-            goto fail;
-        }
-        n += PyTuple_GET_SIZE(unit->flat_params[k].owners);
-    }
-    fp_free(flags);
-    Py_DECREF(kept);
-    Py_DECREF(owed);
-    Py_RETURN_NONE;
-fail:
-    fp_free(flags);
     Py_XDECREF(kept);
     Py_XDECREF(owed);
-    return NULL;
+    return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *

@@ -536,16 +536,11 @@ def test_kept_gradients_are_taken_and_given(uo, strategy):
                 step.set_kept(wrong, owed)
             assert step.kept()[0].data_ptr() == kept.data_ptr()
             assert shows_as(grads)
-        for failure in range(1, 100):
-            _C_testing.alloc_fail_at(failure)
-            try:
-                step.set_kept([values * 2], owed_nothing(model))
-                break
-            except MemoryError:
-                assert shows_as(grads)
-            finally:
-                _C_testing.alloc_fail_at(0)
-        assert failure > 1
+        _C_testing.alloc_fail_at(1)
+        try:
+            step.set_kept([values * 2], owed_nothing(model))  # allocates nothing: what was checked cannot fail half-way
+        finally:
+            _C_testing.alloc_fail_at(0)
         assert torch.equal(step.kept()[0], values * 2)
         assert shows_as(reduced) or strategy == "NO_SHARD"
         for p, grad in zip(model.parameters(), reduced, strict=True):
