@@ -234,32 +234,24 @@ register_all(fp_module_params *table, PyObject *const *values, PyObject *const *
     return fp_attributes_put(&table->attributes, values, shared_values, place);
 }
 
-/* What a call is given: copies of ours of the parameters, and of the shared parameters. Owned, NULL until it is there. */
-typedef struct {
-    PyObject *params, *shared;
-} given_tensors;
-
-/* Read both, to be given back with drop_given() also on failure. Returns 0, or -1 with ValueError or TypeError. */
-static int
-read_given(const fp_module_params *table, PyObject *params, PyObject *shared, given_tensors *given)
+/* What a call is given: a copy of ours of the parameters, and of the shared parameters after them. New reference; NULL with
+ * ValueError or TypeError. */
+static PyObject *
+read_given(const fp_module_params *table, PyObject *params_arg, PyObject *shared_arg)
 {
-    given->params = fp_as_tuple(params, table->n, "parameters");
-    given->shared = given->params == NULL ? NULL : fp_as_tuple(shared, table->attributes.n_shared, "shared parameters");
-    return given->shared == NULL ? -1 : 0;
-}
-
-static void
-drop_given(given_tensors *given)
-{
-    Py_XDECREF(given->params);
-    Py_XDECREF(given->shared);
+    PyObject *params = fp_as_tuple(params_arg, table->n, "parameters");
+    PyObject *shared = params == NULL ? NULL : fp_as_tuple(shared_arg, table->attributes.n_shared, "shared parameters");
+    PyObject *given = shared == NULL ? NULL : PySequence_Concat(params, shared);
+    Py_XDECREF(params);
+    Py_XDECREF(shared);
+    return given;
 }
 
 static int
-register_given(fp_module_params *table, const given_tensors *given, int unsafe)
+register_given(fp_module_params *table, PyObject *given, int unsafe)
 {
     const fp_place place = {.is_parameter = 1, .listed = 1, .unsafe = unsafe};
-    return register_all(table, fp_items(given->params), fp_items(given->shared), place);
+    return register_all(table, fp_items(given), fp_items(given) + table->n, place);
 }
 
 static PyObject *
@@ -285,13 +277,13 @@ static PyObject *
 module_params_register_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_module_params *table = (fp_module_params *)self;
-    given_tensors given;
-    int unsafe, status;
+    int unsafe;
     if (fp_check_nargs("register_parameters", nargs, 3) < 0 || fp_as_bool(args[2], &unsafe) < 0) {
         return NULL;
     }
-    status = read_given(table, args[0], args[1], &given) < 0 ? -1 : register_given(table, &given, unsafe);
-    drop_given(&given);
+    PyObject *given = read_given(table, args[0], args[1]);
+    const int status = given == NULL ? -1 : register_given(table, given, unsafe);
+    Py_XDECREF(given);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -299,11 +291,11 @@ module_params_register_parameters(PyObject *self, PyObject *const *args, Py_ssiz
 
 /* Point the further names of each parameter at the parameter's data. */
 static int
-point_shared(fp_module_params *table, const given_tensors *given)
+point_shared(fp_module_params *table, PyObject *given)
 {
     for (Py_ssize_t k = 0; k < table->attributes.n_shared; k++) {
-        PyObject *target = PyTuple_GET_ITEM(given->shared, k);
-        PyObject *source = PyTuple_GET_ITEM(given->params, table->attributes.primary[k]);
+        PyObject *target = PyTuple_GET_ITEM(given, table->n + k);
+        PyObject *source = PyTuple_GET_ITEM(given, table->attributes.primary[k]);
         if (target != source && fp_torch_point_like(target, source) < 0) {
             return -1;
         }
@@ -313,32 +305,24 @@ point_shared(fp_module_params *table, const given_tensors *given)
 
 /* ---- whole switches ---- */
 
-/* Whether all that was given is plain, and no mode is on. */
-static int
-are_plain(const given_tensors *given)
-{
-    return fp_torch_all_plain(fp_items(given->params), PyTuple_GET_SIZE(given->params)) &&
-           fp_torch_all_plain(fp_items(given->shared), PyTuple_GET_SIZE(given->shared));
-}
-
 static PyObject *
 module_params_use_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_module_params *table = (fp_module_params *)self;
-    given_tensors given;
     int unsafe, plain = 0, status = -1;
     if (fp_check_nargs("use_parameters", nargs, 4) < 0 || fp_as_bool(args[3], &unsafe) < 0) {
         return NULL;
     }
-    if (read_given(table, args[1], args[2], &given) == 0) {
-        plain = fp_torch_all_plain(args, 1) && are_plain(&given);
-        status = !plain || (register_given(table, &given, unsafe) == 0 &&
-                            fp_torch_point(fp_items(given.params), table->geometry, args[0]) == 0 &&
-                            point_shared(table, &given) == 0)
+    PyObject *given = read_given(table, args[1], args[2]);
+    if (given != NULL) {
+        plain = fp_torch_all_plain(args, 1) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
+        status = !plain || (register_given(table, given, unsafe) == 0 &&
+                            fp_torch_point(fp_items(given), table->geometry, args[0]) == 0 &&
+                            point_shared(table, given) == 0)
                      ? 0
                      : -1;
     }
-    drop_given(&given);
+    Py_XDECREF(given);
     return status < 0 ? NULL : PyBool_FromLong(plain);
 }
 
@@ -396,27 +380,23 @@ PyObject *
 fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_module_params *table = (fp_module_params *)self;
-    given_tensors given;
-    fp_pieces *pieces = NULL;
     int unsafe, plain = 0, status = -1;
     if (fp_check_nargs("use_sharded", nargs, 6) < 0 || fp_as_bool(args[5], &unsafe) < 0) {
         return NULL;
     }
-    if (read_given(table, args[2], args[3], &given) == 0) {
-        pieces = fp_pieces_of(&table->last, table->n, args[4]);
-    }
+    PyObject *given = read_given(table, args[2], args[3]);
+    fp_pieces *pieces = given == NULL ? NULL : fp_pieces_of(&table->last, table->n, args[4]);
     if (pieces != NULL) {
-        plain = fp_torch_all_plain(args, 2) && are_plain(&given);
+        plain = fp_torch_all_plain(args, 2) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
         status =
-            !plain || (fp_torch_point_flat(args[0], args[1], -1) == 0 && register_given(table, &given, unsafe) == 0 &&
-                       fp_torch_point_pieces(fp_items(given.params), table->n, args[0], pieces->starts,
-                                             pieces->numels) == 0 &&
-                       point_shared(table, &given) == 0)
+            !plain || (fp_torch_point_flat(args[0], args[1], -1) == 0 && register_given(table, given, unsafe) == 0 &&
+                       fp_torch_point_pieces(fp_items(given), table->n, args[0], pieces->starts, pieces->numels) == 0 &&
+                       point_shared(table, given) == 0)
                 ? 0
                 : -1;
     }
     fp_pieces_release(pieces);
-    drop_given(&given);
+    Py_XDECREF(given);
     return status < 0 ? NULL : PyBool_FromLong(plain);
 }
 
