@@ -6,6 +6,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <string>
@@ -88,32 +89,45 @@ make_node(Args &&...args)
 }
 
 // The address of a storage's memory, nullptr if freed; never throws, whatever set_freed_reason asked for.
-template <class Storage>
-const void *
-address_of(Storage *storage)
+inline const void *
+address_of(c10::StorageImpl *storage)
 {
-    if constexpr (requires { storage->_mutable_data_ptr_no_checks(); }) {
-        return storage->_mutable_data_ptr_no_checks().get();
-    }
-    else {
-        return storage->data();
-    }
+    return storage->_mutable_data_ptr_no_checks().get();
 }
 
-// Let every access to the data of storage throw reason, or (nullptr) let it be accessed again. Where this torch cannot
-// take the former back, nothing is done. Returns whether accesses throw now.
-template <class Storage>
-bool
-set_freed_reason(Storage *storage, const char *reason)
-{
-    if constexpr (requires { storage->clear_data_ptr_access_error_msg_(); }) {
-        if (reason != nullptr) {
-            storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
-            return true;
-        }
-        storage->clear_data_ptr_access_error_msg_();
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+// This torch can let accesses throw, and has no function that takes it back. An explicit instantiation may name what is private.
+namespace {
+template <bool c10::StorageImpl::*throws, void (c10::StorageImpl::*refresh)()> struct LetsAccess {
+    friend void clear_freed_reason(c10::StorageImpl &storage)
+    {
+        storage.*throws = false;
+        (storage.*refresh)();
     }
-    return false;
+};
+void clear_freed_reason(c10::StorageImpl &storage);
+template struct LetsAccess<&c10::StorageImpl::throw_on_immutable_data_ptr_,
+                           &c10::StorageImpl::refresh_has_data_ptr_check>;
+} // namespace
+#else
+inline void
+clear_freed_reason(c10::StorageImpl &storage)
+{
+    storage.clear_data_ptr_access_error_msg_();
+}
+#endif
+
+// Let every access to the data of storage throw reason, or (nullptr) let it be accessed again. Returns whether they throw.
+inline bool
+set_freed_reason(c10::StorageImpl *storage, const char *reason)
+{
+    if (reason == nullptr) {
+        clear_freed_reason(*storage);
+    }
+    else {
+        storage->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
+    }
+    return reason != nullptr;
 }
 
 // A tensor over the storage of source, without autograd: what an as_strided kernel returns. No copy.
