@@ -200,7 +200,7 @@ leave_out(const grid *g, part *p, int64_t *lower, int64_t *upper)
 static int
 tile_part(tiling *t, grid *g, part p, int places)
 {
-    int64_t lower[DIMS], upper[DIMS];
+    int64_t lower[DIMS] = {0}, upper[DIMS] = {0}; /* gcc at -O3 takes a range without dimensions for possible */
     size_t index = 0;
     for (size_t d = 0; d < g->ndim; d++) {
         index = index * g->pairs[d] + (size_t)(p.high[d] * (p.high[d] - 1) / 2 + p.low[d]);
