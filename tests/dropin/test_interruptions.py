@@ -35,6 +35,9 @@ BASIC = [
         ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True, False), (False, True)
     )
 ]
+# Before torch 2.13 the functions have other names
+GATHER_SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SINGLE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 SHARDED = [setting for setting in BASIC if setting.strategy != "NO_SHARD"]
 OTHERS = [
     Setting("FULL_SHARD", True, True, accumulated="no_sync"),
@@ -185,7 +188,7 @@ def _collectives_of_passes(kind, setting):
         with contextlib.ExitStack() as stack:
             spies = [
                 stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
-                for name in ("all_gather", "all_gather_single")
+                for name in ("all_gather", GATHER_SINGLE)
             ]
             for grad in (False, False, True, True):
                 with torch.set_grad_enabled(grad):
@@ -334,7 +337,7 @@ def _failing_summon(setting, name, at_call, grads):
 @pytest.mark.parametrize(
     ("setting", "name", "at_call"),
     [(setting, "all_gather", 1 + 2 * (i % 2)) for i, setting in enumerate(SHARDED)]
-    + [(setting, name, 2) for setting in SHARDED if setting.orig for name in ("all_gather_single", "all_reduce")],
+    + [(setting, name, 2) for setting in SHARDED if setting.orig for name in (GATHER_SINGLE, "all_reduce")],
     ids=str,
 )
 def test_summon_full_params_works_after_one_that_failed(setting, name, at_call):
@@ -358,13 +361,11 @@ def _failing_collective_in_a_step(setting, name, at_call):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("setting", "name", "at_call"),
-    [(setting, *call) for setting in SHARDED for call in (("all_gather", 2), ("reduce_scatter_single", 2))]
+    [(setting, *call) for setting in SHARDED for call in (("all_gather", 2), (REDUCE_SINGLE, 2))]
     + [(setting, "all_reduce", 2) for setting in BASIC if setting.strategy == "NO_SHARD"],
     ids=str,
 )
 def test_a_collective_that_fails(setting, name, at_call):
-    if not hasattr(dist, name):
-        name = "reduce_scatter_tensor"  # before torch 2.13
     assert run_ranks(_failing_collective_in_a_step, 2, setting, name, at_call) == [True, True]
 
 
