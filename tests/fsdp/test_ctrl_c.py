@@ -151,7 +151,8 @@ def in_layer_zero():
 
 
 def reduce_by_hand(handle, group, shard, whole):
-    handle._rs_handle = dist.reduce_scatter_single(shard, whole, group=group, async_op=True)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
+    handle._rs_handle = reduce_scatter(shard, whole, group=group, async_op=True)
     handle.wait_reduce_scatter()
 
 
