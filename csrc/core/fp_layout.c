@@ -81,21 +81,23 @@ add_param(fp_layout *made, size_t i, int64_t numel)
     add_item(made, numel, 0);
 }
 
-/* One after the other, as torch does. */
+/* One after the other, as torch does. In a copy, which the compiler keeps in registers. */
 static void
-follow_each_other(fp_layout *made, const int64_t *numels)
+follow_each_other(fp_layout *layout, const int64_t *numels)
 {
-    for (size_t i = 0; i < made->num_params; i++) {
-        if (made->alignment > 0) {
-            add_item(made, padding_to(made->numel, made->alignment), 1);
+    fp_layout made = *layout;
+    for (size_t i = 0; i < made.num_params; i++) {
+        if (made.alignment > 0) {
+            add_item(&made, padding_to(made.numel, made.alignment), 1);
         }
-        add_param(made, i, numels[i]);
+        add_param(&made, i, numels[i]);
     }
-    if (made->alignment > 0) {
-        add_item(made, padding_to(made->numel, made->world_size), 1);
+    if (made.alignment > 0) {
+        add_item(&made, padding_to(made.numel, made.world_size), 1);
     }
-    made->shard_numel = 1 + (made->numel - 1) / made->world_size;
-    made->padded_numel = made->shard_numel * made->world_size;
+    made.shard_numel = 1 + (made.numel - 1) / made.world_size;
+    made.padded_numel = made.shard_numel * made.world_size;
+    *layout = made;
 }
 
 /* In shards that cut no block. */
