@@ -1,8 +1,60 @@
-/* module/fp_core_py.c -- wrapper of core/fp_boxes. */
+/* module/fp_core_py.c -- wrapper of core/fp_boxes, and what a shard holds. */
 #include "module/fp_tables.h"
 
 #include "core/fp_alloc.h"
 #include "core/fp_boxes.h"
+
+/* Append to columns what each of fields says of parameter i, and to the one after them (first, last) of its info. */
+static int
+add_held(PyObject *const *columns, PyObject *info, PyObject *const *fields, Py_ssize_t n, Py_ssize_t i)
+{
+    int status = 0;
+    for (Py_ssize_t f = 0; status == 0 && f <= n; f++) {
+        PyObject *value = f < n ? PySequence_GetItem(fields[f], i) : PyTuple_GetSlice(info, 3, 5);
+        status = value == NULL ? -1 : PyList_Append(columns[f], value);
+        Py_XDECREF(value);
+    }
+    return status;
+}
+
+static PyObject *
+held(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *infos = NULL, *columns = NULL, *result = NULL; /* owned */
+    if (fp_check_nargs_between("held", nargs, 1, PY_SSIZE_T_MAX) < 0) {
+        return NULL;
+    }
+    infos = PySequence_Tuple(args[0]);
+    columns = infos == NULL ? NULL : PyTuple_New(nargs);
+    for (Py_ssize_t f = 0; columns != NULL && f < nargs; f++) {
+        PyTuple_SET_ITEM(columns, f, PyList_New(0));
+        if (PyTuple_GET_ITEM(columns, f) == NULL) {
+            goto done;
+        }
+    }
+    for (Py_ssize_t i = 0; columns != NULL && i < PyTuple_GET_SIZE(infos); i++) {
+        PyObject *info = PyTuple_GET_ITEM(infos, i);
+        if (!PyTuple_Check(info) || PyTuple_GET_SIZE(info) < 5) {
+            PyErr_Format(PyExc_TypeError, "expected a shard info, got %.200s", Py_TYPE(info)->tp_name);
+            goto done;
+        }
+        const int in_shard = PyObject_IsTrue(PyTuple_GET_ITEM(info, 0));
+        if (in_shard < 0 || (in_shard && add_held(fp_items(columns), info, args + 1, nargs - 1, i) < 0)) {
+            goto done;
+        }
+    }
+    result = columns == NULL ? NULL : PyTuple_New(nargs);
+    for (Py_ssize_t f = 0; result != NULL && f < nargs; f++) {
+        PyTuple_SET_ITEM(result, f, PyList_AsTuple(PyTuple_GET_ITEM(columns, f)));
+        if (PyTuple_GET_ITEM(result, f) == NULL) {
+            Py_CLEAR(result);
+        }
+    }
+done:
+    Py_XDECREF(infos);
+    Py_XDECREF(columns);
+    return result;
+}
 
 /* A list of (offsets, sizes) from count boxes of ndim dimensions; NULL with an exception set. */
 static PyObject *
@@ -61,6 +113,9 @@ done:
 }
 
 PyMethodDef fp_core_methods[] = {
+    {"held", FP_FASTCALL(held), METH_FASTCALL,
+     "held($module, infos, /, *fields)\n--\n\n(*values of fields, (first, last) elements) of the parameters that the "
+     "shard has something of by their infos; a tuple each."},
     {"boxes_of_range", FP_FASTCALL(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
      "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},

@@ -15,6 +15,7 @@ from ..common.layout import parts_of
 from ..common.switches import environment_is_on, fakes
 from ..common.tensors import free, in_storage_order, pinned, watch_exports
 from ..common.torch_private import (
+    FlatParamShardMetadata,
     FSDPExtensions,
     HandleShardingStrategy,
     _FSDPDeviceHandle,
@@ -225,8 +226,20 @@ class FlatParamHandle(Flattening, Gathering):
 
     # First and last element (inclusive) in the unsharded flat parameter of each original one, and of padding
     _get_flat_param_offsets = TORCH_HANDLE._get_flat_param_offsets
-    # What this rank's shard holds of each original parameter; those that it does not hold are left out
-    shard_metadata = TORCH_HANDLE.shard_metadata
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What this rank's shard holds of each original parameter; those that it does not hold are left out."""
+        flat_param = self.flat_param
+        return FlatParamShardMetadata(
+            *_C.held(
+                flat_param._shard_param_infos,
+                flat_param._fqns,
+                flat_param._shapes,
+                flat_param._strides,
+                flat_param._contiguities,
+                flat_param._numels,
+            )
+        )
 
     @torch.no_grad()
     @torch.inference_mode(False)

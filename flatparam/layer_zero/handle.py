@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from .. import _C
 from ..common import optimizers
 from ..common.collectives import gathering, is_replaced, native_gather
 from ..common.tensors import check_memory
@@ -185,11 +186,8 @@ class FlatParamHandle(Gradients):
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What this rank's zero1 shard holds of each original parameter; those that it does not hold are left out."""
         flat = self.flat_param
-        each = zip(flat._fqns, flat._shapes, flat._numels, flat._shard_param_infos, strict=True)
-        held = [
-            (*fields, (info.intra_param_start_idx, info.intra_param_end_idx)) for *fields, info in each if info.in_shard
-        ]
-        return FlatParamShardMetadata(*zip(*held, strict=True)) if held else FlatParamShardMetadata((), (), (), ())
+        fields: Any = _C.held(flat._shard_param_infos, flat._fqns, flat._shapes, flat._numels)
+        return FlatParamShardMetadata(*fields)
 
     # Copies
 

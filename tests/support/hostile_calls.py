@@ -300,6 +300,7 @@ VALID = {
     "Layout.parts": lambda: [2, 9],
     "Layout.shard_range": lambda: [1],
     "Layout.flatten": lambda: [[torch.ones(5), torch.ones(1), torch.ones(7)], 42.0, 3, 9],
+    "held": lambda: [infos(), ["weight", "bias"], ((2, 3), (2,))],
     "survey": lambda: [params()],
     "boxes_of_range": lambda: [[3, 4, 5], 7, 44],
 }
