@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import adam, differing, full_state, train, wrapped
 from fsdp_models import Model, make
-from gloo import ends_of_ranks, note, run_ranks
+from gloo import ends_of_ranks, meet_again, note, run_ranks
 from torch import nn
 
 from flatparam import checkpoint
@@ -253,8 +253,9 @@ def test_what_fails_on_one_rank_is_raised_by_all(tmp_path):
     run_ranks(fails_on_one_rank, 2, tmp_path)
 
 
-def killed(folder, rank, delay, overwrite):
+def killed(folder, port, i, rank, delay, overwrite):
     """Save once; save again, and have ``rank`` killed ``delay`` seconds after the second save has begun."""
+    meet_again(dist.PrefixStore(str(i), dist.TCPStore("127.0.0.1", port, is_master=False)))
     model = wrapped("FULL_SHARD")
     optimizer = adam(model)
     train(model, optimizer, 0, 1)
@@ -279,10 +280,12 @@ def killed(folder, rank, delay, overwrite):
 
 def check_killed(folder, times, seed):
     generator = random.Random(seed)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for i in range(times):
         overwrite = i % 2 == 0
         rank, delay = generator.randrange(2), generator.uniform(0, 0.15)
-        ends = ends_of_ranks(killed, 2, folder, rank, delay, overwrite)
+        environment = {"FLATPARAM_HEARTBEAT": "2"}  # the sooner the other rank misses it
+        ends = ends_of_ranks(killed, 2, folder, store.port, i, rank, delay, overwrite, environment=environment)
         assert ends[rank][0] == -signal.SIGKILL, (ends, rank, delay)
         assert ends[1 - rank][0] == 7, (ends, rank, delay)
         for path in pathlib.Path(folder).iterdir():

@@ -204,6 +204,17 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
         writing.close()
 
 
+def meet_again(store):
+    """The world anew, with another store. A rank that is killed while it writes to a FileStore leaves half a record.
+
+    The others would read at its end for ever: torch's File::read takes no end of a file for an error.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 def _die_with_the_parent():
     """Have the kernel kill this process when the fork server ends, so that none outlives a killed test runner."""
     pr_set_pdeathsig = 1
