@@ -135,26 +135,13 @@ class Block(nn.Module):
         return x + more
 
 
-class Blocks(nn.Module):
-    """``depth`` blocks; of a transformer what short sequences take time for."""
-
-    def __init__(self, depth: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def steps(device: torch.device, quick: bool) -> list[Table]:
     """Forward and backward of a deep model on short sequences, collectives doing nothing; its peak; its wrapping."""
     depth, width, tokens, repeats, rounds = (4, 64, 16, 2, 2) if quick else (48, 512, 128, 5, 20)
     size = f"{depth} blocks of {width}"
     models, wrapping = {}, {}
     for name in NAMES:
-        model = Blocks(depth, width).to(device)
+        model = nn.Sequential(*(Block(width) for _ in range(depth))).to(device)
         _wait(device)
         start = time.perf_counter()
         models[name] = CONTESTANTS[name](model, Wrapping((Block,), device=device.type))

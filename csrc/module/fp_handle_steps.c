@@ -40,8 +40,15 @@ PyObject *fp_handle_names[FP_NAMES];
 int
 fp_handle_exec(void)
 {
-    static const char *const names[FP_NAMES] = {"grad",  "is_cpu",  "_saved_grad", "_state",
-                                                "taken", "_value_", "_zero3_shard"};
+    static const char *const names[FP_NAMES] = {
+        [FP_NAME_GRAD] = "grad",
+        [FP_NAME_IS_CPU] = "is_cpu",
+        [FP_NAME_SAVED_GRAD] = "_saved_grad",
+        [FP_NAME_STATE] = "_state",
+        [FP_NAME_TAKEN] = "taken",
+        [FP_NAME_VALUE] = "_value_",
+        [FP_NAME_ZERO3_SHARD] = "_zero3_shard",
+    };
     for (int i = 0; i < FP_NAMES; i++) {
         fp_handle_names[i] = PyUnicode_InternFromString(names[i]);
         if (fp_handle_names[i] == NULL) {

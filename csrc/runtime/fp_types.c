@@ -37,9 +37,12 @@ fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param))
     return status;
 }
 
-static int
+static int /* 0 also where there is one alone, or where Python does the collectives */
 for_all(const fp_unit *unit, int what, int (*call)(fp_flat_buffer *const *, Py_ssize_t, PyObject *, int))
 {
+    if (unit->n_flat_params < 2 || fp_unit_collectives(unit) != NULL) {
+        return 0;
+    }
     fp_flat_buffer **flats = fp_new_array(unit->n_flat_params, sizeof *flats);
     if (flats == NULL) {
         return -1;
@@ -55,15 +58,13 @@ for_all(const fp_unit *unit, int what, int (*call)(fp_flat_buffer *const *, Py_s
 int
 fp_unit_can_join(const fp_unit *unit, int what)
 {
-    const int may = unit->n_flat_params > 1 && fp_unit_collectives(unit) == NULL;
-    return may ? for_all(unit, what, fp_flat_buffers_can_join) : 0;
+    return for_all(unit, what, fp_flat_buffers_can_join);
 }
 
 int
 fp_unit_begin_together(const fp_unit *unit, int what)
 {
-    const int may = unit->n_flat_params > 1 && fp_unit_collectives(unit) == NULL;
-    return may ? for_all(unit, what, fp_flat_buffers_begin) : 0;
+    return for_all(unit, what, fp_flat_buffers_begin);
 }
 
 int

@@ -134,5 +134,5 @@ int fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit));
 /* fp_flat_buffers_can_join, _begin and _end for all flat parameters of a unit; 0 also where Python does the collectives. status < 0:
  * an exception is set, which stays. */
 int fp_unit_can_join(const fp_unit *unit, int what);
-int fp_unit_begin_together(const fp_unit *unit, int what); /* 0 also where Python does collectives */
+int fp_unit_begin_together(const fp_unit *unit, int what);
 int fp_unit_end_together(const fp_unit *unit, int what, int status);

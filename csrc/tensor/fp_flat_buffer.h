@@ -69,10 +69,10 @@ int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on);
 /* What these begin between the two over one of their groups, gathers or reductions, is one call of its backend, where that
- * knows how: 1; else 0, and there is nothing to end. -1. What has begun is ended after a failure too, with no error set. */
+ * knows how: 1; else 0, and there is nothing to end. -1. What has begun is ended after a failure too, with no error set.
+ * _can_join only tells: it begins nothing. */
 enum { FP_JOIN_GATHERS, FP_JOIN_REDUCTIONS, FP_JOIN_REPLICAS };
-int fp_flat_buffers_can_join(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard,
-                             int what); /* begins nothing */
+int fp_flat_buffers_can_join(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 int fp_flat_buffers_begin(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 int fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard, int what);
 /* Whether gathers run beside what is computed, so that it is worth while to begin the next one before. */

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
@@ -40,9 +39,7 @@ class Form:
 
     def local(self, value: Tensor) -> Tensor:
         """The opposite, detached."""
-        if isinstance(value, DTensor):
-            return value.to_local().detach()
-        return self.extension.pre_flatten_transform(value)[0].detach()
+        return local_state(value, (self.extension,))
 
 
 def extensions_of(mesh: Any) -> tuple[FSDPExtensions, ...]:
@@ -108,11 +105,6 @@ class Extended:
         """Let autograd refuse the graphs that need the values of what was made: they change."""
         for tensor in list(self._made):
             torch.autograd.graph.increment_version(tensor)
-
-
-def parameter_of(local: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """What a unit has in place of ``like``: a plain parameter of the tensor that is flattened."""
-    return nn.Parameter(local, requires_grad=like.requires_grad)
 
 
 def local_state(tensor: Tensor, extensions: Sequence[FSDPExtensions]) -> Tensor:

@@ -15,7 +15,7 @@ from .. import _C
 from ..common.layout import FlatLayout
 from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
 from ..common.torch_private import FSDPExtensions
-from .extensions import Form, check_mesh, flattened, parameter_of
+from .extensions import Form, check_mesh, flattened
 from .materialize import template_of
 from .names import join
 from .outputs import DeviceError
@@ -180,7 +180,7 @@ def find_originals(
                 contiguous = strided and is_truly_contiguous(whole)
                 dense = contiguous or (strided and is_dense(whole))
                 found[id(param)] = Original(
-                    param if form is None or template is not None else parameter_of(whole, param),
+                    param if form is None or template is not None else nn.Parameter(whole, param.requires_grad),
                     [place],
                     whole.shape,
                     tuple(whole.stride()) if dense else row_major(whole.shape),

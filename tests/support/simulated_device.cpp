@@ -1053,22 +1053,16 @@ PYBIND11_MODULE(simulated_device, m)
         const Locked locked(mutex);
         bytes_peak = bytes_now;
     });
-    m.def("fail_after", [](int64_t collectives) {
-        const Locked locked(mutex);
-        fail_after = collectives;
-    });
-    m.def("capturing", [](bool now) {
-        const Locked locked(mutex);
-        capturing = now;
-    });
-    m.def("room", [](int64_t bytes) {
-        const Locked locked(mutex);
-        room = bytes;
-    });
-    m.def("registers", [](int how) {
-        const Locked locked(mutex);
-        registers = how;
-    });
+    const auto sets = [&m](const char *name, auto *variable) {
+        m.def(name, [variable](std::remove_pointer_t<decltype(variable)> value) {
+            const Locked locked(mutex);
+            *variable = value;
+        });
+    };
+    sets("fail_after", &fail_after);
+    sets("capturing", &capturing);
+    sets("room", &room);
+    sets("registers", &registers);
     m.def("put_off", [] {
         const Locked locked(mutex);
         return put_off;

@@ -37,6 +37,7 @@ from .rows import (
     without_extension,
 )
 from .table import Table
+from .values import copy_of
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go
 _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
@@ -74,7 +75,7 @@ class ModelStates(Kinds):
         def take(segment: Segment, original: Original, value: Tensor) -> Any:
             if kind is StateDictType.SHARDED_STATE_DICT:
                 return cut_rows(segment, original, value, to_cpu=to_cpu)
-            return value.to("cpu" if to_cpu else value.device, copy=True)
+            return copy_of(value, to_cpu)
 
         if destination is None:
             destination = kwargs["destination"] = _empty()

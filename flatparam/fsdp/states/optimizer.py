@@ -24,6 +24,7 @@ from .loading import cut, from_here
 from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows, plain_state
 from .saving import Sink, unsharded_state
 from .table import Table, settings_of
+from .values import copy_of
 
 OptimInput = Iterable[Any] | None
 
@@ -218,7 +219,7 @@ def _full(
     to_cpu: bool,
 ) -> dict[str, Any]:
     def take(segment: Segment, original: Original, whole: Tensor) -> Tensor:
-        return whole.to("cpu" if to_cpu else whole.device, copy=True)
+        return copy_of(whole, to_cpu)
 
     table = Table(model)
     groups = table.groups(optim if optim_input is None else _warned(optim_input))

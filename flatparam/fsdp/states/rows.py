@@ -37,7 +37,7 @@ from ..segment import Segment
 from ..unit import Unit
 from .loading import Fetch, by_first_name, piece_of
 from .table import Table
-from .values import Like
+from .values import Like, copy_of
 
 
 def is_rows(value: Any) -> bool:
@@ -57,7 +57,7 @@ def cut_rows(segment: Segment, original: Original, whole: Tensor, *, to_cpu: boo
     """
     whole, placement = whole.detach(), segment.placement
     if not has_rows(tuple(whole.shape), segment):
-        return whole.to("cpu" if to_cpu else whole.device, copy=True)
+        return copy_of(whole, to_cpu)
     extension = segment.extension_of(original)
     if extension is not None:
         return _cut_by(extension, placement, whole, to_cpu)

@@ -20,7 +20,7 @@ from ..order import gather_objects
 from ..segment import Segment
 from .entries import Take
 from .table import Stepped, Table, settings_of_group
-from .values import Described, Like, Scalar, by_gather, described, keys_of_one_shape, same
+from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same
 
 Place = tuple[int, int]  # which segment, which original; -1: all of them
 _NOTHING = "nothing"  # of a parameter lies on a rank
@@ -89,7 +89,7 @@ def _own(value: Any, held: Any, sink: Sink, param: Held) -> Any:
     if isinstance(held, Tensor) and isinstance(value, Like) and param.here is not None:
         held = param.original.formed(held)
     if isinstance(held, Tensor):
-        return held.detach().to("cpu" if sink.to_cpu else held.device, copy=True)
+        return copy_of(held, sink.to_cpu)
     return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
 
 

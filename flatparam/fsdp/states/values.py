@@ -37,6 +37,11 @@ class Scalar(NamedTuple):
 Described = dict[str, Any]  # by key: a Like, a Scalar, or the value itself
 
 
+def copy_of(value: Tensor, to_cpu: bool) -> Tensor:
+    """With memory of its own, detached: on the CPU, or where ``value`` is."""
+    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
+
+
 def described(value: Any, whole: tuple[int, ...] | None) -> Any:
     """``value`` as other ranks are told of it. ``whole``: the shape of a tensor that is like the parameter, if any."""
     if not isinstance(value, Tensor):
