@@ -113,10 +113,10 @@ done:
 }
 
 PyMethodDef fp_core_methods[] = {
-    {"held", FP_FASTCALL(held), METH_FASTCALL,
+    {"held", FP_METHOD(held), METH_FASTCALL,
      "held($module, infos, /, *fields)\n--\n\n(*values of fields, (first, last) elements) of the parameters that the "
      "shard has something of by their infos; a tuple each."},
-    {"boxes_of_range", FP_FASTCALL(fp_py_boxes_of_range), METH_FASTCALL,
+    {"boxes_of_range", FP_METHOD(fp_py_boxes_of_range), METH_FASTCALL,
      "boxes_of_range(shape, begin, end, /)\n--\n\n"
      "Elements [begin, end) of a row-major shape as few disjoint boxes: a list of (offsets, sizes)."},
     {NULL, NULL, 0, NULL},

@@ -6,12 +6,6 @@ typedef struct {
     fp_gather *gather;
 } gather_object;
 
-static fp_gather *
-gather_of(PyObject *self)
-{
-    return ((gather_object *)self)->gather;
-}
-
 static PyObject *
 gather_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -22,58 +16,58 @@ gather_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Osp:Gather", keywords, &group, &name, &sliced)) {
         return NULL;
     }
-    PyObject *self = type->tp_alloc(type, 0);
-    fp_gather *gather = self == NULL ? NULL : fp_gather_new(group, name, sliced);
-    if (gather == NULL) {
-        Py_CLEAR(self);
-        return NULL;
+    gather_object *self = (gather_object *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->gather = fp_gather_new(group, name, sliced);
+        if (self->gather == NULL) {
+            Py_CLEAR(self);
+        }
     }
-    ((gather_object *)self)->gather = gather;
-    return self;
+    return (PyObject *)self;
 }
 
 static void
 gather_dealloc(PyObject *self)
 {
-    fp_gather_free(gather_of(self));
+    fp_gather_free(((gather_object *)self)->gather);
     fp_free_object(self);
 }
 
 fp_gather *
 fp_gather_of(PyObject *object)
 {
-    return fp_is_of(object, gather_dealloc) ? gather_of(object) : NULL;
+    return fp_is_of(object, gather_dealloc) ? ((gather_object *)object)->gather : NULL;
 }
 
 static PyObject *
-gather_begin(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+gather_begin(gather_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    return fp_check_nargs("begin", nargs, 2) < 0 || fp_gather_begin(gather_of(self), args[0], args[1]) < 0
+    return fp_check_nargs("begin", nargs, 2) < 0 || fp_gather_begin(self->gather, args[0], args[1]) < 0
                ? NULL
                : Py_NewRef(Py_None);
 }
 
 static PyObject *
-gather_wait(PyObject *self, PyObject *ignored)
+gather_wait(gather_object *self, PyObject *ignored)
 {
-    const int ended = fp_gather_wait(gather_of(self));
+    const int ended = fp_gather_wait(self->gather);
     return ended < 0 ? NULL : PyBool_FromLong(ended);
 }
 
 static PyObject *
-gather_is_completed(PyObject *self, PyObject *ignored)
+gather_is_completed(gather_object *self, PyObject *ignored)
 {
-    return PyBool_FromLong(!fp_gather_is_under_way(gather_of(self)));
+    return PyBool_FromLong(!fp_gather_is_under_way(self->gather));
 }
 
 static PyMethodDef gather_methods[] = {
-    {"begin", FP_FASTCALL(gather_begin), METH_FASTCALL,
+    {"begin", FP_METHOD(gather_begin), METH_FASTCALL,
      "begin($self, output, shard, /)\n--\n\nBegin to gather the shard of every rank into output, in rank order. "
      "RuntimeError if one is under way."},
-    {"wait", gather_wait, METH_NOARGS,
+    {"wait", FP_METHOD(gather_wait), METH_NOARGS,
      "wait($self, /)\n--\n\nUntil it has ended; on an accelerator the current stream waits. False: it has not, and a "
      "moment is over (sliced). RuntimeError: it has failed, and is forgotten."},
-    {"is_completed", gather_is_completed, METH_NOARGS,
+    {"is_completed", FP_METHOD(gather_is_completed), METH_NOARGS,
      "is_completed($self, /)\n--\n\nWhether none is under way, as torch's Work says it of one."},
     {NULL, NULL, 0, NULL},
 };

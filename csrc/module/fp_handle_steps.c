@@ -512,7 +512,7 @@ steps_dealloc(PyObject *self)
 }
 
 #define METHOD(name, function, flags, signature, text)                                                                 \
-    {name, FP_FASTCALL(function), flags, name signature "\n--\n\n" text}
+    {name, FP_METHOD(function), flags, name signature "\n--\n\n" text}
 static PyMethodDef steps_methods[] = {
     METHOD("_bind", bind, METH_FASTCALL, "($self, flat_param, flat, optimizers, gathering, unit, native, ranks, /)",
            "Once: what the steps are of."),
@@ -599,10 +599,10 @@ static PyMemberDef steps_members[] = {
 };
 
 static PyGetSetDef steps_getset[] = {
-    {"_training_state", (getter)(void (*)(void))get_training_state, (setter)(void (*)(void))set_training_state,
+    {"_training_state", FP_GETTER(get_training_state), (setter)(void (*)(void))set_training_state,
      "Raises when set: ValueError for no state, RuntimeError if it may not follow that which it is in.", NULL},
-    {"_is_as_shown", (getter)(void (*)(void))get_is_as_shown, NULL, "Whether gradients are as at _note_shown().", NULL},
-    {"_is_changed_here", (getter)(void (*)(void))get_is_changed, NULL,
+    {"_is_as_shown", FP_GETTER(get_is_as_shown), NULL, "Whether gradients are as at _note_shown().", NULL},
+    {"_is_changed_here", FP_GETTER(get_is_changed), NULL,
      "Whether masters were written to here since they were gathered.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

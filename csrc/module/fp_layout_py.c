@@ -45,8 +45,7 @@ layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int64_t world_size, itemsize, alignment;
 
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
-        PyErr_SetString(PyExc_TypeError, "Layout() takes no keyword arguments");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "Layout() takes no keyword arguments");
     }
     if (fp_check_nargs_between("Layout", PyTuple_GET_SIZE(args), 4, 5) < 0 ||
         fp_as_int64(PyTuple_GET_ITEM(args, 1), &world_size) < 0 ||
@@ -203,14 +202,14 @@ layout_get_array(PyObject *self, void *closure)
 }
 
 static PyMethodDef layout_methods[] = {
-    {"shard_range", FP_FASTCALL(layout_shard_range), METH_FASTCALL,
+    {"shard_range", FP_METHOD(layout_shard_range), METH_FASTCALL,
      "shard_range($self, rank, /)\n--\n\nThe elements (begin, end) of a rank's padded shard."},
-    {"params_in", FP_FASTCALL(layout_params_in), METH_FASTCALL,
+    {"params_in", FP_METHOD(layout_params_in), METH_FASTCALL,
      "params_in($self, begin, end, /)\n--\n\nThe range of the parameters with elements in [begin, end)."},
-    {"parts", FP_FASTCALL(layout_parts), METH_FASTCALL,
+    {"parts", FP_METHOD(layout_parts), METH_FASTCALL,
      "parts($self, begin, end, /)\n--\n\n"
      "What [begin, end) holds of those: a list of (offset in the range, numel, start, inclusive end)."},
-    {"flatten", FP_FASTCALL(layout_flatten), METH_FASTCALL,
+    {"flatten", FP_METHOD(layout_flatten), METH_FASTCALL,
      "flatten($self, tensors, fill, begin, end, /)\n--\n\nA new 1-D tensor of elements [begin, end) of the flat "
      "parameter: the tensors at their places, fill between them, zeros past the end."},
     {NULL, NULL, 0, NULL},

@@ -64,10 +64,9 @@ done:
 }
 
 static int
-module_params_traverse(PyObject *self, visitproc visit, void *arg)
+module_params_traverse(fp_module_params *table, visitproc visit, void *arg)
 {
-    fp_module_params *table = (fp_module_params *)self;
-    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(Py_TYPE(table));
     Py_VISIT(table->last.infos);
     for (Py_ssize_t i = 0; table->spare != NULL && i < table->n; i++) {
         Py_VISIT(table->spare[i]);
@@ -76,9 +75,8 @@ module_params_traverse(PyObject *self, visitproc visit, void *arg)
 }
 
 static int
-module_params_clear(PyObject *self)
+module_params_clear(fp_module_params *table)
 {
-    fp_module_params *table = (fp_module_params *)self;
     PyObject **spare = table->spare;
     table->spare = NULL;
     drop_all(spare, table->n);
@@ -92,7 +90,7 @@ module_params_dealloc(PyObject *self)
 {
     fp_module_params *table = (fp_module_params *)self;
     PyObject_GC_UnTrack(self);
-    (void)module_params_clear(self);
+    (void)module_params_clear(table);
     fp_attributes_free(&table->attributes);
     fp_torch_geometry_free(table->geometry);
     fp_pieces_release(table->last.pieces);
@@ -143,9 +141,8 @@ new_views(const fp_module_params *table, PyObject *flat)
 }
 
 static PyObject *
-module_params_views(PyObject *self, PyObject *flat)
+module_params_views(const fp_module_params *table, PyObject *flat)
 {
-    const fp_module_params *table = (fp_module_params *)self;
     PyObject **views = new_views(table, flat);
     PyObject *list = views == NULL ? NULL : list_of(views, table->n);
     drop_all(views, table->n);
@@ -255,9 +252,8 @@ register_given(fp_module_params *table, PyObject *given, int unsafe)
 }
 
 static PyObject *
-module_params_register_tensors(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+module_params_register_tensors(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_module_params *table = (fp_module_params *)self;
     int listed, unsafe;
     if (fp_check_nargs("register_tensors", nargs, 3) < 0 || fp_as_bool(args[1], &listed) < 0 ||
         fp_as_bool(args[2], &unsafe) < 0) {
@@ -274,9 +270,8 @@ module_params_register_tensors(PyObject *self, PyObject *const *args, Py_ssize_t
 }
 
 static PyObject *
-module_params_register_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+module_params_register_parameters(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_module_params *table = (fp_module_params *)self;
     int unsafe;
     if (fp_check_nargs("register_parameters", nargs, 3) < 0 || fp_as_bool(args[2], &unsafe) < 0) {
         return NULL;
@@ -306,9 +301,8 @@ point_shared(fp_module_params *table, PyObject *given)
 /* ---- whole switches ---- */
 
 static PyObject *
-module_params_use_parameters(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+module_params_use_parameters(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_module_params *table = (fp_module_params *)self;
     int unsafe, plain = 0, status = -1;
     if (fp_check_nargs("use_parameters", nargs, 4) < 0 || fp_as_bool(args[3], &unsafe) < 0) {
         return NULL;
@@ -338,8 +332,8 @@ fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     if (args[2] != Py_None && !PyList_Check(args[2])) {
-        PyErr_Format(PyExc_TypeError, "expected the views as a list or None, got %.200s", Py_TYPE(args[2])->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected the views as a list or None, got %.200s",
+                            Py_TYPE(args[2])->tp_name);
     }
     const fp_place place = {.is_parameter = 0, .listed = listed, .unsafe = unsafe};
     tensors = again ? fp_as_tuple(args[2], table->n, "tensors") : NULL;
@@ -482,9 +476,8 @@ fp_module_params_set_grads(PyObject *self, PyObject *grad)
 }
 
 static PyObject *
-module_params_set_grad_pieces(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+module_params_set_grad_pieces(fp_module_params *table, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_module_params *table = (fp_module_params *)self;
     PyObject *params = NULL, *mask = NULL; /* owned */
     char *none = NULL;
     fp_pieces *pieces = NULL;
@@ -518,32 +511,32 @@ fail:
 /* ---- the type ---- */
 
 static PyMethodDef module_params_methods[] = {
-    {"views", module_params_views, METH_O,
+    {"views", FP_METHOD(module_params_views), METH_O,
      "views($self, flat, /)\n--\n\nViews of the unsharded flat, one a parameter; one autograd node tracks them all."},
-    {"register_tensors", FP_FASTCALL(module_params_register_tensors), METH_FASTCALL,
+    {"register_tensors", FP_METHOD(module_params_register_tensors), METH_FASTCALL,
      "register_tensors($self, tensors, listed, unsafe, /)\n--\n\nMake them the modules' plain attributes; listed: in "
      "_parameters too."},
-    {"register_parameters", FP_FASTCALL(module_params_register_parameters), METH_FASTCALL,
+    {"register_parameters", FP_METHOD(module_params_register_parameters), METH_FASTCALL,
      "register_parameters($self, params, shared, unsafe, /)\n--\n\nMake them the modules' registered parameters."},
-    {"use_parameters", FP_FASTCALL(module_params_use_parameters), METH_FASTCALL,
+    {"use_parameters", FP_METHOD(module_params_use_parameters), METH_FASTCALL,
      "use_parameters($self, flat, params, shared, unsafe, /)\n--\n\nMake the parameters views of the unsharded flat, "
      "and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
-    {"use_unsharded", FP_FASTCALL(fp_module_params_use_unsharded), METH_FASTCALL,
+    {"use_unsharded", FP_METHOD(fp_module_params_use_unsharded), METH_FASTCALL,
      "use_unsharded($self, flat, padded, tensors, again, listed, unsafe, /)\n--\n\nflat.data = the unpadded part of "
      "padded, and its views the modules' attributes: with again, tensors, pointed there; else new ones, or those of "
      "the last call where only the modules and the list tensors still have them; with None always new ones.\n\nReturns "
      "the views; None, with nothing done, if a tensor is not plain or a mode is on."},
-    {"use_sharded", FP_FASTCALL(fp_module_params_use_sharded), METH_FASTCALL,
+    {"use_sharded", FP_METHOD(fp_module_params_use_sharded), METH_FASTCALL,
      "use_sharded($self, flat, shard, params, shared, infos, unsafe, /)\n--\n\nflat.data = shard, and the parameters "
      "its pieces and the modules' attributes.\n\nReturns False, with nothing done, if a tensor is not plain or a mode "
      "is on."},
-    {"scan", FP_FASTCALL(fp_module_params_scan), METH_FASTCALL,
+    {"scan", FP_METHOD(fp_module_params_scan), METH_FASTCALL,
      "scan($self, params, owner, grad, infos, /)\n--\n\nIndices of the parameters in the shard that were replaced, or "
      "whose storages are not owner's and grad's, or that lie elsewhere in whole ones.\n\nReturns None unless owner and "
      "grad are plain, and no mode is on."},
     {"set_grads", fp_module_params_set_grads, METH_O,
      "set_grads($self, grad, /)\n--\n\nSet the .grad of what each module has now to its view of the unsharded grad."},
-    {"set_grad_pieces", FP_FASTCALL(module_params_set_grad_pieces), METH_FASTCALL,
+    {"set_grad_pieces", FP_METHOD(module_params_set_grad_pieces), METH_FASTCALL,
      "set_grad_pieces($self, params, grad, none_mask, by_data, infos, /)\n--\n\nSet each parameter's .grad to its 1-D "
      "piece of the sharded grad.\n\nReturns False, with nothing done, if a tensor is not plain or a mode is on."},
     {NULL, NULL, 0, NULL},

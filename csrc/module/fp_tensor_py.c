@@ -216,16 +216,16 @@ explain_shards(PyObject *module, PyObject *explain)
 }
 
 PyMethodDef fp_tensor_methods[] = {
-    {"is_plain", FP_FASTCALL(is_plain), METH_FASTCALL,
+    {"is_plain", FP_METHOD(is_plain), METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
      "mode is on: loops in C do with them what torch's operations would."},
     {"is_plain_tensor", is_plain_tensor, METH_O,
      "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
-    {"allocate", FP_FASTCALL(allocate), METH_FASTCALL,
+    {"allocate", FP_METHOD(allocate), METH_FASTCALL,
      "allocate($module, tensor, numel, /)\n--\n\nGive the freed storage of tensor room for numel elements of its "
      "dtype. Contents are not kept.\n\nFalse: it has just that room already; None, with nothing done: it has other "
      "room, or tensor is not plain."},
-    {"free", FP_FASTCALL(free_storage), METH_FASTCALL,
+    {"free", FP_METHOD(free_storage), METH_FASTCALL,
      "free($module, tensor, reason=None, keeps_size=False, /)\n--\n\nFree the storage of tensor in place. "
      "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
      "size.\n\nFalse, with nothing done: tensor is not plain, or does not begin its storage."},
@@ -234,7 +234,7 @@ PyMethodDef fp_tensor_methods[] = {
     {"digest", digest, METH_O,
      "digest($module, tensor, /)\n--\n\nA number of 64 bits that tells the values of dense tensors on the host apart, "
      "of one size and strides. Of more than 16 KiB it reads a line of 64 bytes in each 8 KiB."},
-    {"same_storage", FP_FASTCALL(same_storage), METH_FASTCALL,
+    {"same_storage", FP_METHOD(same_storage), METH_FASTCALL,
      "same_storage($module, a, b, /)\n--\n\nWhether both use one storage, or storages at one address."},
     {"clear_grads", clear_grads, METH_O,
      "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None; False, with nothing done, "
@@ -242,20 +242,20 @@ PyMethodDef fp_tensor_methods[] = {
     {"grad_summary", grad_summary, METH_O,
      "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
      "unless is_plain(*params)."},
-    {"versions", FP_FASTCALL(versions), METH_FASTCALL,
+    {"versions", FP_METHOD(versions), METH_FASTCALL,
      "versions($module, params, /, *others)\n--\n\n(sum of the versions of all, how many parameters have a gradient, "
      "sum of the versions of those); None unless all are plain."},
     {"survey", survey, METH_O,
      "survey($module, tensors, /)\n--\n\n(elements of each, how many require grad) of tensors that can be flattened "
      "without a closer look: plain, contiguous, of one floating-point or complex dtype and one device, each in memory "
      "of its own. Else None."},
-    {"grad_norm", FP_FASTCALL(grad_norm), METH_FASTCALL,
+    {"grad_norm", FP_METHOD(grad_norm), METH_FASTCALL,
      "grad_norm($module, params, order, in_fp64, device, /)\n--\n\nThe norm of the gradients of params, to the power "
      "of order unless that is infinite: a scalar on device, computed in fp64 or fp32."},
-    {"clip_grads", FP_FASTCALL(clip_grads), METH_FASTCALL,
+    {"clip_grads", FP_METHOD(clip_grads), METH_FASTCALL,
      "clip_grads($module, params, sum, root, max_norm, /)\n--\n\nScale the gradients of params by max_norm / norm, "
      "where that is less than 1. The norm, sum to the power of root, in the widest real dtype of the gradients."},
-    {"convert", FP_FASTCALL(convert), METH_FASTCALL,
+    {"convert", FP_METHOD(convert), METH_FASTCALL,
      "convert($module, target, source, accumulate, /)\n--\n\ntarget = source, or target += source: 1-D, equally long, "
      "of any dtypes; in one pass over memory on the CPU."},
     {"explain_shards", explain_shards, METH_O,

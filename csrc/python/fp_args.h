@@ -24,8 +24,10 @@ typedef struct {
 /* The state of the module object that a METH_FASTCALL function gets as its first argument. */
 fp_module_state *fp_get_state(PyObject *module);
 
-/* The cast that a METH_FASTCALL function needs in a method table. */
-#define FP_FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+/* The casts that functions of other types than these need in tables of methods and attributes: with METH_FASTCALL, or of
+ * the object's own struct. */
+#define FP_METHOD(function) ((PyCFunction)(void (*)(void))(function))
+#define FP_GETTER(function) ((getter)(void (*)(void))(function))
 
 /* The spec of a heap type of the module. more_flags: Py_TPFLAGS_HAVE_GC or 0. */
 #define FP_TYPE(type_name, object, more_flags, type_slots)                                                             \

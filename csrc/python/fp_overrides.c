@@ -47,9 +47,9 @@ is_as_defined(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     if (!PyDict_CheckExact(args[1]) || !PyTuple_CheckExact(args[2])) {
-        PyErr_Format(PyExc_TypeError, "expected a dict of attributes and a tuple of names, got %.200s and %.200s",
-                     Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "expected a dict of attributes and a tuple of names, got %.200s and %.200s",
+                            Py_TYPE(args[1])->tp_name, Py_TYPE(args[2])->tp_name);
     }
     int same = class_as_defined(fp_get_state(module), Py_TYPE(args[0]), args[1]);
     PyObject *dict = same > 0 ? PyObject_GenericGetDict(args[0], NULL) : NULL;
@@ -65,7 +65,7 @@ is_as_defined(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 PyMethodDef fp_overrides_methods[] = {
-    {"is_as_defined", FP_FASTCALL(is_as_defined), METH_FASTCALL,
+    {"is_as_defined", FP_METHOD(is_as_defined), METH_FASTCALL,
      "is_as_defined($module, object, own, names, /)\n--\n\nWhether object's class has all attributes of the dict own "
      "as own has them, and object itself none of names."},
     {NULL, NULL, 0, NULL},

@@ -641,9 +641,10 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     return 0;
 }
 
-static void
-clear_part(fp_flat_param *flat_param)
+void
+fp_flat_param_free(fp_flat_param *flat_param)
 {
+    move_shown(flat_param, FP_SHOWN_READ, "");
     fp_attributes_clear(&flat_param->attributes);
     Py_CLEAR(flat_param->master);
     Py_CLEAR(flat_param->params);
@@ -652,13 +653,6 @@ clear_part(fp_flat_param *flat_param)
     Py_CLEAR(flat_param->extended);
     Py_CLEAR(flat_param->owners);
     Py_CLEAR(flat_param->saved);
-}
-
-void
-fp_flat_param_free(fp_flat_param *flat_param)
-{
-    move_shown(flat_param, FP_SHOWN_READ, "");
-    clear_part(flat_param);
     fp_attributes_free(&flat_param->attributes);
     fp_flat_buffer_free(flat_param->flat);
     fp_group_free(flat_param->shard_group);

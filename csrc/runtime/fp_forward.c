@@ -81,9 +81,8 @@ list_params(fp_root *root, fp_unit *unit)
 }
 
 PyObject *
-fp_forward_pre(PyObject *self, PyObject *ignored)
+fp_forward_pre(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0) { /* not to wait for its turn */
         return NULL;
     }
@@ -196,9 +195,8 @@ post_forward(fp_unit *unit, PyObject *output)
 }
 
 PyObject *
-fp_forward_post(PyObject *self, PyObject *output)
+fp_forward_post(fp_unit *unit, PyObject *output)
 {
-    fp_unit *unit = (fp_unit *)self;
     if (fp_iteration_check_joined(unit) < 0) {
         return NULL;
     }
@@ -215,9 +213,8 @@ fp_forward_post(PyObject *self, PyObject *output)
 
 /* A forward with inputs that require grad begins. True if inputs_done is to be called when they have it. */
 PyObject *
-fp_forward_expect_inputs(PyObject *self, PyObject *ignored)
+fp_forward_expect_inputs(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     if (unit->root != NULL && unit->root->in_backward && unit->pending > 0) {
         Py_RETURN_FALSE; /* recomputed: the forward that it repeats has said so */
     }
@@ -227,9 +224,8 @@ fp_forward_expect_inputs(PyObject *self, PyObject *ignored)
 
 /* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. */
 PyObject *
-fp_forward_inputs_done(PyObject *self, PyObject *ignored)
+fp_forward_inputs_done(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     unit->pending -= unit->pending > 0;
     if (unit->pending > 0 || unit->root == NULL || !unit->root->in_backward || fp_unit_is_in_forward(unit) ||
         !(unit->root->synchronize || unit->reshard_after_forward) || fp_iteration_is_elsewhere(unit->root)) {
@@ -249,9 +245,8 @@ fp_forward_inputs_done(PyObject *self, PyObject *ignored)
 }
 
 PyObject *
-fp_forward_abort(PyObject *self, PyObject *ignored)
+fp_forward_abort(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     fp_root *root = unit->root;
     if (root == NULL || fp_iteration_is_elsewhere(root) || !fp_unit_is_in_forward(unit)) {
         Py_RETURN_NONE; /* it was refused, and has begun nothing */

@@ -3,8 +3,8 @@
 
 #include "runtime/fp_types.h"
 
-PyObject *fp_forward_pre(PyObject *self, PyObject *ignored);
-PyObject *fp_forward_post(PyObject *self, PyObject *output);
-PyObject *fp_forward_abort(PyObject *self, PyObject *ignored);
-PyObject *fp_forward_expect_inputs(PyObject *self, PyObject *ignored);
-PyObject *fp_forward_inputs_done(PyObject *self, PyObject *ignored);
+PyObject *fp_forward_pre(fp_unit *unit, PyObject *ignored);
+PyObject *fp_forward_post(fp_unit *unit, PyObject *output);
+PyObject *fp_forward_abort(fp_unit *unit, PyObject *ignored);
+PyObject *fp_forward_expect_inputs(fp_unit *unit, PyObject *ignored);
+PyObject *fp_forward_inputs_done(fp_unit *unit, PyObject *ignored);

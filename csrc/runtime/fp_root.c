@@ -22,8 +22,7 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watched); i++) {
         PyObject *entry = PyTuple_GET_ITEM(watched, i);
         if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 3 || !PyDict_Check(PyTuple_GET_ITEM(entry, 0))) {
-            PyErr_SetString(PyExc_TypeError, "expected watched to be tuples (dict, name, function)");
-            return NULL;
+            return PyErr_Format(PyExc_TypeError, "expected watched to be tuples (dict, name, function)");
         }
     }
     fp_root *root = (fp_root *)type->tp_alloc(type, 0);
@@ -49,10 +48,9 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static int
-root_traverse(PyObject *self, visitproc visit, void *arg)
+root_traverse(fp_root *root, visitproc visit, void *arg)
 {
-    fp_root *root = (fp_root *)self;
-    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(Py_TYPE(root));
     Py_VISIT(root->collectives);
     Py_VISIT(root->watched);
     Py_VISIT(root->find_tensors);
@@ -62,9 +60,9 @@ root_traverse(PyObject *self, visitproc visit, void *arg)
 }
 
 static int
-root_clear(PyObject *self)
+root_clear(fp_root *root)
 {
-    fp_consensus_drop((fp_root *)self);
+    fp_consensus_drop(root);
     return 0; /* its members refer to functions and settings: other cycles are broken at the units */
 }
 
@@ -89,37 +87,33 @@ root_dealloc(PyObject *self)
 }
 
 static PyObject *
-root_tell(PyObject *self, PyObject *model_traces)
+root_tell(fp_root *root, PyObject *model_traces)
 {
     int fits = PyTuple_Check(model_traces);
     for (Py_ssize_t i = 0; fits && i < PyTuple_GET_SIZE(model_traces); i++) {
         fits = fp_model_trace_check(PyTuple_GET_ITEM(model_traces, i));
     }
     if (!fits) {
-        PyErr_SetString(PyExc_TypeError, "expected a tuple of ModelTrace");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a tuple of ModelTrace");
     }
-    Py_SETREF(((fp_root *)self)->model_traces, Py_NewRef(model_traces));
+    Py_SETREF(root->model_traces, Py_NewRef(model_traces));
     Py_RETURN_NONE;
 }
 
 static PyObject *
-root_recover(PyObject *self, PyObject *ignored)
+root_recover(fp_root *root, PyObject *ignored)
 {
-    if (fp_iteration_is_elsewhere((fp_root *)self)) {
-        PyErr_SetString(PyExc_RuntimeError, "recover: another thread is in a forward or backward of this model");
-        return NULL;
+    if (fp_iteration_is_elsewhere(root)) {
+        return PyErr_Format(PyExc_RuntimeError, "recover: another thread is in a forward or backward of this model");
     }
-    return fp_iteration_recover((fp_root *)self) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_iteration_recover(root) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-root_refresh(PyObject *self, PyObject *ignored)
+root_refresh(fp_root *root, PyObject *ignored)
 {
-    fp_root *root = (fp_root *)self;
     if (root->in_backward || root->depth > 0 || root->closed) {
-        PyErr_SetString(PyExc_RuntimeError, "refresh: expected no forward or backward to be under way");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "refresh: expected no forward or backward to be under way");
     }
     Py_INCREF(root);
     const int status = fp_iteration_refresh(root);
@@ -128,28 +122,28 @@ root_refresh(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
-root_state(PyObject *self, void *ignored)
+root_state(const fp_root *root, void *ignored)
 {
-    const fp_root *root = (fp_root *)self;
     const int runs = fp_graph_task() >= 0 || fp_graph_is_running(root->ref);
     const char *state = root->in_backward ? (runs ? "BACKWARD" : "INTERRUPTED") : root->depth > 0 ? "FORWARD" : "IDLE";
     return PyUnicode_FromString(state);
 }
 
 static PyMethodDef root_methods[] = {
-    {"tell", root_tell, METH_O,
+    {"tell", FP_METHOD(root_tell), METH_O,
      "tell($self, followers, /)\n--\n\nFrom now on tell these, a tuple of ModelTrace, where passes begin and end."},
-    {"recover", root_recover, METH_NOARGS,
+    {"recover", FP_METHOD(root_recover), METH_NOARGS,
      "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
      "then."},
-    {"refresh", root_refresh, METH_NOARGS,
+    {"refresh", FP_METHOD(root_refresh), METH_NOARGS,
      "refresh($self, /)\n--\n\nGather from the shards what is out of date of the units with a secondary shard. A "
      "collective call."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef root_getset[] = {
-    {"state", root_state, NULL, "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception ended a backward pass.", NULL},
+    {"state", FP_GETTER(root_state), NULL,
+     "IDLE, FORWARD, BACKWARD, or INTERRUPTED: an exception ended a backward pass.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -78,10 +78,9 @@ trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static int
-trace_traverse(PyObject *object, visitproc visit, void *arg)
+trace_traverse(trace_object *self, visitproc visit, void *arg)
 {
-    trace_object *self = (trace_object *)object;
-    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->agree);
     Py_VISIT(self->waiting);
     Py_VISIT(self->failed);
@@ -89,9 +88,8 @@ trace_traverse(PyObject *object, visitproc visit, void *arg)
 }
 
 static int
-trace_clear(PyObject *object)
+trace_clear(trace_object *self)
 {
-    trace_object *self = (trace_object *)object;
     Py_CLEAR(self->agree);
     Py_CLEAR(self->waiting);
     Py_CLEAR(self->failed);
@@ -103,24 +101,24 @@ trace_dealloc(PyObject *object)
 {
     trace_object *self = (trace_object *)object;
     PyObject_GC_UnTrack(object);
-    (void)trace_clear(object);
+    (void)trace_clear(self);
     fp_trace_free(self->trace);
     fp_free_object(object);
 }
 
 static PyObject *
-trace_note(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+trace_note(trace_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t event;
     int new_pass;
     return fp_check_nargs("note", nargs, 2) < 0 || fp_as_int64(args[0], &event) < 0 ||
-                   fp_as_bool(args[1], &new_pass) < 0 || note((trace_object *)object, (uint64_t)event, new_pass) < 0
+                   fp_as_bool(args[1], &new_pass) < 0 || note(self, (uint64_t)event, new_pass) < 0
                ? NULL
                : Py_NewRef(Py_None);
 }
 
 static PyObject *
-trace_at(PyObject *object, PyObject *argument)
+trace_at(trace_object *self, PyObject *argument)
 {
     int64_t index;
     uint64_t event;
@@ -128,34 +126,35 @@ trace_at(PyObject *object, PyObject *argument)
     if (fp_as_int64(argument, &index) < 0) {
         return NULL;
     }
-    if (!fp_trace_at(((trace_object *)object)->trace, index, &event, &new_pass)) {
+    if (!fp_trace_at(self->trace, index, &event, &new_pass)) {
         Py_RETURN_NONE;
     }
     return Py_BuildValue("KO", (unsigned long long)event, new_pass ? Py_True : Py_False);
 }
 
 static PyObject *
-trace_count(PyObject *object, void *ignored)
+trace_count(trace_object *self, void *ignored)
 {
-    return PyLong_FromLongLong(fp_trace_count(((trace_object *)object)->trace));
+    return PyLong_FromLongLong(fp_trace_count(self->trace));
 }
 
 static PyObject *
-trace_passes(PyObject *object, void *ignored)
+trace_passes(trace_object *self, void *ignored)
 {
-    return PyLong_FromLongLong(fp_trace_passes(((trace_object *)object)->trace));
+    return PyLong_FromLongLong(fp_trace_passes(self->trace));
 }
 
 static PyMethodDef trace_methods[] = {
-    {"note", FP_FASTCALL(trace_note), METH_FASTCALL,
+    {"note", FP_METHOD(trace_note), METH_FASTCALL,
      "note($self, event, new_pass, /)\n--\n\nAn event comes: ask the other ranks, unless all expect it."},
-    {"at", trace_at, METH_O, "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
+    {"at", FP_METHOD(trace_at), METH_O,
+     "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef trace_getset[] = {
-    {"count", trace_count, NULL, "Events so far.", NULL},
-    {"passes", trace_passes, NULL, "Passes that they began.", NULL},
+    {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
+    {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -253,8 +252,7 @@ model_trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (!fp_is_of(trace, trace_dealloc)) {
-        PyErr_Format(PyExc_TypeError, "expected a CollectiveTrace, got %.200s", Py_TYPE(trace)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a CollectiveTrace, got %.200s", Py_TYPE(trace)->tp_name);
     }
     model_trace_object *self = (model_trace_object *)type->tp_alloc(type, 0);
     if (self != NULL) {
@@ -265,10 +263,10 @@ model_trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static int
-model_trace_traverse(PyObject *object, visitproc visit, void *arg)
+model_trace_traverse(model_trace_object *self, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((model_trace_object *)object)->trace);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->trace);
     return 0;
 }
 

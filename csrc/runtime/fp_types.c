@@ -28,6 +28,16 @@ fp_root_units(const fp_root *root)
 }
 
 int
+fp_unit_check_idle(const fp_unit *unit, const char *what)
+{
+    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward)) {
+        PyErr_Format(PyExc_RuntimeError, "%U cannot %s in the middle of a pass", unit->name, what);
+        return -1;
+    }
+    return 0;
+}
+
+int
 fp_unit_each(const fp_unit *unit, int (*call)(fp_flat_param *flat_param))
 {
     int status = 0;

@@ -116,6 +116,9 @@ fp_unit_awaits_backward(const fp_unit *unit)
     return unit->pass == FP_PASS_FORWARD_AGAIN || unit->pass == FP_PASS_AWAITING_BACKWARD;
 }
 
+/* RuntimeError that the unit cannot do what in the middle of a pass. */
+int fp_unit_check_idle(const fp_unit *unit, const char *what);
+
 /* All of its flat parameters are gathered, or being gathered. */
 static inline int
 fp_unit_is_full(const fp_unit *unit)

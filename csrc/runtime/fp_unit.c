@@ -57,10 +57,9 @@ fail:
 }
 
 static int
-unit_traverse(PyObject *self, visitproc visit, void *arg)
+unit_traverse(fp_unit *unit, visitproc visit, void *arg)
 {
-    fp_unit *unit = (fp_unit *)self;
-    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(Py_TYPE(unit));
     Py_VISIT(unit->root);
     Py_VISIT(unit->moved);
     Py_VISIT(unit->reduced);
@@ -74,9 +73,8 @@ unit_traverse(PyObject *self, visitproc visit, void *arg)
 }
 
 static int
-unit_clear(PyObject *self)
+unit_clear(fp_unit *unit)
 {
-    fp_unit *unit = (fp_unit *)self;
     fp_iteration_leave_root(unit);
     Py_CLEAR(unit->moved);
     Py_CLEAR(unit->reduced);
@@ -85,11 +83,10 @@ unit_clear(PyObject *self)
 
 /* As autograd keeps parameters: a graph that waits for its backward has the unit until it is gone. */
 static void
-unit_finalize(PyObject *self)
+unit_finalize(fp_unit *unit)
 {
-    fp_unit *unit = (fp_unit *)self;
     if (unit->ref != NULL && unit->root != NULL) {
-        (void)fp_params_ref_keep(unit->ref, self);
+        (void)fp_params_ref_keep(unit->ref, (PyObject *)unit);
     }
 }
 
@@ -118,19 +115,16 @@ unit_dealloc(PyObject *self)
 /* ---- methods ---- */
 
 static PyObject *
-unit_join(PyObject *self, PyObject *root_object)
+unit_join(fp_unit *unit, PyObject *root_object)
 {
-    fp_unit *unit = (fp_unit *)self;
     if (!fp_root_check(root_object)) {
-        PyErr_Format(PyExc_TypeError, "expected a Root, got %.200s", Py_TYPE(root_object)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a Root, got %.200s", Py_TYPE(root_object)->tp_name);
     }
     fp_root *root = (fp_root *)root_object;
     if (unit->root == root) {
         Py_RETURN_NONE;
     }
-    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward)) {
-        PyErr_Format(PyExc_RuntimeError, "%U cannot join another model in the middle of a pass", unit->name);
+    if (fp_unit_check_idle(unit, "join another model") < 0) {
         return NULL;
     }
     fp_unit **units = fp_new_array(root->n_units + 1, sizeof *units);
@@ -153,11 +147,9 @@ unit_join(PyObject *self, PyObject *root_object)
     Py_RETURN_NONE;
 }
 
-/* follow(which, follower, number, sliced) */
 static PyObject *
-unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_unit *unit = (fp_unit *)self;
     int64_t which, number;
     int sliced;
     if (fp_check_nargs("follow", nargs, 4) < 0 || fp_as_int64(args[0], &which) < 0 ||
@@ -165,13 +157,11 @@ unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     if (which < 0 || which >= FP_GROUPS * FP_WATCHERS || number < 0 || number > UINT32_MAX - unit->n_flat_params) {
-        PyErr_Format(PyExc_ValueError, "expected a group from 0 to 7 and a number of 32 bits, got %lld and %lld",
-                     (long long)which, (long long)number);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "expected a group from 0 to 7 and a number of 32 bits, got %lld and %lld",
+                            (long long)which, (long long)number);
     }
     if (!fp_model_trace_check(args[1])) {
-        PyErr_Format(PyExc_TypeError, "expected a ModelTrace, got %.200s", Py_TYPE(args[1])->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "expected a ModelTrace, got %.200s", Py_TYPE(args[1])->tp_name);
     }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
@@ -189,16 +179,14 @@ unit_follow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-unit_release(PyObject *self, PyObject *ignored)
+unit_release(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     return fp_unshard_release(unit) < 0 || fp_unshard_show_params(unit) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-unit_make_views(PyObject *self, PyObject *ignored)
+unit_make_views(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         if (fp_unshard_make_views(unit, k) < 0) {
             return NULL;
@@ -207,11 +195,9 @@ unit_make_views(PyObject *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-/* put(views): let the modules have the views, or the original parameters, whatever they have now. */
 static PyObject *
-unit_put(PyObject *self, PyObject *argument)
+unit_put(fp_unit *unit, PyObject *argument)
 {
-    fp_unit *unit = (fp_unit *)self;
     int views;
     if (fp_as_bool(argument, &views) < 0) {
         return NULL;
@@ -227,22 +213,21 @@ unit_put(PyObject *self, PyObject *argument)
 }
 
 static PyObject *
-unit_look_over(PyObject *self, PyObject *ignored)
+unit_look_over(fp_unit *unit, PyObject *ignored)
 {
-    return fp_unshard_look_over((fp_unit *)self) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_unshard_look_over(unit) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-unit_point_params(PyObject *self, PyObject *ignored)
+unit_point_params(fp_unit *unit, PyObject *ignored)
 {
-    return fp_unit_each((fp_unit *)self, fp_flat_param_point) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_unit_each(unit, fp_flat_param_point) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* The part whose number is the first of nargs arguments, of which n are expected. NULL with an exception set. */
 static fp_flat_param *
-part_of(PyObject *self, const char *name, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t n)
+part_of(fp_unit *unit, const char *name, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t n)
 {
-    fp_unit *unit = (fp_unit *)self;
     int64_t k;
     if (fp_check_nargs(name, nargs, n) < 0 || fp_as_int64(args[0], &k) < 0) {
         return NULL;
@@ -254,11 +239,10 @@ part_of(PyObject *self, const char *name, PyObject *const *args, Py_ssize_t narg
     return &unit->flat_params[k];
 }
 
-/* lie_in(part, tensors, whole, registered) */
 static PyObject *
-unit_lie_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+unit_lie_in(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_flat_param *flat_param = part_of(self, "lie_in", args, nargs, 4);
+    fp_flat_param *flat_param = part_of(unit, "lie_in", args, nargs, 4);
     int registered;
     if (flat_param == NULL || fp_as_bool(args[3], &registered) < 0) {
         return NULL;
@@ -278,11 +262,10 @@ unit_lie_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return same < 0 ? NULL : PyBool_FromLong(same);
 }
 
-/* adopt(part, index, param) */
 static PyObject *
-unit_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+unit_adopt(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_flat_param *flat_param = part_of(self, "adopt", args, nargs, 3);
+    fp_flat_param *flat_param = part_of(unit, "adopt", args, nargs, 3);
     int64_t i;
     return flat_param == NULL || fp_as_int64(args[1], &i) < 0 ||
                    fp_flat_param_adopt(flat_param, (Py_ssize_t)i, args[2]) < 0
@@ -291,18 +274,14 @@ unit_adopt(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-unit_compute_in_full(PyObject *self, PyObject *argument)
+unit_compute_in_full(fp_unit *unit, PyObject *argument)
 {
-    fp_unit *unit = (fp_unit *)self;
     int in_full;
     if (fp_as_bool(argument, &in_full) < 0) {
         return NULL;
     }
-    if (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward)) {
-        PyErr_Format(PyExc_RuntimeError, "%U cannot change its precision in the middle of a pass", unit->name);
-        return NULL;
-    }
-    if (fp_unshard_release(unit) < 0 || fp_unshard_show_params(unit) < 0) {
+    if (fp_unit_check_idle(unit, "change its precision") < 0 || fp_unshard_release(unit) < 0 ||
+        fp_unshard_show_params(unit) < 0) {
         return NULL;
     }
     unit->gather_pass = -1;
@@ -316,9 +295,8 @@ unit_compute_in_full(PyObject *self, PyObject *argument)
 }
 
 static PyObject *
-unit_average_elsewhere(PyObject *self, PyObject *ignored)
+unit_average_elsewhere(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_buffer_average_elsewhere(unit->flat_params[k].flat);
     }
@@ -326,9 +304,8 @@ unit_average_elsewhere(PyObject *self, PyObject *ignored)
 }
 
 static PyObject *
-unit_invalidate(PyObject *self, PyObject *ignored)
+unit_invalidate(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     unit->kept_steps = unit->gather_pass = -1;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
@@ -362,35 +339,32 @@ static question ask_written = {is_written}, ask_frozen = {is_frozen}, ask_unredu
 
 /* Whether the question holds for some flat parameter. */
 static PyObject *
-unit_any(PyObject *self, void *asked)
+unit_any(fp_unit *unit, void *asked)
 {
-    return PyBool_FromLong(fp_unit_each((fp_unit *)self, ((question *)asked)->holds));
+    return PyBool_FromLong(fp_unit_each(unit, ((question *)asked)->holds));
 }
 
 static PyObject *
-unit_settle(PyObject *self, PyObject *ignored)
+unit_settle(fp_unit *unit, PyObject *ignored)
 {
-    fp_unit *unit = (fp_unit *)self;
     const char *name = PyUnicode_AsUTF8(unit->name);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         if (name == NULL || fp_flat_param_sync_shown_grads(&unit->flat_params[k], name) < 0) {
             return NULL;
         }
     }
-    return unit_any(self, &ask_unreduced);
+    return unit_any(unit, &ask_unreduced);
 }
 
 static PyObject *
-unit_shows_views(PyObject *self, void *ignored)
+unit_shows_views(const fp_unit *unit, void *ignored)
 {
-    const fp_unit *unit = (fp_unit *)self;
     return PyBool_FromLong(unit->n_flat_params > 0 && unit->flat_params[0].shows >= FP_SHOWS_VIEWS);
 }
 
 static PyObject *
-unit_views(PyObject *self, PyObject *ignored)
+unit_views(const fp_unit *unit, PyObject *ignored)
 {
-    const fp_unit *unit = (fp_unit *)self;
     PyObject *list = PyList_New(unit->n_flat_params);
     for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
         PyObject *views = fp_flat_param_attributes(&unit->flat_params[k]);
@@ -400,69 +374,69 @@ unit_views(PyObject *self, PyObject *ignored)
 }
 
 static PyMethodDef unit_methods[] = {
-    {"join", unit_join, METH_O, "join($self, root, /)\n--\n\nBecome one of the units that share root."},
-    {"follow", FP_FASTCALL(unit_follow), METH_FASTCALL,
+    {"join", FP_METHOD(unit_join), METH_O, "join($self, root, /)\n--\n\nBecome one of the units that share root."},
+    {"follow", FP_METHOD(unit_follow), METH_FASTCALL,
      "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
      "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the secondary shard, 3 the one "
      "that refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell "
      "it also while one is waited for."},
-    {"pre_forward", fp_forward_pre, METH_NOARGS,
+    {"pre_forward", FP_METHOD(fp_forward_pre), METH_NOARGS,
      "pre_forward($self, /)\n--\n\nGather, and let the modules have the views. The outermost unit begins a pass."},
-    {"post_forward", fp_forward_post, METH_O,
+    {"post_forward", FP_METHOD(fp_forward_post), METH_O,
      "post_forward($self, output, /)\n--\n\nPut hooks on the tensors in output, free what is not kept; returns "
      "output."},
-    {"abort_forward", fp_forward_abort, METH_NOARGS,
+    {"abort_forward", FP_METHOD(fp_forward_abort), METH_NOARGS,
      "abort_forward($self, /)\n--\n\nInstead of post_forward, or after it, when there was an exception."},
-    {"expect_inputs", fp_forward_expect_inputs, METH_NOARGS,
+    {"expect_inputs", FP_METHOD(fp_forward_expect_inputs), METH_NOARGS,
      "expect_inputs($self, /)\n--\n\nA forward whose inputs require grad begins; whether to call inputs_done for it."},
-    {"inputs_done", fp_forward_inputs_done, METH_NOARGS,
+    {"inputs_done", FP_METHOD(fp_forward_inputs_done), METH_NOARGS,
      "inputs_done($self, /)\n--\n\nThe gradients of its inputs are there: free what is frozen."},
-    {"release", unit_release, METH_NOARGS,
+    {"release", FP_METHOD(unit_release), METH_NOARGS,
      "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
-    {"make_views", unit_make_views, METH_NOARGS,
+    {"make_views", FP_METHOD(unit_make_views), METH_NOARGS,
      "make_views($self, /)\n--\n\nMake the views for the shard's dtype and device; with no original parameters, let "
      "the modules have them."},
-    {"put", unit_put, METH_O,
+    {"put", FP_METHOD(unit_put), METH_O,
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
-    {"look_over", unit_look_over, METH_NOARGS,
+    {"look_over", FP_METHOD(unit_look_over), METH_NOARGS,
      "look_over($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put in their "
      "place, into the shards."},
-    {"point_params", unit_point_params, METH_NOARGS,
+    {"point_params", FP_METHOD(unit_point_params), METH_NOARGS,
      "point_params($self, /)\n--\n\nLet the data of the original parameters be their pieces of the shards."},
-    {"lie_in", FP_FASTCALL(unit_lie_in), METH_FASTCALL,
+    {"lie_in", FP_METHOD(unit_lie_in), METH_FASTCALL,
      "lie_in($self, part, tensors, whole, registered, /)\n--\n\nWhether each of tensors, one an original parameter "
      "(None: "
      "those), lies at its place in the unsharded tensor whole; registered: and modules have them as parameters."},
-    {"adopt", FP_FASTCALL(unit_adopt), METH_FASTCALL,
+    {"adopt", FP_METHOD(unit_adopt), METH_FASTCALL,
      "adopt($self, part, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there was."},
-    {"invalidate", unit_invalidate, METH_NOARGS,
+    {"invalidate", FP_METHOD(unit_invalidate), METH_NOARGS,
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
-    {"compute_in_full", unit_compute_in_full, METH_O,
+    {"compute_in_full", FP_METHOD(unit_compute_in_full), METH_O,
      "compute_in_full($self, in_full, /)\n--\n\nBetween passes: from now on compute and reduce in the shard's "
      "precision, or again as the parts say."},
-    {"average_elsewhere", unit_average_elsewhere, METH_NOARGS,
+    {"average_elsewhere", FP_METHOD(unit_average_elsewhere), METH_NOARGS,
      "average_elsewhere($self, /)\n--\n\nFrom now on gradients are summed over ranks, not averaged: a hook does that."},
-    {"views", unit_views, METH_NOARGS,
+    {"views", FP_METHOD(unit_views), METH_NOARGS,
      "views($self, /)\n--\n\nThe views of each part, or what its extension has made of them; None before there are "
      "any."},
-    {"settle", unit_settle, METH_NOARGS,
+    {"settle", FP_METHOD(unit_settle), METH_NOARGS,
      "settle($self, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has kept counts. "
      "Returns unreduced."},
-    {"kept", fp_unit_kept, METH_NOARGS,
+    {"kept", FP_METHOD(fp_unit_kept), METH_NOARGS,
      "kept($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this rank's "
      "part of it, added over the ranks that share the parameter."},
-    {"show_kept", fp_unit_show_kept, METH_O,
+    {"show_kept", FP_METHOD(fp_unit_show_kept), METH_O,
      "show_kept($self, shown, /)\n--\n\nBetween passes: let .grad be what no_sync has kept, or what was reduced before "
      "and put aside for it."},
-    {"set_kept", FP_FASTCALL(fp_unit_set_kept), METH_FASTCALL,
+    {"set_kept", FP_METHOD(fp_unit_set_kept), METH_FASTCALL,
      "set_kept($self, kept, owed, /)\n--\n\nBetween passes: let the tensors in kept, one a part or None, as kept() "
      "gives "
      "them, be what no_sync has kept; what was there is dropped.\n\nowed: a tuple for each part: which of its "
      "parameters "
      "are frozen and have something in it. It is not shown."},
-    {"kept_bytes", fp_unit_kept_bytes, METH_NOARGS,
+    {"kept_bytes", FP_METHOD(fp_unit_kept_bytes), METH_NOARGS,
      "kept_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host memory."},
-    {"copies", fp_unit_copies, METH_NOARGS,
+    {"copies", FP_METHOD(fp_unit_copies), METH_NOARGS,
      "copies($self, /)\n--\n\nThis rank's part of the secondary shard that forward and backward gather from, for each "
      "part, or None."},
     {NULL, NULL, 0, NULL},
@@ -494,13 +468,13 @@ unit_set_text(PyObject *self, PyObject *text, void *closure)
 
 static PyGetSetDef unit_getset[] = {
     {"name", unit_get_text, unit_set_text, "What messages call the unit.", (void *)(intptr_t)NAME},
-    {"is_written", unit_any, NULL,
+    {"is_written", FP_GETTER(unit_any), NULL,
      "Whether somebody has changed a view in place, or its data, since that was looked over.", &ask_written},
-    {"has_frozen", unit_any, NULL, "Whether some part has no parameter that requires grad.", &ask_frozen},
-    {"unreduced", unit_any, NULL, "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.",
-     &ask_unreduced},
+    {"has_frozen", FP_GETTER(unit_any), NULL, "Whether some part has no parameter that requires grad.", &ask_frozen},
+    {"unreduced", FP_GETTER(unit_any), NULL,
+     "Whether .grad is what no_sync has kept, and not what an optimizer is to step with.", &ask_unreduced},
     {"reason", unit_get_text, unit_set_text, "What is said when freed data is used.", (void *)(intptr_t)REASON},
-    {"shows_views", unit_shows_views, NULL, "Whether the modules have the views now.", NULL},
+    {"shows_views", FP_GETTER(unit_shows_views), NULL, "Whether the modules have the views now.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -543,17 +517,14 @@ note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-unfit(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+unfit(PyObject *module, PyObject *ignored)
 {
-    return fp_check_nargs("unfit", nargs, 0) < 0 ? NULL : PyLong_FromLongLong(fp_flat_param_unfit);
+    return PyLong_FromLongLong(fp_flat_param_unfit);
 }
 
 static PyObject *
-note_registration_hook(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+note_registration_hook(PyObject *module, PyObject *ignored)
 {
-    if (fp_check_nargs("note_registration_hook", nargs, 0) < 0) {
-        return NULL;
-    }
     fp_attributes_own_hooks++;
     Py_RETURN_NONE;
 }
@@ -566,14 +537,14 @@ set_grad(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 PyMethodDef fp_unit_methods_of_module[] = {
-    {"set_grad", FP_FASTCALL(set_grad), METH_FASTCALL,
+    {"set_grad", FP_METHOD(set_grad), METH_FASTCALL,
      "set_grad($module, tensor, grad, /)\n--\n\ntensor.grad = grad, also of another shape or dtype than torch allows."},
-    {"note_optimizer_step", FP_FASTCALL(note_optimizer_step), METH_FASTCALL,
+    {"note_optimizer_step", FP_METHOD(note_optimizer_step), METH_FASTCALL,
      "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now."},
-    {"note_registration_hook", FP_FASTCALL(note_registration_hook), METH_FASTCALL,
+    {"note_registration_hook", note_registration_hook, METH_NOARGS,
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
      "not see what C puts into modules."},
-    {"unfit", FP_FASTCALL(unfit), METH_FASTCALL,
+    {"unfit", unfit, METH_NOARGS,
      "unfit($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced, or of "
      "another dtype than theirs."},
     {NULL, NULL, 0, NULL},

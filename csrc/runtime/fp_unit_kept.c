@@ -1,8 +1,6 @@
 /* runtime/fp_unit_kept.c -- see fp_unit_kept.h. */
 #include "runtime/fp_unit_kept.h"
 
-#include "runtime/fp_types.h"
-
 /* A list of what read gives of each flat parameter. */
 static PyObject *
 list_of(const fp_unit *unit, PyObject *(*read)(fp_flat_buffer *))
@@ -21,16 +19,14 @@ list_of(const fp_unit *unit, PyObject *(*read)(fp_flat_buffer *))
 }
 
 PyObject *
-fp_unit_kept(PyObject *self, PyObject *ignored)
+fp_unit_kept(const fp_unit *unit, PyObject *ignored)
 {
-    return list_of((fp_unit *)self, fp_flat_buffer_accumulated_grad);
+    return list_of(unit, fp_flat_buffer_accumulated_grad);
 }
 
-/* show_kept(shown): let .grad be what no_sync has kept, or what was reduced beside it. */
 PyObject *
-fp_unit_show_kept(PyObject *self, PyObject *argument)
+fp_unit_show_kept(fp_unit *unit, PyObject *argument)
 {
-    fp_unit *unit = (fp_unit *)self;
     const char *name = PyUnicode_AsUTF8(unit->name);
     int shown;
     if (name == NULL || fp_as_bool(argument, &shown) < 0) {
@@ -69,21 +65,16 @@ check_kept(const fp_unit *unit, const fp_flat_param *flat_param, PyObject *kept,
                : 0;
 }
 
-/* set_kept(kept, owed): let that be what no_sync has kept, without showing it. All is checked before any is set. */
+/* All is checked before any is set. */
 PyObject *
-fp_unit_set_kept(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+fp_unit_set_kept(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
 {
-    fp_unit *unit = (fp_unit *)self;
     if (fp_check_nargs("set_kept", nargs, 2) < 0) {
         return NULL;
     }
     PyObject *kept = fp_as_tuple(args[0], unit->n_flat_params, "kept gradients"); /* owned, one item a part, as owed */
     PyObject *owed = kept == NULL ? NULL : fp_as_tuple(args[1], unit->n_flat_params, "owed");
-    int status = owed == NULL ? -1 : 0;
-    if (status == 0 && (fp_unit_is_in_forward(unit) || (unit->root != NULL && unit->root->in_backward))) {
-        PyErr_Format(PyExc_RuntimeError, "%U cannot be given gradients in the middle of a pass", unit->name);
-        status = -1;
-    }
+    int status = owed == NULL ? -1 : fp_unit_check_idle(unit, "be given gradients");
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         status = check_kept(unit, &unit->flat_params[k], PyTuple_GET_ITEM(kept, k), PyTuple_GET_ITEM(owed, k));
     }
@@ -96,9 +87,8 @@ fp_unit_set_kept(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 PyObject *
-fp_unit_kept_bytes(PyObject *self, PyObject *ignored)
+fp_unit_kept_bytes(const fp_unit *unit, PyObject *ignored)
 {
-    const fp_unit *unit = (fp_unit *)self;
     int64_t device = 0, host = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         int64_t on_device, on_host;
@@ -110,7 +100,7 @@ fp_unit_kept_bytes(PyObject *self, PyObject *ignored)
 }
 
 PyObject *
-fp_unit_copies(PyObject *self, PyObject *ignored)
+fp_unit_copies(const fp_unit *unit, PyObject *ignored)
 {
-    return list_of((fp_unit *)self, fp_flat_buffer_secondary_shard);
+    return list_of(unit, fp_flat_buffer_secondary_shard);
 }

@@ -1,10 +1,10 @@
 /* runtime/fp_unit_kept.h -- methods of _C.Unit: what a unit keeps from one pass to the next, read, shown and set. */
 #pragma once
 
-#include "python/fp_args.h"
+#include "runtime/fp_types.h"
 
-PyObject *fp_unit_kept(PyObject *unit, PyObject *ignored);
-PyObject *fp_unit_show_kept(PyObject *unit, PyObject *shown);
-PyObject *fp_unit_set_kept(PyObject *unit, PyObject *const *args, Py_ssize_t nargs); /* kept, owed */
-PyObject *fp_unit_kept_bytes(PyObject *unit, PyObject *ignored);
-PyObject *fp_unit_copies(PyObject *unit, PyObject *ignored);
+PyObject *fp_unit_kept(const fp_unit *unit, PyObject *ignored);
+PyObject *fp_unit_show_kept(fp_unit *unit, PyObject *shown);
+PyObject *fp_unit_set_kept(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs); /* kept, owed */
+PyObject *fp_unit_kept_bytes(const fp_unit *unit, PyObject *ignored);
+PyObject *fp_unit_copies(const fp_unit *unit, PyObject *ignored);

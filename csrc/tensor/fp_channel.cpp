@@ -222,20 +222,33 @@ wait_a_while(c10d::Work &work)
     }
 }
 
+// Wait for what is in work: for a while if sliced, else to the end; whether it has ended. What has ended, or failed, is
+// forgotten; somebody else may have done that meanwhile, and begun other work in its place.
 static bool
-wait_to_the_end(c10d::Work &work)
+wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::Work> &waited, const fp_group *group)
 {
-    const WithoutGil released;
-    work.wait();
-    return true;
-}
-
-// While it was waited for, somebody else may have ended work and begun other work in its place.
-static void
-forget(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::Work> &waited)
-{
-    if (work == waited) {
-        work.reset();
+    const auto forget = [&] {
+        if (work == waited) {
+            work.reset();
+        }
+    };
+    try {
+        const bool ended = explained(group, [&] {
+            if (group != nullptr && group->sliced) {
+                return wait_a_while(*waited);
+            }
+            const WithoutGil released;
+            waited->wait();
+            return true;
+        });
+        if (ended) {
+            forget();
+        }
+        return ended;
+    }
+    catch (...) {
+        forget();
+        throw;
     }
 }
 
@@ -246,22 +259,13 @@ wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
         return;
     }
     const c10::intrusive_ptr<c10d::Work> waited = work;
-    const bool sliced = group != nullptr && group->sliced;
-    for (bool ended = false; !ended;) {
-        try {
-            ended = explained(group, [&] { return sliced ? wait_a_while(*waited) : wait_to_the_end(*waited); });
-        }
-        catch (...) {
-            forget(work, waited);
-            throw;
-        }
-        for (size_t i = 0; !ended && i < group->watchers.size(); i++) {
+    while (!wait_once(work, waited, group)) {
+        for (size_t i = 0; i < group->watchers.size(); i++) {
             if (group->watchers[i] != nullptr && group->calls->waiting(group->watchers[i]) < 0) {
                 throw python_error();
             }
         }
     }
-    forget(work, waited);
 }
 
 bool
@@ -390,20 +394,7 @@ fp_gather_wait(fp_gather *gather)
 {
     return fp::guarded(-1, [&] {
         const c10::intrusive_ptr<c10d::Work> waited = gather->work;
-        if (!waited) {
-            return 1;
-        }
-        try {
-            if (!(gather->group->sliced ? fp::wait_a_while(*waited) : fp::wait_to_the_end(*waited))) {
-                return 0;
-            }
-        }
-        catch (...) {
-            fp::forget(gather->work, waited);
-            throw;
-        }
-        fp::forget(gather->work, waited);
-        return 1;
+        return !waited || fp::wait_once(gather->work, waited, gather->group.get()) ? 1 : 0;
     });
 }
 

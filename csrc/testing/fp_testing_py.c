@@ -326,29 +326,29 @@ fp_py_alloc_live(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyMethodDef testing_methods[] = {
-    {"pack", FP_FASTCALL(fp_py_pack), METH_FASTCALL,
+    {"pack", FP_METHOD(fp_py_pack), METH_FASTCALL,
      "pack(segments, segment_dtype, flat, flat_dtype, begin, end, scale=None, accumulate=False, /)\n--\n\n"
      "Compute elements [begin, end) of flat from segments (buffer or None, start, numel), sorted by start."},
-    {"pack_raw", FP_FASTCALL(fp_py_pack_raw), METH_FASTCALL,
+    {"pack_raw", FP_METHOD(fp_py_pack_raw), METH_FASTCALL,
      "pack_raw(segments, item_bytes, flat, begin, end, fill=None, /)\n--\n\n"
      "Copy segments into elements [begin, end) of flat as raw items of item_bytes bytes."},
-    {"kernel_pack", FP_FASTCALL(fp_py_kernel_pack), METH_FASTCALL,
+    {"kernel_pack", FP_METHOD(fp_py_kernel_pack), METH_FASTCALL,
      "kernel_pack(pieces, flat, flat_dtype, begin, end, before=1.0, scale=None, accumulate=False, /)\n--\n\n"
      "What the accelerator's kernel does with pieces (buffer or None, dtype, start, numel, ((numel, stride), ...))."},
-    {"kernel_norm", FP_FASTCALL(fp_py_kernel_norm), METH_FASTCALL,
+    {"kernel_norm", FP_METHOD(fp_py_kernel_norm), METH_FASTCALL,
      "kernel_norm(arrays, is_max, /)\n--\n\nThe sum of squares, or the largest magnitude, of (buffer, dtype, numel)."},
-    {"kernel_scale", FP_FASTCALL(fp_py_kernel_scale), METH_FASTCALL,
+    {"kernel_scale", FP_METHOD(fp_py_kernel_scale), METH_FASTCALL,
      "kernel_scale(arrays, factor, in_fp64, /)\n--\n\nMultiply the elements of (buffer, dtype, numel) by a factor."},
-    {"host_kernels", FP_FASTCALL(fp_py_host_kernels), METH_FASTCALL,
+    {"host_kernels", FP_METHOD(fp_py_host_kernels), METH_FASTCALL,
      "host_kernels(used, /)\n--\n\nHave the simulated device use these kernels, or none; return how often each was "
      "called."},
-    {"simd_levels", FP_FASTCALL(fp_py_simd_levels), METH_FASTCALL,
+    {"simd_levels", FP_METHOD(fp_py_simd_levels), METH_FASTCALL,
      "simd_levels()\n--\n\nNames of the SIMD levels that work on this processor, the best one last."},
-    {"simd_level", FP_FASTCALL(fp_py_simd_level), METH_FASTCALL,
+    {"simd_level", FP_METHOD(fp_py_simd_level), METH_FASTCALL,
      "simd_level(name=None, /)\n--\n\nThe SIMD level in use; with a name, switch to it first."},
-    {"alloc_fail_at", FP_FASTCALL(fp_py_alloc_fail_at), METH_FASTCALL,
+    {"alloc_fail_at", FP_METHOD(fp_py_alloc_fail_at), METH_FASTCALL,
      "alloc_fail_at(k, /)\n--\n\nMake the k-th allocation of the core from now on fail, once; 0: off."},
-    {"alloc_live", FP_FASTCALL(fp_py_alloc_live), METH_FASTCALL,
+    {"alloc_live", FP_METHOD(fp_py_alloc_live), METH_FASTCALL,
      "alloc_live()\n--\n\nHow many blocks of the core are in use."},
     {NULL, NULL, 0, NULL},
 };
