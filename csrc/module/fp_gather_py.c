@@ -50,8 +50,7 @@ gather_begin(gather_object *self, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 gather_wait(gather_object *self, PyObject *ignored)
 {
-    const int ended = fp_gather_wait(self->gather);
-    return ended < 0 ? NULL : PyBool_FromLong(ended);
+    return fp_bool_unless(fp_gather_wait(self->gather));
 }
 
 static PyObject *

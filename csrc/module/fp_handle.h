@@ -71,18 +71,6 @@ fp_handle_run(fp_handle_steps *h, const char *name, PyObject *argument)
     return result == NULL ? -1 : 0;
 }
 
-static inline PyObject *
-fp_none_unless(int status)
-{
-    return status < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static inline PyObject *
-fp_bool_unless(int status)
-{
-    return status < 0 ? NULL : PyBool_FromLong(status);
-}
-
 static inline int
 fp_is_set(const PyObject *object)
 {
@@ -125,8 +113,8 @@ int fp_handle_free(fp_handle_steps *h, PyObject *tensor, const char *by_method);
 /* The flat parameter is on the device that computes. */
 int fp_handle_check_device(fp_handle_steps *h);
 
-/* Clear the gradients of those in list. 1; 0: some are no plain tensors, and nothing was done; -1 on failure. */
-int fp_handle_clear_grads(PyObject *list);
+/* Clear the gradients of params, a sequence. 1; 0: some are no plain tensors, and nothing was done; -1 on failure. */
+int fp_handle_clear_grads(PyObject *params);
 
 /* The state is IDLE after a backward: give up what was prepared and did not come, show what has. */
 int fp_handle_leave_backward(fp_handle_steps *h);

@@ -67,9 +67,9 @@ fp_handle_check_device(fp_handle_steps *h)
 }
 
 int
-fp_handle_clear_grads(PyObject *list)
+fp_handle_clear_grads(PyObject *params)
 {
-    PyObject *items = PyList_AsTuple(list); /* what is released may change the list */
+    PyObject *items = PySequence_Tuple(params); /* a copy of ours: what is released may change a list */
     const int plain = items == NULL ? -1 : fp_torch_clear_grads(fp_items(items), PyTuple_GET_SIZE(items));
     Py_XDECREF(items);
     return plain;

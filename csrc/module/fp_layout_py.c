@@ -12,17 +12,11 @@ typedef struct {
     fp_layout layout; /* complete from the moment anybody else sees the object */
 } layout_object;
 
-static fp_layout *
-layout_of(PyObject *self)
-{
-    return &((layout_object *)self)->layout;
-}
-
 static void layout_dealloc(PyObject *self);
 
 /* That of Layout, which is type or what type derives from; borrowed. */
 static PyObject *
-module_of_type(PyTypeObject *type)
+module_of(PyTypeObject *type)
 {
     while (type->tp_dealloc != layout_dealloc) {
         type = type->tp_base;
@@ -31,15 +25,9 @@ module_of_type(PyTypeObject *type)
 }
 
 static PyObject *
-module_of(PyObject *self)
-{
-    return module_of_type(Py_TYPE(self));
-}
-
-static PyObject *
 layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *self = NULL;                  /* owned */
+    layout_object *self = NULL;             /* owned */
     int64_t *numels = NULL, *blocks = NULL; /* owned */
     Py_ssize_t n, n_blocks;
     int64_t world_size, itemsize, alignment;
@@ -59,16 +47,15 @@ layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             goto done;
         }
         if (n_blocks != n) {
-            fp_fail(module_of_type(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", n,
-                    n_blocks);
+            fp_fail(module_of(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", n, n_blocks);
             goto done;
         }
     }
-    self = type->tp_alloc(type, 0); /* zeroed */
+    self = (layout_object *)type->tp_alloc(type, 0); /* zeroed */
     if (self != NULL) {
         const fp_status status =
-            fp_layout_init(layout_of(self), numels, blocks, (size_t)n, alignment, world_size, itemsize);
-        if (fp_fail(module_of_type(type), status,
+            fp_layout_init(&self->layout, numels, blocks, (size_t)n, alignment, world_size, itemsize);
+        if (fp_fail(module_of(type), status,
                     "expected at least one element, no negative size, world_size >= 1, itemsize >= 1 and alignment >= "
                     "%d%s, with all of it in 64 bits of bytes; got %zd parameters, world_size %lld, itemsize %lld, "
                     "alignment %lld",
@@ -80,69 +67,69 @@ layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 done:
     fp_free(numels);
     fp_free(blocks);
-    return self;
+    return (PyObject *)self;
 }
 
 static void
 layout_dealloc(PyObject *self)
 {
-    fp_layout_clear(layout_of(self));
+    fp_layout_clear(&((layout_object *)self)->layout);
     fp_free_object(self);
 }
 
 /* [begin, end) from two arguments. */
 static int
-as_range(PyObject *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int64_t *begin, int64_t *end)
+as_range(layout_object *self, const char *name, PyObject *const *args, Py_ssize_t nargs, int64_t *begin, int64_t *end)
 {
     if (fp_check_nargs(name, nargs, 2) < 0 || fp_as_int64(args[0], begin) < 0 || fp_as_int64(args[1], end) < 0) {
         return -1;
     }
     if (*begin < 0 || *begin > *end) {
-        return fp_fail(module_of(self), FP_EINVAL, "expected 0 <= begin <= end, got begin %lld, end %lld",
+        return fp_fail(module_of(Py_TYPE(self)), FP_EINVAL, "expected 0 <= begin <= end, got begin %lld, end %lld",
                        (long long)*begin, (long long)*end);
     }
     return 0;
 }
 
 static PyObject *
-layout_shard_range(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+layout_shard_range(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t rank, range[2];
     if (fp_check_nargs("shard_range", nargs, 1) < 0 || fp_as_int64(args[0], &rank) < 0 ||
-        fp_fail(module_of(self), fp_layout_shard_range(layout_of(self), rank, &range[0], &range[1]),
-                "expected 0 <= rank < %lld, got %lld", (long long)layout_of(self)->world_size, (long long)rank) < 0) {
+        fp_fail(module_of(Py_TYPE(self)), fp_layout_shard_range(&self->layout, rank, &range[0], &range[1]),
+                "expected 0 <= rank < %lld, got %lld", (long long)self->layout.world_size, (long long)rank) < 0) {
         return NULL;
     }
     return fp_int64_tuple(range, 2);
 }
 
 static PyObject *
-layout_params_in(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+layout_params_in(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t begin, end;
     size_t first, last;
     if (as_range(self, "params_in", args, nargs, &begin, &end) < 0) {
         return NULL;
     }
-    fp_layout_params_in(layout_of(self), begin, end, &first, &last);
+    fp_layout_params_in(&self->layout, begin, end, &first, &last);
     return PyObject_CallFunction((PyObject *)&PyRange_Type, "nn", (Py_ssize_t)first, (Py_ssize_t)last);
 }
 
 static PyObject *
-layout_parts(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+layout_parts(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int64_t begin, end;
     size_t first, last;
     if (as_range(self, "parts", args, nargs, &begin, &end) < 0) {
         return NULL;
     }
-    fp_layout_params_in(layout_of(self), begin, end, &first, &last);
+    fp_layout_params_in(&self->layout, begin, end, &first, &last);
     PyObject *parts = PyList_New((Py_ssize_t)(last - first));
     if (parts == NULL) {
         return NULL;
     }
     for (size_t i = first; i < last; i++) {
-        const fp_param_part part = fp_layout_part(layout_of(self), i, begin, end);
+        const fp_param_part part = fp_layout_part(&self->layout, i, begin, end);
         PyObject *item = fp_int64_tuple((int64_t[4]){part.offset, part.numel, part.start, part.end_element}, 4);
         if (item == NULL) {
             Py_DECREF(parts);
@@ -154,9 +141,9 @@ layout_parts(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-layout_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+layout_flatten(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    const fp_layout *layout = layout_of(self);
+    const fp_layout *layout = &self->layout;
     int64_t begin, end;
     double fill;
     if (fp_check_nargs("flatten", nargs, 4) < 0 || fp_as_double(args[1], &fill) < 0 ||
@@ -164,7 +151,7 @@ layout_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     if (end > layout->padded_numel) {
-        fp_fail(module_of(self), FP_EINVAL, "expected a range in %lld elements, got end %lld",
+        fp_fail(module_of(Py_TYPE(self)), FP_EINVAL, "expected a range in %lld elements, got end %lld",
                 (long long)layout->padded_numel, (long long)end);
         return NULL;
     }
@@ -178,9 +165,9 @@ layout_flatten(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 enum { GET_OFFSETS, GET_NUMELS, GET_ITEM_NUMELS, GET_IS_PADDING };
 
 static PyObject *
-layout_get_array(PyObject *self, void *closure)
+layout_get_array(layout_object *self, void *closure)
 {
-    const fp_layout *layout = layout_of(self);
+    const fp_layout *layout = &self->layout;
     switch ((int)(intptr_t)closure) {
         case GET_OFFSETS:
             return fp_int64_tuple(layout->starts, (Py_ssize_t)layout->num_params);
@@ -230,12 +217,13 @@ static PyMemberDef layout_members[] = {
 };
 
 static PyGetSetDef layout_getset[] = {
-    {"offsets", layout_get_array, NULL, "First element of each parameter.", (void *)(intptr_t)GET_OFFSETS},
-    {"numels", layout_get_array, NULL, "Elements of each parameter, as given.", (void *)(intptr_t)GET_NUMELS},
-    {"numels_with_padding", layout_get_array, NULL,
+    {"offsets", FP_GETTER(layout_get_array), NULL, "First element of each parameter.", (void *)(intptr_t)GET_OFFSETS},
+    {"numels", FP_GETTER(layout_get_array), NULL, "Elements of each parameter, as given.",
+     (void *)(intptr_t)GET_NUMELS},
+    {"numels_with_padding", FP_GETTER(layout_get_array), NULL,
      "Elements of each parameter and each padding between and after them, in order.",
      (void *)(intptr_t)GET_ITEM_NUMELS},
-    {"is_padding_mask", layout_get_array, NULL, "Which entries of ``numels_with_padding`` are paddings.",
+    {"is_padding_mask", FP_GETTER(layout_get_array), NULL, "Which entries of ``numels_with_padding`` are paddings.",
      (void *)(intptr_t)GET_IS_PADDING},
     {NULL, NULL, NULL, NULL, NULL},
 };

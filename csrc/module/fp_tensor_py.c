@@ -5,7 +5,7 @@
 #include "tensor/fp_pulse.h"
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
-#include "module/fp_tables.h"
+#include "module/fp_handle.h"
 
 static PyObject *
 is_plain(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -68,17 +68,13 @@ same_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (fp_check_nargs("same_storage", nargs, 2) < 0) {
         return NULL;
     }
-    const int same = fp_torch_same_storage(args[0], args[1]);
-    return same < 0 ? NULL : PyBool_FromLong(same);
+    return fp_bool_unless(fp_torch_same_storage(args[0], args[1]));
 }
 
 static PyObject *
 clear_grads(PyObject *module, PyObject *params)
 {
-    PyObject *items = PySequence_Tuple(params); /* a copy of ours, which nobody can shrink */
-    const int plain = items == NULL ? -1 : fp_torch_clear_grads(fp_items(items), PyTuple_GET_SIZE(items));
-    Py_XDECREF(items);
-    return plain < 0 ? NULL : PyBool_FromLong(plain);
+    return fp_bool_unless(fp_handle_clear_grads(params));
 }
 
 static PyObject *
@@ -174,8 +170,7 @@ convert(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 lend(PyObject *module, PyObject *tensor)
 {
-    const int lent = fp_torch_lend(tensor);
-    return lent < 0 ? NULL : PyBool_FromLong(lent);
+    return fp_bool_unless(fp_torch_lend(tensor));
 }
 
 static PyObject *

@@ -53,6 +53,19 @@ fp_free_object(PyObject *object)
     Py_DECREF(type);
 }
 
+/* What a method returns whose function has given status, < 0 with an exception set: None, or whether it is not 0. */
+static inline PyObject *
+fp_none_unless(int status)
+{
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static inline PyObject *
+fp_bool_unless(int status)
+{
+    return status < 0 ? NULL : PyBool_FromLong(status);
+}
+
 /* TypeError unless min <= nargs <= max. name is the Python name of the function, for the message. */
 int fp_check_nargs_between(const char *name, Py_ssize_t nargs, Py_ssize_t min, Py_ssize_t max);
 

@@ -175,7 +175,8 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
     const int more = has_come(unit) && unit->task != fp_graph_task();
     const int reduces =
         root->synchronize || flat_param->refresh_group != NULL; /* nested: in part, in each micro-batch */
-    if (fp_flat_param_drop_frozen(flat_param, gradients) < 0 ||
+    if ((flat_param->params != NULL &&
+         fp_gradients_drop_frozen(gradients, fp_items(flat_param->params), flat_param->n) < 0) ||
         fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
         return -1;
     }

@@ -378,14 +378,6 @@ fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad)
 }
 
 int
-fp_flat_param_drop_frozen(const fp_flat_param *flat_param, fp_gradients *gradients)
-{
-    return flat_param->params == NULL
-               ? 0
-               : fp_gradients_drop_frozen(gradients, fp_items(flat_param->params), flat_param->n);
-}
-
-int
 fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared)
 {
     Py_ssize_t left = 0;
@@ -406,7 +398,7 @@ fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared)
     return status < 0 ? -1 : left > 0;
 }
 
-int
+void
 fp_flat_param_drop_kept(fp_flat_param *flat_param)
 {
     if (fp_flat_param_read_kept(flat_param, "") < 0) {
@@ -416,14 +408,13 @@ fp_flat_param_drop_kept(fp_flat_param *flat_param)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
         flat_param->owed[i] = 0;
     }
-    return 0;
 }
 
 int
 fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, PyObject *owed)
 {
-    if (fp_flat_param_drop_kept(flat_param) < 0 ||
-        (kept != Py_None && fp_flat_buffer_set_accumulated(flat_param->flat, kept) < 0)) {
+    fp_flat_param_drop_kept(flat_param);
+    if (kept != Py_None && fp_flat_buffer_set_accumulated(flat_param->flat, kept) < 0) {
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {

@@ -99,8 +99,6 @@ int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name);
 /* Let the owners have their pieces of grad, reduced, added to what they have; their hooks see them. */
 int fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad);
-/* A gradient of a parameter that is frozen by now counts as none. */
-int fp_flat_param_drop_frozen(const fp_flat_param *flat_param, fp_gradients *gradients);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
 int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);
@@ -108,4 +106,4 @@ int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);
  * frozen owners have something in it. It is not shown yet; a reduced gradient that was put aside is shown again. */
 int fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, PyObject *owed);
 /* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
-int fp_flat_param_drop_kept(fp_flat_param *flat_param);
+void fp_flat_param_drop_kept(fp_flat_param *flat_param);

@@ -87,9 +87,9 @@ fp_forward_pre(fp_unit *unit, PyObject *ignored)
         return NULL;
     }
     fp_range *range = fp_range_begin("pre_forward", unit->name);
-    fp_root *locked = fp_iteration_lock_in_backward(unit->root);
+    fp_root *entered = fp_iteration_enter_in_backward(unit->root);
     PyObject *result = pre_forward(unit);
-    fp_iteration_unlock(locked);
+    fp_iteration_leave(entered);
     fp_range_end(range);
     return result;
 }
@@ -201,12 +201,12 @@ fp_forward_post(fp_unit *unit, PyObject *output)
         return NULL;
     }
     fp_range *range = fp_range_begin("post_forward", unit->name);
-    fp_root *locked = fp_iteration_lock_in_backward(unit->root);
+    fp_root *entered = fp_iteration_enter_in_backward(unit->root);
     /* Of one that fails abort_forward is the end. */
     const int status = fp_iteration_check(unit, FP_PASS_END_FORWARD) < 0 || post_forward(unit, output) < 0
                            ? -1
                            : fp_iteration_move(unit, FP_PASS_END_FORWARD);
-    fp_iteration_unlock(locked);
+    fp_iteration_leave(entered);
     fp_range_end(range);
     return status < 0 ? NULL : Py_NewRef(output);
 }
@@ -231,7 +231,7 @@ fp_forward_inputs_done(fp_unit *unit, PyObject *ignored)
         !(unit->root->synchronize || unit->reshard_after_forward) || fp_iteration_is_elsewhere(unit->root)) {
         Py_RETURN_NONE;
     }
-    fp_root *locked = fp_iteration_lock_in_backward(unit->root);
+    fp_root *entered = fp_iteration_enter_in_backward(unit->root);
     int status = 0;
     for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
@@ -240,7 +240,7 @@ fp_forward_inputs_done(fp_unit *unit, PyObject *ignored)
                 fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0 ? -1 : 0;
         }
     }
-    fp_iteration_unlock(locked);
+    fp_iteration_leave(entered);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 

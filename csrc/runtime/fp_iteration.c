@@ -111,6 +111,9 @@ fp_iteration_enter(fp_root *root)
 void
 fp_iteration_leave(fp_root *root)
 {
+    if (root == NULL) {
+        return;
+    }
     if (--root->held == 0) {
         PyThread_release_lock(root->lock);
     }
@@ -118,21 +121,13 @@ fp_iteration_leave(fp_root *root)
 }
 
 fp_root *
-fp_iteration_lock_in_backward(fp_root *root)
+fp_iteration_enter_in_backward(fp_root *root)
 {
     if (!root->in_backward) {
         return NULL;
     }
     fp_iteration_enter(root);
     return root;
-}
-
-void
-fp_iteration_unlock(fp_root *locked)
-{
-    if (locked != NULL) {
-        fp_iteration_leave(locked);
-    }
 }
 
 /* ---- the units in it ---- */
@@ -215,7 +210,9 @@ fp_iteration_recover(fp_root *root)
             flat_param->deferred = 0;
             fp_flat_buffer_forget_written(flat_param->flat);
             fp_flat_buffer_drop_grads(flat_param->flat, flat_param->shown == FP_SHOWN_REDUCED);
-            keep_first(&first, in_backward ? fp_flat_param_drop_kept(flat_param) : 0);
+            if (in_backward) {
+                fp_flat_param_drop_kept(flat_param);
+            }
             if (flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */
             }

@@ -26,7 +26,6 @@ int fp_iteration_check_thread(const fp_unit *unit);
 
 /* One thread at a time works on the units in a backward: autograd has a thread for each device. */
 void fp_iteration_enter(fp_root *root);
-void fp_iteration_leave(fp_root *root);
-/* The same for forwards, which matter where one is recomputed. NULL: nothing is locked. */
-fp_root *fp_iteration_lock_in_backward(fp_root *root);
-void fp_iteration_unlock(fp_root *locked);
+void fp_iteration_leave(fp_root *root); /* NULL is allowed */
+/* To enter with a forward, which matters where one is recomputed. What is to be left; NULL: nothing. */
+fp_root *fp_iteration_enter_in_backward(fp_root *root);

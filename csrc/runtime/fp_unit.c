@@ -86,7 +86,7 @@ static void
 unit_finalize(fp_unit *unit)
 {
     if (unit->ref != NULL && unit->root != NULL) {
-        (void)fp_params_ref_keep(unit->ref, (PyObject *)unit);
+        fp_params_ref_keep(unit->ref, (PyObject *)unit);
     }
 }
 

@@ -111,8 +111,6 @@ fp_flat_buffer_new(const fp_flat_buffer_options *options)
         TORCH_CHECK_VALUE(plan.shards >= 1 && plan.rank >= 0 && plan.rank < plan.shards && plan.shard_numel >= 1,
                           "expected 0 <= rank < shards and a shard of at least 1 element, got rank ", plan.rank,
                           ", shards ", plan.shards, ", shard_numel ", plan.shard_numel);
-        TORCH_CHECK_VALUE(options->geometry->shared->total == plan.shards * plan.shard_numel, "expected ", plan.shards,
-                          " shards of ", plan.shard_numel, " elements, got ", options->geometry->shared->total);
         TORCH_CHECK_VALUE((plan.shards == 1) == (plan.shard_group == nullptr),
                           "a group to shard over goes with more than one shard");
         const int per_part = plan.param_shards >= 1 ? plan.shards / plan.param_shards : 0;

@@ -23,12 +23,6 @@ overlap(std::vector<std::pair<uintptr_t, uintptr_t>> &ranges)
                               [](const auto &a, const auto &b) { return b.first < a.second; }) != ranges.end();
 }
 
-bool
-has_memory(const at::Tensor &tensor)
-{
-    return tensor.numel() == 0 || bytes_for(tensor) <= memory_of(storage_of(tensor));
-}
-
 // What of the flat parameter lies in one range of it.
 struct Runs {
     std::vector<at::Tensor> sources; // dense
@@ -108,7 +102,8 @@ fp_torch_survey(PyObject *const *tensors, Py_ssize_t n, int64_t *numels, Py_ssiz
         for (Py_ssize_t i = 0; i < n; i++) {
             const at::Tensor &tensor = THPVariable_Unpack(tensors[i]);
             if (tensor.scalar_type() != first.scalar_type() || tensor.device() != first.device() ||
-                !tensor.is_contiguous() || (tensor.dim() > 0 && tensor.stride(-1) != 1) || !fp::has_memory(tensor)) {
+                !tensor.is_contiguous() || (tensor.dim() > 0 && tensor.stride(-1) != 1) ||
+                (tensor.numel() > 0 && fp::bytes_for(tensor) > fp::memory_of(fp::storage_of(tensor)))) {
                 return 0;
             }
             numels[i] = tensor.numel();

@@ -191,15 +191,13 @@ fp_params_ref_new(void *unit, const char *name, const fp_module_params_calls *ca
     });
 }
 
-int
+void
 fp_params_ref_keep(fp_params_ref *ref, PyObject *unit)
 {
     const std::shared_ptr<fp::Graph> graph = ref->shared->graph.lock();
-    if (graph == nullptr || graph->waiting == 0 || graph->unit != nullptr) {
-        return 0;
+    if (graph != nullptr && graph->waiting != 0 && graph->unit == nullptr) {
+        graph->unit = Py_NewRef(unit);
     }
-    graph->unit = Py_NewRef(unit);
-    return 1;
 }
 
 void

@@ -18,8 +18,8 @@ typedef struct {
 /* A weak reference to a unit that nodes and hooks of a graph hold: they may outlive it. Counted. */
 typedef struct fp_params_ref fp_params_ref;
 fp_params_ref *fp_params_ref_new(void *unit, const char *name, const fp_module_params_calls *calls);
-/* Nobody else holds unit any more: 1 if a graph waits for its backward and keeps it now, with a new reference; else 0. */
-int fp_params_ref_keep(fp_params_ref *ref, PyObject *unit);
+/* Nobody else holds unit any more: a graph that waits for its backward keeps it now, with a new reference. */
+void fp_params_ref_keep(fp_params_ref *ref, PyObject *unit);
 void fp_params_ref_drop(fp_params_ref *ref); /* the unit is gone; NULL is allowed */
 
 /* A moment of this thread: what is recorded for a backward later has a higher number, what was before a lower one. */

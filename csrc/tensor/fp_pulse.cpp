@@ -37,20 +37,14 @@ namespace {
 constexpr std::chrono::seconds store_patience{10};
 constexpr std::chrono::milliseconds end_patience{500};
 
-// Whether torch still has this group under this name.
-bool
-is_there(const std::string &name, const c10d::ProcessGroup *group)
-{
-    return c10d::resolve_process_group(name).get() == group; /* raises if it has none */
-}
-
+// As long as torch has this group under this name; that raises if it has none.
 void
 beat(Beating &beating, const std::string &name, const c10d::ProcessGroup *group, c10d::Store &store,
      const std::string &answer, double interval)
 {
     const std::string call = "call";
     std::vector<uint8_t> answered;
-    while (!beating.wait(std::chrono::duration<double>(interval)) && is_there(name, group)) {
+    while (!beating.wait(std::chrono::duration<double>(interval)) && c10d::resolve_process_group(name).get() == group) {
         if (store.check({call})) {
             std::vector<uint8_t> called = store.get(call);
             if (called != answered) {

@@ -26,17 +26,11 @@ const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, marked);
 
 PyObject *explain = nullptr;
 
-bool
-is_marked(const at::Tensor &tensor)
-{
-    return tensor.defined() && tensor.key_set().has(marked);
-}
-
 // Raise what is to be said of a shard, if anything is.
 void
 refuse(const at::Tensor &tensor)
 {
-    if (!is_marked(tensor) || explain == nullptr) {
+    if (!tensor.defined() || !tensor.key_set().has(marked) || explain == nullptr) {
         return;
     }
     std::string text;

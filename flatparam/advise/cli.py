@@ -21,7 +21,7 @@ from flatparam.advise.report import (
 )
 from flatparam.advise.timing import Cluster
 from flatparam.common.parsing import Parser
-from flatparam.inspect.cli import DTYPES
+from flatparam.inspect.cli import DTYPES, drawing
 from flatparam.inspect.planning import OPTIMIZERS, SUPPORTED, BadInput, load
 
 SCALES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -170,13 +170,7 @@ def advise(options: argparse.Namespace) -> tuple[str, int]:
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(name, numel, question, fitting, too_large), indent=1) + "\n")
     if options.picture is not None:
-        try:
-            from flatparam.advise import picture
-        except ModuleNotFoundError as error:
-            raise BadInput(
-                f"--picture needs {(error.name or 'matplotlib').partition('.')[0]}: pip install 'flatparam[demo]'"
-            ) from error
-        picture.draw(head, fitting, too_large, question, options.picture)
+        drawing("advise", "--picture").draw(head, fitting, too_large, question, options.picture)
     if not fitting:
         return f"{head}\n\n{nothing_fits(found, question)}\n{assumptions(question)}", 1
     shown = fitting if options.all else best_of_each(fitting)

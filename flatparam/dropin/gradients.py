@@ -221,14 +221,13 @@ class Gradients(Writeback):
         if self._training_state is HandleTrainingState.IDLE and self._grad_is_unsharded():
             self._use_unsharded_grad_views()  # left by no_sync(): the runtime asks in module.to()
             return
-        grad = self.sharded_grad
+        self._set_sharded_grads(self.sharded_grad)
+
+    def _set_sharded_grads(self, grad: Tensor | None) -> None:
+        flat_param = self.flat_param
         if grad is None:
             self._clear_grads()
             return
-        self._set_sharded_grads(grad)
-
-    def _set_sharded_grads(self, grad: Tensor) -> None:
-        flat_param = self.flat_param
         self._check_sharded(grad)
         params, mask, infos = flat_param._params, flat_param._is_grad_none_mask, flat_param._shard_param_infos
         in_c = self._unit is not None and grad.is_contiguous()

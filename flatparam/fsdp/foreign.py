@@ -99,7 +99,8 @@ def watch() -> None:
     register_module_module_registration_hook(_refuse_data_parallel)
     checkpoint = "torch.distributed.checkpoint"  # whose import takes half a second
     after_import(f"{checkpoint}.default_planner", _check_plans)
-    after_import(f"{checkpoint}.state_dict_saver", _check_copies)
+    # asynchronous saving makes its plans with copies
+    after_import(f"{checkpoint}.state_dict_saver", lambda saver: _check(saver, "_stateful_to_state_dict", None))
     _clip_over_ranks()
     torch_calls.watch()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
@@ -123,11 +124,6 @@ def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None)
 def _check_plans(default_planner: Any) -> None:
     _check(default_planner, "create_default_local_save_plan", lambda state, *args: state)
     _check(default_planner, "create_default_local_load_plan", lambda state, *args: state)
-
-
-def _check_copies(state_dict_saver: Any) -> None:
-    """Asynchronous saving makes its plans with copies."""
-    _check(state_dict_saver, "_stateful_to_state_dict", None)
 
 
 def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:

@@ -49,7 +49,7 @@ class Board:
         self.rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), world.group_name
         self._prefix = f"flatparam board {life}"
         self._store = dist.PrefixStore(self._prefix, store)
-        self._beat = beat
+        self.beat = beat
         self._is_member = False  # which reads what others post
         self._pulse: Any = None
         self._said: dict[int, str] = {}  # why ranks have ended
@@ -66,16 +66,11 @@ class Board:
         self._is_member = True
         self._store.set(f"place of {self.rank}", json.dumps([_machine(), os.getpid(), _began(os.getpid())]))
         self._store.add("members", 1)
-        if self._beat > 0:
-            answer, interval = f"answer of {self.rank}", min(_ANSWERING / 2 - 0.1, self._beat / 4)
+        if self.beat > 0:
+            answer, interval = f"answer of {self.rank}", min(_ANSWERING / 2 - 0.1, self.beat / 4)
             with contextlib.suppress(RuntimeError):  # a group that C++ does not know
                 self._pulse = _C.pulse(self._name, self._prefix, answer, interval)
                 self._store.set(answer, "none yet")
-
-    @property
-    def notices_silence(self) -> bool:
-        """Whether ranks that do not answer are missed."""
-        return self._beat > 0
 
     def stop(self) -> None:
         """Answer no more."""
@@ -170,11 +165,11 @@ class Board:
     def _miss_answers(self, waited: float) -> None:
         """Of the ranks that wait for long one calls, and posts who does not answer."""
         now = time.monotonic()
-        if self._beat == 0 or waited < _SHARE * self._beat:
+        if self.beat == 0 or waited < _SHARE * self.beat:
             self._asked = None
         elif self._asked is None:
             last = self._store.get("call") if self._store.check(["call"]) else b""
-            if last == self._other[0] and now - self._other[1] < self._beat:
+            if last == self._other[0] and now - self._other[1] < self.beat:
                 return
             before, call = self._answers(), self._new_call()
             found = self._store.compare_set("call", last.decode(), call)
@@ -182,12 +177,12 @@ class Board:
                 self._asked = (now, before)
             else:
                 self._other = (found, now)
-        elif now - self._asked[0] >= _SHARE * self._beat:
+        elif now - self._asked[0] >= _SHARE * self.beat:
             before, self._asked = self._asked[1], None
             self._miss_processes()
             for rank, answer in self._answers().items():
                 if before.get(rank) == answer and rank not in (self.rank, *self._said):
-                    said = f"rank {rank} has given no sign of life for {self._beat:g} s: it is stopped, or out of reach"
+                    said = f"rank {rank} has given no sign of life for {self.beat:g} s: it is stopped, or out of reach"
                     self._post(rank, said)
             self._read_posts()
 
@@ -255,7 +250,7 @@ def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int], *, t
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
     patience: float = getattr(store, "timeout", dist.constants.default_pg_timeout).total_seconds()
-    if takes_long and ours is not None and ours.notices_silence:
+    if takes_long and ours is not None and ours.beat > 0:
         patience = math.inf
     while not store.check(keys) and waited < patience:
         found = ours.lost(ranks, waited) if ours is not None and waited > 0.2 else None

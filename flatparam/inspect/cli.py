@@ -3,7 +3,9 @@
 import argparse
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +69,15 @@ def parser() -> Parser:
     return made
 
 
+def drawing(command: str, option: str) -> Any:
+    """The module ``picture`` of a command, for its ``option``. Raises: BadInput where there is no matplotlib."""
+    try:
+        return import_module(f"flatparam.{command}.picture")
+    except ModuleNotFoundError as error:
+        needed = (error.name or "matplotlib").partition(".")[0]
+        raise BadInput(f"{option} needs {needed}: pip install 'flatparam[demo]'") from error
+
+
 def inspect(options: argparse.Namespace) -> str:
     """What is printed; writes the files that are asked for. Raises: BadInput, OSError."""
     settings = Settings(
@@ -90,13 +101,7 @@ def inspect(options: argparse.Namespace) -> str:
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(type(module).__name__, units, plan, settings), indent=1) + "\n")
     if options.png is not None:
-        try:
-            from flatparam.inspect import picture
-        except ModuleNotFoundError as error:
-            raise BadInput(
-                f"--png needs {(error.name or 'matplotlib').partition('.')[0]}: pip install 'flatparam[demo]'"
-            ) from error
-        picture.draw(head, units, settings, plans_by_strategy(module, settings), options.png)
+        drawing("inspect", "--png").draw(head, units, settings, plans_by_strategy(module, settings), options.png)
     return f"{head}\n\n{table(units, plan)}\n\n{summary(units, plan)}"
 
 

@@ -169,11 +169,7 @@ class Sums(Base):
     def _use_sharded_grad_views(self) -> None:
         """Make each original parameter's gradient its 1-D piece of the reduced one; None if there is none."""
         self._flat._check_sharded(self.flat_param)
-        grad = self.sharded_grad
-        if grad is None:
-            self._flat._clear_grads()
-        else:
-            self._flat._set_sharded_grads(grad)
+        self._flat._set_sharded_grads(self.sharded_grad)
 
     @property
     def sharded_grad(self) -> Tensor | None:

@@ -32,7 +32,6 @@ from ..errors import StateError
 from ..held import Held
 from ..loading import Values, agree_on_loading
 from ..originals import Original, row_numel
-from ..placement import Placement
 from ..segment import Segment
 from ..unit import Unit
 from .loading import Fetch, by_first_name, piece_of
@@ -59,12 +58,17 @@ def cut_rows(segment: Segment, original: Original, whole: Tensor, *, to_cpu: boo
     if not has_rows(tuple(whole.shape), segment):
         return copy_of(whole, to_cpu)
     extension = segment.extension_of(original)
-    if extension is not None:
-        return _cut_by(extension, placement, whole, to_cpu)
-    if placement.mesh is not None:
+    devices = 1 if whole.is_cpu else torch.accelerator.device_count()
+    group: Any = placement.optim
+    rows: Any
+    if extension is not None and placement.mesh is not None:
+        rows = _ext_chunk_dtensor(whole, placement.rank, placement.mesh, extension)
+    elif extension is not None:
+        rows = _ext_chunk_tensor(whole, placement.rank, placement.shards, devices, group, extension)
+    elif placement.mesh is not None:
         first, last = _rows_of(whole.shape[0], _cuts_of(segment, dist.get_rank()))
         mine = whole.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
-        rows: Any = DTensor.from_local(
+        rows = DTensor.from_local(
             mine,
             placement.mesh,
             _splits(segment),
@@ -72,27 +76,9 @@ def cut_rows(segment: Segment, original: Original, whole: Tensor, *, to_cpu: boo
             shape=whole.shape,
             stride=torch.empty(whole.shape, device="meta").stride(),
         )
-        return rows.cpu() if to_cpu else rows
-    assert placement.optim is not None
-    devices = 1 if whole.is_cpu else torch.accelerator.device_count()
-    sharded = _create_chunk_sharded_tensor(
-        whole.contiguous(),
-        dist.get_rank(placement.optim),
-        placement.shards,
-        devices,
-        placement.optim,
-        whole.device,
-    )
-    return sharded.cpu() if to_cpu else sharded
-
-
-def _cut_by(extension: FSDPExtensions, placement: Placement, whole: Tensor, to_cpu: bool) -> Any:
-    if placement.mesh is not None:
-        rows: Any = _ext_chunk_dtensor(whole, placement.rank, placement.mesh, extension)
     else:
-        devices = 1 if whole.is_cpu else torch.accelerator.device_count()
-        group: Any = placement.optim
-        rows = _ext_chunk_tensor(whole, placement.rank, placement.shards, devices, group, extension)
+        whole = whole.contiguous()
+        rows = _create_chunk_sharded_tensor(whole, dist.get_rank(group), placement.shards, devices, group, whole.device)
     return rows.cpu() if to_cpu else rows
 
 

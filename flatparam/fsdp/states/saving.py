@@ -116,7 +116,8 @@ def _agreed(
                 continue  # what an optimizer may keep of nothing is no state of the parameter
             if one in held:
                 values = _described(one, held[one], unlike)
-                mine[place] = share.setdefault(repr(values), values) if _is_small(values) else values
+                is_small = all(isinstance(value, Like | Scalar | int | float | str | None) for value in values.values())
+                mine[place] = share.setdefault(repr(values), values) if is_small else values
             else:
                 mine[place] = None
         everyone, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
@@ -124,10 +125,6 @@ def _agreed(
         for place in places:
             result[place] = _merged(at[place], ranks, [other.get(place, _NOTHING) for other in everyone])
     return result
-
-
-def _is_small(values: Described) -> bool:
-    return all(isinstance(value, Like | Scalar | int | float | str | None) for value in values.values())
 
 
 def _merged(one: Stepped, ranks: list[int], everyone: list[Any]) -> Described:
