@@ -142,23 +142,20 @@ class Sequence:
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
         """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
-        try:
-            self._ask_all(index, event, new_pass, alone)
-        except peers.STORE_ERRORS as error:
-            self._end_without_store(error)
-
-    def _ask_all(self, index: int, event: int, new_pass: int, alone: int) -> None:
         if self.order.broken:
             raise OrderError(self._reason)
         mine = self._post(event, new_pass, self.order.passes)
-        first = self._first(index, mine)
-        if (first.step, first.event) != (mine.step, mine.event):
-            self._differ(first, mine)
-        waits = alone or self.order.always
-        self._ask(index, waits)
-        if waits:
-            self._wait_for_all(index, mine)
-            self._forget(index)
+        try:
+            first = self._first(index, mine)
+            if (first.step, first.event) != (mine.step, mine.event):
+                self._differ(first, mine)
+            waits = alone or self.order.always
+            self._ask(index, waits)
+            if waits:
+                self._wait_for_all(index, mine)
+                self._forget(index)
+        except peers.STORE_ERRORS as error:
+            self._end_without_store(error)
         if alone == 1:
             self._tell(mine)
 
