@@ -131,17 +131,21 @@ def nvcc_release(nvcc: str) -> str:
 
 
 def gencode(nvcc: str) -> list[str]:
-    """Return nvcc's options for the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else for CUDA_ARCHS."""
+    """Return nvcc's options for the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else for CUDA_ARCHS.
+
+    Older ones than 8.0 are left out, unless there are no others: a list is often made for other packages too.
+    """
     archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if not archs:
         known = subprocess.check_output([nvcc, "--list-gpu-arch"], text=True).split()
         archs = [arch for arch in CUDA_ARCHS if f"compute_{arch.replace('.', '')}" in known]
         archs[-1:] = [f"{arch}+PTX" for arch in archs[-1:]]
-    options = []
-    for arch in archs:
-        match = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", arch)
-        if match is None or int(match[1]) < 8:
-            raise PlatformError(f'TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, such as "8.0;9.0+PTX", got {arch}')
+    options, found = [], [re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", arch) for arch in archs]
+    wanted = [match for match in found if match is not None and int(match[1]) >= 8]
+    if not wanted or None in found:
+        listed = " ".join(archs)
+        raise PlatformError(f'TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, such as "8.0;9.0+PTX", got {listed}')
+    for match in wanted:
         number = match[1] + match[2]
         options += [
             f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in ("sm", *["compute"] * bool(match[3]))

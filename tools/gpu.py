@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 LACKING = 3
 SANITIZER = "compute-sanitizer"
+KERNELS = "kns=fp_"  # a part of our kernels' names: others are not slowed down
 RANKS = ["tests/gpu/ranks.py"]
 
 
@@ -26,9 +27,18 @@ def lacks(target: str) -> str | None:
         return f"torch {torch.__version__} is built for the CPU: install one that is built for CUDA"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU that it can use, or no driver"
-    if target == "sanitize" and shutil.which(SANITIZER) is None:
-        return f"{SANITIZER} of the CUDA toolkit is not on PATH"
+    if target == "sanitize" and sanitizer() is None:
+        return f"{SANITIZER} of the CUDA toolkit is not in CUDA_HOME, in CUDA_PATH or on PATH"
     return None
+
+
+def sanitizer() -> str | None:
+    """The path of compute-sanitizer: of the toolkit that the environment names, else on PATH, or beside nvcc there."""
+    nvcc = shutil.which("nvcc")
+    named = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [str(Path(folder, "bin")) for folder in named if folder] + [os.environ.get("PATH", os.defpath)]
+    folders += [] if nvcc is None else [str(Path(nvcc).resolve().parent)]
+    return shutil.which(SANITIZER, path=os.pathsep.join(folders))
 
 
 def machine() -> str:
@@ -52,9 +62,10 @@ def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:
         return [[python, *RANKS, *arguments], *[several] * (torch.cuda.device_count() > 1)]
     if target == "bench":
         return [[python, "-m", "benchmarks.gpu", *arguments]]
-    checked = [python, *RANKS, "packed", *arguments]
-    tools = ("memcheck", "racecheck")
-    return [[SANITIZER, "--tool", tool, "--error-exitcode", "1", *checked] for tool in tools]
+    # what torch and NCCL ask the driver for in vain is no error of a kernel
+    options = ["--kernel-name", KERNELS, "--report-api-errors", "no", "--error-exitcode", "1"]
+    checked = [*options, python, *RANKS, "packed", *arguments]
+    return [[sanitizer() or SANITIZER, "--tool", tool, *checked] for tool in ("memcheck", "racecheck")]
 
 
 def main(target: str, *arguments: str) -> int:
@@ -65,6 +76,8 @@ def main(target: str, *arguments: str) -> int:
         return LACKING
     print(machine(), flush=True)
     environment = {**os.environ, "FLATPARAM_TEST_DEVICE": "cuda", "PYTHONPATH": str(ROOT)}
+    if target == "sanitize":  # each tensor is a block of the device's own, so that its end is known
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     status = [subprocess.run(command, cwd=ROOT, env=environment).returncode for command in commands(target, arguments)]
     return max(map(abs, status))
 

@@ -40,7 +40,7 @@ def parser(defaults: Config) -> Parser:
     )
     add = made.add_argument
     add("--quick", action="store_true", help="other defaults: a tiny model and few steps, half a minute")
-    add("--ranks", type=int, metavar="N", help="processes of each sharded run")
+    add("--ranks", type=int, metavar="N", help="processes of each sharded run; on cuda no more than there are GPUs")
     add("--steps", type=int, metavar="N", help="training steps")
     add("--width", type=int, metavar="N", help="width of the model, a multiple of 32")
     add("--depth", type=int, metavar="N", help="blocks of the model, one FSDP unit each")
@@ -68,6 +68,10 @@ def parse(arguments: list[str]) -> Config:
     base = QUICK if "--quick" in arguments else DEFAULTS
     options = vars(parser(base).parse_args(arguments))
     options.pop("quick")
+    if options["device"] == "cuda" and not any(argument.partition("=")[0] == "--ranks" for argument in arguments):
+        import torch
+
+        options["ranks"] = min(base.ranks, torch.cuda.device_count()) or base.ranks
     return dataclasses.replace(base, **options)
 
 

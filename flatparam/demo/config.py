@@ -86,6 +86,11 @@ class Config:
         return self.width // HEAD_WIDTH
 
     @property
+    def backend(self) -> str:
+        """Of the collectives."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+    @property
     def is_layer_zero(self) -> bool:
         """Whether parameters are gathered over other ranks than the optimizer's state is spread over."""
         return self.strategy.startswith("layer-zero")

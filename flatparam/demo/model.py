@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the byte after each of ``tokens``."""
-        stream = self.bytes(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        stream = self.bytes(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             stream = block(stream)
         logits: Tensor = self.head(self.norm(stream))

@@ -144,7 +144,7 @@ def report(config: Config, results: Results, found: list[Check]) -> str:
             f"GPT of {weights:,} parameters ({config.depth} blocks of width {config.width}); {config.steps} steps of "
             f"{config.ranks} x {micro}{config.batch} x {config.context} bytes; seed {config.seed}",
             *(f"{run}: {' and '.join(sorted(names))}" for run, names in results.engines.items()),
-            f"gloo ranks: {config.ranks}; {strategy}, {config.precision}, clipping {config.clip or 'off'}; "
+            f"{config.backend} ranks: {config.ranks}; {strategy}, {config.precision}, clipping {config.clip or 'off'}; "
             f"threads in every process: {config.threads}; torch {results.facts[0].torch}",
             "",
             runs_table(results),

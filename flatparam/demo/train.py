@@ -146,7 +146,7 @@ class Sharded(Trainer):
     """A wrapper's units: one a block, and the root."""
 
     def __init__(self, config: Config, corpus: Corpus, rank: int, wrapper: Wrapper) -> None:
-        self._sharded = shard(GPT(config), config, wrapper, "nccl" if config.device == "cuda" else "gloo")
+        self._sharded = shard(GPT(config), config, wrapper, config.backend)
         super().__init__(config, corpus, self._sharded, range(rank, rank + 1))
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import flatparam.__main__
 from flatparam.demo import checkpoint, cli, config, data, experiment, memory, messages, model, report, train
@@ -70,6 +73,21 @@ def test_a_byte_changes_no_logits_before_it():
     before, after = gpt(tokens), gpt(changed)
     assert torch.equal(before[0, :9], after[0, :9])
     assert not torch.equal(before[0, 9], after[0, 9])
+
+
+class Devices(TorchDispatchMode):
+    """Notes where the operands of each operation are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen = getattr(self, "seen", set()) | {a.device.type for a in tree_leaves(args) if isinstance(a, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_model_computes_on_the_device_of_its_parameters():
+    gpt, rows = model.GPT(config.Config()).to("meta"), torch.zeros(2, 9, dtype=torch.int64, device="meta")
+    with Devices() as devices:
+        model.loss_of(gpt, rows)
+    assert devices.seen == {"meta"}
 
 
 def test_an_untrained_model_knows_nothing():
@@ -325,3 +343,12 @@ def test_quick_changes_defaults_but_not_what_is_given():
     settings = cli.parse(["--quick", "--steps", "7", "--out", "x"])
     assert settings == dataclasses.replace(cli.QUICK, steps=7, out=Path("x"))
     assert cli.parse([]) == cli.DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "ranks"),
+    [(1, [], 1), (8, [], 2), (0, [], 2), (1, ["--ranks=4"], 4), (1, ["--ranks", "4"], 4)],  # 0: a rank says so
+)
+def test_there_are_no_more_ranks_than_gpus_unless_asked_for(gpus, arguments, ranks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert cli.parse(["--device", "cuda", *arguments]).ranks == ranks

@@ -4,6 +4,7 @@ The oracles: arithmetic on exact values, the same training on the CPU, torch's F
 """
 
 import contextlib
+import gc
 
 import accelerator
 import torch
@@ -70,6 +71,7 @@ def steady(library):
     for strategy in PLAIN:
         for precision in (None, LOW):
             what = f"{strategy.name}, {precision}"
+            gc.collect()
             here.synchronize()
             here.empty_cache()  # what was reserved for the model before this one
             base = here.bytes()[0]
@@ -135,19 +137,19 @@ def beside_each_other(library):
         assert torch.equal(torch.stack(found).cpu(), alone)
 
 
-class Given(nn.Module):
-    """The gradient of each parameter is what it is given: values that every dtype has, of many strides."""
+class Shown(nn.Module):
+    """Gives its parameters away: their gradients are what a backward is given, and no kernel but ours runs."""
 
     def __init__(self, many):
         super().__init__()
         self.params = nn.ParameterList([torch.zeros(1 + i % 37, 1 + i % 5) for i in range(many)])
 
-    def forward(self, given):
-        return sum((p * g.to(p.dtype)).sum() for p, g in zip(self.params, given, strict=True) if g is not None)
+    def forward(self):
+        return [param.view_as(param) for param in self.params]
 
 
 def gradients(many, device):
-    """None for one of them; every other one is transposed."""
+    """Values that every dtype has; None for one of them; every other one is transposed."""
     generator = torch.Generator().manual_seed(7)
     made = []
     for i in range(many):
@@ -164,13 +166,14 @@ def packed(library):
     for many in (7, 300, 1500 if accelerator.ON_CUDA else 400):
         for precision in (None, LOW, MixedPrecision(param_dtype=torch.bfloat16)):
             model = FSDP(
-                Given(many), process_group=group, device_id=here.device, use_orig_params=True, mixed_precision=precision
+                Shown(many), process_group=group, device_id=here.device, use_orig_params=True, mixed_precision=precision
             )
             given = gradients(many, here.device)
             for micro_batches in (1, 2):
                 for k in range(micro_batches):
                     with contextlib.nullcontext() if k == micro_batches - 1 else model.no_sync():
-                        model(given).backward()
+                        pairs = [(p, g.to(p.dtype)) for p, g in zip(model(), given, strict=True) if g is not None]
+                        torch.autograd.backward(*zip(*pairs, strict=True))
                 with FSDP.summon_full_params(model, with_grads=True, writeback=False):
                     for i, (param, grad) in enumerate(zip(model.module.params, given, strict=True)):
                         found = torch.zeros_like(param) if param.grad is None else param.grad

@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "support"), str(TESTS.parent)]
 os.environ.setdefault("FLATPARAM_TEST_DEVICE", "cuda")
 
 import accelerator  # noqa: E402

@@ -1,5 +1,6 @@
 """make test-gpu, bench-gpu and cuda-sanitize without a GPU; and what bench-gpu measures, run on the CPU."""
 
+import ast
 import inspect
 import json
 import os
@@ -35,6 +36,34 @@ def test_ranks_of_a_machine_with_gpus_see_them():
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=ROOT / "tests/support", env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == f"['{seen}']", done.stderr
+
+
+def test_ranks_run_from_any_folder(tmp_path):
+    environment = {name: value for name, value in NO_GPU.items() if name != "PYTHONPATH"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command = [*launch, str(ROOT / "tests/gpu/ranks.py"), "one_communicator"]
+    environment["FLATPARAM_TEST_DEVICE"] = "sim"
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert "rank 0 of 1: one_communicator passed" in done.stdout, done.stderr
+
+
+def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels_alone(tmp_path):
+    for name in ("nvcc", "compute-sanitizer"):
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "on-path").mkdir()
+    (tmp_path / "on-path" / "nvcc").symlink_to(tmp_path / "bin" / "nvcc")
+    code = "import runpy; print(runpy.run_path('tools/gpu.py')['commands']('sanitize', ()))"
+    ways = {"CUDA_HOME": str(tmp_path)}, {"PATH": str(tmp_path / "on-path")}
+    for way in ways:
+        environment = {name: value for name, value in NO_GPU.items() if not name.startswith("CUDA_")} | way
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        commands = ast.literal_eval(done.stdout)
+        assert [command[:5] for command in commands] == [
+            [str(tmp_path / "bin/compute-sanitizer"), "--tool", tool, "--kernel-name", "kns=fp_"]
+            for tool in ("memcheck", "racecheck")
+        ], done.stderr
 
 
 def test_a_machine_without_pytest_and_matplotlib_runs_all(tmp_path):
