@@ -23,18 +23,6 @@ template <class Job, size_t BYTES> struct Arguments {
     }
 };
 
-// The same where the table is in memory of the device.
-template <class Job> struct Arguments<Job, 0> {
-    Job job;
-    uint32_t n;
-    const void *table;
-
-    __device__ const fp_piece *pieces() const
-    {
-        return static_cast<const fp_piece *>(table);
-    }
-};
-
 constexpr size_t small_bytes = 4096 - 96, large_bytes = CUDART_VERSION >= 12010 ? 32752 - 96 : small_bytes;
 static_assert(sizeof(Arguments<fp_pack_job, small_bytes>) <= 4096);
 static_assert(sizeof(Arguments<fp_pack_job, large_bytes>) <= (CUDART_VERSION >= 12010 ? 32764 : 4096));
@@ -100,12 +88,7 @@ launch_one(void (*kernel)(Arguments<Job, BYTES>), uint32_t blocks, const Job &jo
     Arguments<Job, BYTES> arguments; // what is behind the table is not read
     arguments.job = job;
     arguments.n = table.n;
-    if constexpr (BYTES == 0) {
-        arguments.table = table.memory;
-    }
-    else {
-        std::memcpy(arguments.table, table.memory, table.bytes);
-    }
+    std::memcpy(arguments.table, table.memory, table.bytes);
     void *all[] = {&arguments};
     return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), dim3(blocks), dim3(FP_KERNEL_THREADS), all, 0,
                             stream);
@@ -113,15 +96,12 @@ launch_one(void (*kernel)(Arguments<Job, BYTES>), uint32_t blocks, const Job &jo
 
 template <class Job>
 int
-launch(void (*small)(Arguments<Job, small_bytes>), void (*large)(Arguments<Job, large_bytes>),
-       void (*resident)(Arguments<Job, 0>), uint32_t blocks, const Job &job, const fp_table &table, void *stream_handle)
+launch(void (*small)(Arguments<Job, small_bytes>), void (*large)(Arguments<Job, large_bytes>), uint32_t blocks,
+       const Job &job, const fp_table &table, void *stream_handle)
 {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     if (blocks == 0) {
         return cudaSuccess;
-    }
-    if (table.resident) {
-        return launch_one(resident, blocks, job, table, stream);
     }
     if (table.bytes > large_bytes) {
         return cudaErrorInvalidValue;
@@ -134,8 +114,7 @@ template <fp_dtype to>
 int
 launch_pack(const fp_pack_job &job, const fp_table &table, void *stream)
 {
-    return launch<fp_pack_job>(pack<to, small_bytes>, pack<to, large_bytes>, pack<to, 0>, fp_pack_blocks(&job), job,
-                               table, stream);
+    return launch<fp_pack_job>(pack<to, small_bytes>, pack<to, large_bytes>, fp_pack_blocks(&job), job, table, stream);
 }
 
 int
@@ -162,14 +141,13 @@ norm_any(const fp_norm_job *job, const fp_table *table, void *stream)
         cudaMemsetAsync(job->partials + blocks, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
     return error != cudaSuccess
                ? error
-               : launch<fp_norm_job>(norm<small_bytes>, norm<large_bytes>, norm<0>, blocks, *job, *table, stream);
+               : launch<fp_norm_job>(norm<small_bytes>, norm<large_bytes>, blocks, *job, *table, stream);
 }
 
 int
 scale_any(const fp_scale_job *job, const fp_table *table, void *stream)
 {
-    return launch<fp_scale_job>(scale<small_bytes>, scale<large_bytes>, scale<0>, fp_scale_blocks(job), *job, *table,
-                                stream);
+    return launch<fp_scale_job>(scale<small_bytes>, scale<large_bytes>, fp_scale_blocks(job), *job, *table, stream);
 }
 
 // A device older than all architectures that were compiled for has no kernels; CUDA is asked once a device.
@@ -182,7 +160,8 @@ works(int device)
     }
     if (known[device] == 0) {
         cudaFuncAttributes attributes;
-        const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(scale<0>));
+        const cudaError_t error =
+            cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(scale<small_bytes>));
         known[device] = error == cudaSuccess ? 1 : -1;
         cudaGetLastError(); // so that torch does not find the error
     }

@@ -1,5 +1,5 @@
-/* cuda/fp_kernels.h -- what an accelerator's kernels are asked: packing, norms and scaling of any number of tensors in one
- * launch each. Pure C11: no Python.h, no torch, no CUDA. csrc/cuda/fp_kernels.cu has them for CUDA; tests run the same bodies
+/* cuda/fp_kernels.h -- what an accelerator's kernels are asked: packing, norms and scaling of many tensors in one launch
+ * each. Pure C11: no Python.h, no torch, no CUDA. csrc/cuda/fp_kernels.cu has them for CUDA; tests run the same bodies
  * (fp_bodies.h) on the host. Sizes and positions are in elements. */
 #ifndef FP_KERNELS_H
 #define FP_KERNELS_H
@@ -26,9 +26,8 @@ typedef struct {
 /* n pieces, sorted by start and without overlaps, and behind them the dimensions of all of them. */
 typedef struct {
     const void *memory;
-    size_t bytes; /* of it; at most argument_bytes, unless it is resident */
+    size_t bytes; /* of it; at most argument_bytes: it goes along with the launch, and may change after it */
     uint32_t n;
-    int resident; /* it lies where the kernel reads it: else it goes along with the launch, and may change after it */
 } fp_table;
 
 /* flat[begin, end) = or += the pieces, as core/fp_pack.h says; zeros where there is none. Besides: the

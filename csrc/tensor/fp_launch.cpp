@@ -1,7 +1,11 @@
 // tensor/fp_launch.cpp -- see fp_launch.hpp.
 #include "tensor/fp_launch.hpp"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/select.h>
+#include <ATen/ops/sum.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -100,36 +104,63 @@ class Pieces {
         return true;
     }
 
-    int64_t end() const
+    size_t count() const
     {
-        return end_;
+        return pieces_.size();
     }
 
-    // Queue one launch of a kernel on the current stream. Throws if that fails.
+    // The pieces in runs whose tables go along with a launch, in order: call(first piece, end) for each.
+    template <class Call> void for_each_run(const fp_kernels &kernels, Call &&call) const
+    {
+        size_t first = 0, bytes = 0;
+        for (size_t i = 0; i < pieces_.size(); i++) {
+            const size_t more = bytes_of(pieces_[i]);
+            if (bytes + more > kernels.argument_bytes) {
+                call(first, i);
+                first = i;
+                bytes = 0;
+            }
+            bytes += more;
+        }
+        call(first, pieces_.size());
+    }
+
+    // Where piece i starts, and ends.
+    int64_t start_of(size_t i) const
+    {
+        return pieces_[i].start;
+    }
+    int64_t end_of(size_t i) const
+    {
+        return pieces_[i].start + pieces_[i].numel;
+    }
+
+    // Queue one launch of a kernel on the current stream, for the pieces from first on, which start `base` earlier in its
+    // table. Throws if that fails.
     template <class Job>
-    void launch(const fp_kernels &kernels, int (*kernel)(const Job *, const fp_table *, void *), const Job &job) const
+    void launch(const fp_kernels &kernels, int (*kernel)(const Job *, const fp_table *, void *), const Job &job,
+                size_t first, size_t stop, int64_t base) const
     {
         const c10::DeviceGuard guard(device_);
-        std::vector<unsigned char> memory(pieces_.size() * sizeof(fp_piece) + dims_.size() * sizeof(fp_piece_dim));
-        fp_table table = {
-            .memory = memory.data(), .bytes = memory.size(), .n = static_cast<uint32_t>(pieces_.size()), .resident = 0};
-        if (!pieces_.empty()) {
-            std::memcpy(memory.data(), pieces_.data(), pieces_.size() * sizeof(fp_piece));
+        std::vector<fp_piece> pieces(pieces_.begin() + static_cast<std::ptrdiff_t>(first),
+                                     pieces_.begin() + static_cast<std::ptrdiff_t>(stop));
+        std::vector<fp_piece_dim> dims;
+        for (fp_piece &piece : pieces) {
+            const auto begin = dims_.begin() + piece.first_dim;
+            piece.start -= base;
+            piece.first_dim = static_cast<uint32_t>(dims.size());
+            dims.insert(dims.end(), begin, begin + piece.ndim);
         }
-        if (!dims_.empty()) {
-            std::memcpy(memory.data() + pieces_.size() * sizeof(fp_piece), dims_.data(),
-                        dims_.size() * sizeof(fp_piece_dim));
+        const size_t piece_bytes = pieces.size() * sizeof(fp_piece), dim_bytes = dims.size() * sizeof(fp_piece_dim);
+        std::vector<unsigned char> memory(piece_bytes + dim_bytes);
+        if (!pieces.empty()) {
+            std::memcpy(memory.data(), pieces.data(), piece_bytes);
         }
-        at::Tensor there; // freed in the order of the stream
-        if (table.bytes > kernels.argument_bytes) {
-            const auto bytes = static_cast<int64_t>(table.bytes);
-            const at::Tensor pinned = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-            std::memcpy(pinned.mutable_data_ptr(), table.memory, table.bytes);
-            there = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
-            there.copy_(pinned, /*non_blocking=*/true); // torch keeps pinned until it is copied
-            table.memory = there.const_data_ptr();
-            table.resident = 1;
+        if (!dims.empty()) {
+            std::memcpy(memory.data() + piece_bytes, dims.data(), dim_bytes);
         }
+        const fp_table table = {
+            .memory = memory.data(), .bytes = memory.size(), .n = static_cast<uint32_t>(pieces.size())};
         const c10::impl::VirtualGuardImpl streams(device_.type());
         const c10::Stream stream = streams.getStream(device_);
         if (!device_.is_cuda()) { // a kernel of a test, which runs at once
@@ -140,6 +171,11 @@ class Pieces {
     }
 
   private:
+    static size_t bytes_of(const fp_piece &piece)
+    {
+        return sizeof(fp_piece) + piece.ndim * sizeof(fp_piece_dim);
+    }
+
     void put(const at::Tensor &tensor, fp_dtype dtype, std::optional<int64_t> start)
     {
         if (tensor.numel() == 0) {
@@ -170,18 +206,36 @@ list_all(Pieces &list, const std::vector<at::Tensor> &tensors)
                        [&](const at::Tensor &tensor) { return list.add(tensor, std::nullopt); });
 }
 
+// Each run of pieces takes what lies before its first one too, and the last one what comes behind.
 void
 pack_into(const at::Tensor &target, const fp_kernels &kernels, const Pieces &pieces, const How &how, double before)
 {
-    pieces.launch(kernels, kernels.pack,
-                  fp_pack_job{.flat = target.mutable_data_ptr(),
-                              .begin = 0,
-                              .end = target.numel(),
-                              .before = before,
-                              .scale = how.scale.value_or(1.0),
-                              .has_scale = how.scale.has_value(),
-                              .accumulate = how.accumulate,
-                              .dtype = *core_dtype(target.scalar_type())});
+    pieces.for_each_run(kernels, [&](size_t first, size_t stop) {
+        const bool is_last = stop == pieces.count();
+        pieces.launch(kernels, kernels.pack,
+                      fp_pack_job{.flat = target.mutable_data_ptr(),
+                                  .begin = first == 0 ? 0 : pieces.end_of(first - 1),
+                                  .end = is_last ? target.numel() : pieces.end_of(stop - 1),
+                                  .before = before,
+                                  .scale = how.scale.value_or(1.0),
+                                  .has_scale = how.scale.has_value(),
+                                  .accumulate = how.accumulate,
+                                  .dtype = *core_dtype(target.scalar_type())},
+                      first, stop, 0);
+    });
+}
+
+// For each run of a list: call(first piece, end, where its table begins, elements from there to its end).
+template <class Call>
+void
+for_each_list(const fp_kernels &kernels, const Pieces &list, Call &&call)
+{
+    list.for_each_run(kernels, [&](size_t first, size_t stop) {
+        if (first < stop) {
+            const int64_t base = list.start_of(first) / FP_LIST_WIDTH * FP_LIST_WIDTH; // aligned as before
+            call(first, stop, base, list.end_of(stop - 1) - base);
+        }
+    });
 }
 
 } // namespace
@@ -222,19 +276,31 @@ launch_norm(const std::vector<at::Tensor> &tensors, bool is_max, at::ScalarType 
     const c10::Device device = tensors.empty() ? c10::Device(c10::kCPU) : tensors[0].device();
     const fp_kernels *kernels = kernels_of(device);
     Pieces list(device);
-    if (kernels == nullptr || !list_all(list, tensors) || list.end() == 0) {
+    if (kernels == nullptr || !list_all(list, tensors) || list.count() == 0) {
         return at::Tensor();
     }
     const at::TensorOptions options = at::TensorOptions().device(device);
-    const at::Tensor result = at::empty({}, options.dtype(dtype));
-    const at::Tensor partials = at::empty({fp_norm_blocks(list.end()) + int64_t{1}}, options.dtype(at::kDouble));
-    list.launch(*kernels, kernels->norm,
-                fp_norm_job{.end = list.end(),
-                            .partials = partials.mutable_data_ptr<double>(),
-                            .result = result.mutable_data_ptr(),
-                            .is_max = is_max,
-                            .in_fp64 = dtype == at::kDouble});
-    return result;
+    int64_t runs = 0;
+    int64_t blocks = 0;
+    for_each_list(*kernels, list, [&](size_t, size_t, int64_t, int64_t numel) {
+        runs++;
+        blocks = std::max<int64_t>(blocks, fp_norm_blocks(numel));
+    });
+    const bool in_fp64 = runs > 1 || dtype == at::kDouble; // those of several runs are joined before they are rounded
+    const at::Tensor results = at::empty({runs}, options.dtype(in_fp64 ? at::kDouble : at::kFloat));
+    const at::Tensor partials = at::empty({blocks + 1}, options.dtype(at::kDouble));
+    auto *result = static_cast<unsigned char *>(results.mutable_data_ptr());
+    for_each_list(*kernels, list, [&](size_t first, size_t stop, int64_t base, int64_t numel) {
+        list.launch(*kernels, kernels->norm,
+                    fp_norm_job{.end = numel,
+                                .partials = partials.mutable_data_ptr<double>(),
+                                .result = result,
+                                .is_max = is_max,
+                                .in_fp64 = in_fp64},
+                    first, stop, base);
+        result += results.element_size();
+    });
+    return (runs == 1 ? results[0] : is_max ? results.amax() : results.sum()).to(dtype);
 }
 
 bool
@@ -246,8 +312,11 @@ launch_scale(const std::vector<at::Tensor> &tensors, const at::Tensor &factor)
     if (kernels == nullptr || (!in_fp64 && factor.scalar_type() != at::kFloat) || !list_all(list, tensors)) {
         return false;
     }
-    list.launch(*kernels, kernels->scale,
-                fp_scale_job{.end = list.end(), .factor = factor.const_data_ptr(), .in_fp64 = in_fp64});
+    for_each_list(*kernels, list, [&](size_t first, size_t stop, int64_t base, int64_t numel) {
+        list.launch(*kernels, kernels->scale,
+                    fp_scale_job{.end = numel, .factor = factor.const_data_ptr(), .in_fp64 = in_fp64}, first, stop,
+                    base);
+    });
     for (const at::Tensor &tensor : tensors) {
         tensor.unsafeGetTensorImpl()->bump_version();
     }

@@ -112,7 +112,6 @@ def training(library):
             for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
                 assert torch.equal(a, b), (number, a, b)
             assert after["pack"] >= before["pack"] + 3 * 3 * 4  # steps, backwards, units
-            assert (after["resident"] > before["resident"]) == (model is not make)
 
 
 def test_training_has_the_same_bits(library):
@@ -135,6 +134,35 @@ def packing(library):
         seen.append(operations)
         assert after["pack"] - before["pack"] == (1 if used else 0)
     return seen
+
+
+def many(library):
+    """More gradients than a launch is told of: one for each table, and the same bits."""
+    simulated.use(library)
+    model = FSDP(make(cls=Mixed, many=400), process_group=simulated.new_group(), device_id=SIM, use_orig_params=True)
+    found = []
+    for used in (False, True):
+        loss = loss_of(model, data(1).to(SIM))
+        before = calls(used)
+        loss.backward()
+        packed = calls(used)
+        grads = [param.grad for param in model.parameters() if param.grad is not None and param.grad.numel() > 0]
+        exact = torch.stack([grad.cpu().double().square().sum() for grad in grads]).sum()
+        dist.all_reduce(exact)
+        largest = model.clip_grad_norm_(1e9, norm_type=float("inf")).cpu()
+        norm = model.clip_grad_norm_(0.25).cpu()
+        after = calls(used)
+        assert packed["pack"] - before["pack"] == (5 if used else 0)  # 413 gradients: 48 bytes each of 4,000
+        assert (after["norm"] - packed["norm"] >= 3) == used
+        torch.testing.assert_close(norm.double(), exact.sqrt(), rtol=3e-7, atol=0)
+        found.append([largest, *(param.grad.cpu() for param in model.parameters() if param.grad is not None)])
+        model.zero_grad()
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_launch_for_each_table_of_many_gradients(library):
+    run_ranks(many, 2, library)
 
 
 def test_padding_and_gaps_cost_no_operation(library):
