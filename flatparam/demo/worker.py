@@ -43,7 +43,7 @@ class Worker:
                 found = torch.cuda.device_count()
                 raise BadSetting(f"--device cuda takes a GPU for each of {config.ranks} ranks, there are {found}")
             torch.cuda.set_device(role.rank)
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS: a resumed run has the same bits
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a resumed run has the same bits
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False
         if role.run == FLATPARAM and config.runtime == "dropin":

@@ -58,6 +58,7 @@ class Board:
         self._asked: tuple[float, dict[int, bytes]] | None = None  # since when this rank waits for answers to its call
         self._other: tuple[bytes, float] = (b"", -math.inf)  # the call of another rank, and since when
         self._places: dict[int, tuple[int, str]] | None = None  # the processes on this machine, and when they began
+        self._lock = threading.RLock()  # of what this rank knows: a thread may look too
 
     def enter(self) -> None:
         """From now on this rank reads what others post, and answers."""
@@ -84,11 +85,17 @@ class Board:
         wait_until(lambda: self._read_posts() and self._number(f"readers of {number}") >= self._size - 1)
         self._read_posts()
 
-    def lost(self, ranks: Iterable[int], waited: float) -> str | None:
-        """Why one of ``ranks`` will not come any more, for a rank that has waited for ``waited`` seconds."""
-        self._read_posts()
-        self._miss_answers(waited)
-        return self._of(ranks)
+    def lost(self, ranks: Iterable[int], waited: float, no_collective_fails: bool = False) -> str | None:
+        """Why one of ``ranks`` will not come any more, for a rank that has waited for ``waited`` seconds.
+
+        ``no_collective_fails``: when a process ends, so that it is looked for here.
+        """
+        with self._lock:
+            self._read_posts()
+            if no_collective_fails:
+                self._miss_processes()
+            self._miss_answers(waited)
+            return self._of(ranks)
 
     def why_failed(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
         """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
@@ -98,8 +105,9 @@ class Board:
         begin, found = time.monotonic(), None
         while found is None and time.monotonic() - begin < READING:
             look()
-            self._read_posts()
-            self._miss_processes()
+            with self._lock:
+                self._read_posts()
+                self._miss_processes()
             if before and time.monotonic() - begin > _ANSWERING:
                 self._said.update(
                     (rank, f"rank {rank} does not answer: its process has ended, or its machine is out of reach")
@@ -118,7 +126,8 @@ class Board:
         return sum(rank in self._said for rank in ranks)
 
     def _of(self, ranks: Iterable[int]) -> str | None:
-        return next((self._said[rank] for rank in ranks if rank in self._said and rank != self.rank), None)
+        with self._lock:
+            return next((self._said[rank] for rank in ranks if rank in self._said and rank != self.rank), None)
 
     def _number(self, key: str) -> int:
         return int(self._store.get(key)) if self._store.check([key]) else 0
@@ -130,21 +139,25 @@ class Board:
 
     def _read_posts(self) -> bool:
         """Whether all of them could be read."""
-        posts = self._number("posts")
-        while self._read < posts and self._store.check([f"post {self._read + 1}"]):
-            self._read += 1
-            rank, text = json.loads(self._store.get(f"post {self._read}"))
-            if rank != self.rank:
-                self._said.setdefault(rank, text)
-                self._store.add(f"readers of {self._read}", 1)
-        return self._read >= posts
+        with self._lock:
+            posts = self._number("posts")
+            while self._read < posts and self._store.check([f"post {self._read + 1}"]):
+                self._read += 1
+                rank, text = json.loads(self._store.get(f"post {self._read}"))
+                if rank != self.rank:
+                    self._said.setdefault(rank, text)
+                    self._store.add(f"readers of {self._read}", 1)
+            return self._read >= posts
 
     def _miss_processes(self) -> None:
         """Note those on this machine that are not there any more."""
         if self._places is None:
             machine = _machine()
             places = {rank: json.loads(place) for rank, place in self._values("place of {}").items()}
-            self._places = {rank: place[1:] for rank, place in places.items() if machine and place[0] == machine}
+            here = {rank: place[1:] for rank, place in places.items() if machine and place[0] == machine}
+            if len(places) < self._size:
+                return
+            self._places = here
         for rank, (process, began) in self._places.items():
             if rank not in self._said and _began(process) != began:
                 self._said[rank] = f"the process of rank {rank} ({process}) has ended without a word: killed, or done"

@@ -17,6 +17,7 @@ import re
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -85,6 +86,7 @@ class Sequence:
         self._calls = 0
         self._told = 0
         self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
+        self._idle: tuple[int, float] = (-1, 0.0)  # the same, for the thread that looks
         self._next_look = 0.0
         self._reason = ""
         self._readers = 0  # of it
@@ -105,19 +107,26 @@ class Sequence:
     def _goes_on(self) -> bool:
         """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread does.
 
-        If the ranks differ it aborts the communicator: the device goes on, and the next collective raises.
+        If the ranks differ or one is lost, it aborts the communicator: the device goes on, the next collective raises.
         """
         try:
             backend = self._backend()
             if backend is not None:
-                self._raise_if_broken()
-                self._look_at_question()
+                self._reach(self._look_for_others)
                 return True
         except OrderError:
             backend.abort()
         except RuntimeError:  # the group or its store is gone
             pass
         return False
+
+    def _look_for_others(self) -> None:
+        now = time.monotonic()
+        if self._idle[0] != self.order.count:
+            self._idle = (self.order.count, now)
+        self._raise_if_broken()
+        self._raise_if_lost(now - self._idle[1], no_collective_fails=True)
+        self._look_at_question()
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
@@ -224,10 +233,15 @@ class Sequence:
             return
         waited = now - self._stuck[1]
         self._next_look = now + min(_SELDOM, waited / 2, max(0.0, self._seconds() - waited))
+        self._reach(lambda: self._look_into_store(waited))
+
+    def _reach(self, look: Callable[[], None]) -> None:
+        """Into the store. Raises: OrderError, when it is out of reach for long: what is waited for may end."""
         try:
-            self._look_into_store(waited)
+            look()
             self._unreachable = None
-        except peers.STORE_ERRORS as error:  # the collective that is waited for may end all the same
+        except peers.STORE_ERRORS as error:
+            now = time.monotonic()
             self._unreachable = now if self._unreachable is None else self._unreachable
             if now - self._unreachable > _SELDOM:
                 self._end_without_store(error)
@@ -261,8 +275,9 @@ class Sequence:
             self._break(f"rank {self._ranks[self._me]}: {message.splitlines()[0]}; no rank has said why", "", absent=1)
         self._break(found, "")
 
-    def _raise_if_lost(self, waited: float) -> None:
-        if self._board is not None and (found := self._board.lost(self._ranks, waited)) is not None:
+    def _raise_if_lost(self, waited: float, no_collective_fails: bool = False) -> None:
+        board = self._board
+        if board is not None and (found := board.lost(self._ranks, waited, no_collective_fails)) is not None:
             self._break(found, "")
 
     def _end_without_store(self, error: Exception) -> NoReturn:

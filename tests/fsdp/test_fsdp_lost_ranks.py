@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import ends_of_ranks, meet_again, note, run_ranks
+from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -64,14 +64,6 @@ def let_go():
 
 def test_a_group_goes_while_a_collective_is_under_way():
     assert run_ranks(let_go, 2, timeout=20.0) == [True, True]
-
-
-def meet_in_a_server():
-    """The world anew, with a store in the process of rank 0, as torchrun has it."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    ports = [None] * dist.get_world_size()
-    dist.all_gather_object(ports, server.port if server else None)
-    meet_again(server or dist.TCPStore("127.0.0.1", ports[0], is_master=False))
 
 
 def lose(how, who):

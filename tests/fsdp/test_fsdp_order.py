@@ -2,7 +2,10 @@
 
 import copy
 import datetime
+import json
+import os
 import re
+import signal
 import time
 import warnings
 
@@ -11,7 +14,7 @@ import simulated
 import torch
 import torch.distributed as dist
 from fsdp_models import wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import ends_of_ranks, fake_world, meet_in_a_server, note, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -538,3 +541,49 @@ def on_a_device(library, scenario, limit):
 def test_where_the_device_waits_all_ranks_are_told(scenario):
     library = str(simulated.build())
     assert max(run_ranks(on_a_device, 2, library, scenario, 60.0)) < 5.0
+
+
+def lose_on_a_device(library, how, who):
+    """Rank ``who`` is lost while the device of the others waits for it; what they are told is their last note."""
+    meet_in_a_server()
+    simulated.use(library)
+    sim, processes = torch.device("sim", 0), [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    group = dist.new_group(backend="sim:simulated", timeout=datetime.timedelta(seconds=100))
+    model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
+    x = torch.ones(2, 3, device=sim)
+    for number in range(6):
+        begin = time.monotonic()
+        if number == 3 and dist.get_rank() == who:
+            if how == "raises":
+                raise ValueError("batch 17 is bad")
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        try:
+            loss = model(x, ALL).sum()
+            loss.backward()
+            loss.item()
+        except OrderError as error:
+            note(json.dumps([str(error), time.monotonic() - begin]))
+            if how == "stops":
+                os.kill(processes[who], signal.SIGKILL)
+            os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "who", "told"),
+    [
+        ("dies", 1, r"the process of rank 1 \(\d+\) has ended without a word"),
+        ("dies", 0, "the store of the process group cannot be reached any more"),  # which its process has
+        ("raises", 1, "rank 1 has raised an error of its own .*ValueError: batch 17 is bad"),
+        ("stops", 1, "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach"),
+    ],
+)
+def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how, who, told):
+    library = str(simulated.build())
+    environment = {"FLATPARAM_HEARTBEAT": "2"} if how == "stops" else {}
+    ends = ends_of_ranks(lose_on_a_device, 2, library, how, who, timeout=60.0, environment=environment)
+    code, _, said = ends[1 - who]
+    assert code == 3, ends
+    reason, seconds = json.loads(said)
+    assert re.search(told, reason), reason
+    assert seconds < 5.0, seconds

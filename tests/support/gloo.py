@@ -215,6 +215,14 @@ def meet_again(store):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def meet_in_a_server():
+    """The world anew, with a store in the process of rank 0, as torchrun has it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    ports = [None] * dist.get_world_size()
+    dist.all_gather_object(ports, server.port if server else None)
+    meet_again(server or dist.TCPStore("127.0.0.1", ports[0], is_master=False))
+
+
 def _die_with_the_parent():
     """Have the kernel kill this process when the fork server ends, so that none outlives a killed test runner."""
     pr_set_pdeathsig = 1

@@ -30,6 +30,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -881,7 +882,8 @@ struct Collectives final : c10d::Backend {
         return std::move(last); // its stream does all of them in order
     }
 
-    // As NCCL's: what waits for collectives on the device goes on, with whatever is there, and no other one begins.
+    // As NCCL's: what waits for collectives on the device goes on, with whatever is there, and no other one begins. Till then it
+    // waits, also for a rank that has ended: a kernel is not told.
     void abort() override
     {
         *aborted = true;
@@ -895,10 +897,9 @@ struct Collectives final : c10d::Backend {
                     ended = true;
                 }
                 catch (...) {
-                    if (work.isCompleted()) { // perhaps only now, after the time was up
-                        work.wait();
-                        ended = true;
-                    }
+                    ended =
+                        work.isCompleted() && work.exception() == nullptr; // perhaps only now, after the time was up
+                    std::this_thread::sleep_for(std::chrono::milliseconds(ended ? 0 : 1));
                 }
             }
         });
