@@ -59,7 +59,7 @@ def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:
         if find_spec("pytest") is not None and find_spec("pytest_timeout") is not None:
             return [[python, "-m", "pytest", "tests/gpu", "-q", *arguments]]
         several = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *RANKS, *arguments]
-        return [[python, *RANKS, *arguments], *[several] * (torch.cuda.device_count() > 1)]
+        return [[python, *RANKS, *arguments], several]
     if target == "bench":
         return [[python, "-m", "benchmarks.gpu", *arguments]]
     # what torch and NCCL ask the driver for in vain is no error of a kernel

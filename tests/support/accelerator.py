@@ -8,6 +8,7 @@ import functools
 import os
 
 import simulated
+import staged
 import torch
 import torch.distributed as dist
 
@@ -16,12 +17,24 @@ ON_CUDA = os.environ.get("FLATPARAM_TEST_DEVICE", "sim") == "cuda"
 
 @functools.cache
 def use(library):
-    """The device of this rank. ``library``: the simulated one's, which is not needed on CUDA."""
-    return _Cuda() if ON_CUDA else _Simulated(library)
+    """The device of this rank. ``library``: what ``build()`` has returned."""
+    return _Cuda(library) if ON_CUDA else _Simulated(library)
+
+
+def build():
+    """The simulated device; on CUDA, where ranks may share a GPU, their collectives."""
+    return str(staged.build() if ON_CUDA else simulated.build())
+
+
+def shared(ranks):
+    """Whether so many ranks have fewer GPUs."""
+    return ON_CUDA and ranks > torch.cuda.device_count()
 
 
 class _Cuda:
-    def __init__(self):
+    def __init__(self, library):
+        if shared(dist.get_world_size()):
+            staged.use(library, "cuda")
         self.device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -30,7 +43,8 @@ class _Cuda:
             layer(torch.ones(64, 64, device=self.device, dtype=dtype)).sum().backward()
 
     def new_group(self, ranks=None):
-        return dist.new_group(ranks, backend="nccl")
+        size = dist.get_world_size() if ranks is None else len(ranks)
+        return dist.new_group(ranks, backend="cuda:staged" if shared(size) else "nccl")
 
     @contextlib.contextmanager
     def no_host_waits(self):

@@ -18,21 +18,21 @@ SOURCE = Path(__file__).with_name("simulated_device.cpp")
 FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall", "-Werror"]
 
 
-def build():
-    """Compile the device, unless that was done before; return the library's path."""
-    key = hashlib.sha1(SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:12]
-    folder = SOURCE.parents[2] / "build" / f"simulated-{key}"
-    library = folder / "simulated_device.so"
+def build(source=SOURCE):
+    """Compile the device, or another source, unless that was done before; return the library's path."""
+    key = hashlib.sha1(source.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:12]
+    folder = source.parents[2] / "build" / f"{source.stem}-{key}"
+    library = folder / f"{source.stem}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second waits instead of compiling the same
         if not library.exists():
-            _compile(library.with_suffix(".part"))
+            _compile(source, library.with_suffix(".part"))
             library.with_suffix(".part").rename(library)
     return library
 
 
-def _compile(library):
+def _compile(source, library):
     inside = Path(torch.__file__).parent
     headers = [inside / "include", inside / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     subprocess.run(
@@ -41,7 +41,7 @@ def _compile(library):
             *FLAGS,
             *(f"-isystem{header}" for header in headers),
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(str(SOURCE), "-o", str(library)),
+            *(str(source), "-o", str(library)),
             *(f"-L{inside / 'lib'}", f"-Wl,-rpath,{inside / 'lib'}"),
             *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
         ],
@@ -57,15 +57,20 @@ def use(library, late="others"):
 
     A process that has it has an accelerator for good, so only processes of a test's own should.
     """
-    spec = importlib.util.spec_from_file_location("simulated_device", library)
-    device = importlib.util.module_from_spec(spec)
     torch.utils.rename_privateuse1_backend("sim")
-    spec.loader.exec_module(device)
+    device = load(library)
     torch._register_device_module("sim", _module(device))
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("simulated", _collectives(device), devices=["sim"])
+    dist.Backend.register_backend("simulated", collectives(device), devices=["sim"])
     device.late(late)
     return device
+
+
+def load(library):
+    spec = importlib.util.spec_from_file_location(Path(library).stem, library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def new_group(ranks=None):
@@ -73,9 +78,11 @@ def new_group(ranks=None):
     return dist.new_group(ranks, backend="sim:simulated")
 
 
-def _collectives(device):
+def collectives(module):
+    """What makes a backend of a module's collectives, which are gloo's in the end."""
+
     def create(store, rank, size, timeout):
-        return device.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+        return module.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
 
     return create
 
