@@ -59,6 +59,7 @@ host_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 }
 
 static int packed, measured, scaled; /* calls so far */
+static int too_old;                  /* the device, for what was compiled */
 
 enum { ARGUMENT_BYTES = 4000 };
 
@@ -90,7 +91,7 @@ asked_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 static int
 host_works(int device)
 {
-    return device == 0;
+    return device == 0 && !too_old;
 }
 
 static const char *
@@ -110,7 +111,9 @@ PyObject *
 fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     int used;
-    if (fp_check_nargs("host_kernels", nargs, 1) < 0 || fp_as_bool(args[0], &used) < 0) {
+    too_old = 0;
+    if (fp_check_nargs_between("host_kernels", nargs, 1, 2) < 0 || fp_as_bool(args[0], &used) < 0 ||
+        (nargs > 1 && fp_as_bool(args[1], &too_old) < 0)) {
         return NULL;
     }
     fp_torch_use_kernels(used ? &host_kernels : NULL);

@@ -45,7 +45,7 @@ class Worker:
             torch.cuda.set_device(role.rank)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a resumed run has the same bits
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if role.run == FLATPARAM and config.runtime == "dropin":
             flatparam.install()
         if role.run != UNSHARDED:

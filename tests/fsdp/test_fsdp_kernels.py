@@ -87,8 +87,8 @@ def train(model, device):
     return seen + [value.cpu() for value in full_params(model).values()]
 
 
-def calls(used=True):
-    return _C_testing.host_kernels(used)
+def calls(used=True, too_old=False):
+    return _C_testing.host_kernels(used, too_old)
 
 
 def training(library):
@@ -116,6 +116,23 @@ def training(library):
 
 def test_training_has_the_same_bits(library):
     run_ranks(training, 4, library, timeout=250.0)
+
+
+def on_an_older_device(library):
+    """One that what was compiled does not run on: torch's operations, with the same bits."""
+    simulated.use(library)
+    wanted = train(wrap_blocks(make(), process_group=dist.group.WORLD, use_orig_params=True), torch.device("cpu"))
+    before = calls(True, True)
+    model = wrap_blocks(make(), process_group=simulated.new_group(), device_id=SIM, use_orig_params=True)
+    found = train(model, SIM)
+    assert model.clip_grad_norm_(1.0) == 0  # no gradients are left
+    assert calls(True, True) == before
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_older_device_has_torchs_operations(library):
+    run_ranks(on_an_older_device, 2, library)
 
 
 def packing(library):
