@@ -35,7 +35,7 @@ from .extensions import extensions_of
 from .foreign import refuse_wrapped
 from .full_params import FullParams
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
-from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
+from .names import FSDP_WRAPPED_MODULE
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, default_alignment, find_originals
 from .owners import close
 from .placement import Placement, check_pair, groups_of_machine, outer_group
@@ -176,7 +176,7 @@ class FullyShardedDataParallel(
             materialize(own, ignored_params, param_init_fn, _HOST if computes_on else device)
             move(own, ignored_params, device, _HOST if computes_on else device, computes_on or device)
             extensions = extensions_of(self._placement.mesh)
-            originals = find_originals(own, module, ignored_params, clean_tensor_name, extensions, self._placement)
+            originals = find_originals(own, module, ignored_params, extensions, self._placement)
             choose_blocks(originals, atomic)
             of_params = computes_on or next((original.param.device for original in originals), device)
             options = Options(

@@ -17,7 +17,7 @@ from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_
 from ..common.torch_private import FSDPExtensions
 from .extensions import Form, check_mesh, flattened
 from .materialize import template_of
-from .names import join
+from .names import clean_tensor_name, join
 from .outputs import DeviceError
 from .placement import Placement
 
@@ -149,7 +149,6 @@ def find_originals(
     own: Iterable[nn.Module],
     module: nn.Module,
     ignored_params: set[nn.Parameter],
-    clean: Callable[[str], str],
     extensions: tuple[FSDPExtensions, ...] = (),
     placement: Placement | None = None,
 ) -> list[Original]:
@@ -165,7 +164,7 @@ def find_originals(
         for name, param in submodule._parameters.items():
             if param is None or (ignored_params and param in ignored_params):
                 continue
-            place = Name(submodule, name, clean(join(path, name)))
+            place = Name(submodule, name, clean_tensor_name(join(path, name)))
             original = found.get(id(param))
             if original is None:
                 template: Tensor | None = template_of(param)

@@ -159,7 +159,9 @@ class Sequence:
             if (first.step, first.event) != (mine.step, mine.event):
                 self._differ(first, mine)
             waits = alone or self.order.always
-            self._ask(index, waits)
+            self._questions += 1
+            if self._questions % len(self._ranks) == self._me:  # each rank deletes its share, once nobody looks at it
+                self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
             if waits:
                 self._wait_for_all(index, mine)
                 self._forget(index)
@@ -171,12 +173,6 @@ class Sequence:
     def _first(self, index: int, mine: _Post) -> _Post:
         """What the first rank to ask has said."""
         return _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
-
-    def _ask(self, index: int, waits: int) -> None:
-        """Count a question: each rank deletes its share of those that nobody will look at any more."""
-        self._questions += 1
-        if self._questions % len(self._ranks) == self._me:
-            self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
 
     def _wait_for_all(self, index: int, mine: _Post) -> None:
         self._point_at(index)

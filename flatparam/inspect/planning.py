@@ -15,7 +15,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from flatparam._C import ShardError
 from flatparam.fsdp.api import ShardingStrategy
 from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
-from flatparam.fsdp.names import clean_tensor_name
 from flatparam.fsdp.originals import (
     Options,
     Original,
@@ -191,7 +190,7 @@ def units_of(module: nn.Module, settings: Settings) -> list[Unit]:
             continue
         below = {part for unit in precisions if unit is not inner and unit in inside[inner] for part in inside[unit]}
         own = [part for part in inner.modules() if part not in below]
-        originals = find_originals(own, inner, set(), clean_tensor_name)
+        originals = find_originals(own, inner, set())
         units.append(_unit(path, inner, originals, precisions[inner], settings))
     return units
 

@@ -73,15 +73,12 @@ def table(units: list[Unit], plan: MemoryPlan) -> str:
 def aligned(rows: list[tuple[str, ...]], names: int, headings: int, totals: int = 0) -> str:
     """A table: the first ``names`` columns to the left, the others to the right; rules below headings, above totals."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(_cells(row, widths, names)).rstrip() for row in rows]
+    sides = "<" * names + ">" * (len(widths) - names)
+    cells = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
+    lines = ["  ".join(row).rstrip() for row in cells]
     rule = "-" * max(map(len, lines))
     end = len(lines) - totals
     return "\n".join([*lines[:headings], rule, *lines[headings:end], *([rule, *lines[end:]] if totals else [])])
-
-
-def _cells(row: tuple[str, ...], widths: list[int], names: int) -> list[str]:
-    left = [f"{cell:<{width}}" for cell, width in zip(row[:names], widths[:names], strict=True)]
-    return left + [f"{cell:>{width}}" for cell, width in zip(row[names:], widths[names:], strict=True)]
 
 
 def summary(units: list[Unit], plan: MemoryPlan) -> str:

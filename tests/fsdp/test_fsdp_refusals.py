@@ -114,7 +114,7 @@ def parameters():
         FSDP(frozen)
     apart = nn.Linear(2, 2)
     apart.bias = nn.Parameter(torch.empty(2, device="meta"))
-    originals = find_originals([apart], apart, set(), str)
+    originals = find_originals([apart], apart, set())
     with refused("same device but got both cpu .`weight`. and .*`bias` .* on meta", ValueError, RuntimeError):
         check_tensors(originals, Options(Placement()))
     with refused("device_id=cpu, but parameter `bias` of Linear is on meta", ValueError, RuntimeError):
