@@ -111,11 +111,15 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
 void
 convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how)
 {
-    at::Tensor values = source.to(target.scalar_type());
-    if (how.scale) {
-        values = values.mul(*how.scale);
+    if (how.accumulate) {
+        const at::Tensor values = source.to(target.scalar_type());
+        target.add_(how.scale ? values.mul(*how.scale) : values);
+        return;
     }
-    how.accumulate ? target.add_(values) : target.copy_(values);
+    target.copy_(source);
+    if (how.scale) {
+        target.mul_(*how.scale);
+    }
 }
 
 } // namespace
