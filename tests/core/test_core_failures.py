@@ -123,6 +123,11 @@ def set_buffer():
     FLAT[:] = b"\x3e" * len(FLAT)
 
 
+def without_message(expected):
+    """What PyErr_Format() of older interpreters raises where there is no memory for the message."""
+    return (expected[0], "") if sys.version_info < (3, 11, 7) and isinstance(expected, tuple) else expected
+
+
 def check_every_failure(call, call_with_failure):
     """Make the first, the second, ... allocation of a call fail, until it needs no more; return how many there were."""
     function, *arguments = call
@@ -137,7 +142,7 @@ def check_every_failure(call, call_with_failure):
             assert has_failed
             assert contents() == before
         else:
-            assert as_value(found) == expected, k
+            assert as_value(found) in (expected, without_message(expected)), k
             assert contents() == expected_contents
         del found
         assert _C_testing.alloc_live() == live
