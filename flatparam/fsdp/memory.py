@@ -39,30 +39,34 @@ class UnitPlan:
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
     micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
     this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``halfway``: what is all-reduced once ``wire`` is freed; ``converted``: ``gradient``, while what was reduced in
-    another dtype is converted to it; ``reduces_each``: every micro-batch has ``wire`` and ``reduced``; ``offloads``:
-    whether ``kept`` lies in host memory then, but for that of three units; ``on_host``: whether
-    ``shard``, ``gradient`` and ``optimizer`` do.
+    ``halfway``: what is reduced over further ranks once ``wire`` is freed; ``converted``: ``gradient``, while what was
+    reduced in another dtype is converted to it; ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
+    ``reduces_each``: every micro-batch has ``wire`` and ``reduced``; ``offloads``: whether ``kept`` lies in host memory
+    then, but for that of three units; ``on_host``: whether ``shard``, ``gradient`` and ``optimizer`` do.
     """
 
     name: str
-    shard: int
-    gradient: int
-    optimizer: int
-    full: int
-    always_full: bool
-    resharded: bool
-    unpacked: int
-    wire: int
-    reduced: int
-    kept: int
-    padding: int
+    shard: int = 0
+    gradient: int = 0
+    optimizer: int = 0
+    full: int = 0
+    always_full: bool = False
+    resharded: bool = False
+    unpacked: int = 0
+    wire: int = 0
+    reduced: int = 0
+    kept: int = 0
+    padding: int = 0
     copy: int = 0
     halfway: int = 0
     converted: int = 0
+    copied: bool = False
     reduces_each: bool = False
     offloads: bool = False
     on_host: bool = False
+
+
+_NO_UNIT = UnitPlan("")
 
 
 class Moment(NamedTuple):
@@ -133,6 +137,10 @@ def plan_unit(
         into = copy_shards if nested and copy_shards else flat.layout.world_size
         return wire(flat) // into if into > 1 else 0
 
+    def halfway(flat: Flat) -> int:
+        last = wire(flat) // flat.layout.world_size if nested and copy_shards else 0
+        return reduced(flat) + last if last or spread.replicate is not None else 0
+
     return UnitPlan(
         name=name,
         shard=total(lambda flat: flat.layout.shard_numel * flat.dtype.itemsize),
@@ -150,10 +158,11 @@ def plan_unit(
         ),
         padding=total(lambda f: (f.layout.padded_numel - sum(f.layout.numels)) * f.dtype.itemsize),
         copy=total(full) // copy_shards if copy_shards else 0,
-        halfway=total(reduced) if spread.replicate is not None else 0,
+        halfway=total(halfway),
         converted=of_gradients(
             lambda flat: flat.layout.shard_numel if on_wire(flat) != flat.dtype else 0, lambda flat: flat.dtype
         ),
+        copied=bool(copy_shards) or (spread.param is None and spread.optim is not None),
         reduces_each=nested,
         offloads=offloads,
         on_host=on_host,
@@ -187,7 +196,7 @@ def plan_tree(units: Iterable[UnitPlan], prefetch: bool, gathers_ahead: bool = F
         no_sync=sum(kept) + added_to_coming_going,
         moments=moments,
         peak_alone=most(None),
-        peak_no_sync=most(kept) + added_to_coming_going,
+        peak_no_sync=most(kept),
         host=sum(plan.shard + plan.optimizer + 2 * plan.gradient for plan in there)  # another may be added to it
         + sum(plan.kept for plan in plans if plan.offloads),
     )
@@ -197,10 +206,18 @@ def _forward(
     plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], gathers_ahead: bool
 ) -> Iterator[tuple[int, int]]:
     """The bytes unsharded in the forward of each unit but the root: what stays, it, and the next if gathered ahead."""
-    arriving = [plan.shard if plan.on_host else 0 for plan in plans]  # on the device, until it is in its place
     for i in range(1, len(plans)):
-        ahead = full[i + 1] + arriving[i + 1] if gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded else 0
-        yield i, sum(stay[:i]) + full[i] + (ahead or arriving[i])
+        ahead = (
+            full[i + 1] + _arriving(plans[i + 1])
+            if gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded
+            else 0
+        )
+        yield i, sum(stay[:i]) + full[i] + (ahead or _arriving(plans[i]))
+
+
+def _arriving(plan: UnitPlan) -> int:
+    """The bytes of a shard from the host, on the device until it is in its place."""
+    return plan.shard if plan.on_host else 0
 
 
 def _sizes(plans: tuple[UnitPlan, ...]) -> tuple[list[int], list[int]]:
@@ -209,18 +226,34 @@ def _sizes(plans: tuple[UnitPlan, ...]) -> tuple[list[int], list[int]]:
     return full, [full[0], *(0 if plan.resharded else own for plan, own in zip(plans[1:], full[1:], strict=True))]
 
 
-def _ahead(plans: tuple[UnitPlan, ...], full: list[int], i: int, prefetch: bool) -> int:
-    """The bytes of the unit that is gathered while unit ``i`` runs backward."""
-    return full[i - 1] if prefetch and i > 1 and plans[i - 1].resharded else 0
+class _Backward(NamedTuple):
+    """Bytes during the backward of one unit, beside gradients that there are already.
+
+    ``runs``: while it computes, and ``ends``: while its gradients are reduced, without ``wire`` of its own;
+    ``reducing``: the first reduction of the unit before; ``beside``: that and what else is under way meanwhile.
+    """
+
+    runs: int
+    ends: int
+    reducing: int
+    beside: int
 
 
-def _under_way(plans: tuple[UnitPlan, ...], i: int) -> tuple[int, int]:
-    """The bytes of reductions under way while unit ``i`` runs backward, and those that come to it as one ends."""
-    halfway = plans[i + 2] if i + 2 < len(plans) else None
-    last = plans[i + 1] if i + 1 < len(plans) else None
-    ends = halfway if any(plan.halfway for plan in plans) else last
-    converted = 0 if ends is None else max(0, ends.converted - (0 if ends.halfway or not ends.reduced else ends.wire))
-    return (0 if last is None else last.wire + last.reduced) + (0 if halfway is None else halfway.halfway), converted
+def _backward(plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], i: int, prefetch: bool) -> _Backward:
+    plan = plans[i]
+    last, before, first = (plans[i + k] if i + k < len(plans) else _NO_UNIT for k in (1, 2, 3))
+    gathers = prefetch and i > 1 and plans[i - 1].resharded
+    always = sum(stay[:i]) + (full[i - 1] if gathers else 0)
+    ends, leaves = (before, first) if any(one.halfway for one in plans) else (last, before)
+    converted = max(0, ends.converted - (0 if ends.halfway or not ends.reduced else ends.wire))
+    into = plan.reduced + converted
+    reducing = last.wire + last.reduced
+    return _Backward(
+        runs=always + full[i] + max(plan.unpacked, _arriving(plans[i - 1]) if gathers else 0),
+        ends=always + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into),
+        reducing=reducing,
+        beside=reducing + before.halfway + (leaves.gradient if leaves.on_host else 0),
+    )
 
 
 def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -> Iterator[Moment]:
@@ -233,14 +266,10 @@ def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -
     yield Moment(0, "forward", sum(stay))
     # an earlier backward's, to which this one's are added
     reduced = sum(plan.gradient for plan in plans if not plan.on_host)
-    leaving = 0
     for i in range(len(plans) - 1, -1, -1):
-        plan = plans[i]
-        reducing, converted = _under_way(plans, i)
-        others = sum(stay[:i]) + _ahead(plans, full, i, prefetch) + reduced + reducing + leaving + plan.unpacked
-        yield Moment(i, "backward", others + full[i])
-        yield Moment(i, "reduce", others + plan.wire + plan.reduced + converted)
-        leaving = plans[i + 1].gradient if i + 1 < len(plans) and plans[i + 1].on_host else 0  # until it is copied
+        now = _backward(plans, full, stay, i, prefetch)
+        yield Moment(i, "backward", reduced + now.beside + now.runs)
+        yield Moment(i, "reduce", reduced + now.beside + now.ends + plans[i].wire)
 
 
 def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool, gathers_ahead: bool) -> Iterator[int]:
@@ -258,15 +287,18 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
     for i, size in _forward(plans, full, stay, gathers_ahead):
         yield size + sum(held) + (sum(stay[i + 1 :]) if kept else 0)
     for i in range(len(plans) - 1, -1, -1):
-        plan = plans[i]
-        reducing, converted = _under_way(plans, i)
-        own = sum(stay[:i]) + _ahead(plans, full, i, prefetch) + plan.unpacked
+        plan, now = plans[i], _backward(plans, full, stay, i, prefetch)
+        # of what lies in host memory: added to, on its way there and back
+        near = sum(one.kept for one in plans[max(i - 1, 0) : i + 1] if kept and one.offloads)
         if kept:
-            yield own + full[i] + sum(stay[i + 1 :]) + sum(held) + (reducing if plan.reduces_each else 0)
-        leaving = plans[i + 1].gradient if i + 1 < len(plans) and plans[i + 1].on_host else 0
-        own += sum(held[: i + 1]) + reducing + sum(gradients[i + reduced_after :]) + leaving
-        yield own + full[i]
-        yield own + (0 if kept and plan.kept == plan.wire else plan.wire) + plan.reduced + converted
+            others = sum(stay[i + 1 :]) + sum(held) + near + (now.reducing if plan.reduces_each else 0)
+            yield others + now.runs
+            if plan.reduces_each:
+                yield others + now.ends + plan.wire
+        unreduced = sum(held[: i + (2 if plan.reduces_each else 1)]) + near
+        others = unreduced + now.beside + sum(gradients[i + reduced_after :])
+        yield others + now.runs
+        yield others + now.ends + (0 if kept and plan.kept == plan.wire else plan.wire)
 
 
 @dataclass(frozen=True)

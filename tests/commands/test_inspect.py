@@ -71,8 +71,11 @@ def most_of_a_step(strategy, ranks, prefetch):
         ledger.take("from autograd", 4 * NUMELS[i])
         ledger.free(f"full {i}")
         ledger.take(f"packed {i}", full[i])
+        if strategy == "ZERO_1":
+            ledger.free("from autograd")
         ledger.take(f"reduced {i}", 4 * shards[i])
-        ledger.free("from autograd")
+        if strategy != "ZERO_1":
+            ledger.free("from autograd")
         ledger.free(f"packed {i + 1}")
         ledger.free(f"reduced {i + 1}")
     return ledger.most
