@@ -10,6 +10,7 @@ from fsdp_models import assert_same, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from test_model_states import local, theirs
 from test_optimizer_states import equal
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -92,6 +93,31 @@ def helpers(uo, meshed):
 @pytest.mark.parametrize(("uo", "meshed"), itertools.product([False, True], repeat=2))
 def test_helpers_give_what_torchs_class_gives(uo, meshed):
     run_ranks(helpers, 2, uo, meshed)
+
+
+def asked_for():
+    """What is asked of ShardedTensors through Python, which takes 0.1 ms each, while they are loaded."""
+    model = wrap_blocks(make(), use_orig_params=True)
+    optimizer = trained(model)
+    states = get_state_dict(model, optimizer)
+    asked, original = [], ShardedTensor.__torch_function__.__func__
+
+    def noting(cls, function, types, args=(), kwargs=None):
+        asked.append(function.__name__)
+        return original(cls, function, types, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedTensor, "__torch_function__", classmethod(noting))
+        assert all(isinstance(value, ShardedTensor) and value.size() for value in states[0].values())
+        assert asked == ["size"] * len(states[0])
+        asked.clear()
+        set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        return asked
+
+
+@pytest.mark.multiprocess
+def test_states_are_loaded_without_asking_sharded_tensors_for_shapes_one_by_one():
+    assert run_ranks(asked_for, 2) == [[], []]
 
 
 def saved_and_loaded(strategy, uo, meshed, folder):

@@ -37,7 +37,7 @@ from .rows import (
     without_extension,
 )
 from .table import Table
-from .values import copy_of
+from .values import copy_of, dtype_of, shape_of
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go
 _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
@@ -126,7 +126,7 @@ class ModelStates(Kinds):
         try:
             try:
                 result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-                plain = {k: torch.empty(0, dtype=v.dtype) if is_rows(v) else v for k, v in state_dict.items()}
+                plain = {k: torch.empty(0, dtype=dtype_of(v)) if is_rows(v) else v for k, v in state_dict.items()}
                 check_kinds(self, plain)
                 values = values_of(self, {key: value for key, value in state_dict.items() if not is_rows(value)})
             finally:
@@ -242,7 +242,7 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
                 param = of_originals[id(original)] = Held(
                     [key], original.param, tuple(original.shape), original.stride, unit, segment, number
                 )
-                groups.setdefault((number, value.dtype), {})[param] = value
+                groups.setdefault((number, dtype_of(value)), {})[param] = value
             names.setdefault(param, []).append(key)
             formed[param] = original
     for (number, dtype), values in groups.items():
@@ -262,8 +262,8 @@ def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
         if param is None or param.segment is None or not is_rows(value):
             continue
         shape = param.original.full_shape
-        if tuple(value.shape) != shape:
-            raise StateError(f"size mismatch for `{key}`: {tuple(value.shape)}, the model's is {shape}")
+        if shape_of(value) != shape:
+            raise StateError(f"size mismatch for `{key}`: {shape_of(value)}, the model's is {shape}")
         if is_whole(param.original, value):
             value = f"{value.dtype} {digest_of(param.original.plain(value).cpu().contiguous())}"
         elif has_rows(shape, param.segment):

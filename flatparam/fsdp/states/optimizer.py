@@ -24,7 +24,7 @@ from .loading import cut, from_here
 from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows, plain_state
 from .saving import Sink, unsharded_state
 from .table import Table, settings_of
-from .values import copy_of
+from .values import copy_of, shape_of
 
 OptimInput = Iterable[Any] | None
 
@@ -247,7 +247,7 @@ def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[t
             assert param is not None
             assert param.segment is not None
             what = f"{key} of {param.name}"
-            if is_rows(value) and param.is_sharded and tuple(value.shape) == param.original.full_shape:
+            if is_rows(value) and param.is_sharded and shape_of(value) == param.original.full_shape:
                 check_rows(what, param.segment, param.original, value)
             yield what, param, value
 

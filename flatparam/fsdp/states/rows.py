@@ -36,7 +36,7 @@ from ..segment import Segment
 from ..unit import Unit
 from .loading import Fetch, by_first_name, piece_of
 from .table import Table
-from .values import Like, copy_of
+from .values import Like, copy_of, dtype_of, shape_of
 
 
 def is_rows(value: Any) -> bool:
@@ -135,7 +135,8 @@ def check_rows(name: str, segment: Segment, original: Original, value: Any) -> N
             _check_rows_of_slice(name, segment, original, value)
         return
     value = without_extension(segment, original, value)
-    shape = tuple(value.shape)
+    shape = shape_of(value)
+    assert shape is not None
     first, last = _rows_of(shape[0], _cuts_of(segment, dist.get_rank()))
     if isinstance(value, DTensor):
         if list(value.placements) != (_splits(segment) if segment.placement.mesh is not None else [Split(0)]):
@@ -182,7 +183,7 @@ def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Hel
         for name, param, value in checked:
             described = value if isinstance(value, str) else type(value).__name__
             if isinstance(value, Tensor):
-                described = f"{is_rows(value)} {value.dtype} {tuple(value.shape)}"
+                described = f"{is_rows(value)} {dtype_of(value)} {shape_of(value)}"
             values[name] = (param.unit, described)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
@@ -246,8 +247,8 @@ def _plain(param: Held, value: Any) -> Any:
         return value
     original = param.original
     if is_rows(value) and not is_whole(original, value):
-        cut_so = param.segment.extension_of(original) is not None and tuple(value.shape) == original.full_shape
-        return Like(param.shape, value.dtype) if cut_so else value
+        cut_so = param.segment.extension_of(original) is not None and shape_of(value) == original.full_shape
+        return Like(param.shape, dtype_of(value)) if cut_so else value
     return original.plain(value) if isinstance(value, Tensor) else value
 
 
