@@ -1,7 +1,7 @@
 """accelerate's FSDP plugin (version 1) with flatparam's runtime in the place of torch's class.
 
-The oracles are the plugin on torch's class, and for what it saves, on torch's class with flatparam's handle: torch's own
-handle ends the process when the plugin saves on a CPU.
+The oracles are the plugin on torch's class, and for what it saves, that with flatparam's handle: torch's own handle
+ends the process when the plugin saves on a CPU.
 """
 
 import itertools
@@ -22,8 +22,8 @@ needs("accelerate")
 class Wider(Model):
     """Every parameter has a row for each rank: torch's distributed checkpoint loads no other, of neither class."""
 
-    def __init__(self):
-        super().__init__(width=6)
+    def __init__(self, blocks=3):
+        super().__init__(width=6, blocks=blocks)
         self.last = nn.Linear(6, 2, bias=False)
 
 

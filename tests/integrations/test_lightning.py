@@ -23,8 +23,8 @@ SETTINGS = (("32-true", "full"), ("bf16-mixed", "sharded"))
 class Wider(Model):
     """Every parameter has a row for each rank: torch's distributed checkpoint loads no other, of neither class."""
 
-    def __init__(self):
-        super().__init__(width=6)
+    def __init__(self, blocks=3):
+        super().__init__(width=6, blocks=blocks)
         self.last = nn.Linear(6, 2, bias=False)
 
 
@@ -35,7 +35,7 @@ def a_strategy(module, **settings):
     return type("OnCPU", (strategies.FSDPStrategy,), {})(auto_wrap_policy={Block}, **settings)
 
 
-def fit(folder, precision, saves, checkpoint=None, **settings):
+def fit(folder, precision, saves, checkpoint=None, blocks=3, **settings):
     """The losses of the Trainer's steps by their number, and the weights at the end."""
     strategy = a_strategy("pytorch", **settings)
     import lightning
@@ -44,7 +44,7 @@ def fit(folder, precision, saves, checkpoint=None, **settings):
     class Trained(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model, self.losses = make(cls=Wider), {}
+            self.model, self.losses = make(cls=Wider, blocks=blocks), {}
 
         def training_step(self, batch, i):
             loss = loss_of(self.model, batch)
@@ -74,7 +74,9 @@ def fit(folder, precision, saves, checkpoint=None, **settings):
     epoch = torch.utils.data.DataLoader([data(i) for i in range(2 * SAVED)], batch_size=None)
     trainer.fit(module, epoch, ckpt_path=checkpoint)
     root = trainer.strategy.model
-    assert sum(isinstance(unit, torch.distributed.fsdp.FullyShardedDataParallel) for unit in root.modules()) == 4
+    assert (
+        sum(isinstance(unit, torch.distributed.fsdp.FullyShardedDataParallel) for unit in root.modules()) == blocks + 1
+    )
     return module.losses, whole(root)
 
 
@@ -112,14 +114,14 @@ def test_the_trainer_trains_saves_and_resumes_alike(tmp_path):
     run_ranks(alike_in_the_trainer, 2, str(tmp_path))
 
 
-def with_fabric(folder, precision, saves, form):
+def with_fabric(folder, precision, saves, form, blocks=3):
     """The losses of steps with clipping and micro-batches, saved in the middle, and again from there, and weights."""
     strategy = a_strategy("fabric", state_dict_type=form)
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
     fabric.launch()
-    model = make(cls=Wider)
+    model = make(cls=Wider, blocks=blocks)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
     def step(i):

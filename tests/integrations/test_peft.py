@@ -16,9 +16,9 @@ import flatparam
 needs("peft")
 
 
-def adapted(checkpoint=None):
+def adapted(checkpoint=None, layers=2):
     """A Llama with adapters, those of a checkpoint: PEFT loads none into a sharded model, of either class."""
-    llama = a_llama()
+    llama = a_llama(layers)
     from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(1)

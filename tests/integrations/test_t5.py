@@ -28,11 +28,11 @@ BF16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
-def a_t5():
+def a_t5(layers=2):
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": layers, "num_heads": 2, "vocab_size": 40}
     more = {"decoder_start_token_id": 0, "use_cache": False}  # a cache would be filled again by recomputation
     return T5ForConditionalGeneration(T5Config(**sizes, **more, dropout_rate=0.1))
 
@@ -45,9 +45,9 @@ def batches(epoch):
         yield {"input_ids": ids, "attention_mask": (ids > 5).long(), "labels": ids.flip(1)}
 
 
-def run(kind, path, precision, strategy):
+def run(kind, path, precision, strategy, layers=2):
     """The reduced losses of training and validation of each epoch, and the saved state."""
-    module = a_t5()
+    module = a_t5(layers)
     from transformers.models.t5.modeling_t5 import T5Block
 
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})

@@ -18,14 +18,14 @@ MODELS = {
 }
 
 
-def trained(kind, name, low):
+def trained(kind, name, low, steps=3, **settings):
     """The losses of steps, the scores of an evaluation, and the state: torch's handle gives none on a CPU, it dies."""
     import timm
     from timm.models.resnet import BasicBlock
     from timm.models.vision_transformer import Block
 
     torch.manual_seed(0)
-    module = timm.create_model(name, num_classes=5, **MODELS[name])
+    module = timm.create_model(name, num_classes=5, **{**MODELS[name], **settings})
     with under(kind):
         model = fsdp.FullyShardedDataParallel(
             module,
@@ -37,7 +37,7 @@ def trained(kind, name, low):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
         generator = torch.Generator().manual_seed(dist.get_rank())
         losses = []
-        for _ in range(3):
+        for _ in range(steps):
             images = torch.randn(4, 3, 32, 32, generator=generator)
             loss = torch.nn.functional.cross_entropy(model(images).float(), torch.arange(4) % 5)
             loss.backward()

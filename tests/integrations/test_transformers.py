@@ -25,11 +25,11 @@ SETTINGS = (
 )
 
 
-def a_llama():
+def a_llama(layers=2):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": layers, "num_attention_heads": 2}
     tokens = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, tie_word_embeddings=True))
 

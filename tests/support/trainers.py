@@ -7,16 +7,19 @@ ends the process when it saves on a CPU.
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import pathlib
 import sys
 import tempfile
+import time
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import flatparam
 from flatparam.common.torch_private import TorchsFSDP
@@ -54,6 +57,18 @@ def _on_the_cpu(init):
         init(self, *args, device_id=torch.device("cpu") if device_id is None else device_id, **kwargs)
 
     return __init__
+
+
+@contextlib.contextmanager
+def seconds_of_steps():
+    """Yield a list of seconds of this thread on a processor, each between two steps of an optimizer, whoever asks."""
+    ends, seconds = [], []
+    hook = register_optimizer_step_post_hook(lambda *ignored: ends.append(time.thread_time()))
+    try:
+        yield seconds
+    finally:
+        hook.remove()
+        seconds += [later - earlier for earlier, later in itertools.pairwise(ends)]
 
 
 def look_like_torchrun():
