@@ -1,4 +1,4 @@
-"""torch's optimizers over shards, beside the unsharded module: each way in which they are written."""
+"""torch's optimizers over shards, beside the unsharded module and torch's class: each way in which they are written."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from fsdp_models import Averaged, assert_same, data, full_params, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
@@ -29,11 +30,17 @@ def optimizers(name, way, model):
 def check(name, way, uo):
     note(f"{name} {way} uo={uo}")
     whole = {"atomic": torch.Tensor.numel} if name in WHOLE else {}
-    module, model = make(), wrap_blocks(make(), use_orig_params=uo, **whole)
-    steppers = [optimizers(name, way, m) for m in (module, model)]
+    module, models = make(), [wrap_blocks(make(), use_orig_params=uo, **whole)]
+    if name not in WHOLE:  # torch's class has no pieces of two dimensions
+        models.append(wrap_blocks(make(), TorchsFSDP, use_orig_params=uo, device_id=torch.device("cpu")))
+    model = models[0]
+    steppers = [optimizers(name, way, m) for m in (module, *models)]
     for i in range(4):
         Averaged(module, 2).backward(lambda rank, i=i: [data(i, rank)])
-        loss_of(model, data(i)).backward()
+        losses = [loss_of(m, data(i)) for m in models]
+        assert torch.equal(losses[0], losses[-1]), (name, way, uo)
+        for loss in losses:
+            loss.backward()
         for optimizer in itertools.chain(*steppers):
             optimizer.step()
             optimizer.zero_grad()
@@ -42,6 +49,8 @@ def check(name, way, uo):
             torch.testing.assert_close(value, dict(module.named_parameters())[key], rtol=1e-5, atol=1e-6)
     else:
         assert_same(model, module, f"{name} {way} uo={uo}")
+    for m in models:
+        assert all(torch.equal(a, b) for a, b in zip(m.parameters(), model.parameters(), strict=True)), (name, way, uo)
     assert any(not torch.equal(a, b) for a, b in zip(module.parameters(), make().parameters(), strict=True))
 
 

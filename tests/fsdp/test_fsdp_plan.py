@@ -84,6 +84,7 @@ with fake_world(4):
         ("ZERO_1", "low", "prefetch", "even", "added"),
         ("NO_SHARD", "same", "prefetch", "even", "added"),
         ("HYBRID_SHARD", "same", "prefetch", "even", "added"),
+        *(("_HYBRID_SHARD_ZERO2", "same", "prefetch", "even", kind) for kind in ("added", "alone", "kept")),
         *((strategy, "same", "prefetch", "even", "alone") for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")),
         ("HYBRID_SHARD", "low", "prefetch", "even", "alone"),
         ("SHARD_GRAD_OP", "low", "none", "even", "alone"),

@@ -202,6 +202,55 @@ def test_collectives_that_are_left_out(check, switch):
     run_ranks(check, 2, environment={switch: "1"})
 
 
+class Watched(nn.Linear):
+    """Has rules of its own for attributes: notes whose names are set and deleted."""
+
+    def __init__(self, *sizes):
+        self.__dict__["asked"] = set()
+        super().__init__(*sizes)
+
+    def __setattr__(self, name, value):
+        self.asked.add(("set", name))
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        self.asked.add(("delete", name))
+        super().__delattr__(name)
+
+
+def written_by_users():
+    """What is written between steps is trained on as in the unsharded module, and modules keep their rules."""
+    asked = []
+    for uo in (False, True):
+        note(f"uo={uo}")
+        module, model = make(), make()
+        for one in (module, model):
+            one.first = Watched(3, 5)
+            one.first.load_state_dict(make().first.state_dict())
+        model.first.asked.clear()
+        model = wrap_blocks(model, use_orig_params=uo)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, model)]
+        for step in range(3):
+            Averaged(module, 2).backward(lambda rank, step=step: [data(step, rank)])
+            loss_of(model, data(step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for param in itertools.chain(module.parameters(), model.parameters()):
+                param.data = param.data * 0.5
+        assert_same(model, module, f"uo={uo}")
+        asked.append(sorted(model.first.asked))
+    return asked
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("switch", ["FSDP_SKIP_WRITEBACK_CHECK", "FSDP_USE_UNSAFE_SETATTR"])
+def test_switches_that_have_nothing_to_do(switch):
+    found = run_ranks(written_by_users, 2, environment={switch: "1"})
+    assert found == run_ranks(written_by_users, 2, environment={switch: "0"})
+    assert ("set", "weight") in found[0][1]
+
+
 @pytest.mark.multiprocess
 def test_optimizers_in_backward():
     run_ranks(optimizers_in_backward, 2)

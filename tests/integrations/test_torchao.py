@@ -1,4 +1,7 @@
-"""torchao's optimizers of 8, 4 and fp8 bits over shards that cut none of their blocks, beside the unsharded module."""
+"""torchao's optimizers of 8, 4 and fp8 bits: over shards that cut none of their blocks, beside the unsharded module.
+
+And over flat parameters, which torch's class shards alike, beside that.
+"""
 
 import io
 import itertools
@@ -6,11 +9,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from fsdp_models import Averaged, assert_same, data, loss_of, make
 from gloo import note, run_ranks
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from trainers import needs, same
+from trainers import KINDS, needs, same, under
 
 from flatparam import FullyShardedDataParallel as FSDP
 
@@ -86,3 +90,28 @@ def as_unsharded():
 @pytest.mark.multiprocess
 def test_states_of_few_bits_are_as_unsharded():
     run_ranks(as_unsharded, 2)
+
+
+def as_on_torchs_class():
+    """Of flat parameters the losses of steps are those on torch's class, and on that with flatparam's handle."""
+    torch.compile = lambda function, **settings: function
+    for name in BLOCKS:
+        runs = []
+        for kind in KINDS:
+            note(f"{name} {kind}")
+            with under(kind):
+                model = fsdp.FullyShardedDataParallel(make(cls=Model), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+            optimizer = getattr(optim, name)(model.parameters(), lr=0.01)
+            losses = []
+            for i in range(4):
+                losses.append(loss_of(model, data(i)).item())
+                step(model, optimizer, i)
+            runs.append(losses)
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            assert any(type(value) is not torch.Tensor for value in states), "no state is of few bits"
+        assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.multiprocess
+def test_states_of_few_bits_are_as_on_torchs_class():
+    run_ranks(as_on_torchs_class, 2)
