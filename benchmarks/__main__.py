@@ -25,6 +25,7 @@ TABLES = {  # by the letter of docs/performance.md
     "wrap": "bench_wrap",
     "train": "bench_train",
     "gpt2": "bench_gpt2",
+    "traced": "bench_traced",
     "scaling": "bench_scaling",
     "whole": "bench_whole",
     "layer_zero": "bench_layer_zero",

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flatparam
 from benchmarks.free_handle import set_free
+from flatparam import traced
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,27 @@ def installed() -> Iterator[None]:
         flatparam.uninstall()
 
 
+def compiled(model: nn.Module) -> Any:
+    """By inductor."""
+    return torch.compile(model)
+
+
+def in_units(model: nn.Module, how: Wrapping) -> nn.Module:
+    """The runtime, whose units' own modules are compiled."""
+    wrapped = CONTESTANTS[RUNTIME](model, how)
+    for unit in wrapped.modules():
+        if isinstance(unit, how.unit_types):
+            unit.compile()
+    return wrapped
+
+
+def in_one_graph(model: nn.Module, how: Wrapping) -> nn.Module:
+    """flatparam.traced, compiled with its collectives."""
+    sharded = traced.shard(model, auto_wrap_policy=ModuleWrapPolicy(set(how.unit_types)), param_dtype=how.low)
+    graph: nn.Module = compiled(sharded)
+    return graph
+
+
 Wrap = Callable[[nn.Module, Wrapping], nn.Module]
 
 BARE, DDP = "bare", "DDP"
@@ -82,6 +104,11 @@ FSDP1, FSDP1_FLAT, FSDP2 = "FSDP1 orig", "FSDP1 flat", "FSDP2"
 OURS, OURS_FLAT, RUNTIME = "flatparam orig", "flatparam flat", "flatparam runtime"
 REPLICATED, ZERO_1 = "flatparam NO_SHARD", "flatparam ZERO_1"  # the runtime, beside DDP
 FREE = "free handle"  # only of benchmarks.models
+IN_UNITS, AROUND, TRACED = (
+    "runtime, units compiled",
+    "runtime, compiled",
+    "traced, compiled",
+)  # of benchmarks.bench_traced
 
 CONTESTANTS: dict[str, Wrap] = {
     BARE: bare,
@@ -92,6 +119,9 @@ CONTESTANTS: dict[str, Wrap] = {
     OURS_FLAT: lambda model, how: on_flatparam(model, how, use_orig_params=False),
     FREE: lambda model, how: set_free(on_flatparam(model, how, use_orig_params=True), how.low),
     DDP: ddp,
+    IN_UNITS: in_units,
+    AROUND: lambda model, how: compiled(CONTESTANTS[RUNTIME](model, how)),
+    TRACED: in_one_graph,
 }
 RUNTIME_API: Any = getattr(flatparam, "FullyShardedDataParallel", None)
 if RUNTIME_API is not None:

@@ -10,6 +10,7 @@ from fsdp_models import Block, data, loss_of, make, wrap_blocks
 from gloo import run_ranks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -92,6 +93,7 @@ def train(model):
 
 def train_all():
     torch.set_num_threads(1)
+    inductor.cpp.cxx = (None, "g++")  # whatever builds flatparam
     module = make()
     eager, _ = train(wrap(copy.deepcopy(module)))
     found = {}
@@ -108,7 +110,7 @@ def train_all():
 
 @pytest.fixture(scope="module")
 def trained():
-    return run_ranks(train_all, 2, timeout=400, environment={"CXX": "g++"})
+    return run_ranks(train_all, 2, timeout=400)
 
 
 def of(trained, case):
