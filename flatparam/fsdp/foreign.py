@@ -103,7 +103,22 @@ def watch() -> None:
     after_import(f"{checkpoint}.state_dict_saver", lambda saver: _check(saver, "_stateful_to_state_dict", None))
     _clip_over_ranks()
     torch_calls.watch()
+    _refuse_roots()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _refuse_roots() -> None:
+    """Have torch's ``fsdp_modules`` look for the marks with ``root_only`` too, where it looks for nothing."""
+    original = TorchsFSDP.fsdp_modules
+
+    @functools.wraps(original)
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[TorchsFSDP]:
+        for inner in module.modules():
+            if isinstance(inner, Marks):
+                inner._refuse_composing()
+        return original(module, root_only)
+
+    TorchsFSDP.fsdp_modules = staticmethod(fsdp_modules)  # type: ignore[method-assign]
 
 
 def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None) -> None:

@@ -33,6 +33,11 @@ def enter(context):
         pass
 
 
+def an_optimizer(model):
+    return torch.optim.SGD(model.parameters())
+
+
+EMPTY = {"state": {}, "param_groups": []}
 AROUND = {  # what is called with a tree that holds units
     "DDP": nn.parallel.DistributedDataParallel,
     "DDP's keyword": lambda model: nn.parallel.DistributedDataParallel(module=model, init_sync=False),
@@ -42,7 +47,17 @@ AROUND = {  # what is called with a tree that holds units
     "torch's class": lambda model: TorchsFSDP(model, device_id=CPU, use_orig_params=True),
     "its summon_full_params": lambda model: enter(TorchsFSDP.summon_full_params(model)),
     "its state_dict_type": lambda model: enter(TorchsFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)),
-    "its optim_state_dict": lambda model: TorchsFSDP.optim_state_dict(model, torch.optim.SGD(model.parameters())),
+    "its set_state_dict_type": lambda model: TorchsFSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT),
+    "its get_state_dict_type": TorchsFSDP.get_state_dict_type,
+    "its fsdp_modules": lambda model: TorchsFSDP.fsdp_modules(model),
+    "its fsdp_modules, roots": lambda model: TorchsFSDP.fsdp_modules(model, root_only=True),
+    "its optim_state_dict": lambda model: TorchsFSDP.optim_state_dict(model, an_optimizer(model)),
+    "its optim_state_dict_to_load": lambda model: TorchsFSDP.optim_state_dict_to_load(
+        model, an_optimizer(model), EMPTY
+    ),
+    "its full_optim_state_dict": lambda model: TorchsFSDP.full_optim_state_dict(model, an_optimizer(model)),
+    "its sharded_optim_state_dict": lambda model: TorchsFSDP.sharded_optim_state_dict(model, an_optimizer(model)),
+    "its shard_full_optim_state_dict": lambda model: TorchsFSDP.shard_full_optim_state_dict(EMPTY, model),
 }
 
 
