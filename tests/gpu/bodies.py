@@ -65,9 +65,13 @@ def losses_of(model, device, steps=5, width=WIDTH):
 
 
 def steady(library):
-    """From the third step on the host waits for nothing, and no memory is asked for; the plan is kept to."""
+    """From the third step on the host waits for nothing, and no memory is asked for; the plan is kept to.
+
+    All that is not as it should be is told, with the figures: the next run on a GPU may be long in coming.
+    """
     here = accelerator.use(library)
     group = here.new_group()
+    wrong = []
     for strategy in PLAIN:
         for precision in (None, LOW):
             what = f"{strategy.name}, {precision}"
@@ -91,11 +95,13 @@ def steady(library):
                     model.clip_grad_norm_(1.0)
                     optimizer.step()
                     optimizer.zero_grad()
-            assert here.allocations() == asked, what
-            plan = model.memory_plan().peak
-            assert abs(peak - base - plan) <= 0.02 * plan, (what, peak - base, plan)
-            assert here.reserved_over_allocated() <= 1.05, (what, here.reserved_over_allocated())
+            asked, plan, reserved = here.allocations() - asked, model.memory_plan().peak, here.reserved_over_allocated()
+            found = f"{what}: asked {asked} times, peak {peak - base} of {plan} planned, {reserved:.3f} reserved"
+            print(found)
+            if asked or abs(peak - base - plan) > 0.02 * plan or reserved > 1.05:
+                wrong.append(found)
             del model, optimizer, x
+    assert not wrong, wrong
 
 
 def like_others(library):
