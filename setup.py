@@ -52,6 +52,7 @@ NVCC_FLAGS = [
     "--threads=0",
 ]
 NVCC_STRICT = ["-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
+CUDA_FOLDER = "/usr/local/cuda"
 CUDA_ARCHS = ["8.0", "9.0", "10.0"]  # and the last as PTX, for what comes later
 ABI_FLAG = "-D_GLIBCXX_USE_CXX11_ABI={}"
 TORCH_LIBRARIES = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
@@ -119,9 +120,13 @@ def find_compiler(variable: str, names: list[str]) -> list[str]:
 
 
 def find_nvcc() -> str | None:
-    """Return the path of nvcc: in the toolkit that the environment names, else on PATH. None: there is none."""
+    """Return the path of nvcc: in the toolkit that the environment names, else on PATH, else where CUDA is installed.
+
+    None: there is none.
+    """
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return shutil.which("nvcc", path=str(Path(named, "bin")) if named else None)
+    on_path = None if named else shutil.which("nvcc")
+    return on_path or shutil.which("nvcc", path=str(Path(named or CUDA_FOLDER, "bin")))
 
 
 def nvcc_release(nvcc: str) -> str:
@@ -170,7 +175,7 @@ def cuda_toolkit(wanted: str) -> tuple[str | None, str]:
     instead = "kernels left out, torch's operations do their work"
     nvcc = find_nvcc()
     if nvcc is None:
-        return None, f"no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: {instead}"
+        return None, f"no nvcc in CUDA_HOME, in CUDA_PATH, on PATH or in {CUDA_FOLDER}: {instead}"
     release = nvcc_release(nvcc)
     if release.partition(".")[0] != wanted.partition(".")[0]:
         return None, f"torch is built for CUDA {wanted}, {nvcc} is of {release}: {instead}"
@@ -355,7 +360,7 @@ class CudaCheck(Command):
     def run(self) -> None:
         nvcc = find_nvcc()
         if nvcc is None:
-            print("cuda-check: no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: nothing was compiled")
+            print(f"cuda-check: no nvcc in CUDA_HOME, in CUDA_PATH, on PATH or in {CUDA_FOLDER}: nothing was compiled")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"cuda-check: {nvcc} {nvcc_release(nvcc)}; registers of each kernel, and bytes of them that are spilled")

@@ -28,16 +28,16 @@ def lacks(target: str) -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU that it can use, or no driver"
     if target == "sanitize" and sanitizer() is None:
-        return f"{SANITIZER} of the CUDA toolkit is not in CUDA_HOME, in CUDA_PATH or on PATH"
+        return f"{SANITIZER} of the CUDA toolkit is not in CUDA_HOME, in CUDA_PATH, on PATH or in /usr/local/cuda"
     return None
 
 
 def sanitizer() -> str | None:
-    """The path of compute-sanitizer: of the toolkit that the environment names, else on PATH, or beside nvcc there."""
+    """The path of compute-sanitizer: of the toolkit that is named, on PATH, beside nvcc, or as installed."""
     nvcc = shutil.which("nvcc")
     named = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     folders = [str(Path(folder, "bin")) for folder in named if folder] + [os.environ.get("PATH", os.defpath)]
-    folders += [] if nvcc is None else [str(Path(nvcc).resolve().parent)]
+    folders += [str(Path(found).resolve().parent) for found in (nvcc, "/usr/local/cuda/bin/nvcc") if found]
     return shutil.which(SANITIZER, path=os.pathsep.join(folders))
 
 
@@ -49,7 +49,13 @@ def machine() -> str:
     except (OSError, subprocess.CalledProcessError):
         driver = "unknown"
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"{names}; driver {driver}; torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return f"{names}; driver {driver}; torch {torch.__version__}, CUDA {torch.version.cuda}; {kernels()}"
+
+
+def kernels() -> str:
+    """Whether what was built here has kernels: the tests pass without, too."""
+    built = any(b"11fp_pack_jobLm" in path.read_bytes() for path in ROOT.glob("flatparam/_C.*.so"))
+    return "flatparam's kernels" if built else "NO kernels of flatparam: torch's operations do their work"
 
 
 def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:

@@ -66,6 +66,24 @@ def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels_alone(tmp_p
         ], done.stderr
 
 
+def test_the_kernels_that_are_tested_are_told(tmp_path):
+    code = (
+        "import pathlib, runpy; of = runpy.run_path('tools/gpu.py')['kernels']; "
+        "of.__globals__['ROOT'] = pathlib.Path({!r}); print(of())"
+    )
+    module = tmp_path / "flatparam" / "_C.cpython.so"
+    module.parent.mkdir()
+    for content, told in (
+        (b"..6launchI11fp_pack_jobE", "NO kernels"),
+        (b"..4packI..11fp_pack_jobLm4000", "flatparam's kernels"),
+    ):
+        module.write_bytes(content)
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(str(tmp_path))], cwd=ROOT, env=NO_GPU, capture_output=True, text=True
+        )
+        assert done.stdout.startswith(told), done.stderr
+
+
 def test_a_machine_without_pytest_and_matplotlib_runs_all(tmp_path):
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"

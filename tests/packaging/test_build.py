@@ -358,7 +358,10 @@ def test_kernels_are_compiled_where_torch_has_cuda(cuda, logged):
     [
         ({}, "kernels by "),
         ({"FLATPARAM_CUDA": "0"}, "left out, as FLATPARAM_CUDA=0 asks for"),
-        ({"CUDA_HOME": "/nowhere"}, "no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: kernels left out"),
+        (
+            {"CUDA_HOME": "/nowhere"},
+            "no nvcc in CUDA_HOME, in CUDA_PATH, on PATH or in /usr/local/cuda: kernels",
+        ),
         ({"RELEASE": "12.9"}, "torch is built for CUDA 13.0, "),
         ({"TORCH_CUDA_ARCH_LIST": "7.0"}, None),
         ({"TORCH_CUDA_ARCH_LIST": "Hopper"}, None),
@@ -376,6 +379,17 @@ def test_one_line_says_what_becomes_of_the_kernels(cuda, changes, line):
     assert ("csrc/cuda/kernels.cu" in compiled_in(output)) == (not changes)
 
 
+def test_a_toolkit_in_the_usual_place_is_found(cuda):
+    tree, toolkit, env = cuda
+    replace(tree / "setup.py", 'CUDA_FOLDER = "/usr/local/cuda"', f'CUDA_FOLDER = "{toolkit}"')
+    tools = {Path(shutil.which(name)).parent for name in ("gcc", "g++", "ld")}
+    assert not [folder for folder in tools if (folder / "nvcc").exists()]
+    env = {**env, "CUDA_HOME": "", "CUDA_PATH": "", "PATH": os.pathsep.join(map(str, tools))}
+    code, output = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tree, env=env)
+    assert code == 0, output
+    assert f"flatparam: CUDA: kernels by {toolkit}/bin/nvcc" in output
+
+
 def test_cuda_check_fails_for_a_spilled_register(cuda):
     tree, toolkit, env = cuda
     told = toolkit / "ptxas"
@@ -386,7 +400,9 @@ def test_cuda_check_fails_for_a_spilled_register(cuda):
         assert f"sm_80 40 ({2 * spilled})" in output
     code, output = run(sys.executable, "setup.py", "-q", "cuda_check", cwd=tree, env={**env, "CUDA_HOME": "/nowhere"})
     assert code == 0
-    assert output.splitlines() == ["cuda-check: no nvcc in CUDA_HOME, in CUDA_PATH or on PATH: nothing was compiled"]
+    assert output.splitlines() == [
+        "cuda-check: no nvcc in CUDA_HOME, in CUDA_PATH, on PATH or in /usr/local/cuda: nothing was compiled"
+    ]
 
 
 def test_a_missing_compiler_is_named_in_one_line(small):
