@@ -85,17 +85,17 @@ class Board:
         wait_until(lambda: self._read_posts() and self._number(f"readers of {number}") >= self._size - 1)
         self._read_posts()
 
-    def lost(self, ranks: Iterable[int], waited: float, no_collective_fails: bool = False) -> str | None:
+    def lost(self, ranks: Iterable[int], waited: float, is_absent: Callable[[int], bool] | None = None) -> str | None:
         """Why one of ``ranks`` will not come any more, for a rank that has waited for ``waited`` seconds.
 
-        ``no_collective_fails``: when a process ends, so that it is looked for here.
+        ``is_absent``: whether a rank has yet to come, where no collective fails when its process ends.
         """
         with self._lock:
             self._read_posts()
-            if no_collective_fails:
+            if is_absent is not None:
                 self._miss_processes()
             self._miss_answers(waited)
-            return self._of(ranks)
+            return self._of(ranks) if is_absent is None else self._of(ranks, is_absent)
 
     def why_failed(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
         """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
@@ -125,9 +125,10 @@ class Board:
         """How many of ``ranks`` are known not to come any more."""
         return sum(rank in self._said for rank in ranks)
 
-    def _of(self, ranks: Iterable[int]) -> str | None:
+    def _of(self, ranks: Iterable[int], is_absent: Callable[[int], bool] = lambda rank: True) -> str | None:
         with self._lock:
-            return next((self._said[rank] for rank in ranks if rank in self._said and rank != self.rank), None)
+            lost = (rank for rank in ranks if rank in self._said and rank != self.rank)
+            return next((self._said[rank] for rank in lost if is_absent(rank)), None)
 
     def _number(self, key: str) -> int:
         return int(self._store.get(key)) if self._store.check([key]) else 0
@@ -256,19 +257,21 @@ def own_connection(store: dist.Store) -> dist.Store:
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int], *, takes_long: bool = False) -> None:
-    """That all of ``ranks`` set, or until the store's own time-out; Ctrl-C ends it.
+    """One that each of ``ranks`` sets, or until the store's own time-out; Ctrl-C ends it.
 
     ``takes_long``: they may need more than that, and are waited for as long as they answer.
     Raises: OrderError, when one of them cannot any more.
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
+    key_of = dict(zip(ranks, keys, strict=True))
     patience: float = getattr(store, "timeout", dist.constants.default_pg_timeout).total_seconds()
     if takes_long and ours is not None and ours.beat > 0:
         patience = math.inf
     while not store.check(keys) and waited < patience:
-        found = ours.lost(ranks, waited) if ours is not None and waited > 0.2 else None
-        if found is not None:
-            raise OrderError(found)
+        if ours is not None and waited > 0.2:
+            found = ours.lost(ranks, waited, lambda rank: not store.check([key_of[rank]]))
+            if found is not None:
+                raise OrderError(found)
         time.sleep(min(0.3, 0.001 + waited / 10))
         waited = time.monotonic() - begin
 

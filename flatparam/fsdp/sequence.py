@@ -125,7 +125,7 @@ class Sequence:
         if self._idle[0] != self.order.count:
             self._idle = (self.order.count, now)
         self._raise_if_broken()
-        self._raise_if_lost(now - self._idle[1], no_collective_fails=True)
+        self._raise_if_lost(now - self._idle[1], lambda rank: True)
         self._look_at_question()
 
     def wait(self, work: dist.Work) -> None:
@@ -271,9 +271,9 @@ class Sequence:
             self._break(f"rank {self._ranks[self._me]}: {message.splitlines()[0]}; no rank has said why", "", absent=1)
         self._break(found, "")
 
-    def _raise_if_lost(self, waited: float, no_collective_fails: bool = False) -> None:
+    def _raise_if_lost(self, waited: float, is_absent: Callable[[int], bool] | None = None) -> None:
         board = self._board
-        if board is not None and (found := board.lost(self._ranks, waited, no_collective_fails)) is not None:
+        if board is not None and (found := board.lost(self._ranks, waited, is_absent)) is not None:
             self._break(found, "")
 
     def _end_without_store(self, error: Exception) -> NoReturn:

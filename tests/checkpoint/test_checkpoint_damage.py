@@ -284,8 +284,7 @@ def check_killed(folder, times, seed):
     for i in range(times):
         overwrite = i % 2 == 0
         rank, delay = generator.randrange(2), generator.uniform(0, 0.15)
-        environment = {"FLATPARAM_HEARTBEAT": "2"}  # the sooner the other rank misses it
-        ends = ends_of_ranks(killed, 2, folder, store.port, i, rank, delay, overwrite, environment=environment)
+        ends = ends_of_ranks(killed, 2, folder, store.port, i, rank, delay, overwrite)
         assert ends[rank][0] == -signal.SIGKILL, (ends, rank, delay)
         assert ends[1 - rank][0] == 7, (ends, rank, delay)
         for path in pathlib.Path(folder).iterdir():

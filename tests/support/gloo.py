@@ -210,6 +210,7 @@ def meet_again(store):
     The others would read at its end for ever: torch's File::read takes no end of a file for an error.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # who still connects to the others fails where one of them goes
     dist.destroy_process_group()
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
