@@ -358,7 +358,7 @@ SMALL, BIG = 2**15, 2**19
         pytest.param([SMALL, BIG, BIG, BIG], id="a small one first"),
     ],
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 def test_bytes_on_the_device_are_those_planned(library, numels):
     run_ranks(peaks, 4, library, numels, timeout=240.0)
 

@@ -39,6 +39,7 @@ def through_the_host(library, collectives):
     assert [each.tolist() for each in several] == [[0, 1, 2, 3, 10, 11, 12, 13]] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(accelerator.ON_CUDA, reason="the tests above have them")
 def test_collectives_through_the_host(library):
     run_ranks(through_the_host, 2, library, str(staged.build()))

@@ -109,6 +109,7 @@ def test_what_is_measured_on_a_gpu_runs(tmp_path):
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_the_demo_says_that_there_are_not_enough_gpus(tmp_path):
     command = [sys.executable, "-m", "flatparam", "demo", "--quick", "--device", "cuda", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=300)
