@@ -12,7 +12,8 @@
 
 struct fp_sum {
     fp_group *group = nullptr;
-    at::Tensor here, there; // on the host and on the device; the same tensor where that is the host
+    bool sliced = false;    // waits for work are
+    at::Tensor here, there; // on the host and where it is added up; the same tensor where that is the host
     c10::intrusive_ptr<c10d::Work> work;
     std::optional<c10::Event> is_here; // recorded after the copy to the host
 };
@@ -67,7 +68,7 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
     return explained(&group, [&] {
         const WithoutGil released;
         auto work = start(*group.native);
-        group.connected = true;
+        group.connected = group.connected || !tensor.is_cpu();
         return work;
     });
 }
@@ -81,6 +82,20 @@ sum_of(double factor)
         sum.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
     }
     return sum;
+}
+
+// The backend that group has for tensors on the host; null: none.
+c10::intrusive_ptr<c10d::Backend>
+on_host(const fp_group &group)
+{
+    if (group.native) {
+        for (const c10::Device &device : group.native->getDeviceTypes()) {
+            if (device.is_cpu()) {
+                return group.native->getBackend(device.type());
+            }
+        }
+    }
+    return nullptr;
 }
 
 bool
@@ -225,7 +240,8 @@ wait_a_while(c10d::Work &work)
 // Wait for what is in work: for a while if sliced, else to the end; whether it has ended. What has ended, or failed, is
 // forgotten; somebody else may have done that meanwhile, and begun other work in its place.
 static bool
-wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::Work> &waited, const fp_group *group)
+wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::Work> &waited, const fp_group *group,
+          bool sliced)
 {
     const auto forget = [&] {
         if (work == waited) {
@@ -234,7 +250,7 @@ wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::W
     };
     try {
         const bool ended = explained(group, [&] {
-            if (group != nullptr && group->sliced) {
+            if (sliced) {
                 return wait_a_while(*waited);
             }
             const WithoutGil released;
@@ -255,11 +271,17 @@ wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::W
 void
 wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group)
 {
+    wait_for(work, group, group != nullptr && group->sliced);
+}
+
+void
+wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool sliced)
+{
     if (!work) {
         return;
     }
     const c10::intrusive_ptr<c10d::Work> waited = work;
-    while (!wait_once(work, waited, group)) {
+    while (!wait_once(work, waited, group, sliced)) {
         for (size_t i = 0; i < group->watchers.size(); i++) {
             if (group->watchers[i] != nullptr && group->calls->waiting(group->watchers[i]) < 0) {
                 throw python_error();
@@ -394,7 +416,7 @@ fp_gather_wait(fp_gather *gather)
 {
     return fp::guarded(-1, [&] {
         const c10::intrusive_ptr<c10d::Work> waited = gather->work;
-        return !waited || fp::wait_once(gather->work, waited, gather->group.get()) ? 1 : 0;
+        return !waited || fp::wait_once(gather->work, waited, gather->group.get(), gather->group->sliced) ? 1 : 0;
     });
 }
 
@@ -404,18 +426,24 @@ fp_gather_is_under_way(const fp_gather *gather) noexcept
     return gather->work && !gather->work->isCompleted();
 }
 
-// On a stream of its own: what the host reads here waits for the other ranks, not for what this device still computes.
+// On the host if the group has collectives there: then nobody waits for a device. Else on a stream of its own: what the
+// host reads here waits for the other ranks, not for what this device still computes.
 fp_sum *
 fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives)
 {
     return fp::guarded<fp_sum *>(nullptr, [&] {
         const fp::Plainly plainly;
         auto sum = std::make_unique<fp_sum>();
-        const c10::Device device = fp::unpack(like).device();
+        c10::Device device = fp::unpack(like).device();
         TORCH_CHECK(!fp::is_captured(device),
-                    "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: ranks "
-                    "tell each other which copies are old and which gradients there are, and the host waits for that");
+                    "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: in each step ranks tell each "
+                    "other which copies are old and which gradients there are, and a graph that is replayed asks nobody");
         sum->group = group;
+        sum->sliced = group->sliced;
+        if (const auto backend = device.is_cpu() ? nullptr : fp::on_host(*group)) {
+            device = c10::kCPU;
+            sum->sliced = backend->getBackendName() == "gloo";
+        }
         sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
         std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
         const fp::OnOwnStream apart(device, fp::Purpose::copy, fp::After::nothing);
@@ -440,7 +468,7 @@ int
 fp_sum_read(fp_sum *sum, int32_t *flags)
 {
     return fp::guarded(-1, [&] {
-        fp::wait_for(sum->work, sum->group);
+        fp::wait_for(sum->work, sum->group, sum->sliced);
         fp::wait_until(sum->is_here);
         const int32_t *read = sum->here.const_data_ptr<int32_t>();
         std::copy(read, read + sum->here.numel(), flags);

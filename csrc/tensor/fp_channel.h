@@ -64,7 +64,7 @@ int fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard);
 int fp_gather_wait(fp_gather *gather);
 int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 0 also if it has ended and nobody has waited */
 
-/* The sum of flags over the ranks of a group, on the device of like: started, and waited for when it is read. */
+/* The sum of flags over the ranks of a group, on the host or on the device of like: started, and waited for when it is read. */
 typedef struct fp_sum fp_sum;
 fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives);
 int fp_sum_read(fp_sum *sum, int32_t *flags); /* all n of them */

@@ -54,6 +54,8 @@ void call_python(PyObject *collectives, const char *name, const at::Tensor &outp
 // Wait for what was started over group. If its watcher ends the wait, the work stays: it goes on, its memory is written to,
 // and it can be waited for again. What has ended, or failed, is forgotten.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group);
+// sliced: whether the waits of the backend that work is of are, where that is not the one of the units' device.
+void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool sliced);
 
 // Wait for work over group no longer than a moment, as others may never come to it; whether it has ended. Where waits are
 // not sliced, nobody waits.

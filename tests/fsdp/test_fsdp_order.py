@@ -516,13 +516,12 @@ class Named:
         return self._name
 
 
-def on_a_device(library, scenario, limit):
+def on_a_device(library, scenario):
     """The device waits, as for NCCL: a thread finds that the ranks differ, and what has been put to it is aborted."""
     simulated.use(library)
     sim, me, begun = torch.device("sim", 0), dist.get_rank(), []
-    group = dist.new_group(backend="sim:simulated", timeout=datetime.timedelta(seconds=limit))
     torch.manual_seed(0)
-    model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
+    model = wrap_blocks(Chosen(), process_group=simulated.new_group(), device_id=sim)
     x = torch.ones(2, 3, device=sim)
 
     def train():
@@ -540,17 +539,21 @@ def on_a_device(library, scenario, limit):
 @pytest.mark.parametrize("scenario", [1, 2, 4])
 def test_where_the_device_waits_all_ranks_are_told(scenario):
     library = str(simulated.build())
-    assert max(run_ranks(on_a_device, 2, library, scenario, 60.0)) < 5.0
+    assert max(run_ranks(on_a_device, 2, library, scenario)) < 5.0
 
 
-def lose_on_a_device(library, how, who):
-    """Rank ``who`` is lost while the device of the others waits for it; what they are told is their last note."""
+def lose_on_a_device(library, how, who, copied):
+    """Rank ``who`` is lost while the device of the others waits for it; what they are told is their last note.
+
+    ``copied``: they wait on the host, where they tell each other which copies are old.
+    """
     meet_in_a_server()
     simulated.use(library)
     sim, processes = torch.device("sim", 0), [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
-    group = dist.new_group(backend="sim:simulated", timeout=datetime.timedelta(seconds=100))
-    model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
+    group = simulated.new_group(on_host=copied)
+    strategy = ShardingStrategy.ZERO_1 if copied else ShardingStrategy.FULL_SHARD
+    model = wrap_blocks(Chosen(), process_group=group, device_id=sim, sharding_strategy=strategy)
     x = torch.ones(2, 3, device=sim)
     for number in range(6):
         begin = time.monotonic()
@@ -578,10 +581,11 @@ def lose_on_a_device(library, how, who):
         ("stops", 1, "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach"),
     ],
 )
-def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how, who, told):
+@pytest.mark.parametrize("copied", [False, True])
+def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how, who, told, copied):
     library = str(simulated.build())
     environment = {"FLATPARAM_HEARTBEAT": "2"} if how == "stops" else {}
-    ends = ends_of_ranks(lose_on_a_device, 2, library, how, who, timeout=60.0, environment=environment)
+    ends = ends_of_ranks(lose_on_a_device, 2, library, how, who, copied, timeout=60.0, environment=environment)
     code, _, said = ends[1 - who]
     assert code == 3, ends
     reason, seconds = json.loads(said)

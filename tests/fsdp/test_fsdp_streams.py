@@ -5,6 +5,7 @@ counts.
 """
 
 import contextlib
+import functools
 import itertools
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def on_streams(library, late, n_streams, names):
     """On one other stream, or on several that take turns; the last one counts as that which computes."""
     device = simulated.use(library)
     sim, on_cpu, on_sim = torch.device("sim", 0), three_groups(dist.new_group), three_groups(simulated.new_group)
+    on_both = three_groups(functools.partial(simulated.new_group, on_host=True))
     for name in names:
         arguments = {**WAYS[name], "use_orig_params": True}
         strategy = arguments["sharding_strategy"].name
@@ -91,7 +93,8 @@ def on_streams(library, late, n_streams, names):
             note(f"{name}, {late}, {n_streams} streams, late or not by what computes: {computes}")
             plain = {key: value for key, value in arguments.items() if key not in ("cpu_offload", "offload_grads")}
             wanted = train(wrap_blocks(make(), process_group=groups_of(strategy, *on_cpu), **plain), CPU, Turns([]))
-            model = wrap_blocks(make(), process_group=groups_of(strategy, *on_sim), device_id=sim, **arguments)
+            groups = groups_of(strategy, *(on_sim if computes else on_both))
+            model = wrap_blocks(make(), process_group=groups, device_id=sim, **arguments)
             streams = [torch.Stream(sim) for _ in range(n_streams)]
             device.late(late, streams[-1].stream_id if computes else 0)
             with Turns(list(streams)) as turns:
@@ -170,10 +173,10 @@ def test_the_next_gather_begins_before_a_unit_computes(library):
     run_ranks(beside, 2, library)
 
 
-def host_waits(library):
+def host_waits(library, on_host):
     """How often the host waits for the device in a forward, and in a backward."""
     device = simulated.use(library)
-    sim, groups = torch.device("sim", 0), three_groups(simulated.new_group)
+    sim, groups = torch.device("sim", 0), three_groups(functools.partial(simulated.new_group, on_host=on_host))
     counted = {}
     for strategy, offload in itertools.product(ShardingStrategy, (False, True)):
         model = wrap_blocks(
@@ -201,10 +204,12 @@ def host_waits(library):
     return counted
 
 
-def test_the_host_waits_for_nothing_in_a_step(library):
-    for counted in run_ranks(host_waits, 4, library):
+@pytest.mark.parametrize("on_host", [False, True])
+def test_the_host_waits_for_nothing_in_a_step(library, on_host):
+    for counted in run_ranks(host_waits, 4, library, on_host):
         for (name, offload), waits in counted.items():
             copied = name in ("ZERO_1", "LAYER_ZERO", "LAYER_ZERO_NESTED")  # ranks tell each other what is old
+            copied = copied and not on_host
             halves = name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO_NESTED")  # the second comes later
             assert waits[0] == int(copied), (name, offload, waits)
             at_most = max(int(copied), (1 + halves) * offload)

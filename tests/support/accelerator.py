@@ -42,9 +42,10 @@ class _Cuda:
             layer = torch.nn.Linear(64, 64, device=self.device, dtype=dtype)
             layer(torch.ones(64, 64, device=self.device, dtype=dtype)).sum().backward()
 
-    def new_group(self, ranks=None):
+    def new_group(self, ranks=None, on_host=False):
         size = dist.get_world_size() if ranks is None else len(ranks)
-        return dist.new_group(ranks, backend="cuda:staged" if shared(size) else "nccl")
+        backend = "cuda:staged" if shared(size) else "cuda:nccl"
+        return dist.new_group(ranks, backend=f"cpu:gloo,{backend}" if on_host else backend)
 
     @contextlib.contextmanager
     def no_host_waits(self):
@@ -100,8 +101,8 @@ class _Simulated:
         self.module = simulated.use(library)
         self.device = torch.device("sim", 0)
 
-    def new_group(self, ranks=None):
-        return simulated.new_group(ranks)
+    def new_group(self, ranks=None, on_host=False):
+        return simulated.new_group(ranks, on_host)
 
     @contextlib.contextmanager
     def no_host_waits(self):

@@ -73,9 +73,9 @@ def load(library):
     return module
 
 
-def new_group(ranks=None):
-    """A process group whose collectives take tensors of the device alone, as NCCL's do."""
-    return dist.new_group(ranks, backend="sim:simulated")
+def new_group(ranks=None, on_host=False):
+    """A process group whose collectives take tensors of the device alone, as NCCL's do. ``on_host``: of the host, too."""
+    return dist.new_group(ranks, backend="cpu:gloo,sim:simulated" if on_host else "sim:simulated")
 
 
 def collectives(module):
