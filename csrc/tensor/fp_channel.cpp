@@ -435,9 +435,10 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         const fp::Plainly plainly;
         auto sum = std::make_unique<fp_sum>();
         c10::Device device = fp::unpack(like).device();
-        TORCH_CHECK(!fp::is_captured(device),
-                    "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: in each step ranks tell each "
-                    "other which copies are old and which gradients there are, and a graph that is replayed asks nobody");
+        TORCH_CHECK(
+            !fp::is_captured(device),
+            "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: in each step ranks tell each "
+            "other which copies are old and which gradients there are, and a graph that is replayed asks nobody");
         sum->group = group;
         sum->sliced = group->sliced;
         if (const auto backend = device.is_cpu() ? nullptr : fp::on_host(*group)) {

@@ -116,7 +116,8 @@ def like_others(library):
         on_cpu = losses_of(wrapped(dist.group.WORLD, CPU, sharding_strategy=strategy), CPU)
         torch.testing.assert_close(found, on_cpu, rtol=1e-4, atol=1e-6)
         if strategy is ShardingStrategy.ZERO_1:  # which FSDP1 has not
-            assert torch.equal(found, losses_of(wrapped(here.new_group(on_host=True), here.device, **ways), here.device))
+            both = wrapped(here.new_group(on_host=True), here.device, **ways)
+            assert torch.equal(found, losses_of(both, here.device))
             continue
         where, others = (here.device, group) if accelerator.ON_CUDA else (CPU, dist.group.WORLD)
         model = wrapped(others, where, wrapper=FSDP1, sharding_strategy=Strategy1[strategy.name])

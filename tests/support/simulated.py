@@ -74,7 +74,7 @@ def load(library):
 
 
 def new_group(ranks=None, on_host=False):
-    """A process group whose collectives take tensors of the device alone, as NCCL's do. ``on_host``: of the host, too."""
+    """A process group whose collectives take the device's tensors alone, as NCCL's do. ``on_host``: the host's too."""
     return dist.new_group(ranks, backend="cpu:gloo,sim:simulated" if on_host else "sim:simulated")
 
 
