@@ -309,7 +309,8 @@ show_saved(fp_flat_param *flat_param)
     PyObject *saved = flat_param->saved;
     const fp_param_pieces owners = owners_of(flat_param);
     flat_param->saved = NULL;
-    const int status = saved == NULL ? 0 : fp_gradients_add_pieces(&owners, flat_param->in_saved, saved, 0);
+    const fp_reduced reduced = {.tensor = saved, .divisor = 1.0, .dtype = -1};
+    const int status = saved == NULL ? 0 : fp_gradients_add_pieces(&owners, flat_param->in_saved, &reduced, 0);
     Py_XDECREF(saved);
     return status;
 }
@@ -367,14 +368,14 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
 }
 
 int
-fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad)
+fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced)
 {
     const fp_param_pieces owners = owners_of(flat_param);
     for (Py_ssize_t i = 0; i < owners.n; i++) {
         flat_param->gets[i] = (char)(fp_param_requires_grad(owners.params[i]) || flat_param->owed[i]);
         flat_param->owed[i] = 0;
     }
-    return fp_gradients_add_pieces(&owners, flat_param->gets, grad, 1);
+    return fp_gradients_add_pieces(&owners, flat_param->gets, reduced, 1);
 }
 
 int

@@ -97,8 +97,8 @@ int fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name);
 int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
 /* The same between passes; what is left is shown again. */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name);
-/* Let the owners have their pieces of grad, reduced, added to what they have; their hooks see them. */
-int fp_flat_param_add_reduced(fp_flat_param *flat_param, PyObject *grad);
+/* Let the owners have their pieces of reduced, which is borrowed, added to what they have; their hooks see them. */
+int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
 int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);

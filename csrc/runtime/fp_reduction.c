@@ -4,17 +4,18 @@
 int
 fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
 {
-    PyObject *grad = fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
-    int status = grad == NULL ? -1 : 0;
-    if (status == 0 && grad != Py_None) {
-        status = fp_flat_param_add_reduced(flat_param, grad);
+    fp_reduced reduced;
+    int status =
+        fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit), &reduced);
+    if (status > 0) {
+        status = fp_flat_param_add_reduced(flat_param, &reduced);
+        Py_DECREF(reduced.tensor);
         if (status == 0 && unit->reduced != NULL && unit->reduced != Py_None) {
             PyObject *result = PyObject_CallFunction(unit->reduced, "n", (Py_ssize_t)(flat_param - unit->flat_params));
             status = result == NULL ? -1 : 0;
             Py_XDECREF(result);
         }
     }
-    Py_XDECREF(grad);
     return status;
 }
 

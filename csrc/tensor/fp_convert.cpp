@@ -5,9 +5,11 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_zero.h>
+#include <ATen/ops/empty.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "tensor/fp_launch.hpp"
 
@@ -112,7 +114,8 @@ void
 convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &how)
 {
     if (how.accumulate) {
-        const at::Tensor values = source.to(target.scalar_type());
+        const bool widens = at::promote_types(target.scalar_type(), source.scalar_type()) == target.scalar_type();
+        const at::Tensor values = widens && !how.scale ? source : source.to(target.scalar_type());
         target.add_(how.scale ? values.mul(*how.scale) : values);
         return;
     }
@@ -120,6 +123,13 @@ convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &ho
     if (how.scale) {
         target.mul_(*how.scale);
     }
+}
+
+bool
+is_power_of_two(double value)
+{
+    int exponent;
+    return std::frexp(value, &exponent) == 0.5;
 }
 
 } // namespace
@@ -184,6 +194,34 @@ convert(const at::Tensor &target, const at::Tensor &source, const How &how)
     if (!launch_convert(target, source, how)) {
         convert_by_ops(target, source, how);
     }
+}
+
+at::Tensor
+divided(at::Tensor tensor, double divisor, at::ScalarType dtype)
+{
+    if (divisor != 1.0 && dtype != tensor.scalar_type() && is_power_of_two(divisor)) {
+        const at::Tensor converted = at::empty(tensor.sizes(), tensor.options().dtype(dtype));
+        if (launch_convert(converted, tensor, {}, 1.0 / divisor)) {
+            return converted;
+        }
+    }
+    if (divisor != 1.0) {
+        tensor.div_(divisor);
+    }
+    return tensor.to(dtype);
+}
+
+void
+add_divided(const at::Tensor &target, const at::Tensor &tensor, double divisor)
+{
+    const How how = {.scale = std::nullopt, .accumulate = true};
+    if (divisor != 1.0 && is_power_of_two(divisor) && launch_convert(target, tensor, how, 1.0 / divisor)) {
+        return;
+    }
+    if (divisor != 1.0) {
+        tensor.div_(divisor);
+    }
+    convert(target, tensor, how);
 }
 
 } // namespace fp

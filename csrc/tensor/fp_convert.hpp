@@ -39,4 +39,10 @@ void pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::
 // target (+)= source * scale, both 1-D and equally long; in one pass where both are on the CPU or the device has kernels.
 void convert(const at::Tensor &target, const at::Tensor &source, const How &how);
 
+// tensor / divisor, rounded to its dtype, as dtype. Here and in the next one tensor may be changed.
+at::Tensor divided(at::Tensor tensor, double divisor, at::ScalarType dtype);
+
+// target += that, as target's dtype.
+void add_divided(const at::Tensor &target, const at::Tensor &tensor, double divisor);
+
 } // namespace fp

@@ -133,8 +133,8 @@ int fp_flat_buffer_awaits_replicas(const fp_flat_buffer *flat) FP_NOEXCEPT; /* t
 /* Wait for the collective that was started, start the second if there is one. 1: there is no further one; 0: there is, or
  * nothing was being reduced; -1. */
 int fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);
-/* Wait for all; the reduced gradient of the shard, where the shard is, new reference; Py_None if there is none. */
-PyObject *fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives);
+/* Wait for all. 1: *reduced is the gradient of the shard, where the shard is, a new reference; 0: there is none; -1. */
+int fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard, PyObject *collectives, fp_reduced *reduced);
 int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */
 PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);

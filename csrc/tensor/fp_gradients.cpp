@@ -130,11 +130,11 @@ clear_range(const at::Tensor &kept, const View &view, int64_t first)
     }
 }
 
-// The tensor, like model, of which the gradients of all params that are in which are the pieces; undefined if they lie
-// otherwise.
+// The tensor, as long as model and on its device, of which the gradients of all params that are in which are the pieces;
+// undefined if they lie otherwise.
 at::Tensor
 shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of, const char *which,
-               const at::Tensor &model)
+               const at::Tensor &model, at::ScalarType dtype)
 {
     at::Tensor whole;
     for (size_t i = 0; i < params.size(); i++) {
@@ -142,8 +142,8 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
             continue;
         }
         const at::Tensor &own = params[i].unsafeGetTensorImpl()->grad();
-        if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != model.scalar_type() ||
-            own.device() != model.device() || own.numel() != of.numels[i]) {
+        if (!own.defined() || !is_plain_tensor(own) || own.scalar_type() != dtype || own.device() != model.device() ||
+            own.numel() != of.numels[i]) {
             return at::Tensor();
         }
         if (!whole.defined()) {
@@ -244,11 +244,17 @@ fp_param_take_requires_grad(PyObject *view_object, PyObject *owner)
 }
 
 int
-fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, PyObject *grad_object, int hooks)
+fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *reduced, int hooks)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        const at::Tensor grad = fp::unpack(grad_object);
+        at::Tensor grad = fp::unpack(reduced->tensor);
+        const auto dtype = reduced->dtype < 0 ? grad.scalar_type() : static_cast<at::ScalarType>(reduced->dtype);
+        double divisor = reduced->divisor;
+        const auto finish = [&] {
+            grad = fp::divided(std::move(grad), divisor, dtype);
+            divisor = 1.0;
+        };
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         std::vector<at::Tensor> hooked;
         for (size_t i = 0; hooks != 0 && i < targets.size(); i++) {
@@ -260,12 +266,16 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, PyObject *
                 hooked.push_back(targets[i]);
             }
             if (!meta->hooks_.empty()) {
+                finish();
                 fp::call_hooks(*meta, fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i)));
             }
         }
-        const at::Tensor together = fp::shown_together(targets, *of, which, grad);
+        const at::Tensor together = fp::shown_together(targets, *of, which, grad, dtype);
         if (together.defined()) {
-            fp::convert(together, grad, {.scale = std::nullopt, .accumulate = true});
+            fp::add_divided(together, grad, divisor);
+        }
+        else {
+            finish();
         }
         for (size_t i = 0; !together.defined() && i < targets.size(); i++) {
             if (of->numels[i] < 0 || which[i] == 0) {
@@ -305,7 +315,7 @@ fp_gradients_collect(const fp_param_pieces *of, PyObject *shard_object, char *ha
         if (!some.defined()) {
             Py_RETURN_NONE;
         }
-        at::Tensor all = fp::shown_together(targets, *of, has, shard);
+        at::Tensor all = fp::shown_together(targets, *of, has, shard, shard.scalar_type());
         if (all.defined()) {
             return THPVariable_Wrap(std::move(all));
         }

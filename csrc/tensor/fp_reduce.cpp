@@ -118,24 +118,20 @@ as_reduce_input(at::Tensor source, const at::TensorOptions &options, std::option
     return wire;
 }
 
-// result / divisor, rounded to its dtype, as dtype.
-at::Tensor
-divided(at::Tensor result, double divisor, at::ScalarType dtype)
+// By what the reduced gradient is still to be divided, and the dtype that it is to have.
+double
+remaining_divisor(const fp_flat_buffer &flat)
 {
-    int exponent;
-    if (divisor != 1.0 && dtype != result.scalar_type() && std::frexp(divisor, &exponent) == 0.5) {
-        const at::Tensor converted = at::empty(result.sizes(), result.options().dtype(dtype));
-        if (launch_convert(converted, result, {}, 1.0 / divisor)) {
-            return converted;
-        }
-    }
-    if (divisor != 1.0) {
-        result.div_(divisor);
-    }
-    return result.to(dtype);
+    return flat.is_divided ? 1.0 : flat.postdivide;
 }
 
-// What was reduced becomes the gradient of the shard, on its way to where that is.
+at::ScalarType
+gradient_dtype(const fp_flat_buffer &flat, const at::Tensor &result, const at::Tensor &shard)
+{
+    return flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
+}
+
+// What was reduced is on its way to where the shard is; if it is there already, as it was reduced.
 void
 send(fp_flat_buffer &flat, const at::Tensor &shard)
 {
@@ -144,9 +140,10 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
     flat.reduce_output.reset();
     flat.reduce_input.reset();
     try {
-        const at::ScalarType dtype = flat.keep_reduce_dtype ? result.scalar_type() : shard.scalar_type();
-        result = divided(std::move(result), flat.is_divided ? 1.0 : flat.postdivide, dtype);
         if (result.device() != shard.device()) {
+            const at::ScalarType dtype = gradient_dtype(flat, result, shard);
+            result = divided(std::move(result), remaining_divisor(flat), dtype);
+            flat.is_divided = true;
             at::Tensor there =
                 at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
             if (has_streams(result)) {
@@ -402,16 +399,16 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
     });
 }
 
-PyObject *
-fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives)
+int
+fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObject *collectives, fp_reduced *reduced)
 {
     if (fp::is_reducing_inner(*flat) && fp_flat_buffer_advance_reduce(flat, shard_object, collectives) < 0) {
-        return nullptr;
+        return -1;
     }
     if (flat->gradient != FP_GRADIENT_REDUCING && flat->gradient != FP_GRADIENT_ARRIVING) {
-        Py_RETURN_NONE; /* nothing is reduced, or no further than to partial */
+        return 0; /* nothing is reduced, or no further than to partial */
     }
-    return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
+    return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         if (flat->gradient == FP_GRADIENT_REDUCING) {
@@ -420,12 +417,16 @@ fp_flat_buffer_finish_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyObj
         }
         fp::wait_until(flat->has_arrived);
         fp::check(*flat, FP_GRADIENT_TAKE);
-        PyObject *grad = THPVariable_Wrap(flat->arriving_grad);
-        if (grad != nullptr) {
-            flat->arriving_grad.reset();
-            fp::move(*flat, FP_GRADIENT_TAKE);
+        const at::ScalarType dtype = fp::gradient_dtype(*flat, flat->arriving_grad, shard);
+        *reduced = {.tensor = THPVariable_Wrap(flat->arriving_grad),
+                    .divisor = fp::remaining_divisor(*flat),
+                    .dtype = static_cast<int>(dtype)};
+        if (reduced->tensor == nullptr) {
+            return -1;
         }
-        return grad;
+        flat->arriving_grad.reset();
+        fp::move(*flat, FP_GRADIENT_TAKE);
+        return 1;
     });
 }
 

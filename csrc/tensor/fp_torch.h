@@ -99,6 +99,14 @@ int fp_torch_set_grad_pieces(PyObject *const *params, const fp_geometry *geometr
 int fp_torch_grad_summary(PyObject *const *params, Py_ssize_t n, int *all_none, int *any_requires_grad);
 int fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n);
 
+/* The gradient of a shard, as it was reduced: tensor / divisor, rounded to tensor's dtype, and then to dtype: torch's number
+ * of one; < 0: tensor's. */
+typedef struct {
+    PyObject *tensor; /* borrowed or owned, as it is said there */
+    double divisor;
+    int dtype;
+} fp_reduced;
+
 /* What in-place changes of tensors, and of their gradients if with_grads, show in; added to *versions. */
 typedef struct {
     int64_t values;      /* sum of the tensors' versions */

@@ -190,6 +190,32 @@ def test_padding_and_gaps_cost_no_operation(library):
         assert sum(with_kernels.values()) < sum(without.values()) - 20, (without, with_kernels)
 
 
+def adding(library):
+    """A gradient that was reduced in bf16 is divided, cast and added to ``.grad`` in one launch."""
+    device = simulated.use(library)
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    arguments = {"process_group": simulated.new_group(), "mixed_precision": low, "use_orig_params": True}
+    model = FSDP(make(cls=Mixed, many=10), device_id=SIM, **arguments)
+    found = []
+    for used in (False, True):
+        for number in range(2):
+            loss = loss_of(model, data(number).to(SIM))
+            before = calls(used)
+            device.operations()
+            loss.backward()
+        operations, after = device.operations(), calls(used)
+        assert after["pack"] - before["pack"] == (2 if used else 0)  # one packs the unit's own gradients
+        assert operations["aten::div"] == (1 if used else 2), operations  # one is the loss's, which is a mean
+        found.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
+        model.zero_grad()
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_reduced_gradient_is_added_in_one_launch(library):
+    run_ranks(adding, 4, library)  # which divide by 2 before they add up, and after
+
+
 class Holes(nn.Module):
     """Parameters that do not fill their places, and one in the middle that has no gradient."""
 
