@@ -39,8 +39,8 @@ class UnitPlan:
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
     micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
     this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``halfway``: what is reduced over further ranks once ``wire`` is freed; ``converted``: ``gradient``, while what was
-    reduced in another dtype is converted to it; ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
+    ``halfway``: what is reduced over further ranks once ``wire`` is freed; ``converted``: ``gradient``, where it is made
+    of what was reduced in another dtype; ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
     ``reduces_each``: every micro-batch has ``wire`` and ``reduced``; ``offloads``: whether ``kept`` lies in host memory
     then, but for that of three units; ``on_host``: whether ``shard``, ``gradient`` and ``optimizer`` do.
     """
@@ -227,29 +227,34 @@ def _sizes(plans: tuple[UnitPlan, ...]) -> tuple[list[int], list[int]]:
 
 
 class _Backward(NamedTuple):
-    """Bytes during the backward of one unit, beside gradients that there are already.
+    """Bytes during the backward of one unit, beside gradients that there are already: these are added to in place.
 
-    ``runs``: while it computes, and ``ends``: while its gradients are reduced, without ``wire`` of its own;
+    ``runs``: while it computes, ``packs``: while its gradients are packed, and ``ends``: while they are reduced, both
+    without ``wire`` of its own;
     ``reducing``: the first reduction of the unit before; ``beside``: that and what else is under way meanwhile.
     """
 
     runs: int
+    packs: int
     ends: int
     reducing: int
     beside: int
 
 
-def _backward(plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], i: int, prefetch: bool) -> _Backward:
+def _backward(
+    plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], i: int, prefetch: bool, cleared: bool
+) -> _Backward:
     plan = plans[i]
     last, before, first = (plans[i + k] if i + k < len(plans) else _NO_UNIT for k in (1, 2, 3))
     gathers = prefetch and i > 1 and plans[i - 1].resharded
     always = sum(stay[:i]) + (full[i - 1] if gathers else 0)
     ends, leaves = (before, first) if any(one.halfway for one in plans) else (last, before)
-    converted = max(0, ends.converted - (0 if ends.halfway or not ends.reduced else ends.wire))
-    into = plan.reduced + converted
+    freed = 0 if ends.halfway or not ends.reduced else ends.wire
+    into = plan.reduced + (max(0, ends.converted - freed) if cleared or ends.on_host else 0)
     reducing = last.wire + last.reduced
     return _Backward(
         runs=always + full[i] + max(plan.unpacked, _arriving(plans[i - 1]) if gathers else 0),
+        packs=always + plan.unpacked,
         ends=always + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into),
         reducing=reducing,
         beside=reducing + before.halfway + (leaves.gradient if leaves.on_host else 0),
@@ -267,7 +272,7 @@ def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -
     # an earlier backward's, to which this one's are added
     reduced = sum(plan.gradient for plan in plans if not plan.on_host)
     for i in range(len(plans) - 1, -1, -1):
-        now = _backward(plans, full, stay, i, prefetch)
+        now = _backward(plans, full, stay, i, prefetch, cleared=False)
         yield Moment(i, "backward", reduced + now.beside + now.runs)
         yield Moment(i, "reduce", reduced + now.beside + now.ends + plans[i].wire)
 
@@ -287,7 +292,7 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
     for i, size in _forward(plans, full, stay, gathers_ahead):
         yield size + sum(held) + (sum(stay[i + 1 :]) if kept else 0)
     for i in range(len(plans) - 1, -1, -1):
-        plan, now = plans[i], _backward(plans, full, stay, i, prefetch)
+        plan, now = plans[i], _backward(plans, full, stay, i, prefetch, cleared=True)
         # of what lies in host memory: added to, on its way there and back
         near = sum(one.kept for one in plans[max(i - 1, 0) : i + 1] if kept and one.offloads)
         if kept:
@@ -297,8 +302,10 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
                 yield others + now.ends + plan.wire
         unreduced = sum(held[: i + (2 if plan.reduces_each else 1)]) + near
         others = unreduced + now.beside + sum(gradients[i + reduced_after :])
+        wire = 0 if kept and plan.kept == plan.wire else plan.wire
         yield others + now.runs
-        yield others + now.ends + (0 if kept and plan.kept == plan.wire else plan.wire)
+        yield others + now.packs + wire
+        yield others + now.ends + wire - (held[i] if wire and not plan.reduces_each else 0)  # which was cast to it
 
 
 @dataclass(frozen=True)

@@ -295,12 +295,14 @@ def peaks(library, numels):
         ("FULL_SHARD", {}, lower),
         ("FULL_SHARD", offloads_all, None),
         ("FULL_SHARD", offloads_all, low),
+        ("FULL_SHARD", offloads_all, lower),
         ("SHARD_GRAD_OP", {}, low),
         ("NO_SHARD", offloads_all, None),
         ("ZERO_1", {}, None),
         ("LAYER_ZERO", {}, low),
         ("LAYER_ZERO", {"offload_grads": True}, None),
         ("HYBRID_SHARD", {}, low),
+        ("HYBRID_SHARD", {}, lower),
         ("HYBRID_SHARD", offloads_all, None),
         ("LAYER_ZERO_NESTED", {}, low),
         ("LAYER_ZERO_NESTED", {"offload_grads": True, **offloads_all}, None),
@@ -317,9 +319,9 @@ def peaks(library, numels):
         model = FSDP(nn.Sequential(*(FSDP(Scale(numel, ones), **arguments) for numel in numels)), **arguments)
         plan = model.memory_plan(optimizer_bytes=0)
 
-        def check(planned, tolerance=0.02, case=(strategy, offloads, precision), before=before):
+        def check(planned, case=(strategy, offloads, precision), before=before):
             measured = device.memory()[1] - before
-            assert measured == pytest.approx(planned, rel=tolerance), (case, measured, planned)
+            assert measured == pytest.approx(planned, rel=0.02), (case, measured, planned)
             device.reset_peak()
 
         model(x).backward()
@@ -339,7 +341,7 @@ def peaks(library, numels):
             copies = sum(unit.copy for unit in plan.units)
             assert kept - before <= plan.between_steps + copies + plan.no_sync + 64, (strategy, offloads)
         model(x).backward()
-        check(plan.peak_no_sync, 0.05 if precision is lower else 0.02)
+        check(plan.peak_no_sync)
         assert device.memory()[2] - host_before <= plan.host, (strategy, offloads)
         del model
 
