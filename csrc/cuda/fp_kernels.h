@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
     void *flat;
     int64_t begin, end;
-    double before; /* a power of two */
+    double before;
     double scale;
     int has_scale, accumulate;
     fp_dtype dtype;

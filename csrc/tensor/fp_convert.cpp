@@ -125,11 +125,12 @@ convert_by_ops(const at::Tensor &target, const at::Tensor &source, const How &ho
     }
 }
 
+// Whether tensor / divisor is tensor * (1 / divisor), which is what kernels do: it is exact, or torch does so on its device.
 bool
-is_power_of_two(double value)
+divides_by_multiplying(const at::Tensor &tensor, double divisor)
 {
     int exponent;
-    return std::frexp(value, &exponent) == 0.5;
+    return std::frexp(divisor, &exponent) == 0.5 || tensor.is_cuda();
 }
 
 } // namespace
@@ -199,7 +200,7 @@ convert(const at::Tensor &target, const at::Tensor &source, const How &how)
 at::Tensor
 divided(at::Tensor tensor, double divisor, at::ScalarType dtype)
 {
-    if (divisor != 1.0 && dtype != tensor.scalar_type() && is_power_of_two(divisor)) {
+    if (divisor != 1.0 && dtype != tensor.scalar_type() && divides_by_multiplying(tensor, divisor)) {
         const at::Tensor converted = at::empty(tensor.sizes(), tensor.options().dtype(dtype));
         if (launch_convert(converted, tensor, {}, 1.0 / divisor)) {
             return converted;
@@ -215,7 +216,8 @@ void
 add_divided(const at::Tensor &target, const at::Tensor &tensor, double divisor)
 {
     const How how = {.scale = std::nullopt, .accumulate = true};
-    if (divisor != 1.0 && is_power_of_two(divisor) && launch_convert(target, tensor, how, 1.0 / divisor)) {
+    if (divisor != 1.0 && divides_by_multiplying(tensor, divisor) &&
+        launch_convert(target, tensor, how, 1.0 / divisor)) {
         return;
     }
     if (divisor != 1.0) {

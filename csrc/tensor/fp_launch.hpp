@@ -11,7 +11,7 @@ namespace fp {
 bool launch_pack(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
                  const How &how);
 
-// target (+)= source * before, in source's dtype, * scale; both contiguous and equally long. before: a power of two.
+// target (+)= source * before, in source's dtype, * scale; both contiguous and equally long.
 bool launch_convert(const at::Tensor &target, const at::Tensor &source, const How &how, double before = 1.0);
 
 // The sum of the squares, or the largest magnitude, of all elements in a 0-dim tensor of their device; undefined: not done.

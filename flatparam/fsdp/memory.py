@@ -39,8 +39,8 @@ class UnitPlan:
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
     micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
     this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``halfway``: what is reduced over further ranks once ``wire`` is freed; ``converted``: ``gradient``, where it is made
-    of what was reduced in another dtype; ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
+    ``halfway``: what is reduced over further ranks once ``wire`` is freed; ``converted``: ``gradient``, where it is
+    made of what was reduced in another dtype; ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
     ``reduces_each``: every micro-batch has ``wire`` and ``reduced``; ``offloads``: whether ``kept`` lies in host memory
     then, but for that of three units; ``on_host``: whether ``shard``, ``gradient`` and ``optimizer`` do.
     """

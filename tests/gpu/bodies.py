@@ -271,7 +271,7 @@ def one_communicator(library):
 
 
 BODIES = (steady, like_others, beside_each_other, packed, offloaded, replayed, one_communicator)
-RANKS = (1, 2)
+EVERY = [*((body, ranks) for body in BODIES for ranks in (1, 2)), (like_others, 3)]  # which divide by no power of two
 
 
 def runs(body, ranks):
@@ -279,7 +279,5 @@ def runs(body, ranks):
     return body is not replayed or not accelerator.shared(ranks)
 
 
-HERE = [(body, ranks) for body in BODIES for ranks in RANKS if runs(body, ranks)]
-LEFT_OUT = [
-    f"{body.__name__} by NCCL on {ranks} GPUs" for body in BODIES for ranks in RANKS if accelerator.shared(ranks)
-]
+HERE = [(body, ranks) for body, ranks in EVERY if runs(body, ranks)]
+LEFT_OUT = [f"{body.__name__} by NCCL on {ranks} GPUs" for body, ranks in EVERY if accelerator.shared(ranks)]
