@@ -1,46 +1,31 @@
 """k. Host time of a real model: transformers' GPT-2 in 2 gloo processes, four steps of each contestant in turn."""
 
 import importlib.util
-import os
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
 
 from benchmarks import main
-from benchmarks.bench_train import BLOCK, Pair
-from benchmarks.contestants import BARE, CONTESTANTS, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME
+from benchmarks.bench_train import launched, train_in_turn
+from benchmarks.contestants import BARE, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME
 from benchmarks.rows import Row, Table, Target
 from flatparam.demo.config import Config
 
-NAMES = [name for name in (BARE, OURS, OURS_FLAT, RUNTIME, FSDP1, FSDP1_FLAT, FSDP2) if name in CONTESTANTS]
+NAMES = (BARE, OURS, OURS_FLAT, RUNTIME, FSDP1, FSDP1_FLAT, FSDP2)
 SIZES = Config(depth=12, width=64, context=32, batch=2)
 MOST_OF_BARE, MOST_OF_FSDP1 = 1.3, 0.8
 
 
 def measure(quick: bool) -> Table:
     """Processor time of the thread that trains, optimizer included, and tokens a second."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    tokens = SIZES.ranks * SIZES.batch * SIZES.context * BLOCK
+    tokens = SIZES.ranks * SIZES.batch * SIZES.context
     table = Table(
         "k",
         "training transformers' GPT-2 on 2 gloo processes",
-        f"{SIZES.depth} layers of width {SIZES.width}, {tokens // BLOCK} tokens a step, AdamW, one thread a process",
+        f"{SIZES.depth} layers of width {SIZES.width}, {tokens} tokens a step, AdamW, one thread a process",
     )
     if importlib.util.find_spec("transformers") is None:
         table.note = "Left out: transformers is not installed (pip install flatparam[bench])."
         return table
-    with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder, ExitStack() as stack:
-        pairs = {name: stack.enter_context(Pair("benchmarks.gpt2_model", name, SIZES, Path(folder))) for name in NAMES}
-        host: dict[str, list[float]] = {name: [] for name in NAMES}
-        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-        losses: dict[str, list[list[float]]] = {name: [] for name in NAMES}
-        for turn in range(5 if quick else 31):
-            for name in NAMES[turn % len(NAMES) :] + NAMES[: turn % len(NAMES)]:
-                answers = pairs[name].ask("train", turn * BLOCK, BLOCK)
-                losses[name].append([loss for rank in answers for loss in rank[0]])
-                if turn > 0:  # the first block warms up
-                    seconds[name].append(max(taken for _, taken, _ in answers))
-                    host[name].append(max(worked for _, _, worked in answers) / BLOCK)
+    with launched("benchmarks.gpt2_model", NAMES, SIZES) as pairs:
+        losses, seconds, host = train_in_turn(pairs, 5 if quick else 31)
     table.rows += [
         Row.of("host time of a step", "of bare", "ms", BARE, host, 1e3, [Target(RUNTIME, MOST_OF_BARE)]),
         Row.of("host time of a step", "of FSDP1", "ms", FSDP1, host, 1e3, [Target(OURS, MOST_OF_FSDP1)]),

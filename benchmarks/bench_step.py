@@ -7,24 +7,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
 from benchmarks import main
-from benchmarks.contestants import (
-    AROUND,
-    BARE,
-    CONTESTANTS,
-    DDP,
-    IN_UNITS,
-    OURS,
-    OURS_FLAT,
-    REPLICATED,
-    TRACED,
-    ZERO_1,
-    Wrapping,
-)
+from benchmarks.contestants import BARE, CONTESTANTS, FREE, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, RUNTIME, Wrapping
 from benchmarks.measuring import clock, in_turn
 from benchmarks.models import SHAPE, Stack, Unit
 from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 
+NAMES = (BARE, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, FREE, RUNTIME)
 WORLD = 8
 SIZES = ((1, 400), (24, 12), (48, 10), (96, 16))  # (units, parameters of each)
 OTHER_SIZES = ((1, 400), (48, 10))  # of the ways that are not plain fp32
@@ -50,8 +39,7 @@ def measure(quick: bool) -> Table:
 
 def _row(way: str, units: int, n: int, quick: bool) -> Row:
     low = torch.bfloat16 if way == "bf16" else None
-    names = [name for name in CONTESTANTS if name not in (DDP, REPLICATED, ZERO_1, IN_UNITS, AROUND, TRACED)]
-    steps = {name: _step(_wrapped(name, units, n, low, "checkpointed" in way), low) for name in names}
+    steps = {name: _step(_wrapped(name, units, n, low, "checkpointed" in way), low) for name in NAMES}
     rounds = max(4, min(20, 4000 // (units * n)) // (6 if quick else 1))
     [(_, medians)] = in_turn(steps, 3 if quick else 5, rounds, warm_up=3).items()
     bound = BOUNDS.get((units, n)) if way == "fp32" else None

@@ -3,33 +3,19 @@
 import multiprocessing
 import os
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import main, training
-from benchmarks.contestants import (
-    CONTESTANTS,
-    DDP,
-    FSDP1,
-    FSDP1_FLAT,
-    FSDP2,
-    OURS,
-    OURS_FLAT,
-    REPLICATED,
-    RUNTIME,
-    ZERO_1,
-)
+from benchmarks.contestants import DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, REPLICATED, RUNTIME, ZERO_1
 from benchmarks.rows import Row, Table, Target
 from flatparam.demo.config import Config
 
-NAMES = [
-    name
-    for name in (OURS, OURS_FLAT, RUNTIME, REPLICATED, ZERO_1, FSDP1, FSDP1_FLAT, FSDP2, DDP)
-    if name in CONTESTANTS
-]
+NAMES = (OURS, OURS_FLAT, RUNTIME, REPLICATED, ZERO_1, FSDP1, FSDP1_FLAT, FSDP2, DDP)
 BLOCK = 4  # steps of one contestant before the next has its turn
 NOISE = 0.03  # by which two runs of the same differ
 FASTER, CLOSE = 1.1, 0.95  # the runtime over the best FSDP, its unsharded strategies over DDP
@@ -82,45 +68,60 @@ class Pair:
         return answers
 
 
+@contextmanager
+def launched(module: str, names: Sequence[str], config: Config) -> Iterator[dict[str, Pair]]:
+    """The processes of each of ``names``, until the context ends."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory(prefix="flatparam-bench-") as folder, ExitStack() as stack:
+        yield {name: stack.enter_context(Pair(module, name, config, Path(folder))) for name in names}
+
+
+class Trained(NamedTuple):
+    """Of each contestant: the losses of both ranks in each block; of each but the first block, which warms up, the
+    ``seconds`` of a step, and of its thread on a processor (``host``), in the slower rank.
+    """
+
+    losses: dict[str, list[list[float]]]
+    seconds: dict[str, list[float]]
+    host: dict[str, list[float]]
+
+
+def train_in_turn(pairs: dict[str, Pair], turns: int) -> Trained:
+    """``BLOCK`` steps of each in every turn, beginning with another one each time."""
+    names = list(pairs)
+    found = Trained({name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names})
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            answers = pairs[name].ask("train", turn * BLOCK, BLOCK)
+            found.losses[name].append([loss for losses, _, _ in answers for loss in losses])
+            if turn > 0:
+                found.seconds[name].append(max(taken for _, taken, _ in answers) / BLOCK)
+                found.host[name].append(max(worked for _, _, worked in answers) / BLOCK)
+    return found
+
+
 def measure(quick: bool) -> Table:
     """Tokens a second, memory, losses, and the share of collectives."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     config = Config()
-    tokens = config.ranks * config.batch * config.context * BLOCK
+    tokens = config.ranks * config.batch * config.context
     table = Table(
         "d",
         "training the demo's model on 2 gloo processes",
-        f"{config.depth} blocks of width {config.width}, {tokens // BLOCK} tokens a step, AdamW, one thread a process; "
+        f"{config.depth} blocks of width {config.width}, {tokens} tokens a step, AdamW, one thread a process; "
         "ratios to FSDP1 orig\npeak: of a rank's resident memory over that before the model was made",
     )
-    with _scratch() as folder, ExitStack() as stack:
-        pairs = {name: stack.enter_context(Pair("benchmarks.demo_model", name, config, Path(folder))) for name in NAMES}
-        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-        losses: dict[str, list[list[float]]] = {name: [] for name in NAMES}
-        for turn in range(4 if quick else 26):
-            for name in NAMES[turn % len(NAMES) :] + NAMES[: turn % len(NAMES)]:
-                answers = pairs[name].ask("train", turn * BLOCK, BLOCK)
-                losses[name].append([loss for rank in answers for loss in rank[0]])
-                if turn > 0:  # the first block warms up
-                    seconds[name].append(max(taken for _, taken, _ in answers))
+    with launched("benchmarks.demo_model", NAMES, config) as pairs:
+        trained = train_in_turn(pairs, 4 if quick else 26)
         peaks = {name: [max(pair.ask("peak"))] for name, pair in pairs.items()}
         shares = {name: max(pair.ask("in_collectives", 1000, BLOCK)) for name, pair in pairs.items()}
     for launch in range(1, 1 if quick else LAUNCHES):
         for name in NAMES:
-            with _scratch() as folder, Pair("benchmarks.demo_model", name, config, Path(folder)) as pair:
-                pair.ask("train", launch * 2 * BLOCK, 2 * BLOCK)
-                peaks[name].append(max(pair.ask("peak")))
-    rates = {name: [tokens / taken for taken in values] for name, values in seconds.items()}
-    table.rows += [_rates(rates), _peaks(peaks), _losses(losses), _shares(shares)]
+            with launched("benchmarks.demo_model", [name], config) as pairs:
+                pairs[name].ask("train", launch * 2 * BLOCK, 2 * BLOCK)
+                peaks[name].append(max(pairs[name].ask("peak")))
+    rates = {name: [tokens / taken for taken in values] for name, values in trained.seconds.items()}
+    table.rows += [_rates(rates), _peaks(peaks), _losses(trained.losses), _shares(shares)]
     return table
-
-
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="flatparam-bench-")
-
-
-def _ours() -> list[str]:
-    return [name for name in NAMES if name in (OURS, OURS_FLAT, RUNTIME)]
 
 
 def _rates(rates: dict[str, list[float]]) -> Row:
@@ -132,12 +133,7 @@ def _rates(rates: dict[str, list[float]]) -> Row:
         CLOSE * row.values[DDP]: (REPLICATED, ZERO_1),
     }
     row.judge(
-        [
-            Target(name, bound / row.values[FSDP1], at_least=True)
-            for bound, names in bounds.items()
-            for name in names
-            if name in row.values
-        ]
+        [Target(name, bound / row.values[FSDP1], at_least=True) for bound, names in bounds.items() for name in names]
     )
     row.target = (
         f"handles >= the best FSDP's, {NOISE:.0%} aside; runtime >= {FASTER} x FSDP1 orig and FSDP2; its NO_SHARD and "
@@ -150,7 +146,7 @@ def _peaks(peaks: dict[str, list[float]]) -> Row:
     row = Row.of("peak of the larger rank", "", "MiB", FSDP1, peaks)
     least = min(row.values[name] for name in (FSDP1, FSDP1_FLAT, FSDP2))
     row.target = f"<= the least of the FSDPs, {NOISE:.0%} aside"
-    row.met = all(row.values[name] <= (1 + NOISE) * least for name in _ours())
+    row.met = all(row.values[name] <= (1 + NOISE) * least for name in (OURS, OURS_FLAT, RUNTIME))
     return row
 
 

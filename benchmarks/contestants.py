@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,14 +76,19 @@ def installed() -> Iterator[None]:
         flatparam.uninstall()
 
 
-def compiled(model: nn.Module) -> Any:
+def on_the_runtime(model: nn.Module, how: Wrapping, **settings: Any) -> nn.Module:
+    """flatparam's own class."""
+    return fsdp1(model, how, flatparam.FullyShardedDataParallel, **settings)
+
+
+def compiled(model: nn.Module) -> nn.Module:
     """By inductor."""
-    return torch.compile(model)
+    return cast(nn.Module, torch.compile(model))
 
 
 def in_units(model: nn.Module, how: Wrapping) -> nn.Module:
     """The runtime, whose units' own modules are compiled."""
-    wrapped = CONTESTANTS[RUNTIME](model, how)
+    wrapped = on_the_runtime(model, how)
     for unit in wrapped.modules():
         if isinstance(unit, how.unit_types):
             unit.compile()
@@ -93,8 +98,7 @@ def in_units(model: nn.Module, how: Wrapping) -> nn.Module:
 def in_one_graph(model: nn.Module, how: Wrapping) -> nn.Module:
     """flatparam.traced, compiled with its collectives."""
     sharded = traced.shard(model, auto_wrap_policy=ModuleWrapPolicy(set(how.unit_types)), param_dtype=how.low)
-    graph: nn.Module = compiled(sharded)
-    return graph
+    return compiled(sharded)
 
 
 Wrap = Callable[[nn.Module, Wrapping], nn.Module]
@@ -104,11 +108,8 @@ FSDP1, FSDP1_FLAT, FSDP2 = "FSDP1 orig", "FSDP1 flat", "FSDP2"
 OURS, OURS_FLAT, RUNTIME = "flatparam orig", "flatparam flat", "flatparam runtime"
 REPLICATED, ZERO_1 = "flatparam NO_SHARD", "flatparam ZERO_1"  # the runtime, beside DDP
 FREE = "free handle"  # only of benchmarks.models
-IN_UNITS, AROUND, TRACED = (
-    "runtime, units compiled",
-    "runtime, compiled",
-    "traced, compiled",
-)  # of benchmarks.bench_traced
+# of benchmarks.bench_traced
+IN_UNITS, AROUND, TRACED = "runtime, units compiled", "runtime, compiled", "traced, compiled"
 
 CONTESTANTS: dict[str, Wrap] = {
     BARE: bare,
@@ -118,14 +119,11 @@ CONTESTANTS: dict[str, Wrap] = {
     OURS: lambda model, how: on_flatparam(model, how, use_orig_params=True),
     OURS_FLAT: lambda model, how: on_flatparam(model, how, use_orig_params=False),
     FREE: lambda model, how: set_free(on_flatparam(model, how, use_orig_params=True), how.low),
+    RUNTIME: on_the_runtime,
+    REPLICATED: functools.partial(on_the_runtime, sharding_strategy=flatparam.ShardingStrategy.NO_SHARD),
+    ZERO_1: functools.partial(on_the_runtime, sharding_strategy=flatparam.ShardingStrategy.ZERO_1),
     DDP: ddp,
     IN_UNITS: in_units,
-    AROUND: lambda model, how: compiled(CONTESTANTS[RUNTIME](model, how)),
+    AROUND: lambda model, how: compiled(on_the_runtime(model, how)),
     TRACED: in_one_graph,
 }
-RUNTIME_API: Any = getattr(flatparam, "FullyShardedDataParallel", None)
-if RUNTIME_API is not None:
-    CONTESTANTS[RUNTIME] = lambda model, how: fsdp1(model, how, api=RUNTIME_API)
-    for kind in (REPLICATED, ZERO_1):
-        strategy = flatparam.ShardingStrategy[kind.split()[1]]
-        CONTESTANTS[kind] = functools.partial(fsdp1, api=RUNTIME_API, sharding_strategy=strategy)
