@@ -207,11 +207,8 @@ def _forward(
 ) -> Iterator[tuple[int, int]]:
     """The bytes unsharded in the forward of each unit but the root: what stays, it, and the next if gathered ahead."""
     for i in range(1, len(plans)):
-        ahead = (
-            full[i + 1] + _arriving(plans[i + 1])
-            if gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded
-            else 0
-        )
+        gathers = gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded
+        ahead = full[i + 1] + _arriving(plans[i + 1]) if gathers else 0
         yield i, sum(stay[:i]) + full[i] + (ahead or _arriving(plans[i]))
 
 
@@ -227,38 +224,51 @@ def _sizes(plans: tuple[UnitPlan, ...]) -> tuple[list[int], list[int]]:
 
 
 class _Backward(NamedTuple):
-    """Bytes during the backward of one unit, beside gradients that there are already: these are added to in place.
+    """Bytes during the backward of unit ``unit``, beside gradients that there are already: these are added to in place.
 
     ``runs``: while it computes, ``packs``: while its gradients are packed, and ``ends``: while they are reduced, both
     without ``wire`` of its own;
-    ``reducing``: the first reduction of the unit before; ``beside``: that and what else is under way meanwhile.
+    ``reducing``: the first reduction of the unit before; ``beside``: that and what else is under way meanwhile;
+    ``reduced``: the gradients of shards of the units that are done.
     """
 
+    unit: int
     runs: int
     packs: int
     ends: int
     reducing: int
     beside: int
+    reduced: int
 
 
 def _backward(
-    plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], i: int, prefetch: bool, cleared: bool
-) -> _Backward:
-    plan = plans[i]
-    last, before, first = (plans[i + k] if i + k < len(plans) else _NO_UNIT for k in (1, 2, 3))
-    gathers = prefetch and i > 1 and plans[i - 1].resharded
-    always = sum(stay[:i]) + (full[i - 1] if gathers else 0)
-    ends, leaves = (before, first) if any(one.halfway for one in plans) else (last, before)
-    freed = 0 if ends.halfway or not ends.reduced else ends.wire
-    into = plan.reduced + (max(0, ends.converted - freed) if cleared or ends.on_host else 0)
-    reducing = last.wire + last.reduced
-    return _Backward(
-        runs=always + full[i] + max(plan.unpacked, _arriving(plans[i - 1]) if gathers else 0),
-        packs=always + plan.unpacked,
-        ends=always + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into),
-        reducing=reducing,
-        beside=reducing + before.halfway + (leaves.gradient if leaves.on_host else 0),
-    )
+    plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], prefetch: bool, cleared: bool
+) -> Iterator[_Backward]:
+    """Of each unit, the last one first."""
+    is_reduced_twice = any(plan.halfway for plan in plans)
+    for i in range(len(plans) - 1, -1, -1):
+        plan = plans[i]
+        last, before, first = (plans[i + k] if i + k < len(plans) else _NO_UNIT for k in (1, 2, 3))
+        gathers = prefetch and i > 1 and plans[i - 1].resharded
+        always = sum(stay[:i]) + (full[i - 1] if gathers else 0)
+        ends, leaves = (before, first) if is_reduced_twice else (last, before)
+        freed = 0 if ends.halfway or not ends.reduced else ends.wire
+        into = plan.reduced + (max(0, ends.converted - freed) if cleared or ends.on_host else 0)
+        reducing = last.wire + last.reduced
+        yield _Backward(
+            unit=i,
+            runs=always + full[i] + max(plan.unpacked, _arriving(plans[i - 1]) if gathers else 0),
+            packs=always + plan.unpacked,
+            ends=always + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into),
+            reducing=reducing,
+            beside=reducing + before.halfway + (leaves.gradient if leaves.on_host else 0),
+            reduced=_gradients(plans[i + (3 if is_reduced_twice else 2) :]),
+        )
+
+
+def _gradients(plans: Sequence[UnitPlan]) -> int:
+    """Those of shards, on the device."""
+    return sum(plan.gradient for plan in plans if not plan.on_host)
 
 
 def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -> Iterator[Moment]:
@@ -269,12 +279,10 @@ def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -
     for i, size in _forward(plans, full, stay, gathers_ahead):
         yield Moment(i, "forward", size)
     yield Moment(0, "forward", sum(stay))
-    # an earlier backward's, to which this one's are added
-    reduced = sum(plan.gradient for plan in plans if not plan.on_host)
-    for i in range(len(plans) - 1, -1, -1):
-        now = _backward(plans, full, stay, i, prefetch, cleared=False)
-        yield Moment(i, "backward", reduced + now.beside + now.runs)
-        yield Moment(i, "reduce", reduced + now.beside + now.ends + plans[i].wire)
+    reduced = _gradients(plans)  # an earlier backward's, to which this one's are added
+    for now in _backward(plans, full, stay, prefetch, cleared=False):
+        yield Moment(now.unit, "backward", reduced + now.beside + now.runs)
+        yield Moment(now.unit, "reduce", reduced + now.beside + now.ends + plans[now.unit].wire)
 
 
 def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool, gathers_ahead: bool) -> Iterator[int]:
@@ -287,12 +295,10 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
         return
     full, stay = _sizes(plans)
     held = kept or [0] * len(plans)
-    reduced_after = 3 if any(plan.halfway for plan in plans) else 2  # units later
-    gradients = [0 if plan.on_host else plan.gradient for plan in plans]
     for i, size in _forward(plans, full, stay, gathers_ahead):
         yield size + sum(held) + (sum(stay[i + 1 :]) if kept else 0)
-    for i in range(len(plans) - 1, -1, -1):
-        plan, now = plans[i], _backward(plans, full, stay, i, prefetch, cleared=True)
+    for now in _backward(plans, full, stay, prefetch, cleared=True):
+        i, plan = now.unit, plans[now.unit]
         # of what lies in host memory: added to, on its way there and back
         near = sum(one.kept for one in plans[max(i - 1, 0) : i + 1] if kept and one.offloads)
         if kept:
@@ -301,7 +307,7 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
             if plan.reduces_each:
                 yield others + now.ends + plan.wire
         unreduced = sum(held[: i + (2 if plan.reduces_each else 1)]) + near
-        others = unreduced + now.beside + sum(gradients[i + reduced_after :])
+        others = unreduced + now.beside + now.reduced
         wire = 0 if kept and plan.kept == plan.wire else plan.wire
         yield others + now.runs
         yield others + now.packs + wire
