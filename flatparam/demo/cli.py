@@ -66,13 +66,14 @@ def parser(defaults: Config) -> Parser:
 def parse(arguments: list[str]) -> Config:
     """The settings that ``arguments`` ask for. Raises: BadSetting; SystemExit for what argparse refuses."""
     base = QUICK if "--quick" in arguments else DEFAULTS
-    options = vars(parser(base).parse_args(arguments))
-    options.pop("quick")
-    if options["device"] == "cuda" and not any(argument.partition("=")[0] == "--ranks" for argument in arguments):
+    options = parser(base).parse_args(arguments)
+    if options.device == "cuda":
         import torch
 
-        options["ranks"] = min(base.ranks, torch.cuda.device_count()) or base.ranks
-    return dataclasses.replace(base, **options)
+        base = dataclasses.replace(base, ranks=min(base.ranks, torch.cuda.device_count()) or base.ranks)
+        options = parser(base).parse_args(arguments)
+    del options.quick
+    return dataclasses.replace(base, **vars(options))
 
 
 def demo(config: Config) -> int:
