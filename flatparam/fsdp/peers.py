@@ -95,7 +95,7 @@ class Board:
             if is_absent is not None:
                 self._miss_processes()
             self._miss_answers(waited)
-            return self._of(ranks) if is_absent is None else self._of(ranks, is_absent)
+            return self._of(ranks, is_absent)
 
     def why_failed(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
         """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
@@ -125,10 +125,10 @@ class Board:
         """How many of ``ranks`` are known not to come any more."""
         return sum(rank in self._said for rank in ranks)
 
-    def _of(self, ranks: Iterable[int], is_absent: Callable[[int], bool] = lambda rank: True) -> str | None:
+    def _of(self, ranks: Iterable[int], is_absent: Callable[[int], bool] | None = None) -> str | None:
         with self._lock:
             lost = (rank for rank in ranks if rank in self._said and rank != self.rank)
-            return next((self._said[rank] for rank in lost if is_absent(rank)), None)
+            return next((self._said[rank] for rank in lost if is_absent is None or is_absent(rank)), None)
 
     def _number(self, key: str) -> int:
         return int(self._store.get(key)) if self._store.check([key]) else 0
