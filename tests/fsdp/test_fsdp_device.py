@@ -346,7 +346,7 @@ def peaks(library, numels):
         del model
 
 
-SMALL, BIG = 2**15, 2**19
+SMALL, BIG = 2**13, 2**17
 
 
 @pytest.mark.multiprocess
