@@ -1,8 +1,7 @@
 """make test-gpu, bench-gpu and cuda-sanitize without a GPU; and what bench-gpu measures, run on the CPU."""
 
-import ast
+import importlib.util
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -11,66 +10,89 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
+
+from benchmarks.gpu import draw
+from benchmarks.rows import Table
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
+@pytest.fixture
+def tool():
+    """tools/gpu.py, anew."""
+    spec = importlib.util.spec_from_file_location("tool", ROOT / "tools/gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("target", ["test", "bench", "sanitize"])
-def test_without_a_gpu_one_line_says_so(target):
-    done = subprocess.run(
-        [sys.executable, "tools/gpu.py", target], cwd=ROOT, env=NO_GPU, capture_output=True, text=True
-    )
-    [line] = done.stdout.splitlines()
-    assert (done.returncode, done.stderr) == (3, "")
+def test_without_a_gpu_one_line_says_so(tool, target, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tool.main(target) == 3
+    [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(
         f"make {dict(test='test-gpu', bench='bench-gpu', sanitize='cuda-sanitize')[target]}: nothing"
     )
     assert "torch" in line
 
 
+def test_the_status_is_the_processs():
+    command = [sys.executable, "tools/gpu.py", "test"]
+    done = subprocess.run(command, cwd=ROOT, env=NO_GPU, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "make test-gpu: nothing" in done.stdout
+
+
+@pytest.mark.multiprocess
 def test_ranks_of_a_machine_with_gpus_see_them():
-    code = "from gloo import run_ranks; import os; print(run_ranks(os.getenv, 1, 'CUDA_VISIBLE_DEVICES'))"
     for device, seen in (("cuda", "3"), ("sim", "")):
-        environment = {**NO_GPU, "FLATPARAM_TEST_DEVICE": device, "CUDA_VISIBLE_DEVICES": "3"}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT / "tests/support", env=environment, capture_output=True, text=True)
-        assert done.stdout.strip() == f"['{seen}']", done.stderr
+        environment = {"FLATPARAM_TEST_DEVICE": device, "CUDA_VISIBLE_DEVICES": "3"}
+        assert run_ranks(os.getenv, 1, "CUDA_VISIBLE_DEVICES", environment=environment) == [seen]
 
 
-def test_ranks_run_from_any_folder(tmp_path):
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param([], id="alone"),
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"],
+            id="by torchrun",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_ranks_run_from_any_folder(tmp_path, launch):
     environment = {name: value for name, value in NO_GPU.items() if name != "PYTHONPATH"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command = [*launch, str(ROOT / "tests/gpu/ranks.py"), "one_communicator"]
+    command = [sys.executable, *launch, str(ROOT / "tests/gpu/ranks.py"), "one_communicator"]
     environment["FLATPARAM_TEST_DEVICE"] = "sim"
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert "rank 0 of 1: one_communicator passed" in done.stdout, done.stderr
 
 
-def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels_alone(tmp_path):
+def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels_alone(tool, tmp_path, monkeypatch):
     for name in ("nvcc", "compute-sanitizer"):
         (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "on-path").mkdir()
     (tmp_path / "on-path" / "nvcc").symlink_to(tmp_path / "bin" / "nvcc")
-    code = "import runpy; print(runpy.run_path('tools/gpu.py')['commands']('sanitize', ()))"
-    ways = {"CUDA_HOME": str(tmp_path)}, {"PATH": str(tmp_path / "on-path")}
-    for way in ways:
-        environment = {name: value for name, value in NO_GPU.items() if not name.startswith("CUDA_")} | way
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-        commands = ast.literal_eval(done.stdout)
-        assert [command[:5] for command in commands] == [
-            [str(tmp_path / "bin/compute-sanitizer"), "--tool", tool, "--kernel-name", "kns=fp_"]
-            for tool in ("memcheck", "racecheck")
-        ], done.stderr
+    for way in ({"CUDA_HOME": str(tmp_path)}, {"PATH": str(tmp_path / "on-path")}):
+        with monkeypatch.context() as patch:
+            for name in ("CUDA_HOME", "CUDA_PATH"):
+                patch.delenv(name, raising=False)
+            for name, value in way.items():
+                patch.setenv(name, value)
+            assert [command[:5] for command in tool.commands("sanitize", ())] == [
+                [str(tmp_path / "bin/compute-sanitizer"), "--tool", each, "--kernel-name", "kns=fp_"]
+                for each in ("memcheck", "racecheck")
+            ]
 
 
-def test_the_kernels_that_are_tested_are_told(tmp_path):
-    code = (
-        "import pathlib, runpy; of = runpy.run_path('tools/gpu.py')['kernels']; "
-        "of.__globals__['ROOT'] = pathlib.Path({!r}); print(of())"
-    )
+def test_the_kernels_that_are_tested_are_told(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
     module = tmp_path / "flatparam" / "_C.cpython.so"
     module.parent.mkdir()
     for content, told in (
@@ -78,34 +100,32 @@ def test_the_kernels_that_are_tested_are_told(tmp_path):
         (b"..4packI..11fp_pack_jobLm4000", "flatparam's kernels"),
     ):
         module.write_bytes(content)
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(str(tmp_path))], cwd=ROOT, env=NO_GPU, capture_output=True, text=True
-        )
-        assert done.stdout.startswith(told), done.stderr
+        assert tool.kernels().startswith(told)
+
+
+WITHOUT_PACKAGES = """
+import importlib.util, runpy, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *of: None if name in ("pytest", "matplotlib") else found(name, *of)
+sys.modules["pytest"] = sys.modules["matplotlib"] = None
+print(runpy.run_path("tools/gpu.py")["commands"]("test", ()))
+sys.argv[1:] = ["--device", "cpu", "--quick", "--out", sys.argv[1]]
+import benchmarks.gpu
+benchmarks.gpu.main()
+"""
 
 
 def test_a_machine_without_pytest_and_matplotlib_runs_all(tmp_path):
-    code = (
-        "import importlib.util, sys; found = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *of: None if name in ('pytest', 'matplotlib') else found(name, *of)\n"
-        "sys.modules['pytest'] = sys.modules['matplotlib'] = None; import runpy, torch\n"
-    )
-    tools = code + "print(runpy.run_path('tools/gpu.py')['commands']('test', ()))"
-    done = subprocess.run([sys.executable, "-c", tools], cwd=ROOT, env=NO_GPU, capture_output=True, text=True)
-    assert "pytest" not in done.stdout, done.stderr
-    assert done.stdout.count("tests/gpu/ranks.py") == 2, done.stderr
-    measured = f"sys.argv[1:] = '--device cpu --quick --out {tmp_path}'.split(); import benchmarks.gpu as g; g.main()"
-    done = subprocess.run([sys.executable, "-c", code + measured], cwd=ROOT, env=NO_GPU, capture_output=True, text=True)
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "no gpu.png: matplotlib is not installed" in done.stdout
-
-
-def test_what_is_measured_on_a_gpu_runs(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, env=NO_GPU, check=True, timeout=300, stdout=subprocess.DEVNULL)
-    tables = [json.loads((tmp_path / f"gpu-{key}.json").read_text()) for key in ("kernels", "step", "memory")]
-    values = [value for table in tables for row in table["rows"] for value in row["values"].values()]
-    assert min(values) > 0
+    commands, _, measured = done.stdout.partition("\n")
+    assert "pytest" not in commands
+    assert commands.count("tests/gpu/ranks.py") == 2
+    assert "no gpu.png: matplotlib is not installed" in measured
+    tables = {key: Table.load(tmp_path / f"gpu-{key}.json") for key in ("kernels", "step", "memory")}
+    assert min(value for table in tables.values() for row in table.rows for value in row.values.values()) > 0
+    draw(tables, tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
 
 

@@ -177,10 +177,10 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
     os.dup2(output, 2)
     faulthandler.enable(file=output)
     faulthandler.dump_traceback_later(max(timeout - 2.0, 0.5), file=output)
-    if os.environ.get("FLATPARAM_TEST_DEVICE") != "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, also where there is a GPU
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(environment or {})
+    if os.environ.get("FLATPARAM_TEST_DEVICE") != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, also where there is a GPU
     dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     _note_to = writing
