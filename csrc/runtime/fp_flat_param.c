@@ -470,23 +470,23 @@ fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
 
 /* ---- from Python, and back ---- */
 
-/* (group, registered name or None), or None. */
+/* (group, registered name or None, registered name of one for the host or None), or None. */
 static int
 read_group(PyObject *object, fp_group **group)
 {
     PyObject *process_group;
-    const char *name;
+    const char *name, *host_name;
     if (object == Py_None) {
         return 0;
     }
     if (!PyTuple_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "expected a group as (group, name or None), or None");
+        PyErr_SetString(PyExc_TypeError, "expected a group as (group, name or None, name or None), or None");
         return -1;
     }
-    if (!PyArg_ParseTuple(object, "Oz", &process_group, &name)) {
+    if (!PyArg_ParseTuple(object, "Ozz", &process_group, &name, &host_name)) {
         return -1;
     }
-    *group = fp_group_new(process_group, name);
+    *group = fp_group_new(process_group, name, host_name);
     return *group == NULL ? -1 : 0;
 }
 

@@ -56,8 +56,8 @@ explained(const fp_group *group, Call &&call)
     }
 }
 
-// The work that start begins on the C++ group, under the names this torch has. Without the GIL: gloo's threads take it under
-// the lock of the queue that these calls wait for.
+// The work that start begins on the C++ group, or on the one for the host, under the names this torch has. Without the GIL:
+// gloo's threads take it under the lock of the queue that these calls wait for.
 template <class Start>
 c10::intrusive_ptr<c10d::Work>
 started(const fp_group &group, const at::Tensor &tensor, Start &&start)
@@ -67,8 +67,9 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
                 "collective over a process group, which makes its communicator: run a few steps before");
     return explained(&group, [&] {
         const WithoutGil released;
-        auto work = start(*group.native);
-        group.connected = group.connected || !tensor.is_cpu();
+        const bool on_host = group.host && tensor.is_cpu();
+        auto work = start(on_host ? *group.host : *group.native);
+        group.connected = group.connected || !on_host;
         return work;
     });
 }
@@ -82,20 +83,6 @@ sum_of(double factor)
         sum.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
     }
     return sum;
-}
-
-// The backend that group has for tensors on the host; null: none.
-c10::intrusive_ptr<c10d::Backend>
-on_host(const fp_group &group)
-{
-    if (group.native) {
-        for (const c10::Device &device : group.native->getDeviceTypes()) {
-            if (device.is_cpu()) {
-                return group.native->getBackend(device.type());
-            }
-        }
-    }
-    return nullptr;
 }
 
 bool
@@ -316,12 +303,15 @@ is_broken(const fp_group &group)
 extern "C" {
 
 fp_group *
-fp_group_new(PyObject *object, const char *name)
+fp_group_new(PyObject *object, const char *name, const char *host_name)
 {
     return fp::guarded<fp_group *>(nullptr, [&] {
         auto group = std::make_unique<fp_group>();
         if (name != nullptr) {
             group->native = c10d::resolve_process_group(name);
+        }
+        if (host_name != nullptr) {
+            group->host = c10d::resolve_process_group(host_name);
         }
         group->object = Py_NewRef(object);
         return group.release();
@@ -385,7 +375,7 @@ fp_gather *
 fp_gather_new(PyObject *object, const char *name, int sliced)
 {
     return fp::guarded<fp_gather *>(nullptr, [&]() -> fp_gather * {
-        std::unique_ptr<fp_group, void (*)(fp_group *)> group(fp_group_new(object, name), fp_group_free);
+        std::unique_ptr<fp_group, void (*)(fp_group *)> group(fp_group_new(object, name, nullptr), fp_group_free);
         if (!group) {
             return nullptr;
         }
@@ -426,8 +416,8 @@ fp_gather_is_under_way(const fp_gather *gather) noexcept
     return gather->work && !gather->work->isCompleted();
 }
 
-// On the host if the group has collectives there: then nobody waits for a device. Else on a stream of its own: what the
-// host reads here waits for the other ranks, not for what this device still computes.
+// On the host if there is a group for that: then nobody waits for a device. Else on a stream of its own: what the host
+// reads here waits for the other ranks, not for what this device still computes.
 fp_sum *
 fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives)
 {
@@ -440,11 +430,9 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
             "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: in each step ranks tell each "
             "other which copies are old and which gradients there are, and a graph that is replayed asks nobody");
         sum->group = group;
-        sum->sliced = group->sliced;
-        if (const auto backend = device.is_cpu() ? nullptr : fp::on_host(*group)) {
-            device = c10::kCPU;
-            sum->sliced = backend->getBackendName() == "gloo";
-        }
+        const bool on_host = group->host && collectives == nullptr;
+        sum->sliced = on_host || group->sliced;
+        device = on_host ? c10::Device(c10::kCPU) : device;
         sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
         std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
         const fp::OnOwnStream apart(device, fp::Purpose::copy, fp::After::nothing);

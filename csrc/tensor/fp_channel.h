@@ -10,8 +10,8 @@ FP_BEGIN_C
 typedef struct fp_group fp_group;
 
 /* The process group that torch registered as name; NULL: every collective goes through Python. group is the Python
- * object, kept. */
-fp_group *fp_group_new(PyObject *group, const char *name);
+ * object, kept. host_name: of a group of gloo's of the same ranks, which has the sums of flags; NULL: none. */
+fp_group *fp_group_new(PyObject *group, const char *name, const char *host_name);
 void fp_group_free(fp_group *group); /* NULL is allowed */
 
 /* What is told of a group's collectives: before each, which it is (see fp_event), and a few times a second while one is

@@ -14,6 +14,7 @@
 
 struct fp_group {
     c10::intrusive_ptr<c10d::ProcessGroup> native;  // or null: Python's way only
+    c10::intrusive_ptr<c10d::ProcessGroup> host;    // of the same ranks, for tensors on the host; or null
     PyObject *object = nullptr;                     // owned
     std::array<PyObject *, FP_WATCHERS> watchers{}; // owned, or null: nobody is told of its collectives
     const fp_group_calls *calls = nullptr;

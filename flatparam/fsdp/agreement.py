@@ -3,11 +3,15 @@
 The first thing that a unit says to other ranks is this, so a rank that cannot build its unit says so here.
 """
 
+from __future__ import annotations
+
 import contextlib
+import dataclasses
 import hashlib
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..common.collectives import can_be_cut
 from ..common.tensors import in_storage_order, lacks_memory
 from .order import gather_objects, issue, wait
 from .originals import Options, Original
@@ -212,12 +217,37 @@ def _wait_with_an_error(work: Any, said: str) -> None:
         warnings.warn(f"waiting to tell the other ranks, which build it later or not at all, that {said}", stacklevel=2)
 
 
+_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+
+
+def with_host(placement: Placement, device: torch.device | None) -> Placement:
+    """``placement``, of a unit on ``device``, with the group ``host`` if its ranks tell each other things there.
+
+    A collective call, the first time over a group. They do where the group that was given has gloo for the host, so its
+    network is there. The group is ours alone: others use the one that was given in threads of theirs, as torch's
+    asynchronous checkpoints do.
+    """
+    group = placement.optim
+    if not placement.keeps_copy or group is None or device is None or device.type == "cpu":
+        return placement
+    if group not in _hosts:
+        try:
+            has_gloo = can_be_cut(group._get_backend(torch.device("cpu")))
+        except RuntimeError:  # no collectives on the host
+            has_gloo = False
+        ranks = dist.get_process_group_ranks(group)
+        _hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True) if has_gloo else None
+    return dataclasses.replace(placement, host=_hosts[group])
+
+
 def _describe(name: str, originals: list[Original], options: Options) -> Described:
     placement, precision = options.placement, options.mixed_precision
+    device = next(((options.device or original.param.device).type for original in originals), "no device")
     settings = (
-        f"{placement.shards} shards, {placement.replicas} replicas, parameters over {placement.param_shards}, "
-        f"nested={placement.outer is not None}, full_precision={placement.full_precision}, reshard_after_forward="
-        f"{placement.reshard_after_forward}, use_orig_params={options.use_orig_params}, segments={options.segments}, "
+        f"on {device}, {placement.shards} shards, {placement.replicas} replicas, "
+        f"parameters over {placement.param_shards}, nested={placement.outer is not None}, "
+        f"full_precision={placement.full_precision}, reshard_after_forward={placement.reshard_after_forward}, "
+        f"use_orig_params={options.use_orig_params}, segments={options.segments}, "
         f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}, "
         f"shard_alignment={options.shard_alignment}, atomic={options.atomic is not None}"
     )

@@ -1,5 +1,6 @@
 """The wrapper that users see."""
 
+import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from ..common.torch_private import (
     _Policy,
     _validate_frozen_params,
 )
-from .agreement import check_same_unit, groups_of_placement, telling
+from .agreement import check_same_unit, groups_of_placement, telling, with_host
 from .api import ShardingStrategy
 from .compatible import Compatible
 from .construct import (
@@ -194,6 +195,8 @@ class FullyShardedDataParallel(
             name = f"the unit of {type(module).__name__}"
             agreed = check_same_unit(name, originals, options, check_values and not sync_module_states)
             comparing.clear()
+            self._placement = with_host(self._placement, of_params)
+            options = dataclasses.replace(options, placement=self._placement)
             if sync_module_states:
                 synchronize(own, ignored_params, self._placement, computes_on, extensions)
             self._buffer_dtypes = {}

@@ -66,7 +66,8 @@ class Placement:
     backward; ``outer``: nested (see docs/layerzero.md): the ranks of ``optim`` that have this one's place in ``param``;
     ``full_precision``: reduce gradients in the precision of the shard, which must not be a low one; ``mesh``: what
     the groups are of, if that is a device mesh: sharded states are DTensors on it; ``given``: the group that was asked
-    for, which is none of these where it has one rank.
+    for, which is none of these where it has one rank; ``host``: of gloo, over which the ranks of ``optim`` tell each
+    other which copies are old, if they do that on the host.
     Raises: ValueError for groups that do not fit together.
     """
 
@@ -79,6 +80,7 @@ class Placement:
     full_precision: bool = False
     mesh: Any = field(default=None, compare=False)
     given: Any = field(default=None, compare=False)
+    host: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for group in (self.param, self.grad, self.optim, self.replicate, self.outer):
@@ -107,7 +109,7 @@ class Placement:
     def __getstate__(self) -> dict[str, Any]:
         """With how all ranks have cut ``optim``: whoever loads it cannot ask them."""
         cut = None if self.outer is None else inner_groups(self.param, self.optim)
-        return {**vars(self), "given": None, "cut": cut}
+        return {**vars(self), "given": None, "host": None, "cut": cut}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cut = state.pop("cut")
@@ -152,6 +154,11 @@ class Placement:
     def stays_full(self) -> bool:
         """Whether the unsharded parameter keeps its memory."""
         return self.param is None and self.optim is not None
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether there is a copy beside the shards, which may be old."""
+        return self.copied or self.stays_full
 
     @property
     def factors(self) -> tuple[float, float]:

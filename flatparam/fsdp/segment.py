@@ -22,7 +22,7 @@ from .materialize import blank
 from .originals import Options, Original, keeps_rows, layout_of, row_numel
 
 PADDING_VALUE = 42.0  # torch's: it is never read
-Group = tuple[dist.ProcessGroup, str | None]  # and the name under which C++ knows it, if it does
+Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
 
 
 class FlatParamSpec(NamedTuple):
@@ -239,7 +239,7 @@ class Segment:
             shard_numel=self.layout.shard_numel,
             rank=placement.rank,
             shards=placement.shards,
-            shard_group=describe_group(placement.optim),
+            shard_group=describe_group(placement.optim, placement.host),
             replicate_group=describe_group(placement.replicate),
             predivide=predivide,
             postdivide=postdivide,
@@ -258,8 +258,8 @@ class Segment:
         )
 
 
-def describe_group(group: dist.ProcessGroup | None) -> Group | None:
-    """A group as the C core takes it: with the name under which C++ knows it, if it does."""
+def describe_group(group: dist.ProcessGroup | None, host: dist.ProcessGroup | None = None) -> Group | None:
+    """A group, and one of its ranks for the host, as the C core takes it: with the names under which C++ knows them."""
     if group is None:
         return None
-    return group, name_in_cpp(group)
+    return group, name_in_cpp(group), None if host is None else name_in_cpp(host)

@@ -55,8 +55,7 @@ def _any_rank(flags: list[bool], handle: Base) -> list[bool]:
     """For each flag whether it is set on some rank of the zero1 group."""
     if handle.zero1_world_size == 1:
         return flags
+    found = torch.tensor(flags, dtype=torch.int32, device=handle.device)
     group = handle.zero1_process_group
-    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))  # the host, where that can be
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
-    order.wait(order.issue(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=group), group, device)
+    order.wait(order.issue(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=group), group, handle.device)
     return [bool(flag) for flag in found.tolist()]

@@ -9,6 +9,8 @@ import functools
 import itertools
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,35 @@ def test_the_host_waits_for_nothing_in_a_step(library, on_host):
             assert waits[0] == int(copied), (name, offload, waits)
             at_most = max(int(copied), (1 + halves) * offload)
             assert int(copied or offload) <= waits[1] <= at_most, (name, offload, waits)
+
+
+def beside_a_thread(library):
+    """A thread of the user's has collectives on the host over the same group, as an asynchronous checkpoint has."""
+    simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group(on_host=True)
+    strategy = {"sharding_strategy": ShardingStrategy.ZERO_1}
+    wanted = train(wrap_blocks(make(), process_group=dist.group.WORLD, **strategy), CPU, Turns([]))
+    model = wrap_blocks(make(), process_group=group, device_id=sim, **strategy)
+    problems = []
+
+    def talk():
+        for number in range(60):
+            time.sleep(0.003 * ((number + dist.get_rank()) % 3))  # each at another place of its step
+            values = torch.full((7,), float(number))
+            dist.all_reduce(values, group=group)
+            if not torch.equal(values, torch.full((7,), 2.0 * number)):
+                problems.append(values)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    found = train(model, sim, Turns([]))
+    thread.join()
+    assert_equal(found, wanted, "beside a thread")
+    assert not problems, problems
+
+
+def test_what_others_do_with_the_group_of_the_host_is_theirs(library):
+    run_ranks(beside_a_thread, 2, library)
 
 
 class Scaled(nn.Module):
