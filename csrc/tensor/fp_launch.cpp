@@ -61,9 +61,8 @@ class Pieces {
     // One piece at `start` of a flat buffer, or next in a list; false: not one that kernels take.
     bool add(const at::Tensor &tensor, std::optional<int64_t> start)
     {
-        const std::optional<fp_dtype> dtype = core_dtype(tensor.scalar_type());
-        if (!dtype || !is_plain_tensor(tensor) || tensor.device() != device_ ||
-            !tensor.is_non_overlapping_and_dense()) {
+        const std::optional<fp_dtype> dtype = dtype_of(tensor);
+        if (!dtype || !tensor.is_non_overlapping_and_dense()) {
             return false;
         }
         put(tensor, *dtype, start);
@@ -76,9 +75,8 @@ class Pieces {
         if (same_layout(tensor, view)) {
             return add(tensor, view.offset);
         }
-        const std::optional<fp_dtype> dtype = core_dtype(tensor.scalar_type());
-        if (!dtype || !is_plain_tensor(tensor) || tensor.device() != device_ ||
-            tensor.sizes() != c10::IntArrayRef(view.shape) || view.numel > UINT32_MAX) {
+        const std::optional<fp_dtype> dtype = dtype_of(tensor);
+        if (!dtype || tensor.sizes() != c10::IntArrayRef(view.shape) || view.numel > UINT32_MAX) {
             return false;
         }
         std::vector<size_t> order;
@@ -171,6 +169,13 @@ class Pieces {
     }
 
   private:
+    // None: kernels do not take such a tensor.
+    std::optional<fp_dtype> dtype_of(const at::Tensor &tensor) const
+    {
+        const bool is_ours = is_plain_tensor(tensor) && tensor.device() == device_;
+        return is_ours ? core_dtype(tensor.scalar_type()) : std::nullopt;
+    }
+
     static size_t bytes_of(const fp_piece &piece)
     {
         return sizeof(fp_piece) + piece.ndim * sizeof(fp_piece_dim);

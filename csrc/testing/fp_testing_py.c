@@ -340,9 +340,8 @@ static PyMethodDef testing_methods[] = {
     {"kernel_scale", FP_METHOD(fp_py_kernel_scale), METH_FASTCALL,
      "kernel_scale(arrays, factor, in_fp64, /)\n--\n\nMultiply the elements of (buffer, dtype, numel) by a factor."},
     {"host_kernels", FP_METHOD(fp_py_host_kernels), METH_FASTCALL,
-     "host_kernels(used, too_old=False, /)\n--\n\nHave the simulated device use these kernels, or none; return how "
-     "often each was "
-     "called."},
+     "host_kernels(used, too_old=False, /)\n--\n\nHave the simulated device use these kernels, or none, or say that it "
+     "is too old for them; return how often each was called."},
     {"simd_levels", FP_METHOD(fp_py_simd_levels), METH_FASTCALL,
      "simd_levels()\n--\n\nNames of the SIMD levels that work on this processor, the best one last."},
     {"simd_level", FP_METHOD(fp_py_simd_level), METH_FASTCALL,
