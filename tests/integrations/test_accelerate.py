@@ -9,22 +9,13 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Model, data, loss_of, make
+from fsdp_models import data, loss_of, make
 from gloo import note, run_ranks
-from torch import nn
-from trainers import KINDS, needs, same, same_files, tell_accelerate_of_an_accelerator, under
+from trainers import KINDS, Wider, needs, same, same_files, tell_accelerate_of_an_accelerator, under
 
 import flatparam
 
 needs("accelerate")
-
-
-class Wider(Model):
-    """Every parameter has a row for each rank: torch's distributed checkpoint loads no other, of neither class."""
-
-    def __init__(self, blocks=3):
-        super().__init__(width=6, blocks=blocks)
-        self.last = nn.Linear(6, 2, bias=False)
 
 
 def an_accelerator(state_dict_type, precision, **settings):

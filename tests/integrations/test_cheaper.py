@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
 from fsdp_models import Block, data, loss_of, make
 from gloo import note, run_ranks
-from test_accelerate import Wider, an_accelerator, train
+from test_accelerate import an_accelerator, train
 from test_lightning import fit, with_fabric
 from test_peft import adapted
 from test_t5 import run as t5_script
@@ -23,7 +23,7 @@ from test_transformers import SETTINGS, a_llama, a_trainer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from trainers import KINDS, needs, seconds_of_steps, under
+from trainers import KINDS, Wider, needs, seconds_of_steps, under
 
 for package in ("accelerate", "lightning", "peft", "timm", "torchao"):
     needs(package)

@@ -9,23 +9,14 @@ import importlib
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Block, Model, data, loss_of, make
+from fsdp_models import Block, data, loss_of, make
 from gloo import note, run_ranks
-from torch import nn
-from trainers import look_like_torchrun, needs, same, same_files, under
+from trainers import Wider, look_like_torchrun, needs, same, same_files, under
 
 needs("lightning")
 
 STEPS, SAVED = 6, 3
 SETTINGS = (("32-true", "full"), ("bf16-mixed", "sharded"))
-
-
-class Wider(Model):
-    """Every parameter has a row for each rank: torch's distributed checkpoint loads no other, of neither class."""
-
-    def __init__(self, blocks=3):
-        super().__init__(width=6, blocks=blocks)
-        self.last = nn.Linear(6, 2, bias=False)
 
 
 def a_strategy(module, **settings):

@@ -18,6 +18,8 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Model
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -25,6 +27,14 @@ import flatparam
 from flatparam.common.torch_private import TorchsFSDP
 
 KINDS = ("torch", "dropin", "runtime")
+
+
+class Wider(Model):
+    """Every parameter has a row for each rank: torch's distributed checkpoint loads no other, of neither class."""
+
+    def __init__(self, blocks=3):
+        super().__init__(width=6, blocks=blocks)
+        self.last = nn.Linear(6, 2, bias=False)
 
 
 def needs(package):
