@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import checkpoint_worker, main
 from benchmarks.checkpoint_worker import COPY, FSDP1, FSDP2, OURS, WIDTH
+from benchmarks.measuring import turned
 from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 from flatparam import FullyShardedDataParallel
@@ -37,7 +38,7 @@ def measure(quick: bool) -> Table:
     )
     found: dict[str, dict[str, list[tuple[float, int]]]] = {name: {"save": [], "load": []} for name in NAMES}
     for turn in range(1 if quick else 3):
-        for name in NAMES[turn % len(NAMES) :] + NAMES[: turn % len(NAMES)]:
+        for name in turned(NAMES, turn):
             for what, value in _run(name, layers).items():
                 found[name][what].append(value)
     for what in ("save", "load"):

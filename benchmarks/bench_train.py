@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import main, training
 from benchmarks.contestants import DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, REPLICATED, RUNTIME, ZERO_1
+from benchmarks.measuring import turned
 from benchmarks.rows import Row, Table, Target
 from flatparam.demo.config import Config
 
@@ -87,11 +88,11 @@ class Trained(NamedTuple):
 
 
 def train_in_turn(pairs: dict[str, Pair], turns: int) -> Trained:
-    """``BLOCK`` steps of each in every turn, beginning with another one each time."""
-    names = list(pairs)
+    """``BLOCK`` steps of each in every turn."""
+    names = tuple(pairs)
     found = Trained({name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names})
     for turn in range(turns):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in turned(names, turn):
             answers = pairs[name].ask("train", turn * BLOCK, BLOCK)
             found.losses[name].append([loss for losses, _, _ in answers for loss in losses])
             if turn > 0:

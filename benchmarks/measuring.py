@@ -21,6 +21,12 @@ def seconds(call: Callable[[], Any]) -> float:
     return clock() - start
 
 
+def turned(names: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    """Who is first changes with each turn: nobody always runs behind the same neighbour."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
+
+
 def in_turn(
     contestants: Mapping[str, Sample], repeats: int, rounds: int, warm_up: int = 2
 ) -> dict[str, dict[str, list[float]]]:
@@ -31,7 +37,7 @@ def in_turn(
 
     Returns {what: {contestant: medians}}, one median of a repeat's rounds each.
     """
-    names = list(contestants)
+    names = tuple(contestants)
     for _ in range(warm_up):
         for sample in contestants.values():
             sample()
@@ -42,8 +48,7 @@ def in_turn(
         for repeat in range(repeats):
             taken: dict[str, dict[str, list[float]]] = {}
             for turn in range(rounds):
-                first = (repeat + turn) % len(names)  # nobody always runs behind the same neighbour
-                for name in names[first:] + names[:first]:
+                for name in turned(names, repeat + turn):
                     contestants[name]()
                     for what, value in contestants[name]().items():
                         taken.setdefault(what, {}).setdefault(name, []).append(value)
