@@ -389,7 +389,7 @@ def late_copies(library):
     host = torch.zeros(4, pin_memory=True)
     host.copy_(torch.ones(4, device=sim), non_blocking=True)
     assert host.sum() == 0
-    torch.accelerator.synchronize()
+    device.synchronize()
     assert host.sum() == 4
     assert device.put_off() == 3
 
@@ -399,12 +399,12 @@ def late_kernels(library):
     device = simulated.use(library, late="computing")
     sim = torch.device("sim", 0)
     own, x = torch.Stream(sim), torch.ones(4, device=sim)
-    torch.accelerator.synchronize()
+    device.synchronize()
     x.mul_(2)
     product = x * 3
     done = torch.accelerator.current_stream().record_event()
     seen = torch.zeros(4, device=sim)
-    torch.accelerator.synchronize()
+    device.synchronize()
     x.mul_(5)
     with own:
         seen.copy_(x, non_blocking=True)

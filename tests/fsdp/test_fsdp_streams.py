@@ -140,7 +140,7 @@ def one_ahead(library):
         x = torch.ones(2, 8, device=sim)
         model(x).sum().backward()
         model.zero_grad()
-        torch.accelerator.synchronize()
+        device.synchronize()
         blocks = [wrapper.module for wrapper in model.module]
         for block in blocks:
             block.seen = []
@@ -423,7 +423,7 @@ def deleted(library):
         assert ahead >= 2 * 64 * 65
         del model
         blocks = [torch.zeros(64 * 65, device=sim, dtype=torch.bfloat16) for _ in range(4)]  # get its memory
-    torch.accelerator.synchronize()
+    device.synchronize()
     assert not any(block.any().item() for block in blocks)
 
 
