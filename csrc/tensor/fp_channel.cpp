@@ -430,7 +430,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
             "flatparam: ZERO_1 and LAYER_ZERO cannot be captured into a CUDA graph: in each step ranks tell each "
             "other which copies are old and which gradients there are, and a graph that is replayed asks nobody");
         sum->group = group;
-        const bool on_host = group->host && collectives == nullptr;
+        const bool on_host = group->host != nullptr;
         sum->sliced = on_host || group->sliced;
         device = on_host ? c10::Device(c10::kCPU) : device;
         sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
@@ -438,7 +438,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         const fp::OnOwnStream apart(device, fp::Purpose::copy, fp::After::nothing);
         sum->there = sum->here.to(device, at::kInt, /*non_blocking=*/true);
         fp::announce(*group, FP_EVENT_AGREES);
-        if (collectives != nullptr || !group->native) {
+        if (!on_host && (collectives != nullptr || !group->native)) {
             fp::call_python(collectives, "agree", sum->there, sum->there, *group);
         }
         else {

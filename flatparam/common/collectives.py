@@ -61,6 +61,23 @@ def is_sliced(group: Any, device: torch.device) -> bool:
     return of_group[device.type]
 
 
+def gloo_beside(group: dist.ProcessGroup, store: dist.Store, name: Any) -> dist.ProcessGroup:
+    """A group of gloo with the ranks of ``group``, which has gloo too. A collective call.
+
+    ``name``: that no group had in ``store``; C++ finds it by that for as long as it is referred to. torch's
+    ``new_group()`` asks all ranks of the world, or names a group after how many groups a rank has.
+    """
+    cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+    timeout = unwrapped(group._get_backend(cpu)).options._timeout
+    store = dist.PrefixStore(f"{name}/", store)
+    made = dist.ProcessGroup(store, group.rank(), group.size())
+    made._register_backend(cpu, kind, dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout))
+    made._set_default_backend(kind)
+    made._set_group_name(name)
+    dist.distributed_c10d._register_process_group(name, made)
+    return made
+
+
 def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = lambda: None) -> None:
     """Wait for ``work``, and ``look`` between two slices. What raises meanwhile leaves the collective under way."""
     while sliced:

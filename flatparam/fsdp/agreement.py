@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..common.collectives import can_be_cut
+from ..common.collectives import gloo_beside, is_sliced
 from ..common.tensors import in_storage_order, lacks_memory
-from .order import gather_objects, issue, wait
+from .order import gather_objects, issue, meet, wait
 from .originals import Options, Original
 from .outputs import DeviceError
+from .peers import store_of
 from .placement import Placement
 from .register import Register, register_of
 
@@ -217,26 +218,24 @@ def _wait_with_an_error(work: Any, said: str) -> None:
         warnings.warn(f"waiting to tell the other ranks, which build it later or not at all, that {said}", stacklevel=2)
 
 
-_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
 
 
 def with_host(placement: Placement, device: torch.device | None) -> Placement:
     """``placement``, of a unit on ``device``, with the group ``host`` if its ranks tell each other things there.
 
-    A collective call, the first time over a group. They do where the group that was given has gloo for the host, so its
-    network is there. The group is ours alone: others use the one that was given in threads of theirs, as torch's
-    asynchronous checkpoints do.
+    A collective call, the first time over a group, for ranks that have compared a unit over it. They do where the group
+    that was given has gloo for the host, so its network is there. The group is ours alone: others use the one that was
+    given in threads of theirs, as torch's asynchronous checkpoints do.
     """
     group = placement.optim
     if not placement.keeps_copy or group is None or device is None or device.type == "cpu":
         return placement
     if group not in _hosts:
-        try:
-            has_gloo = can_be_cut(group._get_backend(torch.device("cpu")))
-        except RuntimeError:  # no collectives on the host
-            has_gloo = False
-        ranks = dist.get_process_group_ranks(group)
-        _hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True) if has_gloo else None
+        store = store_of(group) if is_sliced(group, torch.device("cpu")) else None
+        if store is not None:
+            meet(group)  # Ctrl-C, and the end of another rank, ends this wait; not that for gloo's connections
+        _hosts[group] = None if store is None else gloo_beside(group, store, f"flatparam {register_of(group).life}")
     return dataclasses.replace(placement, host=_hosts[group])
 
 

@@ -98,7 +98,7 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     meet in the store before. Raises: OrderError, when another rank cannot come to it.
     """
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        _meet(group)
+        meet(group)
     return collective(*tensors, group=group, async_op=True, **options)
 
 
@@ -110,7 +110,8 @@ def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group:
     return native
 
 
-def _meet(group: dist.ProcessGroup) -> None:
+def meet(group: dist.ProcessGroup) -> None:
+    """Wait in the store for the other ranks. Raises: OrderError, when one cannot come."""
     store, ranks = peers.store_of(group), dist.get_process_group_ranks(group)
     if store is None or len(ranks) == 1:
         return

@@ -7,6 +7,8 @@ counts.
 import contextlib
 import functools
 import itertools
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,12 +20,13 @@ import simulated
 import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
-from gloo import note, run_ranks
+from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
 from test_fsdp_device import assert_equal, groups_of, three_groups, whole
 from torch import nn
 
 from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.fsdp import OrderError, fully_sharded
 
 pytestmark = pytest.mark.multiprocess
 
@@ -245,6 +248,46 @@ def beside_a_thread(library):
 
 def test_what_others_do_with_the_group_of_the_host_is_theirs(library):
     run_ranks(beside_a_thread, 2, library)
+
+
+def beside_other_ranks(library):
+    """Rank 0 has a group more than others, and a function of its own in the place of torch's."""
+    simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group(on_host=True)
+    strategy = {"sharding_strategy": ShardingStrategy.ZERO_1}
+    wanted = train(wrap_blocks(make(), process_group=dist.group.WORLD, **strategy), CPU, Turns([]))
+    alone = dist.new_group([0])
+    note("ranks have unlike groups")
+    model = wrap_blocks(make(), process_group=group, device_id=sim, **strategy)
+    if dist.get_rank() == 0:
+        assert dist.get_world_size(alone) == 1
+        dist.all_reduce = functools.partial(dist.all_reduce)
+    note("ranks have unlike functions")
+    assert_equal(train(model, sim, Turns([])), wanted, "beside other ranks")
+
+
+def test_ranks_meet_on_the_host_whatever_else_each_has(library):
+    run_ranks(beside_other_ranks, 2, library, timeout=30.0)
+
+
+def ends_before_they_meet(library):
+    """Rank 1 has compared a unit with rank 0, and ends before there is a group for the host."""
+    meet_in_a_server()
+    simulated.use(library)
+    arguments = {"process_group": simulated.new_group(on_host=True), "device_id": torch.device("sim", 0)}
+    if dist.get_rank() == 1:
+        fully_sharded.with_host = lambda *_: os._exit(7)
+    try:
+        wrap_blocks(make(), sharding_strategy=ShardingStrategy.ZERO_1, **arguments)
+    except OrderError as error:
+        note(error)
+        os._exit(3)
+
+
+def test_a_rank_that_ends_before_ranks_meet_on_the_host_is_missed(library):
+    (code, _, told), (lost, _, _) = ends_of_ranks(ends_before_they_meet, 2, library, timeout=30.0)
+    assert (code, lost) == (3, 7), told
+    assert re.search("the process of rank 1 .* has ended", told)
 
 
 class Scaled(nn.Module):
