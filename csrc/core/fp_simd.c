@@ -2,10 +2,13 @@
 #include "core/fp_simd.h"
 
 #include <stdatomic.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "core/fp_cast.h"
 
-static _Atomic int forced_level = -1; /* -1: none was chosen, use the best */
+static _Atomic int level_in_use = -1; /* -1: nobody has asked yet */
 
 static const char *const names[FP_SIMD_COUNT] = {"baseline", "avx2", "avx512", "neon"};
 
@@ -26,12 +29,22 @@ is_level(fp_simd_level level)
     return (unsigned)level < FP_SIMD_COUNT;
 }
 
+#if defined(__x86_64__)
+/* Not __builtin_cpu_supports("f16c"), which Clang 14 refuses. The operating system is asked about with AVX2. */
+static int
+has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 int
 fp_simd_supported(fp_simd_level level)
 {
 #if defined(__x86_64__) /* the compiler's run-time library asks cpuid, and xgetbv for the operating system */
     if (level == FP_SIMD_AVX2) {
-        return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
+        return __builtin_cpu_supports("avx2") != 0 && has_f16c();
     }
     if (level == FP_SIMD_AVX512) {
         return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0;
@@ -43,16 +56,16 @@ fp_simd_supported(fp_simd_level level)
 fp_simd_level
 fp_simd_get_level(void)
 {
-    const int forced = atomic_load_explicit(&forced_level, memory_order_relaxed);
-    if (forced >= 0) {
-        return (fp_simd_level)forced;
+    int level = atomic_load_explicit(&level_in_use, memory_order_relaxed);
+    if (level >= 0) {
+        return (fp_simd_level)level;
     }
-    for (int level = FP_SIMD_COUNT - 1; level > 0; level--) {
-        if (fp_simd_supported((fp_simd_level)level)) {
-            return (fp_simd_level)level;
-        }
+    int best = FP_SIMD_COUNT - 1;
+    while (!fp_simd_supported((fp_simd_level)best)) {
+        best--; /* ends: every processor has the baseline */
     }
-    return FP_SIMD_BASELINE;
+    /* what another thread has chosen since stays */
+    return (fp_simd_level)(atomic_compare_exchange_strong(&level_in_use, &level, best) ? best : level);
 }
 
 fp_status
@@ -61,7 +74,7 @@ fp_simd_set_level(fp_simd_level level)
     if (!fp_simd_supported(level)) {
         return FP_EINVAL;
     }
-    atomic_store_explicit(&forced_level, (int)level, memory_order_relaxed);
+    atomic_store_explicit(&level_in_use, (int)level, memory_order_relaxed);
     return FP_OK;
 }
 
