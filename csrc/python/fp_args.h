@@ -3,10 +3,11 @@
  * The caller holds the GIL. */
 #pragma once
 
+#include "python/fp_compat.h"
+
 #include <stdint.h>
 
 #include "core/fp_status.h"
-#include "python/fp_compat.h"
 
 /* What hangs on the module object beside its types. A member is set in fp_exec, visited in fp_traverse and cleared in
  * fp_clear (module/fp_module.c). */

@@ -1,12 +1,13 @@
 /* testing/fp_testing_py.c -- flatparam._C_testing: what only tests and benchmarks ask of the core. Builds for development
  * have it, in the same library as flatparam._C, whose allocations and SIMD level it shares; an installation has not.
  * Its functions take memory only as objects with the buffer protocol, checked against the sizes asked for. */
+#include "testing/fp_testing.h"
+
 #include <string.h>
 
 #include "core/fp_alloc.h"
 #include "core/fp_pack.h"
 #include "core/fp_simd.h"
-#include "testing/fp_testing.h"
 
 /* From this many bytes on the interpreter lock is released: the buffers stay exported, so nobody can free them. */
 enum { RELEASE_GIL_BYTES = 1 << 20 };
