@@ -66,10 +66,10 @@ phase_boxes_of_a_shard(void)
 PHASE
 phase_states_of_a_step(void)
 {
-    static const int events[] = {FP_PASS_BEGIN_FORWARD, FP_PASS_END_FORWARD, FP_PASS_EXPECT_BACKWARD,
-                                 FP_PASS_BEGIN_BACKWARD, FP_PASS_FINISH_BACKWARD};
+    static const unsigned events[] = {FP_PASS_BEGIN_FORWARD, FP_PASS_END_FORWARD, FP_PASS_EXPECT_BACKWARD,
+                                      FP_PASS_BEGIN_BACKWARD, FP_PASS_FINISH_BACKWARD};
     for (int i = 0; i < 100; i++) {
-        int state = FP_PASS_IDLE;
+        unsigned state = FP_PASS_IDLE;
         for (size_t e = 0; e < sizeof(events) / sizeof(events[0]); e++) {
             need(fp_state_next(&fp_pass_moves, state, events[e], &state));
         }

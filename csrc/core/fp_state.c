@@ -113,26 +113,26 @@ const fp_state_table fp_shown_moves = TABLE(shown_moves, shown_states, shown_eve
 /* ---- moves ---- */
 
 fp_status
-fp_state_next(const fp_state_table *table, int state, int event, int *next)
+fp_state_next(const fp_state_table *table, unsigned state, unsigned event, unsigned *next)
 {
-    if ((unsigned)state >= (unsigned)table->n_states || (unsigned)event >= (unsigned)table->n_events) {
+    if (state >= table->n_states || event >= table->n_events) {
         return FP_EINVAL;
     }
     const unsigned char move = table->moves[event * table->n_states + state];
     if (move == 0) {
         return FP_ESTATE;
     }
-    *next = move - 1;
+    *next = move - 1U;
     return FP_OK;
 }
 
 void
-fp_state_message(const fp_state_table *table, int state, int event, char *text, size_t size)
+fp_state_message(const fp_state_table *table, unsigned state, unsigned event, char *text, size_t size)
 {
     int used =
         snprintf(text, size, "%s is not possible in state %s, only in ", table->events[event], table->states[state]);
     const char *separator = "";
-    for (int other = 0; other < table->n_states && used >= 0 && (size_t)used < size; other++) {
+    for (unsigned other = 0; other < table->n_states && used >= 0 && (size_t)used < size; other++) {
         if (table->moves[event * table->n_states + other] != 0) {
             used += snprintf(text + used, size - (size_t)used, "%s%s", separator, table->states[other]);
             separator = ", ";

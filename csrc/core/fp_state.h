@@ -142,18 +142,18 @@ typedef enum {
 typedef struct {
     const char *const *states, *const *events;
     const unsigned char *moves;
-    int n_states, n_events;
+    unsigned n_states, n_events;
 } fp_state_table;
 extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_turn_moves,
     fp_shown_moves;
 
 /* The state after event. FP_ESTATE if it may not happen in state, FP_EINVAL for a value that is no state or event;
  * *next is written only when FP_OK is returned. */
-fp_status fp_state_next(const fp_state_table *table, int state, int event, int *next);
+fp_status fp_state_next(const fp_state_table *table, unsigned state, unsigned event, unsigned *next);
 
 /* Enough bytes for any message of fp_state_message. */
 enum { FP_STATE_MESSAGE_BYTES = 256 };
 
 /* Say why event may not happen in state, and in which states it may: a terminated text of at most size bytes, cut if it
  * does not fit. Both values are valid, size >= 1. */
-void fp_state_message(const fp_state_table *table, int state, int event, char *text, size_t size);
+void fp_state_message(const fp_state_table *table, unsigned state, unsigned event, char *text, size_t size);

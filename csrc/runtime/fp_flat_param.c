@@ -30,7 +30,7 @@ static int
 move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
 {
     const int was_unfit = is_unfit(flat_param);
-    int next;
+    unsigned next;
     if (fp_state_next(&fp_shown_moves, flat_param->shown, event, &next) != FP_OK) {
         char text[FP_STATE_MESSAGE_BYTES];
         fp_state_message(&fp_shown_moves, flat_param->shown, event, text, sizeof text);

@@ -50,7 +50,7 @@ fp_iteration_check_thread(const fp_unit *unit)
 
 /* Write what the unit's state is after event to *next, or raise; nothing is changed. */
 static int
-next_pass(const fp_unit *unit, fp_pass_event event, int *next)
+next_pass(const fp_unit *unit, fp_pass_event event, unsigned *next)
 {
     if ((event == FP_PASS_BEGIN_FORWARD || event == FP_PASS_END_FORWARD) && fp_iteration_check_thread(unit) < 0) {
         return -1;
@@ -61,7 +61,7 @@ next_pass(const fp_unit *unit, fp_pass_event event, int *next)
 int
 fp_iteration_check(const fp_unit *unit, fp_pass_event event)
 {
-    int next;
+    unsigned next;
     return next_pass(unit, event, &next);
 }
 
@@ -69,7 +69,7 @@ int
 fp_iteration_move(fp_unit *unit, fp_pass_event event)
 {
     fp_root *root = unit->root;
-    int next;
+    unsigned next;
     if (next_pass(unit, event, &next) < 0 ||
         (event == FP_PASS_BEGIN_FORWARD && root->depth == 0 && fp_graph_keep_caller() < 0)) {
         return -1;

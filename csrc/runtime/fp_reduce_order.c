@@ -86,7 +86,7 @@ learn(fp_root *root)
 int
 fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_turn_event event)
 {
-    int next;
+    unsigned next;
     if (fp_unit_next(unit, &fp_turn_moves, flat_param->turn, event, &next) < 0) {
         return -1;
     }

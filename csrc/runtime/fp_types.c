@@ -101,7 +101,7 @@ fp_root_each(fp_root *root, int (*call)(fp_root *root, fp_unit *unit))
 }
 
 int
-fp_unit_next(const fp_unit *unit, const fp_state_table *table, int state, int event, int *next)
+fp_unit_next(const fp_unit *unit, const fp_state_table *table, unsigned state, unsigned event, unsigned *next)
 {
     char text[FP_STATE_MESSAGE_BYTES];
     if (fp_state_next(table, state, event, next) == FP_OK) {

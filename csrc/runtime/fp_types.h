@@ -102,7 +102,7 @@ enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 extern int64_t fp_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
 
 /* fp_state_next(), with RuntimeError naming the unit where event may not happen in state. */
-int fp_unit_next(const fp_unit *unit, const fp_state_table *table, int state, int event, int *next);
+int fp_unit_next(const fp_unit *unit, const fp_state_table *table, unsigned state, unsigned event, unsigned *next);
 
 static inline int
 fp_unit_is_in_forward(const fp_unit *unit)

@@ -7,7 +7,7 @@
 int
 fp_unshard_move(fp_unit *unit, fp_unit_event event)
 {
-    int next;
+    unsigned next;
     if (fp_unit_next(unit, &fp_unit_moves, unit->state, event, &next) < 0) {
         return -1;
     }

@@ -67,10 +67,10 @@ set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
     flat.shown_version = flat.seen_version = flat.unsharded._version();
 }
 
-int
-next_state(const fp_flat_buffer &flat, const fp_state_table &table, int state, int event)
+unsigned
+next_state(const fp_flat_buffer &flat, const fp_state_table &table, unsigned state, unsigned event)
 {
-    int next = state;
+    unsigned next = state;
     if (fp_state_next(&table, state, event, &next) != FP_OK) {
         char text[FP_STATE_MESSAGE_BYTES];
         fp_state_message(&table, state, event, text, sizeof text);

@@ -97,7 +97,7 @@ namespace fp {
 inline size_t
 bytes_of(const fp_flat_buffer &flat)
 {
-    return static_cast<size_t>(flat.geometry->total) * flat.unsharded.element_size();
+    return static_cast<size_t>(flat.geometry->total) * flat.unsharded.itemsize();
 }
 
 // The only way to another state; RuntimeError, with nothing changed, where the core's table has no such move.

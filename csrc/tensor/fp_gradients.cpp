@@ -148,7 +148,7 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
         }
         if (!whole.defined()) {
             const int64_t offset = own.storage_offset() - of.starts[i];
-            const auto room = static_cast<int64_t>(own.storage().nbytes() / own.element_size());
+            const auto room = static_cast<int64_t>(own.storage().nbytes() / own.itemsize());
             if (offset < 0 || offset + model.numel() > room) {
                 return at::Tensor();
             }

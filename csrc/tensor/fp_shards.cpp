@@ -22,7 +22,7 @@ namespace fp {
 namespace {
 
 constexpr c10::DispatchKey marked = c10::DispatchKey::DeferredInit;
-const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, marked);
+const c10::DispatchKeySet after_marked(c10::DispatchKeySet::FULL_AFTER, marked);
 
 PyObject *explain = nullptr;
 
@@ -67,7 +67,7 @@ refuse_all(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::
     for (const c10::IValue &value : torch::jit::last(*stack, op.schema().arguments().size())) {
         refuse(value);
     }
-    op.redispatchBoxed(keys & after, stack);
+    op.redispatchBoxed(keys & after_marked, stack);
 }
 
 template <class Argument>
@@ -85,7 +85,7 @@ template <class Op, class Result, class... Arguments> struct Tried<Op, Result(Ar
     static Result call(c10::DispatchKeySet keys, Arguments... arguments)
     {
         try {
-            return Op::redispatch(keys & after, arguments...);
+            return Op::redispatch(keys & after_marked, arguments...);
         }
         catch (const c10::Error &) {
             (refuse_if_tensor(arguments), ...);

@@ -59,7 +59,7 @@ resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool
 size_t
 bytes_for(const at::Tensor &tensor)
 {
-    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
                                             static_cast<size_t>(tensor.storage_offset()));
 }
 
@@ -526,7 +526,7 @@ fp_torch_storage_numel(PyObject *tensor_object)
 {
     return fp::guarded(int64_t{-1}, [&] {
         const at::Tensor &tensor = fp::unpack(tensor_object);
-        return static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)) / tensor.element_size());
+        return static_cast<int64_t>(fp::memory_of(fp::storage_of(tensor)) / tensor.itemsize());
     });
 }
 

@@ -13,13 +13,13 @@ static const fp_state_table *const tables[] = {&fp_pass_moves,     &fp_unit_move
 static int
 after(const fp_state_table *table, const int *events)
 {
-    int state = 0;
+    unsigned state = 0;
     for (; *events >= 0; events++) {
-        if (fp_state_next(table, state, *events, &state) != FP_OK) {
+        if (fp_state_next(table, state, (unsigned)*events, &state) != FP_OK) {
             return -1;
         }
     }
-    return state;
+    return (int)state;
 }
 #define AFTER(table, ...) after(&table, (const int[]){__VA_ARGS__, -1})
 
@@ -27,18 +27,18 @@ static void
 check_refusals(const fp_state_table *table)
 {
     char text[FP_STATE_MESSAGE_BYTES], small[10];
-    int next = 77;
+    unsigned next = 77;
     CHECK_EQ(fp_state_next(table, table->n_states, 0, &next), FP_EINVAL);
-    CHECK_EQ(fp_state_next(table, -1, 0, &next), FP_EINVAL);
+    CHECK_EQ(fp_state_next(table, (unsigned)-1, 0, &next), FP_EINVAL);
     CHECK_EQ(fp_state_next(table, 0, table->n_events, &next), FP_EINVAL);
-    CHECK_EQ(fp_state_next(table, 0, -1, &next), FP_EINVAL);
+    CHECK_EQ(fp_state_next(table, 0, (unsigned)-1, &next), FP_EINVAL);
     CHECK_EQ(next, 77);
-    for (int event = 0; event < table->n_events; event++) {
+    for (unsigned event = 0; event < table->n_events; event++) {
         int possible = 0;
-        for (int state = 0; state < table->n_states; state++) {
-            next = -1;
+        for (unsigned state = 0; state < table->n_states; state++) {
+            next = 77;
             const fp_status status = fp_state_next(table, state, event, &next);
-            CHECK(status == FP_OK ? next >= 0 && next < table->n_states : status == FP_ESTATE && next == -1);
+            CHECK(status == FP_OK ? next < table->n_states : status == FP_ESTATE && next == 77);
             possible += status == FP_OK;
             fp_state_message(table, state, event, text, sizeof text);
             CHECK(strlen(text) < sizeof text - 1);
@@ -54,12 +54,12 @@ check_refusals(const fp_state_table *table)
 static void
 check_ways_back(const fp_state_table *table)
 {
-    for (int state = 0; state < table->n_states; state++) {
+    for (unsigned state = 0; state < table->n_states; state++) {
         unsigned reached = 1U << state;
-        for (int round = 0; round < table->n_states; round++) {
-            for (int from = 0; from < table->n_states; from++) {
-                for (int event = 0; event < table->n_events; event++) {
-                    int next;
+        for (unsigned round = 0; round < table->n_states; round++) {
+            for (unsigned from = 0; from < table->n_states; from++) {
+                for (unsigned event = 0; event < table->n_events; event++) {
+                    unsigned next;
                     if ((reached >> from & 1U) && fp_state_next(table, from, event, &next) == FP_OK) {
                         reached |= 1U << next;
                     }
