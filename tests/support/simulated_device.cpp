@@ -23,6 +23,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <atomic>
 #include <cstring>
@@ -195,8 +196,6 @@ struct Recorded {
 bool capturing = false; // as if, into a graph
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    static constexpr c10::DeviceType static_type = SIM;
-
     static c10::Stream stream_of(int64_t id)
     {
         return c10::Stream(c10::Stream::UNSAFE, c10::Device(SIM, 0), id);
@@ -280,10 +279,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         check_not_ended();
         delete static_cast<Recorded *>(event);
     }
-    virtual bool isStreamCapturing(const c10::Stream &) const // which torch asks from 2.13 on
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13 // before that torch does not ask
+    bool isStreamCapturing(const c10::Stream &) const override
     {
         return capturing;
     }
+#endif
     bool queryStream(const c10::Stream &stream) const override
     {
         const Locked locked(mutex);
