@@ -52,11 +52,10 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def positive(text: str) -> int:
-    """One of them."""
-    found = counts(text)
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"expected one positive integer, got {text!r}")
-    return found[0]
+    """A positive integer."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
 
 
 def strategies(text: str) -> tuple[str, ...]:
@@ -68,13 +67,6 @@ def strategies(text: str) -> tuple[str, ...]:
     return found
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells a default where there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default else action.help
-
-
 def parser() -> Parser:
     made = Parser(
         prog="python -m flatparam advise",
@@ -83,7 +75,6 @@ def parser() -> Parser:
         "device; nothing runs. Memory is inspect's plan. Step time is a model of latency, bandwidth and operations "
         "(flatparam.advise.timing says which): it ranks, and has been fitted to no machine. Exit status: 0, 1 when "
         "nothing fits, 2 for bad input.",
-        formatter_class=Formatter,
         allow_abbrev=False,
     )
     size, rate = quantity({"B": 1}, "80GB"), quantity({"B/s": 1, "bit/s": 1 / 8}, "50GB/s or 400Gbit/s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..common.parsing import Parser
 from ..fsdp.safetensors_files import FileError
@@ -31,6 +32,16 @@ def parser() -> Parser:
     return made
 
 
+def many(count: int, word: str, plural: str | None = None) -> str:
+    return f"{count} {word if count == 1 else plural or word + 's'}"
+
+
+def gathered_from(unit: dict[str, Any]) -> str:
+    """Words for a unit whose forward and backward gather over other ranks than have its shards; else none."""
+    over = unit["parameters_over"]
+    return f", parameters over {many(over, 'rank')}{', nested' if unit['nested'] else ''}" if over > 1 else ""
+
+
 def show(path: Path, trusted: bool) -> str:
     """What is printed of a checkpoint. Raises: CheckpointError, FileError, OSError."""
     source = open_source(path, trusted)
@@ -41,13 +52,14 @@ def show(path: Path, trusted: bool) -> str:
             about = ", ".join(f"{key} {index.about[key]}" for key in ("flatparam", "torch"))
             lines.append(f"saved by {index.world_size} ranks ({about}), {index.bytes} bytes, id {index.id}")
             lines += [
-                f"unit `{unit['name']}`: {unit['strategy']}, {unit['shards']} shards, {unit['replicas']} replicas, "
-                f"parameters over {unit['parameters_over']}{', nested' if unit['nested'] else ''}"
+                f"unit {unit['name'] or '(root)'}: {unit['strategy']}, {many(unit['shards'], 'shard')}, "
+                f"{many(unit['replicas'], 'replica')}{gathered_from(unit)}"
                 for unit in index.units
             ]
         for folder, name, chunks in tensors_of(source):
             first, files = chunks[0], len({chunk.file for chunk in chunks})
-            lines.append(f"{folder:<10}{name}  {first.dtype} {list(first.shape)}  {len(chunks)} boxes in {files} files")
+            where = f"{many(len(chunks), 'box', 'boxes')} in {many(files, 'file')}"
+            lines.append(f"{folder:<10}{name}  {first.dtype} {list(first.shape)}  {where}")
     finally:
         source.close()
     return "\n".join(lines)

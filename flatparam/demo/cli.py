@@ -35,7 +35,6 @@ def parser(defaults: Config) -> Parser:
         "batches: one unsharded process, torch FSDP1, flatparam. Compare losses, parameters, time and memory. Kill "
         "flatparam's processes in training, and go on from their last checkpoint. Exit status: 0 when every check "
         "holds, 1 when one fails, 2 for a bad option.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument
@@ -70,8 +69,11 @@ def parse(arguments: list[str]) -> Config:
     if options.device == "cuda":
         import torch
 
-        base = dataclasses.replace(base, ranks=min(base.ranks, torch.cuda.device_count()) or base.ranks)
+        found = torch.cuda.device_count()
+        base = dataclasses.replace(base, ranks=min(base.ranks, found) or base.ranks)
         options = parser(base).parse_args(arguments)
+        if options.ranks > found:
+            raise BadSetting(f"--device cuda takes a GPU for each of {options.ranks} ranks, there are {found}")
     del options.quick
     return dataclasses.replace(base, **vars(options))
 

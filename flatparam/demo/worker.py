@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import flatparam
 from flatparam.demo import checkpoint
-from flatparam.demo.config import BadSetting, Config
+from flatparam.demo.config import Config
 from flatparam.demo.data import Corpus, load_text
 from flatparam.demo.hostcost import HostCost
 from flatparam.demo.memory import PeakMemory, optimizer_bytes, tensor_bytes
@@ -39,9 +39,6 @@ class Worker:
     def __init__(self, config: Config, role: Role) -> None:
         torch.set_num_threads(config.threads)
         if config.device == "cuda":
-            if torch.cuda.device_count() < config.ranks:
-                found = torch.cuda.device_count()
-                raise BadSetting(f"--device cuda takes a GPU for each of {config.ranks} ranks, there are {found}")
             torch.cuda.set_device(role.rank)
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a resumed run has the same bits
             torch.use_deterministic_algorithms(True, warn_only=True)

@@ -30,7 +30,6 @@ def parser() -> Parser:
         prog="python -m flatparam inspect",
         description="Print the units, shards, padding and bytes per rank that flatparam.FullyShardedDataParallel gives "
         "a model, which is made on the meta device: no process group, no memory. Exit status: 0, or 2 for bad input.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument

@@ -208,7 +208,8 @@ def test_commands_show_verify_and_export(tmp_path):
     status, out, _ = command("show", tmp_path / "one")
     assert status == 0
     assert "saved by 2 ranks" in out
-    assert "unit `blocks.1`: FULL_SHARD, 2 shards, 1 replicas" in out
+    assert "unit blocks.1: FULL_SHARD, 2 shards, 1 replica\n" in out
+    assert "unit (root): FULL_SHARD, 2 shards, 1 replica\n" in out
     assert "image  F32 [3, 4, 2, 5]" in out
     status, out, _ = command("verify", tmp_path / "one", "--finite")
     assert (status, "as it was saved" in out) == (0, True)

@@ -292,6 +292,7 @@ def test_help_names_every_option(capsys):
         assert f"--{option}" in printed
     assert "full-shard" in printed
     assert "450" in printed
+    assert not any(f"default: {value}" in " ".join(printed.split()) for value in (None, False))
 
 
 @pytest.mark.parametrize(
@@ -313,11 +314,13 @@ def test_help_names_every_option(capsys):
         ("--strategy zero-1 --runtime dropin", "is not one of torch's: it needs --runtime flatparam"),
         ("--precision fp8", "argument --precision: invalid choice: 'fp8'"),
         ("--strategy hybrid-shard --ranks 3", "--ranks must be even"),
+        ("--device cuda --ranks 1000", "--device cuda takes a GPU for each of 1000 ranks, there are "),
         ("--out /dev/null/x", "Not a directory"),
         ("--colour red", "unrecognized arguments: --colour red"),
     ],
 )
-def test_a_bad_option_is_refused_in_one_line(arguments, says, capsys):
+def test_a_bad_option_is_refused_in_one_line_before_a_process_starts(arguments, says, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "demo", lambda config: pytest.fail("it starts"))
     try:
         status = cli.main(arguments.split())
     except SystemExit as stopped:
@@ -347,8 +350,15 @@ def test_quick_changes_defaults_but_not_what_is_given():
 
 @pytest.mark.parametrize(
     ("gpus", "arguments", "ranks"),
-    [(1, [], 1), (8, [], 2), (0, [], 2), (1, ["--ranks=4"], 4), (1, ["--ranks", "4"], 4)],  # 0: a rank says so
+    [(1, [], 1), (8, [], 2), (4, ["--ranks=4"], 4), (8, ["--ranks", "4"], 4)],
 )
-def test_there_are_no_more_ranks_than_gpus_unless_asked_for(gpus, arguments, ranks, monkeypatch):
+def test_there_are_no_more_ranks_than_gpus(gpus, arguments, ranks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert cli.parse(["--device", "cuda", *arguments]).ranks == ranks
+
+
+@pytest.mark.parametrize(("gpus", "arguments", "ranks"), [(0, [], 2), (1, ["--ranks=4"], 4)])
+def test_more_ranks_than_gpus_are_refused(gpus, arguments, ranks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(config.BadSetting, match=f"a GPU for each of {ranks} ranks, there are {gpus}"):
+        cli.parse(["--device", "cuda", *arguments])

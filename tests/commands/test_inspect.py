@@ -324,6 +324,7 @@ def test_help_names_every_option(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(f"--{name}" in text for name in ("world-size", "strategy", "wrap", "param-dtype", "optimizer", "png"))
+    assert not any(f"default: {value}" in " ".join(text.split()) for value in (None, False))
     assert main(["--help"]) == 0
     assert "inspect" in capsys.readouterr().out
 
