@@ -61,21 +61,34 @@ def is_sliced(group: Any, device: torch.device) -> bool:
     return of_group[device.type]
 
 
-def gloo_beside(group: dist.ProcessGroup, store: dist.Store, name: Any) -> dist.ProcessGroup:
-    """A group of gloo with the ranks of ``group``, which has gloo too. A collective call.
+def gloo_beside(
+    group: dist.ProcessGroup, store: dist.Store, name: Any, timeout: datetime.timedelta, connecting: datetime.timedelta
+) -> dist.ProcessGroup:
+    """A group of gloo with the ranks of ``group``. A collective call.
 
     ``name``: that no group had in ``store``; C++ finds it by that for as long as it is referred to. torch's
-    ``new_group()`` asks all ranks of the world, or names a group after how many groups a rank has.
+    ``new_group()`` asks all ranks of the world, or names a group after how many groups a rank has. ``timeout``: of its
+    collectives; ``connecting``: of this call. Raises: RuntimeError, where a rank finds no network to the others.
     """
-    cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
-    timeout = unwrapped(group._get_backend(cpu)).options._timeout
+    kind = dist.ProcessGroup.BackendType.GLOO
     store = dist.PrefixStore(f"{name}/", store)
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), connecting)
+    backend._set_default_timeout(timeout)
     made = dist.ProcessGroup(store, group.rank(), group.size())
-    made._register_backend(cpu, kind, dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout))
+    made._register_backend(torch.device("cpu"), kind, backend)
     made._set_default_backend(kind)
     made._set_group_name(name)
     dist.distributed_c10d._register_process_group(name, made)
     return made
+
+
+def check_gloo() -> None:
+    """Raises: RuntimeError, where gloo finds no interface of this host."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    for name in names.split(",") if names else ():
+        dist.ProcessGroupGloo.create_device(interface=name)
+    if not names:
+        dist.ProcessGroupGloo.create_default_device()
 
 
 def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = lambda: None) -> None:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..common.collectives import gloo_beside, is_sliced
+from ..common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
 from ..common.tensors import in_storage_order, lacks_memory
 from .order import gather_objects, issue, meet, wait
 from .originals import Options, Original
@@ -33,6 +34,7 @@ _APART = 1  # instead of a digest of values: this rank knows that others have ot
 _TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
 _PATIENCE = 2.0  # seconds in which the others are expected
 
+_Result = TypeVar("_Result")
 Described = list[tuple[str, str]]  # (name, what it is) of everything that must be the same on all ranks
 
 
@@ -219,24 +221,56 @@ def _wait_with_an_error(work: Any, said: str) -> None:
 
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
+_CONNECTING = datetime.timedelta(seconds=30)  # where nobody has said that there is a network for gloo
 
 
 def with_host(placement: Placement, device: torch.device | None) -> Placement:
     """``placement``, of a unit on ``device``, with the group ``host`` if its ranks tell each other things there.
 
-    A collective call, the first time over a group, for ranks that have compared a unit over it. They do where the group
-    that was given has gloo for the host, so its network is there. The group is ours alone: others use the one that was
-    given in threads of theirs, as torch's asynchronous checkpoints do.
+    A collective call, the first time over a group, for ranks that have compared a unit over it.
     """
     group = placement.optim
     if not placement.keeps_copy or group is None or device is None or device.type == "cpu":
         return placement
     if group not in _hosts:
-        store = store_of(group) if is_sliced(group, torch.device("cpu")) else None
-        if store is not None:
-            meet(group)  # Ctrl-C, and the end of another rank, ends this wait; not that for gloo's connections
-        _hosts[group] = None if store is None else gloo_beside(group, store, f"flatparam {register_of(group).life}")
+        store = store_of(group)
+        _hosts[group] = None if store is None else _group_on_host(group, store)
     return dataclasses.replace(placement, host=_hosts[group])
+
+
+def _group_on_host(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessGroup | None:
+    """One of gloo that is ours alone: others use the one that was given in threads of theirs, as torch's asynchronous
+    checkpoints do. None, and a warning, where that has no gloo and a rank finds no network for one.
+    """
+    meet(group)  # Ctrl-C, and the end of another rank, ends this wait; not that for gloo's connections
+    cpu, name = torch.device("cpu"), f"flatparam {register_of(group).life}"
+    if is_sliced(group, cpu):  # its network is there
+        timeout = unwrapped(group._get_backend(cpu)).options._timeout
+        return gloo_beside(group, store, name, timeout, connecting=timeout)
+    _, lacking = _on_all_ranks(group, check_gloo)  # so that no rank tries to connect to one that cannot
+    if lacking is None:
+        timeout = dist.constants.default_pg_timeout
+        made, lacking = _on_all_ranks(group, lambda: gloo_beside(group, store, name, timeout, _CONNECTING))
+    if lacking is None:
+        return made
+    warnings.warn(
+        "ZERO_1 and LAYER_ZERO wait for the device in each step, as their ranks tell each other things over "
+        f"{dist.get_backend(group)}: {lacking}. GLOO_SOCKET_IFNAME names an interface for gloo",
+        stacklevel=2,
+    )
+    return None
+
+
+def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
+    """What ``call`` returns, and the first rank on which it finds no network for gloo, with the reason."""
+    result: _Result | None = None
+    problem = ""
+    try:
+        result = call()
+    except (AttributeError, RuntimeError) as error:  # AttributeError: this torch has no gloo
+        problem = str(error).split("\n")[0] or repr(error)
+    told = zip(dist.get_process_group_ranks(group), meet(group, problem), strict=True)
+    return result, next((f"rank {rank} finds no network for gloo ({why})" for rank, why in told if why), None)
 
 
 def _describe(name: str, originals: list[Original], options: Options) -> Described:

@@ -110,15 +110,16 @@ def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group:
     return native
 
 
-def meet(group: dist.ProcessGroup) -> None:
-    """Wait in the store for the other ranks. Raises: OrderError, when one cannot come."""
+def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
+    """What each rank says; the wait for it is in the store. Raises: OrderError, when one cannot come."""
     store, ranks = peers.store_of(group), dist.get_process_group_ranks(group)
     if store is None or len(ranks) == 1:
-        return
+        return [mine]
     if group not in _meetings:
         _meetings[group] = peers.Meetings(peers.own_connection(store), f"flatparam meets {peers.life_of_world()}")
-    _meetings[group].meet(ranks)
+    said = _meetings[group].meet(ranks, mine)
     _meetings[group].forget()
+    return [each.decode() for each in said]
 
 
 def wait(

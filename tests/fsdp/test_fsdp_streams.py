@@ -5,6 +5,7 @@ counts.
 """
 
 import contextlib
+import datetime
 import functools
 import itertools
 import os
@@ -26,7 +27,7 @@ from torch import nn
 
 from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import OrderError, fully_sharded
+from flatparam.fsdp import OrderError, agreement, fully_sharded
 
 pytestmark = pytest.mark.multiprocess
 
@@ -178,10 +179,16 @@ def test_the_next_gather_begins_before_a_unit_computes(library):
     run_ranks(beside, 2, library)
 
 
-def host_waits(library, on_host):
+def finds_none():
+    raise RuntimeError("no interface")
+
+
+def host_waits(library, on_host, network):
     """How often the host waits for the device in a forward, and in a backward."""
     device = simulated.use(library)
     sim, groups = torch.device("sim", 0), three_groups(functools.partial(simulated.new_group, on_host=on_host))
+    if not network:
+        agreement.check_gloo = finds_none  # not for the simulated collectives, which are gloo's
     counted = {}
     for strategy, offload in itertools.product(ShardingStrategy, (False, True)):
         model = wrap_blocks(
@@ -209,16 +216,50 @@ def host_waits(library, on_host):
     return counted
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_the_host_waits_for_nothing_in_a_step(library, on_host):
-    for counted in run_ranks(host_waits, 4, library, on_host):
+@pytest.mark.parametrize(
+    ("on_host", "network"),
+    [
+        pytest.param(True, True, marks=pytest.mark.thorough),
+        pytest.param(False, True, id="gloo was not asked for"),
+        pytest.param(False, False, id="gloo finds no network"),
+    ],
+)
+def test_the_host_waits_for_nothing_in_a_step(library, on_host, network):
+    for counted in run_ranks(host_waits, 4, library, on_host, network):
         for (name, offload), waits in counted.items():
             copied = name in ("ZERO_1", "LAYER_ZERO", "LAYER_ZERO_NESTED")  # ranks tell each other what is old
-            copied = copied and not on_host
+            copied = copied and not network
             halves = name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO_NESTED")  # the second comes later
             assert waits[0] == int(copied), (name, offload, waits)
             at_most = max(int(copied), (1 + halves) * offload)
             assert int(copied or offload) <= waits[1] <= at_most, (name, offload, waits)
+
+
+def one_without_a_network(library, what, reason):
+    """Rank 1 finds no network for gloo: all go on without one, told why, and train as before."""
+    simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group()
+    agreement._CONNECTING = datetime.timedelta(seconds=2)
+    strategy = {"sharding_strategy": ShardingStrategy.ZERO_1}
+    wanted = train(wrap_blocks(make(), process_group=dist.group.WORLD, **strategy), CPU, Turns([]))
+    if dist.get_rank() == 1 and what == "interface":
+        os.environ["GLOO_SOCKET_IFNAME"] = "nothing0"
+    elif dist.get_rank() == 1:
+        agreement.gloo_beside = lambda *_: finds_none()
+    with pytest.warns(UserWarning, match=f"wait for the device .* {reason}.* GLOO_SOCKET_IFNAME"):
+        model = wrap_blocks(make(), process_group=group, device_id=sim, **strategy)
+    assert_equal(train(model, sim, Turns([])), wanted, "without a network")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("interface", r"rank 1 finds no network for gloo \(.*nothing0"),
+        ("connection", r"rank 0 finds no network for gloo \(.*timeout"),
+    ],
+)
+def test_a_rank_without_a_network_for_gloo_is_told_to_all(library, what, reason):
+    run_ranks(one_without_a_network, 2, library, what, reason, timeout=60.0)
 
 
 def beside_a_thread(library):
