@@ -74,7 +74,7 @@ make_flags(fp_exchange *exchange, Py_ssize_t n)
 }
 
 static int
-start(fp_exchange *exchange)
+start(fp_exchange *exchange, unsigned kind)
 {
     fp_unit *first = exchange->units[0];
     if (fp_unshard_make_views(first, 0) < 0) {
@@ -83,7 +83,7 @@ start(fp_exchange *exchange)
     PyObject *like = fp_flat_buffer_unsharded(first->flat_params[0].flat);
     exchange->sum = like == NULL ? NULL
                                  : fp_sum_start(group_of(first), like, exchange->flags, exchange->n_flags,
-                                                fp_unit_collectives(first));
+                                                fp_unit_collectives(first), kind);
     Py_XDECREF(like);
     return exchange->sum == NULL ? -1 : 0;
 }
@@ -160,7 +160,7 @@ agree_with(fp_exchange *exchange)
         }
         exchange->flags[i] = stale != 0;
     }
-    const int status = start(exchange) < 0 || read_sum(exchange) < 0 ? -1 : 0;
+    const int status = start(exchange, FP_EVENT_AGREES) < 0 || read_sum(exchange) < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < exchange->n; i++) {
         fp_unit *unit = exchange->units[i];
         unit->stale = exchange->flags[i] != 0;
@@ -234,7 +234,7 @@ tell(const fp_root *root, fp_exchange *exchange)
             exchange->flags[n + exchange->rank] = (int32_t)(i + 1);
         }
     }
-    return start(exchange);
+    return start(exchange, FP_EVENT_AGREES_ON_GRADIENTS);
 }
 
 int

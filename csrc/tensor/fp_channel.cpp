@@ -419,7 +419,7 @@ fp_gather_is_under_way(const fp_gather *gather) noexcept
 // On the host if there is a group for that: then nobody waits for a device. Else on a stream of its own: what the host
 // reads here waits for the other ranks, not for what this device still computes.
 fp_sum *
-fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives)
+fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives, unsigned kind)
 {
     return fp::guarded<fp_sum *>(nullptr, [&] {
         const fp::Plainly plainly;
@@ -437,7 +437,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
         const fp::OnOwnStream apart(device, fp::Purpose::copy, fp::After::nothing);
         sum->there = sum->here.to(device, at::kInt, /*non_blocking=*/true);
-        fp::announce(*group, FP_EVENT_AGREES);
+        fp::announce(*group, kind);
         if (!on_host && (collectives != nullptr || !group->native)) {
             fp::call_python(collectives, "agree", sum->there, sum->there, *group);
         }

@@ -33,15 +33,16 @@ void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_grou
 enum {
     FP_EVENT_GATHERS = 0,
     FP_EVENT_REDUCES = 1,
-    FP_EVENT_GATHERS_OUTSIDE = 2, /* of a step; begun by Python, as the last three */
+    FP_EVENT_GATHERS_OUTSIDE = 2, /* of a step; begun by Python, as the next ones that show, clip or scale */
     FP_EVENT_REDUCES_KEPT = 3,    /* the gradients that no_sync has kept too */
-    FP_EVENT_AGREES = 4,
+    FP_EVENT_AGREES = 4, /* on what has changed */
     FP_EVENT_CLIPS = 5,
     FP_EVENT_SHOWS_GRADIENTS = 6,
     FP_EVENT_SCALES = 7,
-    FP_EVENT_KINDS = 8
+    FP_EVENT_AGREES_ON_GRADIENTS = 8,
+    FP_EVENT_KINDS = 9
 };
-enum { FP_EVENT_TRAINED_BITS = 27 };
+enum { FP_EVENT_TRAINED_BITS = 26 };
 /* trained: of a reduction, a hash of who requires grad; else 0. An event has 62 bits. */
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind, uint32_t trained)
@@ -66,7 +67,8 @@ int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 0 also if it
 
 /* The sum of flags over the ranks of a group, on the host or on the device of like: started, and waited for when it is read. */
 typedef struct fp_sum fp_sum;
-fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives);
+fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives,
+                     unsigned kind);
 int fp_sum_read(fp_sum *sum, int32_t *flags); /* all n of them */
 void fp_sum_free(fp_sum *sum);                /* NULL is allowed */
 

@@ -108,6 +108,15 @@ def no_backward_on_one_rank(model, me):
     step(model)
 
 
+def backward_twice_on_one_rank(model, me):
+    step(model)
+    loss = model(torch.ones(2, 3), ALL).sum()
+    loss.backward(retain_graph=True)
+    if not me:
+        loss.backward()
+    step(model)
+
+
 def saved_by_one_rank(model, me):
     step(model)
     if not me:
@@ -155,6 +164,7 @@ DIFFERENT = {
         r"rank \d gathers, to show or to save it, the unit of Linear",
     ],
     no_backward_on_one_rank: [r"rank 0 .*in step 2", r"rank \d gathers .*in step 3"],
+    backward_twice_on_one_rank: [r"rank 0 (gathers|compares, to reduce them,) .*in step 3", r"rank \d .*in step 3"],
     called_again_on_one_rank: [r"rank 0 (gathers|compares) .* in step 3", r"rank \d gathers .*`blocks.2`, in step 2"],
 }
 
@@ -183,6 +193,7 @@ CASES = {
         2,
         [
             (no_sync_on_one_rank, "NO_SHARD"),
+            (backward_twice_on_one_rank, "ZERO_1"),
             *itertools.product((skipped_in_step_3, called_again_on_one_rank), ("SHARD_GRAD_OP", "ZERO_1")),
         ],
     ),
