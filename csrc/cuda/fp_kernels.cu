@@ -174,6 +174,14 @@ message(int error)
     return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
 
+int
+is_capturing(void *stream)
+{
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess &&
+           status != cudaStreamCaptureStatusNone;
+}
+
 } // namespace
 
 extern "C" const fp_kernels fp_cuda_kernels = {.argument_bytes = large_bytes,
@@ -181,4 +189,5 @@ extern "C" const fp_kernels fp_cuda_kernels = {.argument_bytes = large_bytes,
                                                .pack = pack_any,
                                                .norm = norm_any,
                                                .scale = scale_any,
-                                               .message = message};
+                                               .message = message,
+                                               .is_capturing = is_capturing};

@@ -246,6 +246,13 @@ for_each_list(const fp_kernels &kernels, const Pieces &list, Call &&call)
 } // namespace
 
 bool
+is_capturing(const c10::Stream &stream)
+{
+    const fp_kernels *kernels = kernels_of(stream.device());
+    return kernels != nullptr && stream.device().is_cuda() && kernels->is_capturing(handle_of(stream));
+}
+
+bool
 launch_pack(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces, const How &how)
 {
     const fp_kernels *kernels = kernels_of(target.device());

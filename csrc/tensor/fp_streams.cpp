@@ -1,6 +1,8 @@
 // tensor/fp_streams.cpp -- see fp_streams.hpp.
 #include "tensor/fp_streams.hpp"
 
+#include "tensor/fp_launch.hpp"
+
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
@@ -144,7 +146,7 @@ captures(const Guard &guard, const c10::Device &device)
         return guard.isStreamCapturing(guard.getStream(device));
     }
     else {
-        return false;
+        return is_capturing(guard.getStream(device));
     }
 }
 

@@ -18,7 +18,8 @@ from flatparam import FullyShardedDataParallel as FSDP
 
 CPU = torch.device("cpu")
 WIDTH = 1024 if accelerator.ON_CUDA else 256  # weights are large beside activations of two rows
-SEGMENTS = 4096 if accelerator.ON_CUDA else 256  # weights are whole segments of torch's allocator, in bf16 too
+# weights are whole segments of torch's allocator, in bf16 too
+SEGMENTS = 256 if not accelerator.ON_CUDA else 3072 if accelerator.STAND_IN else 4096
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
@@ -74,16 +75,18 @@ def steady(library):
     wrong = []
     shared = accelerator.shared(dist.get_world_size())  # gloo takes a second for what NCCL takes a millisecond
     width, steps = (SEGMENTS // 2, 6) if shared else (SEGMENTS, 50 if accelerator.ON_CUDA else 8)
+    blocks, steps = (5, 5) if accelerator.STAND_IN else (8, steps)  # one block of the allocator more or less is 4 %
     for strategy in (*PLAIN, ShardingStrategy.ZERO_1):
         for precision in (None, LOW):
-            what = f"{strategy.name}, {precision}"
+            what = f"{strategy.name} in {precision.param_dtype if precision else torch.float32}"
             gc.collect()
             here.synchronize()
             here.empty_cache()  # what was reserved for the model before this one
             base = here.bytes()[0]
-            model = made(width=width, bias=False)
+            model = made(width=width, blocks=blocks, bias=False)
             model = wrapped(group, here.device, model=model, sharding_strategy=strategy, mixed_precision=precision)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            # fused, it has no memory of its own to blame for what is reserved
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
             for step in range(steps):
                 x = batch(step, width).to(here.device)
                 here.synchronize()

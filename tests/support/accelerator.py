@@ -4,6 +4,7 @@ Each has the same methods, so that whatever is tested on a GPU has been run on t
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 ON_CUDA = os.environ.get("FLATPARAM_TEST_DEVICE", "sim") == "cuda"
+STAND_IN = "STAND_IN_OPERATIONS" in os.environ  # tests/cuda_stand_in: CUDA without a GPU
 
 
 @functools.cache
@@ -49,11 +51,17 @@ class _Cuda:
 
     @contextlib.contextmanager
     def no_host_waits(self):
-        torch.cuda.set_sync_debug_mode("error")
+        before = self._waits()
+        torch.cuda.set_sync_debug_mode("error")  # which sees those of torch's operations alone
         try:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert self._waits() == before, f"the host has waited {self._waits() - before} times"
+
+    def _waits(self):
+        """All of the host's waits so far, where they are counted; staged collectives have some of their own."""
+        return ctypes.CDLL(None).stand_in_waits() if STAND_IN and not shared(dist.get_world_size()) else 0
 
     def synchronize(self):
         torch.cuda.synchronize()
