@@ -6,6 +6,7 @@ They are waited for in slices, so that Ctrl-C is noticed meanwhile: torch waits 
 import datetime
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -101,6 +102,21 @@ def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = 
             if work.is_completed():
                 break
         look()
+    work.wait()
+
+
+def wait_for_device(work: Any, look: Callable[[], object]) -> None:
+    """Until a device has done ``work``, whose own wait the host does not take part in; and ``look`` now and then.
+
+    Others may run Python meanwhile: whoever has the GIL in a wait for a device keeps that from being aborted.
+    """
+    begin = looked = time.monotonic()
+    while not work.is_completed():
+        now = time.monotonic()
+        if now - looked > PATIENCE.total_seconds():
+            looked = now
+            look()
+        time.sleep(min(0.01, 0.0001 + (now - begin) / 10))
     work.wait()
 
 

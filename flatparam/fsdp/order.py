@@ -19,6 +19,7 @@ from ..common.collectives import (
     is_sliced,
     name_of,
     unwrapped,
+    wait_for_device,
     wait_in_slices,
     wait_in_thread,
 )
@@ -89,16 +90,20 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, peers.Meetings] = weakref.WeakKeyDictionary()
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # a collective was begun over them
 
 
 def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any) -> Any:
     """Begin a collective that is in no order, to be waited for by ``wait``: all ranks of ``group`` by this function.
 
-    TORCH_DISTRIBUTED_DEBUG=DETAIL has ranks wait for each other where it begins, and Ctrl-C cannot end that: there they
-    meet in the store before. Raises: OrderError, when another rank cannot come to it.
+    TORCH_DISTRIBUTED_DEBUG=DETAIL has ranks wait for each other where it begins, as NCCL has for the first one over a
+    group, and Ctrl-C cannot end that: there they meet in the store before. Raises: OrderError, when another rank cannot
+    come to it.
     """
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    connects = group not in _connected and not is_sliced(group, tensors[-1].device)
+    if connects or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         meet(group)
+        _connected.add(group)
     return collective(*tensors, group=group, async_op=True, **options)
 
 
@@ -137,10 +142,14 @@ def wait(
         return
     begin = time.monotonic()
 
+    cut = is_sliced(group, device)
+    is_absent = None if cut else lambda rank: True  # no collective fails there when a process ends
+
     def look(has_failed: bool = False) -> None:
         ours, ranks = peers.board(), dist.get_process_group_ranks(group)
         try:
-            found = ours and (ours.why_failed(ranks) if has_failed else ours.lost(ranks, time.monotonic() - begin))
+            waited = time.monotonic() - begin
+            found = ours and (ours.why_failed(ranks) if has_failed else ours.lost(ranks, waited, is_absent))
         except peers.STORE_ERRORS as error:
             found = without_store(error) if has_failed else None
         if found:
@@ -153,12 +162,18 @@ def wait(
             while not work.wait():
                 look()
             return
-        sliced = is_sliced(group, device)
-        if is_reduce_scatter and sliced and device.type == "cpu":
+        if is_reduce_scatter and cut and device.type == "cpu":
             wait_in_thread(work, look)
+        elif cut or device.type == "cpu" or group.size() == 1:
+            wait_in_slices(work, cut, look)
         else:
-            wait_in_slices(work, sliced, look)
+            wait_for_device(work, look)
+            sequence = _sequences.get(group, {}).get(device.type)
+            if sequence is not None:
+                sequence.raise_if_closed()  # it has been aborted: there are no values
     except OrderError:
+        if not cut and device.type != "cpu":
+            group._get_backend(device).abort()
         raise
     except RuntimeError as error:
         if TRANSPORT.search(str(error)):

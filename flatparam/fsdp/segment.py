@@ -207,7 +207,9 @@ class Segment:
         for group in groups:
             assert group is not None
             whole = shard.new_empty(shard.numel() * dist.get_world_size(group))
-            collectives.all_gather(whole, shard.contiguous(), group, None if sequence is None else sequence.wait)
+            collectives.all_gather(
+                whole, shard.contiguous(), group, None if sequence is None else sequence.wait_for_values
+            )
             shard = whole
         return shard
 

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import re
+import sys
 import time
 import warnings
 import weakref
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..common.collectives import PATIENCE, can_be_cut, unwrapped, wait_in_slices
+from ..common.collectives import PATIENCE, can_be_cut, unwrapped, wait_for_device, wait_in_slices
 from . import peers
 from .errors import OrderError, without_store
 from .names import listed
@@ -115,7 +116,9 @@ class Sequence:
             if backend is not None:
                 self._reach(self._look_for_others)
                 return True
-        except OrderError:
+        except OrderError as error:
+            # a process may end before its next collective, which would raise this
+            print(f"flatparam: {error}. What the device was waiting for has no values", file=sys.stderr, flush=True)
             backend.abort()
         except RuntimeError:  # the group or its store is gone
             pass
@@ -139,6 +142,18 @@ class Sequence:
             self._failed(str(error))
             raise
 
+    def wait_for_values(self, work: dist.Work) -> None:
+        """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
+        if not self.sliced and work is not None:
+            wait_for_device(work, self.raise_if_closed)
+        self.wait(work)
+        self.raise_if_closed()
+
+    def raise_if_closed(self) -> None:
+        """Raises: OrderError, if no collective over the group has values any more."""
+        if self.order.broken:
+            raise OrderError(self._reason)
+
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
         number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
         segment = self.register.segment(number) if event >= _EVENTS else None
@@ -152,8 +167,7 @@ class Sequence:
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
         """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
-        if self.order.broken:
-            raise OrderError(self._reason)
+        self.raise_if_closed()
         mine = self._post(event, new_pass, self.order.passes)
         try:
             first = self._first(index, mine)
@@ -259,8 +273,7 @@ class Sequence:
 
     def _failed(self, message: str) -> None:
         """A collective has. Raises: OrderError, if that comes of what another rank has found, or of its end."""
-        if self.order.broken:  # and the thread has aborted it
-            raise OrderError(self._reason)
+        self.raise_if_closed()  # the thread has aborted it
         if not TRANSPORT.search(message):
             return
         try:

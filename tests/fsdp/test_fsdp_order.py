@@ -606,3 +606,42 @@ def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how,
     reason, seconds = json.loads(said)
     assert re.search(told, reason), reason
     assert seconds < 5.0, seconds
+
+
+def lose_outside_of_a_step(library, before):
+    """Rank 1 raises before a call that waits for it on the device: nothing of that call is there, and nobody hangs."""
+    meet_in_a_server()
+    simulated.use(library)
+    sim = torch.device("sim", 0)
+    group = simulated.new_group()
+
+    def check(call):
+        if call == before and dist.get_rank() == 1:
+            raise ValueError("batch 17 is bad")
+
+    begin = time.monotonic()
+    try:
+        check("constructor")
+        model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 3, device=sim), ALL).sum().backward()
+        optimizer.step()
+        check("state_dict")
+        begin = time.monotonic()
+        model.state_dict()
+        check("optim_state_dict")
+        begin = time.monotonic()
+        FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    except OrderError as error:
+        note(json.dumps([str(error), time.monotonic() - begin]))
+        os._exit(3)
+
+
+@pytest.mark.parametrize("before", ["constructor", "state_dict", "optim_state_dict"])
+def test_a_rank_that_is_lost_leaves_no_values_to_save(before):
+    library = str(simulated.build())
+    (code, _, said), _ = ends_of_ranks(lose_outside_of_a_step, 2, library, before, timeout=60.0)
+    assert code == 3, said
+    reason, seconds = json.loads(said)
+    assert re.search("rank 1 has raised an error of its own .*ValueError: batch 17 is bad", reason), reason
+    assert seconds < 5.0, seconds

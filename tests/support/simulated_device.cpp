@@ -122,6 +122,9 @@ as_a_kernel(const Work &work)
 
 void finish_collectives();
 
+struct NotYet {}; // a collective that other ranks have not come to, where nobody waits for it
+thread_local bool polled = false;
+
 void
 run(int64_t stream, int64_t until)
 {
@@ -133,8 +136,28 @@ run(int64_t stream, int64_t until)
         const auto work = std::move(queue.waiting.front());
         queue.waiting.pop_front();
         queue.done++;
-        as_a_kernel(work);
+        try {
+            as_a_kernel(work);
+        }
+        catch (const NotYet &) {
+            queue.done--;
+            queue.waiting.push_front(work);
+            throw;
+        }
     }
+}
+
+// Time passes for a stream, while somebody asks again and again.
+void
+proceed(int64_t stream, int64_t until)
+{
+    polled = true;
+    try {
+        run(stream, until);
+    }
+    catch (const NotYet &) {
+    }
+    polled = false;
 }
 
 // Copies to the host have reached it.
@@ -803,6 +826,7 @@ finish_collectives()
 // The current stream waits for it, and the host does not, as NCCL's.
 struct Late final : c10d::Work {
     int64_t stream, until;
+    int asked = 0;
     std::shared_ptr<std::vector<at::Tensor>> kept; // until somebody waits: their memory is used
 
     Late(int64_t on, int64_t place, std::shared_ptr<std::vector<at::Tensor>> tensors)
@@ -813,6 +837,9 @@ struct Late final : c10d::Work {
     bool isCompleted() override
     {
         const Locked locked(mutex);
+        if (++asked > 2) {
+            proceed(stream, until);
+        }
         return queues[stream].done >= until;
     }
     bool isSuccess() const override
@@ -891,6 +918,9 @@ struct Collectives final : c10d::Backend {
     }
     static void wait_for(c10d::Work &work, const Aborted &aborted)
     {
+        if (polled && !*aborted && !work.isCompleted()) {
+            throw NotYet{};
+        }
         without_gil([&] {
             for (bool ended = false; !ended && !*aborted;) {
                 try {
