@@ -18,6 +18,11 @@ from benchmarks.free_handle import set_free
 from flatparam import traced
 
 
+def current(device: str) -> torch.device:
+    """The device of a type that tensors of this process go to: FSDP warns of one without an index."""
+    return torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
 @dataclass(frozen=True)
 class Wrapping:
     """How to wrap: modules of ``unit_types`` and the root are units; ``low``: the dtype to compute in, if not fp32."""
@@ -37,7 +42,7 @@ def fsdp1(model: nn.Module, how: Wrapping, api: Any = FullyShardedDataParallel, 
     mixed = None if how.low is None else MixedPrecision(param_dtype=how.low, reduce_dtype=how.low)
     policy = ModuleWrapPolicy(set(how.unit_types))
     wrapped: nn.Module = api(
-        model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=torch.device(how.device), **settings
+        model, auto_wrap_policy=policy, mixed_precision=mixed, device_id=current(how.device), **settings
     )
     return wrapped
 
