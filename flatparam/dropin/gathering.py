@@ -64,7 +64,7 @@ class Gathering(Gradients):
                 self._use_low_precision_shard()
                 ran = True
             elif self._offload_params and self.flat_param.device != self.device:
-                self.flat_param_to(self.device, non_blocking=True)
+                TORCH_HANDLE.flat_param_to(self, self.device, non_blocking=True)  # the local shard stays on the host
                 ran = True
             self._check_on_compute_device(self.flat_param)
             return ran

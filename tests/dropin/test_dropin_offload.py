@@ -151,3 +151,35 @@ def test_offloads(plan, strategy, orig):
         difference = first_difference(expected, got)
         assert difference is None, f"rank {rank}: {difference}"
         assert len(expected) > 50
+
+
+def beside_a_device(kind, orig):
+    """The device is the host under a name that copies to it take for another: is each flat parameter where it was?"""
+    with what_torch_lacks():
+        torch.manual_seed(1)
+        model = Setting(kind, "NO_SHARD", orig).wrap(Mlp(), cpu_offload=CPUOffload(offload_params=True))
+        handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle]
+        with torch.no_grad():
+            model(input_of(model, 0), 0)  # pins the shards
+        was_at = [handle.flat_param.data_ptr() for handle in handles]
+        for handle in handles:
+            handle.device = torch.device("cpu", 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        seen = []
+        with mock.patch.object(type(handles[0]), "_check_on_compute_device"):
+            for number in range(3):
+                loss = model(input_of(model, number), number).square().mean()
+                seen.append([handle.flat_param.data_ptr() for handle in handles] == was_at)
+                loss.backward()
+                seen.append([handle.flat_param.data_ptr() for handle in handles] == was_at)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+        return seen
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_shards_stay_on_the_host(orig):
+    for expected, got in run_both(beside_a_device, 2, orig):
+        assert expected[:2] == [True, True]
+        assert got == expected
