@@ -6,7 +6,9 @@ import torch.distributed as dist
 from checkpoints import differing, full_state, wrapped
 from fsdp_models import Model, data, loss_of
 from gloo import note, run_ranks
+from torch import nn
 
+from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
 from flatparam.checkpoint import CheckpointError
 
@@ -110,3 +112,45 @@ def test_resumed(tmp_path, kind):
 
 def test_refused(tmp_path):
     run_ranks(refused, 2, tmp_path)
+
+
+def of_padding(folder):
+    """Ranks whose shards are padding have no state after a load; the states of the others are told all the same."""
+
+    def made():
+        torch.manual_seed(0)
+        model = FSDP(nn.Linear(1, 3, bias=False))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model, optimizer):
+        model(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def check(how):
+        note(how)
+        states = [FSDP.full_optim_state_dict(*one, rank0_only=False)["state"] for one in ((model, optimizer), other)]
+        torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+        assert states[0]["weight"]["exp_avg"].shape == (3, 1)
+        states = [FSDP.optim_state_dict(*one)["state"] for one in ((model, optimizer), other)]
+        torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+        FSDP.sharded_optim_state_dict(*other)
+
+    model, optimizer = made()
+    train(model, optimizer)
+    checkpoint.save(folder / "one", model, optimizer)
+    other = made()
+    checkpoint.load(folder / "one", *other)
+    check("loaded")
+    checkpoint.save(folder / "two", *other)
+    train(model, optimizer)
+    train(*other)
+    check("trained on")
+    other = made()
+    checkpoint.load(folder / "two", *other)
+    train(*other)
+    check("saved right after a load")
+
+
+def test_padding_has_no_state(tmp_path):
+    run_ranks(of_padding, 4, tmp_path)

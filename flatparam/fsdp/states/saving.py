@@ -71,9 +71,9 @@ def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | N
         found[at[place]] = values
     result: dict[str, dict[str, Any]] = {}
     for one in stepped:
+        mine = held.get(one, {}) if one.is_here else {}
         for param in one.params if one in found else ():
             if sink is not None:
-                mine = held.get(one, {}) if one.is_flat or param.numel or not one.is_sharded else {}
                 gathered_later = one.is_flat or one.is_sharded
                 result[param.name] = {
                     key: None if gathered_later and isinstance(value, Like) else _own(value, mine.get(key), sink, param)
@@ -112,7 +112,7 @@ def _agreed(
         for place, one in at.items():
             if place[0] not in numbers:
                 continue
-            if not one.is_flat and not one.params[0].numel:
+            if not one.is_here:
                 continue  # what an optimizer may keep of nothing is no state of the parameter
             if one in held:
                 values = _described(one, held[one], unlike)
@@ -173,12 +173,12 @@ def _gather(
     result: dict[str, dict[str, Any]],
 ) -> None:
     """Gather one key of a segment, and give each parameter its part."""
-    if members[0].is_flat:
+    if members[0].is_flat and members[0].is_here:
         shard = held[members[0]][key].detach()
     elif segment.is_sharded:
         shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
         for one in members:
-            if one in held and one.params[0].numel:
+            if one in held and one.is_here:
                 one.params[0].piece_of(shard).copy_(held[one][key])
     else:
         return  # it is whole, and was copied

@@ -43,6 +43,11 @@ class Stepped:
     def is_flat(self) -> bool:
         return self.place is not None and self.place[1] < 0
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has elements of it, and not just padding."""
+        return not self.is_sharded or any(param.numel for param in self.params)
+
 
 @dataclass(eq=False)
 class Table:
