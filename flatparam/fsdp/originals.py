@@ -283,7 +283,7 @@ def layout_of(originals: Sequence[Original], shards: int, options: Options) -> t
     real = first.is_floating_point()
     dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)
     dtype = dtypes.compute or first.dtype
-    arranged = options.atomic is not None or options.shard_alignment is not None
+    arranged = options.atomic is not None or (options.shard_alignment or 1) > 1  # else torch's layout
     layout = FlatLayout.of_shapes(
         [original.shape for original in originals],
         shards,
