@@ -73,7 +73,9 @@ def _as_sharded(segment: Segment, to_cpu: bool) -> ShardedTensor:
         shard.metadata = next(one for one in metadata if one.shard_offsets == offsets)
     sharded = ShardedTensor._init_from_local_shards_and_global_metadata(
         local,
-        ShardedTensorMetadata(metadata, torch.Size([layout.numel]), TensorProperties(dtype=flat.dtype)),
+        ShardedTensorMetadata(
+            metadata, torch.Size([layout.numel]), TensorProperties(dtype=flat.dtype, pin_memory=flat.is_pinned())
+        ),
         process_group=group,
     )
     return sharded.cpu() if to_cpu else sharded

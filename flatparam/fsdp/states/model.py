@@ -105,6 +105,9 @@ class ModelStates(Kinds):
             value = destination.get(prefix + name)
             if isinstance(value, Tensor) and value.dtype != dtype:
                 destination[prefix + name] = value.to(dtype)
+        for name in list(destination)[counts[0] :] if whole and to_cpu else ():  # what no unit manages
+            if isinstance(destination[name], Tensor):
+                destination[name] = destination[name].cpu()
         return destination
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
