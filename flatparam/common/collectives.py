@@ -50,6 +50,14 @@ def can_be_cut(backend: Any) -> bool:
     return name_of(unwrapped(backend)) == "gloo"
 
 
+def tells_when_done(group: Any, device: torch.device) -> bool:
+    """Whether the works of ``group`` do, whose own waits leave the host out: NCCL's, by events of the device."""
+    try:
+        return name_of(unwrapped(group._get_backend(device))) == "nccl"
+    except (AttributeError, RuntimeError):  # it has none of torch's kind
+        return False
+
+
 def is_sliced(group: Any, device: torch.device) -> bool:
     """The same of the backend that ``group`` has for ``device``."""
     of_group = _sliced.setdefault(group, {})

@@ -18,6 +18,7 @@ from ..common.collectives import (
     is_replaced,
     is_sliced,
     name_of,
+    tells_when_done,
     unwrapped,
     wait_for_device,
     wait_in_slices,
@@ -100,7 +101,7 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     group, and Ctrl-C cannot end that: there they meet in the store before. Raises: OrderError, when another rank cannot
     come to it.
     """
-    connects = group not in _connected and not is_sliced(group, tensors[-1].device)
+    connects = group not in _connected and tells_when_done(group, tensors[-1].device)
     if connects or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         meet(group)
         _connected.add(group)
@@ -142,8 +143,8 @@ def wait(
         return
     begin = time.monotonic()
 
-    cut = is_sliced(group, device)
-    is_absent = None if cut else lambda rank: True  # no collective fails there when a process ends
+    sliced, by_device = is_sliced(group, device), tells_when_done(group, device)
+    is_absent = (lambda rank: True) if by_device else None  # no collective fails there when a process ends
 
     def look(has_failed: bool = False) -> None:
         ours, ranks = peers.board(), dist.get_process_group_ranks(group)
@@ -162,17 +163,17 @@ def wait(
             while not work.wait():
                 look()
             return
-        if is_reduce_scatter and cut and device.type == "cpu":
+        if is_reduce_scatter and sliced and device.type == "cpu":
             wait_in_thread(work, look)
-        elif cut or device.type == "cpu" or group.size() == 1:
-            wait_in_slices(work, cut, look)
-        else:
+        elif by_device and group.size() > 1:
             wait_for_device(work, look)
             sequence = _sequences.get(group, {}).get(device.type)
             if sequence is not None:
                 sequence.raise_if_closed()  # it has been aborted: there are no values
+        else:
+            wait_in_slices(work, sliced, look)
     except OrderError:
-        if not cut and device.type != "cpu":
+        if by_device:
             group._get_backend(device).abort()
         raise
     except RuntimeError as error:

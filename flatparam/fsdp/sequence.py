@@ -25,7 +25,14 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..common.collectives import PATIENCE, can_be_cut, unwrapped, wait_for_device, wait_in_slices
+from ..common.collectives import (
+    PATIENCE,
+    can_be_cut,
+    tells_when_done,
+    unwrapped,
+    wait_for_device,
+    wait_in_slices,
+)
 from . import peers
 from .errors import OrderError, without_store
 from .names import listed
@@ -144,7 +151,7 @@ class Sequence:
 
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
-        if not self.sliced and work is not None:
+        if tells_when_done(self._group(), torch.device(self._device)) and work is not None:
             wait_for_device(work, self.raise_if_closed)
         self.wait(work)
         self.raise_if_closed()

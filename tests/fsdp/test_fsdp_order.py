@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy
+from flatparam.common.collectives import fake_group
+from flatparam.fsdp import order
 from flatparam.fsdp.errors import OrderError
 from flatparam.fsdp.order import sequence_of
 from flatparam.fsdp.sequence import Sequence, _limit
@@ -424,6 +426,23 @@ def changes_are_told():
 
 def test_a_changed_order_warns_when_debugging():
     run_ranks(changes_are_told, 2)
+
+
+def test_work_that_never_says_that_it_is_done_is_waited_for():
+    """Of a group that has not NCCL's: a fake one's never does."""
+
+    class Endless:
+        waited = False
+
+        def is_completed(self):
+            return False
+
+        def wait(self):
+            self.waited = True
+
+    work = Endless()
+    order.wait(work, fake_group(0, 2), torch.device("cuda"))
+    assert work.waited
 
 
 def test_groups_whose_ranks_are_no_processes_are_not_asked():
