@@ -91,6 +91,11 @@ class Config:
         return "nccl" if self.device == "cuda" else "gloo"
 
     @property
+    def peak(self) -> str:
+        """What the peak of a process is of."""
+        return "peak allocated on the GPU" if self.device == "cuda" else "peak RSS over imports"
+
+    @property
     def is_layer_zero(self) -> bool:
         """Whether parameters are gathered over other ranks than the optimizer's state is spread over."""
         return self.strategy.startswith("layer-zero")

@@ -1,4 +1,4 @@
-"""How many bytes a process holds: of tensors, and resident."""
+"""How many bytes a process holds: of tensors, and at most, resident or on its GPU."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 class PeakMemory:
-    """The peak of resident memory from now on, above what is resident now."""
+    """The peak of memory from now on, above what there is now: of what is resident, or allocated on the GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._on_gpu = device == "cuda"
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self._baseline = torch.cuda.memory_allocated()
+            return
         try:
             Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         except OSError:
@@ -37,6 +42,8 @@ class PeakMemory:
 
     def above_start(self) -> int:
         """Bytes."""
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated() - self._baseline
         return _status("VmHWM") - self._baseline
 
 

@@ -22,13 +22,14 @@ class Role:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process says of itself when it is ready; ``engine``: whose code shards its model."""
+    """What a process says of itself when it is ready; ``engine``: whose code shards its model; ``device``: its name."""
 
     torch: str
     threads: int
     weights: int
     run: str
     engine: str
+    device: str
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in one process after a step; ``peak`` is of resident memory, above what was resident after the imports."""
+    """Bytes in one process after a step; ``peak``: above what was resident, or on its GPU, after the imports."""
 
     parameters: int
     gradients: int

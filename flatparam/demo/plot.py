@@ -22,11 +22,11 @@ def draw(config: Config, results: Results, path: Path) -> None:
     curves, memory, peak, time = figure.subplots(1, 4, width_ratios=[2.2, 1.3, 1.0, 1.0])
     _curves(curves, results.runs)
     _memory(memory, results.runs)
-    _peak(peak, results.runs)
+    _peak(peak, config, results.runs)
     _time(time, results.runs)
     figure.suptitle(
-        f"byte-level GPT, {results.facts[0].weights / 1e6:.2f} M parameters, {config.ranks} ranks, {config.strategy}, "
-        f"{config.precision}"
+        f"byte-level GPT, {results.facts[0].weights / 1e6:.2f} M parameters, {config.ranks} ranks on {config.device}, "
+        f"{config.strategy}, {config.precision}"
     )
     partial = path.with_name(path.name + PARTIAL)
     figure.savefig(partial, format="png", dpi=110)
@@ -53,10 +53,10 @@ def _memory(axes: Axes, runs: dict[str, Run]) -> None:
     axes.tick_params(axis="x", labelsize=8)
 
 
-def _peak(axes: Axes, runs: dict[str, Run]) -> None:
+def _peak(axes: Axes, config: Config, runs: dict[str, Run]) -> None:
     peaks = [memory.peak / MIB for run in runs.values() for memory in run.memory]
     axes.bar(_processes(runs), peaks, color=_colours(runs))
-    axes.set(title="peak RSS over imports (MiB)")
+    axes.set(title=f"{config.peak} (MiB)")
     axes.tick_params(axis="x", labelsize=8)
 
 

@@ -112,9 +112,9 @@ def host_cells(run: Run) -> list[str]:
     return [f"{1e3 * statistics.median(w for _, w in run.host):.2f}", f"{1e3 * over:.2f}", f"{ratio:.2f}"]
 
 
-def memory_table(results: Results) -> str:
-    """One row a process: bytes of tensors, peak of resident memory."""
-    rows = [["bytes in each process", "parameters", "gradients", "optimizer state", "peak RSS over imports"]]
+def memory_table(config: Config, results: Results) -> str:
+    """One row a process: bytes of tensors, peak of memory."""
+    rows = [["bytes in each process", "parameters", "gradients", "optimizer state", config.peak]]
     for name, run in results.runs.items():
         for rank, memory in enumerate(run.memory):
             numbers = (memory.parameters, memory.gradients, memory.optimizer, memory.peak)
@@ -136,6 +136,7 @@ def report(config: Config, results: Results, found: list[Check]) -> str:
     runs = results.runs
     weights = results.facts[0].weights
     micro = f"{config.micro_batches} micro-batches x " if config.micro_batches > 1 else ""
+    devices = " and ".join(sorted({fact.device for fact in results.facts}))
     same = config.strategy == config.torch_strategy
     strategy = config.strategy + ("" if same else f" (torch FSDP1, which has none: {config.torch_strategy})")
     over = {name: statistics.median(w - b for b, w in runs[name].host) for name in (TORCH, FLATPARAM)}
@@ -144,15 +145,15 @@ def report(config: Config, results: Results, found: list[Check]) -> str:
             f"GPT of {weights:,} parameters ({config.depth} blocks of width {config.width}); {config.steps} steps of "
             f"{config.ranks} x {micro}{config.batch} x {config.context} bytes; seed {config.seed}",
             *(f"{run}: {' and '.join(sorted(names))}" for run, names in results.engines.items()),
-            f"{config.backend} ranks: {config.ranks}; {strategy}, {config.precision}, clipping {config.clip or 'off'}; "
-            f"threads in every process: {config.threads}; torch {results.facts[0].torch}",
+            f"{config.backend} ranks: {config.ranks}, on {devices}; {strategy}, {config.precision}, clipping "
+            f"{config.clip or 'off'}; threads in every process: {config.threads}; torch {results.facts[0].torch}",
             "",
             runs_table(results),
             f"step: median, blocks of {config.block} steps in turns; flatparam / torch FSDP1 = {block_ratio(runs)}",
             "host: forward and backward of 8 bytes over a fake process group, the bare module in turn; "
             f"cost over bare, flatparam / torch FSDP1 = {over[FLATPARAM] / over[TORCH]:.2f}",
             "",
-            memory_table(results),
+            memory_table(config, results),
             "",
             *(f"[{'ok' if check.holds else 'FAILED'}] {check.text}" for check in found),
             "",

@@ -53,7 +53,7 @@ class Worker:
         self._role = role
         self._corpus = Corpus(config, load_text())
         self._host_cost: HostCost | None = None
-        self._peak = PeakMemory()
+        self._peak = PeakMemory(config.device)
         self._trainer = self._untrained()
 
     def _untrained(self) -> Trainer:
@@ -72,6 +72,7 @@ class Worker:
             weights=weights,
             run=self._role.run,
             engine=engine_of(self._trainer.model),
+            device=torch.cuda.get_device_name() if self._config.device == "cuda" else "cpu",
         )
 
     def train(self, first: int, count: int) -> Block:
@@ -80,6 +81,8 @@ class Worker:
         for step in range(first, first + count):
             start = time.perf_counter()
             losses.append(self._trainer.step(step))
+            if self._config.device == "cuda":
+                torch.cuda.synchronize()  # the optimizer's kernels are of this step
             seconds.append(time.perf_counter() - start)
         return Block(losses, seconds)
 

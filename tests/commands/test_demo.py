@@ -4,15 +4,30 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flatparam.__main__
-from flatparam.demo import checkpoint, cli, config, data, experiment, memory, messages, model, report, train
+from flatparam.demo import (
+    checkpoint,
+    cli,
+    config,
+    data,
+    experiment,
+    memory,
+    messages,
+    model,
+    plot,
+    report,
+    train,
+    worker,
+)
 
 TINY = dataclasses.replace(cli.QUICK, context=16)
 
@@ -150,6 +165,26 @@ def test_peak_memory_counts_what_was_allocated_since():
     assert 60 << 20 < peak.above_start() < 200 << 20
 
 
+def test_on_a_gpu_the_peak_is_of_its_memory(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)
+    peak = memory.PeakMemory("cuda")
+    assert (calls, peak.above_start()) == (["reset"], 4000)
+
+
+@pytest.mark.parametrize(("device", "synchronized"), [("cpu", []), ("cuda", [1, 2, 3])])
+def test_a_gpu_is_waited_for_after_each_step(device, synchronized, monkeypatch):
+    steps, seen = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append(len(steps)))
+    made = worker.Worker.__new__(worker.Worker)
+    made._config = dataclasses.replace(TINY, device=device)
+    made._trainer = SimpleNamespace(step=lambda step: steps.append(step) or [0.0])
+    made.train(4, 3)
+    assert (steps, seen) == ([4, 5, 6], synchronized)
+
+
 # -- checkpoints
 
 
@@ -201,7 +236,7 @@ def results(**changes: object) -> experiment.Results:
         for name in messages.RUNS
     }
     made = experiment.Results(
-        facts=[messages.Facts("2", 1, 1, name, "an engine") for name in messages.RUNS],
+        facts=[messages.Facts("2", 1, 1, name, "an engine", "cpu") for name in messages.RUNS],
         runs=runs,
         checkpoint=Path("checkpoint"),
         to_torch=messages.Difference(0.0, 0.0),
@@ -237,7 +272,7 @@ def test_a_faultless_run_passes_every_check():
         ({"reloaded_losses": [[2.0, 2.6]]}, "in a plain model"),
         ({"reloaded_losses": []}, "in a plain model"),
         ({"reloaded_step": 2}, "in a plain model"),
-        ({"facts": [messages.Facts("2", threads, 1, messages.TORCH, "") for threads in (1, 2)]}, "threads"),
+        ({"facts": [messages.Facts("2", threads, 1, messages.TORCH, "", "cpu") for threads in (1, 2)]}, "threads"),
     ],
 )
 def test_a_fault_fails_its_check_and_no_other(change, failing):
@@ -274,6 +309,22 @@ def test_tables_are_aligned():
 def test_a_sample_cannot_disturb_the_terminal():
     text = report.report(THREE_STEPS, results(sample="a\x1b[2Jb\n\tc"), [])
     assert text.endswith("  | a·[2Jb\n  | ·c")
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "peak"),
+    [("cpu", "cpu", "peak RSS over imports"), ("cuda", "NVIDIA H100", "peak allocated on the GPU")],
+)
+def test_device_and_peak_are_named(device, name, peak, tmp_path, monkeypatch):
+    settings = dataclasses.replace(THREE_STEPS, device=device)
+    found = results(facts=[messages.Facts("2", 1, 1, run, "an engine", name) for run in messages.RUNS])
+    text = report.report(settings, found, [])
+    assert f"ranks: 2, on {name}; full-shard, fp32" in text
+    assert text.count("peak") == text.count(peak) == 1
+    titles = []
+    monkeypatch.setattr(Axes, "set", lambda self, title, **_: titles.append(title))
+    plot.draw(settings, found, tmp_path / "demo.png")
+    assert f"{peak} (MiB)" in titles
 
 
 # -- the command line
