@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
 
-from flatparam import _C, ShardError
+from flatparam import _C, FullyShardedDataParallel, ShardError
 from flatparam.common.layout import FlatLayout
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -98,6 +98,20 @@ def test_empty_parameters_are_laid_out_as_torch_does(use_orig_params):
                 handle = torchs_handle(numels, torch.float32, group, use_orig_params)
             assert layout.param_shards(rank) == tuple(handle.flat_param._shard_param_infos), (numels, rank)
             assert layout.numels_with_padding == tuple(handle.flat_param._numels_with_padding)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(8, 8), (7, 2), (1, 3), (5, 1)])
+def test_shards_aligned_to_a_byte_are_torchs(sizes, dtype, use_orig_params):
+    for world_size, rank in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        with fake_world(world_size, rank) as group:
+            module = nn.Linear(*sizes, dtype=dtype)
+            handle = torchs_handle([param.shape for param in module.parameters()], dtype, group, use_orig_params)
+            unit = FullyShardedDataParallel(module, use_orig_params=use_orig_params, shard_alignment=1)
+            assert unit._flat_param._local_shard.numel() == handle.flat_param.numel()
+            found, wanted = (one._shard_param_infos for one in (unit._flat_param, handle.flat_param))
+            assert tuple(found) == tuple(wanted)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

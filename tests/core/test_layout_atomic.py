@@ -135,18 +135,6 @@ def test_shards_start_aligned_in_every_dtype(uo):
     assert any(param.numel() * 2 % 16 for unit in FSDP.fsdp_modules(plain) for param in unit.params)
 
 
-@pytest.mark.parametrize("uo", [False, True])
-@pytest.mark.parametrize(
-    ("module", "dtype"), [((8, 8), torch.float16), ((7, 2), torch.float32), ((5, 3), torch.bfloat16)]
-)
-def test_an_alignment_of_one_byte_is_torchs_layout(uo, module, dtype):
-    with fake_world(2):
-        one, other = (
-            FSDP(nn.Linear(*module, dtype=dtype), use_orig_params=uo, **ways) for ways in ({}, {"shard_alignment": 1})
-        )
-        assert other.shard_map() == one.shard_map()
-
-
 def test_a_transposed_weight_stays_whole_and_a_channels_last_one_is_cut_in_rows():
     with fake_world(2):
         turned = nn.Linear(4, 6, bias=False)

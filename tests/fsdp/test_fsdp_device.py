@@ -442,22 +442,3 @@ def test_the_device_is_as_late_as_one_may_be(library):
     run_ranks(late_copies, 1, library)
     run_ranks(late_kernels, 1, library)
     run_ranks(late_collectives, 2, library)
-
-
-def saved_from_a_device(library):
-    simulated.use(library)
-    sim, group = torch.device("sim", 0), simulated.new_group()
-    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group, device_id=sim)
-    config = FullStateDictConfig(offload_to_cpu=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        assert {name for name, value in model.state_dict().items() if not value.is_cpu} == set()
-    offloaded = FSDP(nn.Linear(4, 4), process_group=group, device_id=sim, cpu_offload=CPUOffload(True))
-    with FSDP.state_dict_type(offloaded, StateDictType.LOCAL_STATE_DICT):
-        state = offloaded.state_dict()
-        [shard] = state["_flat_param"].local_shards()
-        assert torch.equal(shard.tensor, offloaded.params[0][: shard.tensor.numel()])
-        offloaded.load_state_dict(state)
-
-
-def test_whole_states_leave_the_device_with_buffers_and_offloaded_shards_are_saved(library):
-    run_ranks(saved_from_a_device, 2, library)

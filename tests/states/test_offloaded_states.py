@@ -1,24 +1,26 @@
 """States of models whose parameters are offloaded, beside a simulated accelerator. The oracle: the same on the host."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import simulated
 import torch
 import torch.distributed as dist
-from fsdp_models import data, loss_of, make, wrap_blocks
+from fsdp_models import Model, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from test_model_states import local
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
 
-from flatparam import CPUOffload, checkpoint
+from flatparam import CPUOffload, MixedPrecision, checkpoint
 from flatparam import FullyShardedDataParallel as FSDP
 
 
@@ -146,3 +148,64 @@ def functions(folder, library, uo):
 @pytest.mark.parametrize("uo", [False, True])
 def test_states_of_offloaded_parameters(tmp_path, library, uo):
     run_ranks(functions, 2, tmp_path, library, uo, timeout=240.0)
+
+
+def local_states(library, uo):
+    """What is saved of shards in pinned memory is the same as on the host, and loads into both."""
+    simulated.use(library)
+    sim, group, kind = torch.device("sim", 0), simulated.new_group(), StateDictType.LOCAL_STATE_DICT
+    there = {"process_group": group, "cpu_offload": CPUOffload(True), "device_id": sim}
+    for to_cpu in (False, True):
+        models = [wrap_blocks(make(), use_orig_params=uo, **more) for more in (there, {})]
+        others = [wrap_blocks(make(seed=3), use_orig_params=uo, **more) for more in ({}, there)]
+        states = []
+        for model, other in zip(models, others, strict=True):
+            with FSDP.state_dict_type(model, kind, LocalStateDictConfig(offload_to_cpu=to_cpu)):
+                states.append(model.state_dict())
+            with FSDP.state_dict_type(other, kind):
+                other.load_state_dict(states[-1])
+        assert_alike(states[0], states[1])
+        for mine, its in zip(models[::-1], others, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), its.parameters(), strict=True))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+def test_local_states_of_offloaded_parameters(library, uo):
+    run_ranks(local_states, 2, library, uo)
+
+
+class Kept(Model):
+    """With a buffer, and a parameter that no unit is to shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3))
+        self.plain = torch.nn.Parameter(torch.ones(3))
+
+
+def asked_for_on_the_host(library, uo):
+    """Buffers of a model on the device come to the host with the parameters; others of a given dict stay."""
+    simulated.use(library)
+    sim, group = torch.device("sim", 0), simulated.new_group()
+    module = make(cls=Kept).to(sim)
+    more = {"use_orig_params": uo, "ignored_states": [module.plain], "mixed_precision": MixedPrecision(torch.bfloat16)}
+    model = wrap_blocks(module, process_group=group, device_id=sim, **more)
+    for kind, config in (
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)),
+        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)),
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig()),
+    ):
+        given = OrderedDict(other=torch.ones(2, device=sim))
+        with FSDP.state_dict_type(model, kind, config):
+            state = model.state_dict(destination=given)
+        assert state.pop("other").device == sim
+        assert {local(value).is_cpu for value in state.values() if local(value) is not None} == {config.offload_to_cpu}
+        assert state["shift"].tolist() == [1, 1, 1]
+        assert model.module.shift.device == model.module.plain.device == sim
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+def test_states_asked_for_on_the_host(library, uo):
+    run_ranks(asked_for_on_the_host, 2, library, uo)

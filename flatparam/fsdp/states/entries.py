@@ -71,12 +71,9 @@ def _as_sharded(segment: Segment, to_cpu: bool) -> ShardedTensor:
     local = [Shard.from_tensor_and_offsets(flat[:mine], offsets, dist.get_rank(group))] if mine else []
     for shard in local:
         shard.metadata = next(one for one in metadata if one.shard_offsets == offsets)
+    properties = TensorProperties(dtype=flat.dtype, pin_memory=flat.is_pinned())
     sharded = ShardedTensor._init_from_local_shards_and_global_metadata(
-        local,
-        ShardedTensorMetadata(
-            metadata, torch.Size([layout.numel]), TensorProperties(dtype=flat.dtype, pin_memory=flat.is_pinned())
-        ),
-        process_group=group,
+        local, ShardedTensorMetadata(metadata, torch.Size([layout.numel]), properties), process_group=group
     )
     return sharded.cpu() if to_cpu else sharded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -101,13 +102,15 @@ class ModelStates(Kinds):
                 _ready.pop(key, None)
         for mapping, count in zip((destination, metadata), counts, strict=True):
             rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
+        if to_cpu and kind is not StateDictType.LOCAL_STATE_DICT:  # buffers, and what no unit shards
+            for key in itertools.islice(reversed(destination), len(destination) - counts[0]):
+                value = destination[key]
+                if isinstance(value, Tensor) and not is_rows(value) and value.device.type not in ("cpu", "meta"):
+                    destination[key] = value.to("cpu")
         for name, dtype in self._buffer_dtypes.items():  # that are kept in a lower precision
             value = destination.get(prefix + name)
             if isinstance(value, Tensor) and value.dtype != dtype:
                 destination[prefix + name] = value.to(dtype)
-        for name in list(destination)[counts[0] :] if whole and to_cpu else ():  # what no unit manages
-            if isinstance(destination[name], Tensor):
-                destination[name] = destination[name].cpu()
         return destination
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
