@@ -41,6 +41,9 @@ struct Copied final : c10d::Work {
     }
     bool isCompleted() override
     {
+        if (!device.is_cuda()) { // the simulated one does nothing by itself
+            event->synchronize();
+        }
         return event->query();
     }
     bool isSuccess() const override
