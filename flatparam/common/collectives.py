@@ -21,6 +21,7 @@ from .. import _C
 from .torch_private import FakeProcessGroup
 
 PATIENCE = datetime.timedelta(seconds=0.3)
+_POLLING = 3.0  # seconds in which a device is asked whether it is done
 
 _sliced: "weakref.WeakKeyDictionary[Any, dict[str, bool]]" = weakref.WeakKeyDictionary()
 
@@ -119,7 +120,7 @@ def wait_for_device(work: Any, look: Callable[[], object]) -> None:
     Others may run Python meanwhile: whoever has the GIL in a wait for a device keeps that from being aborted.
     """
     begin = looked = time.monotonic()
-    while not work.is_completed():
+    while not work.is_completed() and time.monotonic() - begin < _POLLING:
         now = time.monotonic()
         if now - looked > PATIENCE.total_seconds():
             looked = now
