@@ -21,7 +21,7 @@ from .. import _C
 from .torch_private import FakeProcessGroup
 
 PATIENCE = datetime.timedelta(seconds=0.3)
-_POLLING = 3.0  # seconds in which a device is asked whether it is done
+_POLLING = 2.0  # seconds in which a device is asked whether it is done
 
 _sliced: "weakref.WeakKeyDictionary[Any, dict[str, bool]]" = weakref.WeakKeyDictionary()
 
