@@ -21,9 +21,8 @@ from .. import _C
 from .torch_private import FakeProcessGroup
 
 PATIENCE = datetime.timedelta(seconds=0.3)
-_POLLING = 2.0  # seconds in which a device is asked whether it is done
 
-_sliced: "weakref.WeakKeyDictionary[Any, dict[str, bool]]" = weakref.WeakKeyDictionary()
+_backends: "weakref.WeakKeyDictionary[Any, dict[str, str]]" = weakref.WeakKeyDictionary()
 
 
 def unwrapped(backend: Any) -> Any:
@@ -51,23 +50,24 @@ def can_be_cut(backend: Any) -> bool:
     return name_of(unwrapped(backend)) == "gloo"
 
 
-def tells_when_done(group: Any, device: torch.device) -> bool:
-    """Whether the works of ``group`` do, whose own waits leave the host out: NCCL's, by events of the device."""
-    try:
-        return name_of(unwrapped(group._get_backend(device))) == "nccl"
-    except (AttributeError, RuntimeError):  # it has none of torch's kind
-        return False
-
-
 def is_sliced(group: Any, device: torch.device) -> bool:
     """The same of the backend that ``group`` has for ``device``."""
-    of_group = _sliced.setdefault(group, {})
+    return _backend_of(group, device) == "gloo"
+
+
+def tells_when_done(group: Any, device: torch.device) -> bool:
+    """Whether the works of ``group`` do, whose own waits leave the host out: NCCL's, by events of the device."""
+    return _backend_of(group, device) == "nccl"
+
+
+def _backend_of(group: Any, device: torch.device) -> str:
+    """The name of it; empty: ``group`` has none of torch's kind."""
+    of_group = _backends.setdefault(group, {})
     if device.type not in of_group:
         try:
-            backend = group._get_backend(device)
-        except (AttributeError, RuntimeError):  # it has none of torch's kind
-            backend = None
-        of_group[device.type] = can_be_cut(backend)
+            of_group[device.type] = name_of(unwrapped(group._get_backend(device)))
+        except (AttributeError, RuntimeError):
+            of_group[device.type] = ""
     return of_group[device.type]
 
 
@@ -120,7 +120,7 @@ def wait_for_device(work: Any, look: Callable[[], object]) -> None:
     Others may run Python meanwhile: whoever has the GIL in a wait for a device keeps that from being aborted.
     """
     begin = looked = time.monotonic()
-    while not work.is_completed() and time.monotonic() - begin < _POLLING:
+    while not work.is_completed():
         now = time.monotonic()
         if now - looked > PATIENCE.total_seconds():
             looked = now

@@ -189,7 +189,7 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
     work = issue(dist.all_gather, everyone, mine, group=group)
     if isinstance(said, str) and dist.get_backend(group) != "fake":  # whose work never says that it has ended
         _wait_with_an_error(work, said)
-    wait(work, group, mine.device)
+    wait(work, group, mine.device, is_read=True)
     return everyone
 
 

@@ -134,16 +134,18 @@ def wait(
     device: torch.device,
     is_reduce_scatter: bool = False,
     error: Exception | None = None,
+    is_read: bool = False,
 ) -> None:
     """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it, not the collective.
 
-    ``error``: that waiting for it has raised already. Raises: OrderError, when another rank cannot come to it.
+    ``error``: that waiting for it has raised already; ``is_read``: by the host, which waits for a device then.
+    Raises: OrderError, when another rank cannot come to it.
     """
     if work is None:
         return
     begin = time.monotonic()
-
-    sliced, by_device = is_sliced(group, device), tells_when_done(group, device)
+    sliced = is_sliced(group, device)
+    by_device = is_read and group.size() > 1 and tells_when_done(group, device)
     is_absent = (lambda rank: True) if by_device else None  # no collective fails there when a process ends
 
     def look(has_failed: bool = False) -> None:
@@ -165,7 +167,7 @@ def wait(
             return
         if is_reduce_scatter and sliced and device.type == "cpu":
             wait_in_thread(work, look)
-        elif by_device and group.size() > 1:
+        elif by_device:
             wait_for_device(work, look)
             sequence = _sequences.get(group, {}).get(device.type)
             if sequence is not None:
@@ -191,7 +193,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
     def gather(tensor: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        wait(issue(dist.all_gather, everyone, tensor, group=group), group, device)
+        wait(issue(dist.all_gather, everyone, tensor, group=group), group, device, is_read=True)
         return everyone
 
     try:

@@ -141,20 +141,24 @@ class Sequence:
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
+        self._explained(lambda: wait_in_slices(work, self.sliced, self._look))
+
+    def wait_for_values(self, work: dist.Work) -> None:
+        """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
+        if tells_when_done(self._group(), torch.device(self._device)):
+            self._explained(lambda: wait_for_device(work, self.raise_if_closed))
+        else:
+            self.wait(work)
+        self.raise_if_closed()
+
+    def _explained(self, waits: Callable[[], None]) -> None:
         try:
-            wait_in_slices(work, self.sliced, self._look)
+            waits()
         except OrderError:
             raise
         except RuntimeError as error:
             self._failed(str(error))
             raise
-
-    def wait_for_values(self, work: dist.Work) -> None:
-        """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
-        if tells_when_done(self._group(), torch.device(self._device)) and work is not None:
-            wait_for_device(work, self.raise_if_closed)
-        self.wait(work)
-        self.raise_if_closed()
 
     def raise_if_closed(self) -> None:
         """Raises: OrderError, if no collective over the group has values any more."""

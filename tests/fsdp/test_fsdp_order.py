@@ -428,20 +428,33 @@ def test_a_changed_order_warns_when_debugging():
     run_ranks(changes_are_told, 2)
 
 
-def test_work_that_never_says_that_it_is_done_is_waited_for():
-    """Of a group that has not NCCL's: a fake one's never does."""
+class Endless:
+    """Work that never says that it is done."""
 
-    class Endless:
-        waited = False
+    waited = False
 
-        def is_completed(self):
-            return False
+    def is_completed(self):
+        return False
 
-        def wait(self):
-            self.waited = True
+    def wait(self):
+        self.waited = True
+
+
+def test_work_of_a_fake_group_is_waited_for():
+    work = Endless()
+    order.wait(work, fake_group(0, 2), torch.device("cuda"), is_read=True)
+    assert work.waited
+
+
+def test_a_device_is_waited_for_where_the_host_reads_alone():
+    """NCCL's work in a step, as of LayerZero's reductions, is left to the stream."""
+
+    class Group:
+        def _get_backend(self, device):
+            return Named("nccl")
 
     work = Endless()
-    order.wait(work, fake_group(0, 2), torch.device("cuda"))
+    order.wait(work, Group(), torch.device("cuda"))
     assert work.waited
 
 

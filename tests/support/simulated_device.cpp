@@ -124,6 +124,18 @@ void finish_collectives();
 
 struct NotYet {}; // a collective that other ranks have not come to, where nobody waits for it
 thread_local bool polled = false;
+struct Polling {
+    Polling()
+    {
+        polled = true;
+    }
+    Polling(const Polling &) = delete;
+    Polling &operator=(const Polling &) = delete;
+    ~Polling()
+    {
+        polled = false;
+    }
+};
 
 void
 run(int64_t stream, int64_t until)
@@ -147,17 +159,18 @@ run(int64_t stream, int64_t until)
     }
 }
 
+constexpr int SELDOM = 2; // asking that often makes nothing earlier
+
 // Time passes for a stream, while somebody asks again and again.
 void
 proceed(int64_t stream, int64_t until)
 {
-    polled = true;
+    const Polling polling;
     try {
         run(stream, until);
     }
     catch (const NotYet &) {
     }
-    polled = false;
 }
 
 // Copies to the host have reached it.
@@ -214,6 +227,7 @@ void keep_for_stream(const c10::DataPtr &data);
 
 struct Recorded {
     int64_t stream, until;
+    int asked = 0;
 };
 
 bool capturing = false; // as if, into a graph
@@ -282,7 +296,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryEvent(void *event) const override
     {
         const Locked locked(mutex);
-        const auto *of = static_cast<Recorded *>(event);
+        auto *of = static_cast<Recorded *>(event);
+        if (of != nullptr && ++of->asked > SELDOM) {
+            proceed(of->stream, of->until);
+        }
         const bool is_done = of == nullptr || queues[of->stream].done >= of->until;
         if (of != nullptr && is_done) { // the host knows, as if it had waited
             land(of->stream, of->until);
@@ -837,7 +854,7 @@ struct Late final : c10d::Work {
     bool isCompleted() override
     {
         const Locked locked(mutex);
-        if (++asked > 2) {
+        if (++asked > SELDOM) {
             proceed(stream, until);
         }
         return queues[stream].done >= until;
@@ -918,9 +935,6 @@ struct Collectives final : c10d::Backend {
     }
     static void wait_for(c10d::Work &work, const Aborted &aborted)
     {
-        if (polled && !*aborted && !work.isCompleted()) {
-            throw NotYet{};
-        }
         without_gil([&] {
             for (bool ended = false; !ended && !*aborted;) {
                 try {
@@ -930,6 +944,9 @@ struct Collectives final : c10d::Backend {
                 catch (...) {
                     ended =
                         work.isCompleted() && work.exception() == nullptr; // perhaps only now, after the time was up
+                    if (polled && !ended && !*aborted) {
+                        throw NotYet{};
+                    }
                     std::this_thread::sleep_for(std::chrono::milliseconds(ended ? 0 : 1));
                 }
             }

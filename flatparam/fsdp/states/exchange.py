@@ -28,7 +28,8 @@ def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    order.wait(order.issue(dist.broadcast, tensor, group=group, group_src=0), group, tensor.device)
+    work = order.issue(dist.broadcast, tensor, group=group, group_src=0)
+    order.wait(work, group, tensor.device, is_read=True)
 
 
 def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup) -> tuple[dict[str, Any], Fetch]:
