@@ -1,62 +1,8 @@
-/* testing/fp_kernels_py.c -- the bodies of the accelerator's kernels run on the host, all blocks and threads in turn. */
+/* testing/fp_kernels_py.c -- the accelerator's kernels run on the host: by Python, and by the runtime on a simulated device. */
 #include "core/fp_alloc.h"
-#include "cuda/fp_bodies.h"
 #include "tensor/fp_torch.h"
+#include "testing/fp_host_kernels.h"
 #include "testing/fp_testing.h"
-
-static int
-host_pack(const fp_pack_job *job, const fp_table *table, void *stream)
-{
-    const fp_piece *pieces = table->memory;
-    for (uint32_t block = 0; block < fp_pack_blocks(job); block++) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-#define FP_CALL(to) fp_pack_thread(job, pieces, table->n, block, thread, to)
-            FP_FOR_DTYPE(job->dtype, FP_CALL)
-#undef FP_CALL
-        }
-    }
-    return 0;
-}
-
-/* The tree that a block's threads climb together. */
-static double
-folded(double *sums, int is_max)
-{
-    for (uint32_t half = FP_KERNEL_THREADS / 2; half > 0; half /= 2) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            fp_norm_fold(sums, half, thread, is_max);
-        }
-    }
-    return sums[0];
-}
-
-static int
-host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
-{
-    double sums[FP_KERNEL_THREADS];
-    for (uint32_t block = 0; block < fp_norm_blocks(job->end); block++) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            sums[thread] = fp_norm_thread(job, table->memory, table->n, block, thread, job->is_max);
-        }
-        job->partials[block] = folded(sums, job->is_max);
-    }
-    for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-        sums[thread] = fp_norm_gather(job, thread);
-    }
-    fp_norm_finish(job, folded(sums, job->is_max));
-    return 0;
-}
-
-static int
-host_scale(const fp_scale_job *job, const fp_table *table, void *stream)
-{
-    for (uint32_t block = 0; block < fp_scale_blocks(job); block++) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            fp_scale_thread(job, table->memory, table->n, block, thread);
-        }
-    }
-    return 0;
-}
 
 static int packed, measured, scaled; /* calls so far */
 static int too_old;                  /* the device, for what was compiled */
@@ -73,19 +19,19 @@ count(int *calls, const fp_table *table)
 static int
 asked_pack(const fp_pack_job *job, const fp_table *table, void *stream)
 {
-    return count(&packed, table) || host_pack(job, table, stream);
+    return count(&packed, table) || fp_host_pack(job, table, stream);
 }
 
 static int
 asked_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 {
-    return count(&measured, table) || host_norm(job, table, stream);
+    return count(&measured, table) || fp_host_norm(job, table, stream);
 }
 
 static int
 asked_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 {
-    return count(&scaled, table) || host_scale(job, table, stream);
+    return count(&scaled, table) || fp_host_scale(job, table, stream);
 }
 
 static int
@@ -254,7 +200,7 @@ fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                     (long long)job.end);
         }
         else {
-            host_pack(&job, &call.table, NULL);
+            fp_host_pack(&job, &call.table, NULL);
             result = Py_NewRef(Py_None);
         }
     }
@@ -274,7 +220,7 @@ fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        host_norm(&job, &call.table, NULL);
+        fp_host_norm(&job, &call.table, NULL);
         result = PyFloat_FromDouble(norm);
     }
     asked_release(&call);
@@ -296,7 +242,7 @@ fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     job.factor = job.in_fp64 ? (const void *)&wide : (const void *)&narrow;
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        host_scale(&job, &call.table, NULL);
+        fp_host_scale(&job, &call.table, NULL);
         result = Py_NewRef(Py_None);
     }
     asked_release(&call);

@@ -23,7 +23,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-COMMON = ["-O1", "-fPIC", "-Wall", f"-I{ROOT / 'csrc'}"]
+SUPPORT = ROOT / "tests" / "support"
+COMMON = ["-O1", "-fPIC", "-Wall", f"-I{ROOT / 'csrc'}", f"-I{SUPPORT}"]
 
 
 def main(command):
@@ -51,7 +52,7 @@ def toolkit():
 def build(torch, headers):
     """The folder of the libraries."""
     sources = sorted(path for path in HERE.iterdir() if path.suffix in (".c", ".cpp", ".hpp", ".map"))
-    shared = sorted(ROOT.glob("csrc/c*/*.h"))  # what kernels do
+    shared = [*sorted(ROOT.glob("csrc/*/*.h")), SUPPORT / "boxed.hpp"]
     version = (torch / "version.py").read_bytes()
     key = hashlib.sha1(b"".join(path.read_bytes() for path in [*sources, *shared]) + version).hexdigest()[:12]
     folder = ROOT / "build" / f"cuda-stand-in-{key}"
@@ -82,10 +83,15 @@ def compile_all(folder, torch, headers):
         soname = [f"-Wl,-soname,{name}"] if ".so." in name else []
         run(*cxx, "-shared", *sources, *soname, *options, "-lpthread", "-ldl", "-lrt", "-o", folder / name)
 
-    for name, prefix, options in (("missing.o", "(?:__)?cuda", []), ("missing_nccl.o", "nccl", ["-DOF_NCCL"])):
+    for name, prefix, options in (
+        ("missing.o", "(?:__)?cuda", []),
+        ("missing_nccl.o", "nccl", ["-DOF_NCCL"]),
+        ("missing_driver.o", "cu", ["-DOF_DRIVER"]),
+    ):
         each = "-DFOR_EACH_MISSING(do)=" + " ".join(f"do({lacks})" for lacks in missing(torch, prefix))
         run(*cc, *COMMON, *options, each, "-c", HERE / "missing.c", "-o", folder / name)
-    run(*cc, *COMMON, "-shared", "-Wl,-soname,libcuda.so.1", HERE / "driver.c", "-o", folder / "libcuda.so.1")
+    driver = [HERE / "driver.c", folder / "missing_driver.o"]
+    run(*cc, *COMMON, "-shared", "-Wl,-soname,libcuda.so.1", *driver, "-o", folder / "libcuda.so.1")
     runtime = [HERE / f"{name}.cpp" for name in ("device", "streams", "graphs", "memory", "kernels")]
     versions = f"-Wl,--version-script={HERE / 'libcudart.map'}"
     link("libcudart.so.13", [*runtime, folder / "missing.o"], versions)
@@ -93,7 +99,7 @@ def compile_all(folder, torch, headers):
     link("libnccl.so.2", [HERE / "nccl.cpp", folder / "missing_nccl.o"], *with_runtime)
     torchs = [f"-isystem{torch / 'include' / more}" for more in (".", "torch/csrc/api/include")]
     names = [f"-L{torch / 'lib'}", *(f"-l{name}" for name in ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda"))]
-    # last, as whoever finds it finds all
+    # last: where it is, all are
     link("operations.part", [HERE / "operations.cpp"], *torchs, *names, *with_runtime)
     (folder / "operations.part").rename(folder / "operations.so")
 

@@ -8,7 +8,7 @@
 #include <string>
 
 extern "C" {
-#include "cuda/fp_bodies.h"
+#include "testing/fp_host_kernels.h"
 }
 
 using namespace stand_in;
@@ -38,59 +38,56 @@ arguments_of(const Kernel &kernel, void **all)
     return copy;
 }
 
-void
-run_pack(const Arguments<fp_pack_job> &asked, uint32_t blocks)
+uint32_t
+blocks_of(const fp_pack_job &job)
 {
-    const auto *pieces = reinterpret_cast<const fp_piece *>(asked.table);
-    for (uint32_t block = 0; block < blocks; block++) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-#define FP_CALL(to) fp_pack_thread(&asked.job, pieces, asked.n, block, thread, to)
-            FP_FOR_DTYPE(asked.job.dtype, FP_CALL)
-#undef FP_CALL
-        }
-    }
+    return fp_pack_blocks(&job);
 }
 
-double
-folded(double *sums, int is_max)
+uint32_t
+blocks_of(const fp_norm_job &job)
 {
-    for (uint32_t half = FP_KERNEL_THREADS / 2; half > 0; half /= 2) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            fp_norm_fold(sums, half, thread, is_max);
-        }
-    }
-    return sums[0];
+    return fp_norm_blocks(job.end);
 }
 
-void
-run_norm(const Arguments<fp_norm_job> &asked, uint32_t blocks)
+uint32_t
+blocks_of(const fp_scale_job &job)
 {
-    const fp_norm_job &job = asked.job;
-    const auto *pieces = reinterpret_cast<const fp_piece *>(asked.table);
-    double sums[FP_KERNEL_THREADS];
-    for (uint32_t block = 0; block < blocks; block++) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            sums[thread] = fp_norm_thread(&job, pieces, asked.n, block, thread, job.is_max);
-        }
-        job.partials[block] = folded(sums, job.is_max);
-    }
-    if (*reinterpret_cast<unsigned *>(job.partials + blocks) != 0) {
+    return fp_scale_blocks(&job);
+}
+
+int
+run(const fp_pack_job &job, const fp_table &table)
+{
+    return fp_host_pack(&job, &table, nullptr);
+}
+
+int
+run(const fp_norm_job &job, const fp_table &table)
+{
+    if (*reinterpret_cast<unsigned *>(job.partials + blocks_of(job)) != 0) {
         throw std::runtime_error("the counter of the norm's kernel was not zeroed");
     }
-    for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-        sums[thread] = fp_norm_gather(&job, thread);
-    }
-    fp_norm_finish(&job, folded(sums, job.is_max));
+    return fp_host_norm(&job, &table, nullptr);
 }
 
-void
-run_scale(const Arguments<fp_scale_job> &asked, uint32_t blocks)
+int
+run(const fp_scale_job &job, const fp_table &table)
 {
-    for (uint32_t block = 0; block < blocks; block++) {
-        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            fp_scale_thread(&asked.job, reinterpret_cast<const fp_piece *>(asked.table), asked.n, block, thread);
-        }
+    return fp_host_scale(&job, &table, nullptr);
+}
+
+// Queue a launch, if it has as many blocks as its job takes.
+template <class Job>
+cudaError_t
+queued(const Kernel &kernel, void **all, uint32_t blocks, Stream *stream)
+{
+    auto asked = arguments_of<Job>(kernel, all);
+    if (blocks != blocks_of(asked->job)) {
+        return told(cudaErrorInvalidConfiguration);
     }
+    put(stream, [asked] { run(asked->job, {.memory = asked->table, .bytes = sizeof asked->table, .n = asked->n}); });
+    return cudaSuccess;
 }
 
 cudaError_t
@@ -101,21 +98,17 @@ launch(const void *function, dim3 grid, dim3 block, void **all, Stream *stream)
         std::fprintf(stderr, "stand-in for CUDA: no stand-in for the kernel %s\n", kernel.name.c_str());
         return told(cudaErrorNotSupported);
     }
-    if (block.x != FP_KERNEL_THREADS || block.y != 1 || block.z != 1 || grid.y != 1 || grid.z != 1 || grid.x == 0) {
+    if (block.x != FP_KERNEL_THREADS || block.y != 1 || block.z != 1 || grid.y != 1 || grid.z != 1) {
         return told(cudaErrorInvalidConfiguration);
     }
-    const uint32_t blocks = grid.x;
     const auto is = [&](const char *part) { return kernel.name.find(part) != std::string::npos; };
     if (is("4packI")) {
-        put(stream, [asked = arguments_of<fp_pack_job>(kernel, all), blocks] { run_pack(*asked, blocks); });
+        return queued<fp_pack_job>(kernel, all, grid.x, stream);
     }
-    else if (is("4normI")) {
-        put(stream, [asked = arguments_of<fp_norm_job>(kernel, all), blocks] { run_norm(*asked, blocks); });
+    if (is("4normI")) {
+        return queued<fp_norm_job>(kernel, all, grid.x, stream);
     }
-    else {
-        put(stream, [asked = arguments_of<fp_scale_job>(kernel, all), blocks] { run_scale(*asked, blocks); });
-    }
-    return cudaSuccess;
+    return queued<fp_scale_job>(kernel, all, grid.x, stream);
 }
 
 } // namespace

@@ -22,6 +22,11 @@ NOTHING(ncclCommWindowDeregister)
 NOTHING(ncclGroupStart)
 NOTHING(ncclGroupEnd)
 NOTHING(ncclRedOpDestroy)
+#elif defined(OF_DRIVER)
+#define ERROR 801 /* CUDA_ERROR_NOT_SUPPORTED */
+NOTHING(cuInit)
+NOTHING(cuCtxSetCurrent)
+NOTHING(cuDevicePrimaryCtxRetain)
 #else
 #define ERROR 801 /* cudaErrorNotSupported */
 NOTHING(__cudaInitModule)

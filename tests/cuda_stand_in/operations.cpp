@@ -2,91 +2,21 @@
 //
 // They take the place of torch's kernels at the dispatch key CUDA. What allocates, views, copies between host and device or
 // asks for a value stays torch's own.
+#include "boxed.hpp"
 #include "stand_in.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/DeviceGuard.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <set>
 
 namespace {
-
-using Values = std::vector<c10::IValue>;
-
-at::Tensor
-on_cpu(const at::Tensor &tensor)
-{
-    if (tensor.is_cpu()) {
-        return tensor;
-    }
-    return at::from_blob(const_cast<void *>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
-                         tensor.options().device(at::kCPU).requires_grad(false));
-}
-
-// value with change(tensor) in place of each tensor.
-template <class Change>
-c10::IValue
-changed(const c10::IValue &value, const Change &change, c10::Device device)
-{
-    if (value.isTensor()) {
-        const at::Tensor &tensor = value.toTensor();
-        return tensor.defined() ? c10::IValue(change(tensor)) : value;
-    }
-    if (value.isTensorList()) {
-        c10::List<at::Tensor> list;
-        for (const at::Tensor &tensor : value.toTensorVector()) {
-            list.push_back(change(tensor));
-        }
-        return list;
-    }
-    if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> list;
-        for (const auto &tensor : value.toOptionalTensorVector()) {
-            list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(change(*tensor)) : tensor);
-        }
-        return list;
-    }
-    return value.isDevice() ? c10::IValue(device) : value;
-}
-
-template <class Change>
-Values
-all_changed(const Values &values, const Change &change, c10::Device device = c10::kCPU)
-{
-    Values result;
-    for (const c10::IValue &value : values) {
-        result.push_back(changed(value, change, device));
-    }
-    return result;
-}
-
-template <class Look>
-void
-for_each_tensor(const Values &values, const Look &look)
-{
-    all_changed(values, [&](const at::Tensor &tensor) {
-        look(tensor);
-        return tensor;
-    });
-}
-
-Values
-called(const c10::OperatorHandle &op, Values stack)
-{
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset | c10::python_ks);
-    op.callBoxed(&stack);
-    return stack;
-}
 
 void
 put(std::function<void()> work)
@@ -136,7 +66,6 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
     const size_t n = op.schema().arguments().size();
     const Values arguments(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
-    const auto &returns = op.schema().returns();
     std::optional<c10::Device> device;
     for_each_tensor(arguments, [&](const at::Tensor &tensor) {
         if (tensor.is_cuda() && !device) {
@@ -150,18 +79,13 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     }
     TORCH_CHECK(device, op.schema().name(), " has no tensor of the device");
     const c10::DeviceGuard guard(*device);
-    Values there = all_changed(arguments, [](const at::Tensor &tensor) {
-        return tensor.is_cpu() && tensor.dim() == 0 ? tensor.clone() : on_cpu(tensor);
-    });
+    Values there = all_on_cpu(arguments);
     for (size_t i = 0; i < n; i++) {
         if (op.schema().arguments()[i].name() == "generator") {
             there[i] = generator();
         }
     }
-    bool all_new = true, resizes = false;
-    for (const auto &result : returns) {
-        all_new = all_new && result.alias_info() == nullptr;
-    }
+    bool resizes = false;
     for (size_t i = 0; i < n; i++) {
         if (op.schema().arguments()[i].is_out()) { // a result that is given its size
             resizes = resizes || (arguments[i].isTensor() && arguments[i].toTensor().numel() == 0);
@@ -172,7 +96,7 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
         return;
     }
     stack->erase(stack->end() - static_cast<std::ptrdiff_t>(n), stack->end());
-    if (all_new) {
+    if (returns_new(op)) {
         // sizes and strides of what is returned, from values of no meaning
         const Values like = called(op, all_changed(arguments, [](const at::Tensor &tensor) {
                                        if (tensor.is_cpu()) {
@@ -199,15 +123,7 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
         return;
     }
     put([op, there] { called(op, there); });
-    for (const auto &result : returns) { // arguments, and nothing else
-        for (size_t i = 0; i < n; i++) {
-            const auto *alias = op.schema().arguments()[i].alias_info();
-            if (alias != nullptr && result.alias_info() != nullptr && *alias == *result.alias_info()) {
-                stack->push_back(arguments[i]);
-                break;
-            }
-        }
-    }
+    push_written(op, arguments, *stack);
 }
 
 at::Tensor &

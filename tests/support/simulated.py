@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 SOURCE = Path(__file__).with_name("simulated_device.cpp")
+SHARED = SOURCE.with_name("boxed.hpp")
 FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall"]
 
 
 def build(source=SOURCE):
     """Compile the device, or another source, unless that was done before; return the library's path."""
-    key = hashlib.sha1(source.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:12]
+    read = source.read_bytes() + SHARED.read_bytes() + f"{torch.__version__} {sys.version}".encode()
+    key = hashlib.sha1(read).hexdigest()[:12]
     folder = source.parents[2] / "build" / f"{source.stem}-{key}"
     library = folder / f"{source.stem}.so"
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@
 // may be, and the other as early: a wait that is missing shows in the values. "others": all are late but the one that
 // computes; "computing": that one is, and no other. A copy to pinned memory reaches the host when that waits for it, however
 // early its stream is. Freed memory is overwritten in the order of the stream that it was allocated on, and used again first.
+#include "boxed.hpp"
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
@@ -14,7 +16,6 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
@@ -108,16 +109,6 @@ bool
 is_late(int64_t stream)
 {
     return (stream == computing) == computes_late;
-}
-
-// What runs later does so as kernels do, whatever the thread that comes to it is within.
-template <class Work>
-void
-as_a_kernel(const Work &work)
-{
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset | c10::python_ks);
-    work();
 }
 
 void finish_collectives();
@@ -522,17 +513,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 auto &operations = for_good<std::map<std::string, int64_t>>(); // how often each that computes or copies was called
 
-// The same memory as a CPU tensor sees it. It is not kept alive: a device does not either.
-at::Tensor
-on_cpu(const at::Tensor &tensor)
-{
-    if (tensor.is_cpu()) {
-        return tensor;
-    }
-    return at::from_blob(const_cast<void *>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
-                         tensor.options().device(at::kCPU).requires_grad(false));
-}
-
 at::Tensor
 copy_from(const at::Tensor &source, const at::Tensor &target, bool non_blocking)
 {
@@ -632,62 +612,6 @@ record_stream(at::Tensor &self, c10::Stream)
     keep_for_stream(self.storage().mutable_data_ptr());
 }
 
-using Values = std::vector<c10::IValue>;
-
-// value with change(tensor) in place of each tensor of the device.
-template <class Change>
-c10::IValue
-changed(const c10::IValue &value, const Change &change)
-{
-    if (value.isTensor()) {
-        const at::Tensor &tensor = value.toTensor();
-        return tensor.defined() ? c10::IValue(change(tensor)) : value;
-    }
-    if (value.isTensorList()) {
-        c10::List<at::Tensor> list;
-        for (const at::Tensor &tensor : value.toTensorVector()) {
-            list.push_back(change(tensor));
-        }
-        return list;
-    }
-    if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> list;
-        for (const auto &tensor : value.toOptionalTensorVector()) {
-            list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(change(*tensor)) : tensor);
-        }
-        return list;
-    }
-    return value.isDevice() ? c10::IValue(c10::Device(c10::kCPU)) : value;
-}
-
-template <class Change>
-Values
-all_changed(const Values &values, const Change &change)
-{
-    Values result;
-    for (const c10::IValue &value : values) {
-        result.push_back(changed(value, change));
-    }
-    return result;
-}
-
-template <class Look>
-void
-for_each_tensor(const Values &values, const Look &look)
-{
-    all_changed(values, [&](const at::Tensor &tensor) {
-        look(tensor);
-        return tensor;
-    });
-}
-
-Values
-called(const c10::OperatorHandle &op, Values stack)
-{
-    as_a_kernel([&] { op.callBoxed(&stack); });
-    return stack;
-}
-
 // Whether what an operator returns has sizes that do not depend on values, so that it can be run on others before.
 bool
 can_be_put_off(const c10::OperatorHandle &op, const Values &arguments)
@@ -753,13 +677,8 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     if (!late) {
         run(current, queues[current].put); // which is not the program's doing
     }
-    const Values there = all_changed(arguments, [](const at::Tensor &tensor) {
-        return tensor.is_cpu() && tensor.dim() == 0 ? tensor.clone() : on_cpu(tensor);
-    });
-    bool all_new = true; // of what is returned
-    for (const auto &result : returns) {
-        all_new = all_new && result.alias_info() == nullptr;
-    }
+    const Values there = all_on_cpu(arguments);
+    const bool all_new = returns_new(op);
     Values results = !late     ? called(op, there)
                      : all_new ? called(op, all_changed(arguments,
                                                         [](const at::Tensor &tensor) {
@@ -790,15 +709,7 @@ fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
     if (late) {
         put(current, [op, there] { called(op, there); });
     }
-    for (const auto &result : returns) { // arguments, and nothing else
-        for (size_t i = 0; i < n; i++) {
-            const auto *alias = op.schema().arguments()[i].alias_info();
-            if (alias != nullptr && result.alias_info() != nullptr && *alias == *result.alias_info()) {
-                stack->push_back(arguments[i]);
-                break;
-            }
-        }
-    }
+    push_written(op, arguments, *stack);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m)

@@ -1,0 +1,59 @@
+/* testing/fp_host_kernels.h -- the bodies of the accelerator's kernels run on the host, all blocks and threads in turn. */
+#pragma once
+
+#include "cuda/fp_bodies.h"
+
+static inline int
+fp_host_pack(const fp_pack_job *job, const fp_table *table, void *stream)
+{
+    const fp_piece *pieces = (const fp_piece *)table->memory;
+    for (uint32_t block = 0; block < fp_pack_blocks(job); block++) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+#define FP_CALL(to) fp_pack_thread(job, pieces, table->n, block, thread, to)
+            FP_FOR_DTYPE(job->dtype, FP_CALL)
+#undef FP_CALL
+        }
+    }
+    return 0;
+}
+
+/* The tree that a block's threads climb together. */
+static inline double
+fp_host_folded(double *sums, int is_max)
+{
+    for (uint32_t half = FP_KERNEL_THREADS / 2; half > 0; half /= 2) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+            fp_norm_fold(sums, half, thread, is_max);
+        }
+    }
+    return sums[0];
+}
+
+static inline int
+fp_host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
+{
+    const fp_piece *pieces = (const fp_piece *)table->memory;
+    double sums[FP_KERNEL_THREADS];
+    for (uint32_t block = 0; block < fp_norm_blocks(job->end); block++) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+            sums[thread] = fp_norm_thread(job, pieces, table->n, block, thread, job->is_max);
+        }
+        job->partials[block] = fp_host_folded(sums, job->is_max);
+    }
+    for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+        sums[thread] = fp_norm_gather(job, thread);
+    }
+    fp_norm_finish(job, fp_host_folded(sums, job->is_max));
+    return 0;
+}
+
+static inline int
+fp_host_scale(const fp_scale_job *job, const fp_table *table, void *stream)
+{
+    for (uint32_t block = 0; block < fp_scale_blocks(job); block++) {
+        for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
+            fp_scale_thread(job, (const fp_piece *)table->memory, table->n, block, thread);
+        }
+    }
+    return 0;
+}
