@@ -50,10 +50,12 @@ class Raising(THEIRS):
 
 
 def test_this_torch_behaves_as_ours_and_is_asked_in_a_moment():
-    install.differences(flatparam.FlatParamHandle, THEIRS)
-    state, started = torch.get_rng_state(), time.process_time()
-    assert install.differences(flatparam.FlatParamHandle, THEIRS) == []
-    assert time.process_time() - started < 0.05
+    state, seconds = torch.get_rng_state(), []
+    for _ in range(3):
+        started = time.process_time()
+        assert install.differences(flatparam.FlatParamHandle, THEIRS) == []
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.2  # it takes 0.02 s, and more than twice that under the sanitizers on a slow machine
     assert torch.equal(torch.get_rng_state(), state)
 
 
