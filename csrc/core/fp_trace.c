@@ -1,6 +1,7 @@
 /* core/fp_trace.c -- expectations in one hash table, from a hash of the past to the event that came after it. */
 #include "core/fp_trace.h"
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
@@ -12,18 +13,21 @@ typedef struct {
     uint64_t next; /* see stored() */
 } expectation;
 
+enum { FIRST_ROOM = 1 << 8, LONG = 1, SHORT = 2, LAST = 3 };
+enum { RING = FP_ORDER_RECENT + 1 }; /* one of its events may just be written while another thread reads */
+
 struct fp_trace {
     uint64_t pass;                    /* of this pass so far */
     uint64_t before[FP_ORDER_PASSES]; /* of those before it, a ring */
     uint64_t history;                 /* of all of those */
     uint64_t last;
-    int64_t count, passes;
-    uint64_t recent[FP_ORDER_RECENT]; /* a ring */
+    int64_t passes;
+    _Atomic int64_t count;
+    _Atomic uint64_t recent[RING];
+    atomic_int broken;
     expectation *table;
     size_t room, used; /* room: a power of 2 */
 };
-
-enum { FIRST_ROOM = 1 << 8, LONG = 1, SHORT = 2, LAST = 3 };
 
 static uint64_t
 mix(uint64_t hash, uint64_t value)
@@ -136,8 +140,9 @@ advance(fp_trace *order, uint64_t next, bool new_pass)
     }
     order->pass = mix(order->pass, next);
     order->last = next;
-    order->recent[order->count % FP_ORDER_RECENT] = next;
-    order->count++;
+    const int64_t count = fp_trace_count(order);
+    atomic_store_explicit(&order->recent[count % RING], next, memory_order_release);
+    atomic_store_explicit(&order->count, count + 1, memory_order_release);
 }
 
 fp_status
@@ -172,7 +177,7 @@ fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *v
 int64_t
 fp_trace_count(const fp_trace *order)
 {
-    return order->count;
+    return atomic_load_explicit(&order->count, memory_order_acquire);
 }
 
 int64_t
@@ -184,11 +189,26 @@ fp_trace_passes(const fp_trace *order)
 int
 fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass)
 {
-    if (index < 0 || index >= order->count || index < order->count - FP_ORDER_RECENT) {
+    if (index < 0 || index >= fp_trace_count(order)) {
         return 0;
     }
-    const uint64_t value = order->recent[index % FP_ORDER_RECENT] - 1;
+    const uint64_t value = atomic_load_explicit(&order->recent[index % RING], memory_order_acquire) - 1;
+    if (index < fp_trace_count(order) - FP_ORDER_RECENT) { /* another event may have taken its place meanwhile */
+        return 0;
+    }
     *event = value >> 1;
     *new_pass = (int)(value & 1);
     return 1;
+}
+
+int
+fp_trace_is_broken(const fp_trace *order)
+{
+    return atomic_load(&order->broken);
+}
+
+void
+fp_trace_set_broken(fp_trace *order, int broken)
+{
+    atomic_store(&order->broken, broken != 0);
 }

@@ -14,7 +14,7 @@
 
 enum {
     FP_ORDER_PASSES = 16,   /* how far back the longest memory goes */
-    FP_ORDER_RECENT = 4096, /* events that fp_trace_at() finds */
+    FP_ORDER_RECENT = 4095, /* events that fp_trace_at() finds */
     FP_ORDER_MOST = 1
         << 17, /* expectations that are kept; then all are forgotten, by every process after the same event */
 };
@@ -34,8 +34,14 @@ void fp_trace_free(fp_trace *order);
  * FP_ENOMEM: nothing has changed. */
 fp_status fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *verdict);
 
-int64_t fp_trace_count(const fp_trace *order);  /* events so far */
 int64_t fp_trace_passes(const fp_trace *order); /* passes that they began */
+
+/* The following may be called by other threads, too. */
+int64_t fp_trace_count(const fp_trace *order); /* events so far */
 
 /* The event with this index, counted from 0: 1, and *event and *new_pass are written; 0: not yet, or too long ago. */
 int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass);
+
+/* Whether the processes are known not to have the same events, or not to come to them. */
+int fp_trace_is_broken(const fp_trace *order);
+void fp_trace_set_broken(fp_trace *order, int broken);

@@ -2,7 +2,6 @@
 #include "core/fp_alloc.h"
 #include "tensor/fp_flatten.h"
 #include "tensor/fp_gradients.h"
-#include "tensor/fp_pulse.h"
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
 #include "module/fp_handle.h"
@@ -179,30 +178,6 @@ lending_exchange(PyObject *module, PyObject *capsule)
     return fp_torch_lending_exchange(capsule);
 }
 
-static const char pulse_name[] = "flatparam._C.pulse";
-
-static void
-end_pulse(PyObject *capsule)
-{
-    fp_pulse_stop((fp_pulse *)PyCapsule_GetPointer(capsule, pulse_name));
-}
-
-static PyObject *
-pulse(PyObject *module, PyObject *args)
-{
-    const char *group, *prefix, *answer;
-    double interval;
-    if (!PyArg_ParseTuple(args, "sssd:pulse", &group, &prefix, &answer, &interval)) {
-        return NULL;
-    }
-    fp_pulse *started = fp_pulse_start(group, prefix, answer, interval);
-    PyObject *capsule = started == NULL ? NULL : PyCapsule_New(started, pulse_name, end_pulse);
-    if (started != NULL && capsule == NULL) {
-        fp_pulse_stop(started);
-    }
-    return capsule;
-}
-
 static PyObject *
 explain_shards(PyObject *module, PyObject *explain)
 {
@@ -262,9 +237,5 @@ PyMethodDef fp_tensor_methods[] = {
     {"lending_exchange", lending_exchange, METH_O,
      "lending_exchange($module, capsule, /)\n--\n\nThe capsule of torch.Tensor.__dlpack_c_exchange_api__, such that "
      "what is exported through it is lent."},
-    {"pulse", pulse, METH_VARARGS,
-     "pulse($module, group, prefix, answer, interval, /)\n--\n\nA thread that looks every interval seconds into the "
-     "store of the process group with this name, at call below prefix, and sets answer there to what is new. It ends "
-     "with the object, the group or the store."},
     {NULL, NULL, 0, NULL},
 };

@@ -6,15 +6,12 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "core/fp_trace.h"
-
 typedef struct {
     PyObject_HEAD
     fp_trace *trace;
     PyObject *agree;   /* agree(index, event, new_pass, alone) */
     PyObject *waiting; /* waiting() */
     PyObject *failed;  /* failed(message) */
-    int broken;        /* the ranks do not agree */
     int always;        /* the others are asked before each event */
 } trace_object;
 
@@ -42,7 +39,7 @@ note(trace_object *self, uint64_t event, int new_pass)
             PyErr_Format(PyExc_ValueError, "expected an event below 2**62, got %llu", (unsigned long long)event);
             return -1;
     }
-    if (verdict == FP_ORDER_EXPECTED && !self->broken && !self->always) {
+    if (verdict == FP_ORDER_EXPECTED && !fp_trace_is_broken(self->trace) && !self->always) {
         return 0;
     }
     return call(self->agree, Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass,
@@ -106,6 +103,16 @@ trace_dealloc(PyObject *object)
     fp_free_object(object);
 }
 
+fp_trace *
+fp_trace_of(PyObject *object)
+{
+    if (!fp_is_of(object, trace_dealloc)) {
+        PyErr_Format(PyExc_TypeError, "expected a CollectiveTrace, got %.200s", Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    return ((trace_object *)object)->trace;
+}
+
 static PyObject *
 trace_note(trace_object *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -144,6 +151,22 @@ trace_passes(trace_object *self, void *ignored)
     return PyLong_FromLongLong(fp_trace_passes(self->trace));
 }
 
+static PyObject *
+trace_broken(trace_object *self, void *ignored)
+{
+    return PyLong_FromLong(fp_trace_is_broken(self->trace));
+}
+
+static int
+set_trace_broken(trace_object *self, PyObject *value, void *ignored)
+{
+    const int broken = value == NULL ? 0 : PyObject_IsTrue(value);
+    if (broken >= 0) {
+        fp_trace_set_broken(self->trace, broken);
+    }
+    return broken < 0 ? -1 : 0;
+}
+
 static PyMethodDef trace_methods[] = {
     {"note", FP_METHOD(trace_note), METH_FASTCALL,
      "note($self, event, new_pass, /)\n--\n\nAn event comes: ask the other ranks, unless all expect it."},
@@ -155,11 +178,12 @@ static PyMethodDef trace_methods[] = {
 static PyGetSetDef trace_getset[] = {
     {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
     {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
+    {"broken", FP_GETTER(trace_broken), (setter)(void (*)(void))set_trace_broken,
+     "1: the ranks do not agree, or one is lost; each event asks then.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef trace_members[] = {
-    {"broken", Py_T_INT, offsetof(trace_object, broken), 0, "1: the ranks do not agree; each event asks then."},
     {"always", Py_T_INT, offsetof(trace_object, always), 0, "1: each event asks, expected or not."},
     {NULL, 0, 0, 0, NULL},
 };
@@ -223,7 +247,7 @@ failed(PyObject *watcher, const char *message)
 static int
 is_broken(PyObject *watcher)
 {
-    return ((model_trace_object *)watcher)->trace->broken;
+    return fp_trace_is_broken(((model_trace_object *)watcher)->trace->trace);
 }
 
 const fp_group_calls fp_model_trace_calls = {
@@ -251,8 +275,8 @@ model_trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:ModelTrace", keywords, &trace)) {
         return NULL;
     }
-    if (!fp_is_of(trace, trace_dealloc)) {
-        return PyErr_Format(PyExc_TypeError, "expected a CollectiveTrace, got %.200s", Py_TYPE(trace)->tp_name);
+    if (fp_trace_of(trace) == NULL) {
+        return NULL;
     }
     model_trace_object *self = (model_trace_object *)type->tp_alloc(type, 0);
     if (self != NULL) {

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "tensor/fp_watch.hpp"
+
 struct fp_sum {
     fp_group *group = nullptr;
     bool sliced = false;    // waits for work are
@@ -62,14 +64,16 @@ template <class Start>
 c10::intrusive_ptr<c10d::Work>
 started(const fp_group &group, const at::Tensor &tensor, Start &&start)
 {
-    TORCH_CHECK(group.connected || !is_captured(tensor.device()),
+    TORCH_CHECK(group.device || !is_captured(tensor.device()),
                 "flatparam: a CUDA graph is captured before the first "
                 "collective over a process group, which makes its communicator: run a few steps before");
     return explained(&group, [&] {
         const WithoutGil released;
         const bool on_host = group.host && tensor.is_cpu();
         auto work = start(on_host ? *group.host : *group.native);
-        group.connected = group.connected || !on_host;
+        if (!on_host) {
+            group.device = tensor.device();
+        }
         return work;
     });
 }
@@ -108,7 +112,7 @@ at::Tensor
 registered(fp_group *group, int64_t numel, const at::TensorOptions &options)
 {
     const c10::Device device = options.device();
-    if (group == nullptr || !group->native || !group->registers || !group->connected || device.is_cpu() ||
+    if (group == nullptr || !group->native || !group->registers || !group->device || device.is_cpu() ||
         !wants_registered() || is_captured(device)) {
         return at::Tensor();
     }
@@ -242,6 +246,9 @@ wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::W
             }
             const WithoutGil released;
             waited->wait();
+            if (group != nullptr && group->native && group->device) {
+                note_waiting(*group->native, *group->device);
+            }
             return true;
         });
         if (ended) {

@@ -19,10 +19,10 @@ struct fp_group {
     std::array<PyObject *, FP_WATCHERS> watchers{}; // owned, or null: nobody is told of its collectives
     const fp_group_calls *calls = nullptr;
     std::array<uint32_t, FP_WATCHERS> numbers{};
-    bool sliced = false;            // waits are interrupted to tell the watcher
-    mutable bool connected = false; // a collective over it was begun
-    bool registers = true;          // memory; not any more where it could not
-    bool given_up = false;          // what is under way may not end soon: nobody waits for it when a pass is forgotten
+    bool sliced = false;                       // waits are interrupted to tell the watcher
+    mutable std::optional<c10::Device> device; // of the last collective over it
+    bool registers = true;                     // memory; not any more where it could not
+    bool given_up = false; // what is under way may not end soon: nobody waits for it when a pass is forgotten
 };
 
 namespace fp {

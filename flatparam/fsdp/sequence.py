@@ -7,7 +7,7 @@ one asks nobody. Where it comes to another, or nothing is known yet, it asks the
 - another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked.
 
 A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store. Where
-the device waits, as with NCCL, a thread looks, and aborts the communicator.
+the device waits, as with NCCL, a thread in C looks, and aborts the communicator.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import functools
 import json
 import re
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -28,6 +29,7 @@ from .. import _C
 from ..common.collectives import (
     PATIENCE,
     can_be_cut,
+    name_in_cpp,
     tells_when_done,
     unwrapped,
     wait_for_device,
@@ -95,8 +97,8 @@ class Sequence:
         self._calls = 0
         self._told = 0
         self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
-        self._idle: tuple[int, float] = (-1, 0.0)  # the same, for the thread that looks
         self._next_look = 0.0
+        self._looking = threading.RLock()  # for the reason
         self._reason = ""
         self._readers = 0  # of it
         self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
@@ -108,36 +110,41 @@ class Sequence:
         life = self.register.life
         if life is None:  # nothing was built over this group, only loaded
             life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
+        prefix = f"flatparam {self._device} {life}"
         if not self.sliced:
-            reference = weakref.ref(self)
-            peers.watch(lambda: (one := reference()) is not None and one._goes_on(), _WATCHING)
-        return dist.PrefixStore(f"flatparam {self._device} {life}", store)
+            self._have_watched(prefix)
+        return dist.PrefixStore(prefix, store)
 
-    def _goes_on(self) -> bool:
-        """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread does.
+    def _have_watched(self, prefix: str) -> None:
+        """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread in C does.
 
         If the ranks differ or one is lost, it aborts the communicator: the device goes on, the next collective raises.
         """
-        try:
-            backend = self._backend()
-            if backend is not None:
-                self._reach(self._look_for_others)
-                return True
-        except OrderError as error:
-            # a process may end before its next collective, which would raise this
-            print(f"flatparam: {error}. What the device was waiting for has no values", file=sys.stderr, flush=True)
-            backend.abort()
-        except RuntimeError:  # the group or its store is gone
-            pass
-        return False
+        group, board = self._group(), self._board
+        name = None if group is None else name_in_cpp(group)
+        if board is not None and name is not None:
+            watched = (self.order, name, self._device, prefix, self._ranks, _WATCHING)
+            peers.watch(lambda: self._say_why() if board.native.watch(*watched) else None)
 
-    def _look_for_others(self) -> None:
-        now = time.monotonic()
-        if self._idle[0] != self.order.count:
-            self._idle = (self.order.count, now)
-        self._raise_if_broken()
-        self._raise_if_lost(now - self._idle[1], lambda rank: True)
-        self._look_at_question()
+    def _say_why(self) -> None:
+        # a process may end before its next collective, which would raise this
+        print(f"flatparam: {self._why()}. What the device was waiting for has no values", file=sys.stderr, flush=True)
+
+    def _why(self) -> str:
+        """The reason why the group cannot be used any more: whoever comes first looks for what the thread has found."""
+        with contextlib.suppress(OrderError), contextlib.nullcontext() if self._reason else self._looking:
+            if not self._reason:
+                self._look_for_others()
+        return self._reason
+
+    def _look_for_others(self) -> NoReturn:
+        try:
+            self._raise_if_broken()
+            self._raise_if_lost(0.0, lambda rank: True)
+            self._look_at_question()
+        except peers.STORE_ERRORS as error:
+            self._end_without_store(error)
+        self._break("the store of the process group was out of reach for a while", "")
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
@@ -146,7 +153,13 @@ class Sequence:
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
         if tells_when_done(self._group(), torch.device(self._device)):
-            self._explained(lambda: wait_for_device(work, self.raise_if_closed))
+            begin = time.monotonic()
+
+            def look() -> None:
+                self.raise_if_closed()
+                self._reach(lambda: self._raise_if_lost(time.monotonic() - begin, lambda rank: True))
+
+            self._explained(lambda: wait_for_device(work, look))
         else:
             self.wait(work)
         self.raise_if_closed()
@@ -163,7 +176,7 @@ class Sequence:
     def raise_if_closed(self) -> None:
         """Raises: OrderError, if no collective over the group has values any more."""
         if self.order.broken:
-            raise OrderError(self._reason)
+            raise OrderError(self._why())
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
         number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
@@ -377,16 +390,16 @@ class Sequence:
         raise OrderError(self._reason)
 
     def _close(self, reason: str, absent: int) -> None:
-        if self.order.broken:
+        if self._reason:
             return
-        self._reason = reason  # the thread may be here
-        self.order.broken = 1
         absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
-        self._reason, self._readers = reason, len(self._ranks) - absent
+        readers = len(self._ranks) - absent
         with contextlib.suppress(*peers.STORE_ERRORS):
-            said = self._store.compare_set("broken", "", json.dumps([reason, self._readers]))
-            self._reason, self._readers = json.loads(said)
+            said = self._store.compare_set("broken", "", json.dumps([reason, readers]))
+            reason, readers = json.loads(said)
             self._store.add("readers", 1)
+        self._readers, self._reason = readers, reason
+        self.order.broken = 1
 
     def _is_read(self) -> bool:
         return self._store.check(["readers"]) and int(self._store.get("readers")) >= self._readers

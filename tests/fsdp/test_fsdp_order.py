@@ -24,7 +24,7 @@ from flatparam.common.collectives import fake_group
 from flatparam.fsdp import order
 from flatparam.fsdp.errors import OrderError
 from flatparam.fsdp.order import sequence_of
-from flatparam.fsdp.sequence import Sequence, _limit
+from flatparam.fsdp.sequence import _WATCHING, Sequence, _limit
 
 pytestmark = pytest.mark.multiprocess
 
@@ -589,17 +589,22 @@ def test_where_the_device_waits_all_ranks_are_told(scenario):
     assert max(run_ranks(on_a_device, 2, library, scenario)) < 5.0
 
 
-def lose_on_a_device(library, how, who, copied):
-    """Rank ``who`` is lost while the device of the others waits for it; what they are told is their last note.
+WAITS = {
+    "for the device": lambda device, loss: loss.item(),
+    "for the device, with the GIL": lambda device, loss: device.synchronize(with_gil=True),  # as torch.save() does
+    "on the host": lambda device, loss: loss.item(),  # where ranks tell each other which copies are old
+}
 
-    ``copied``: they wait on the host, where they tell each other which copies are old.
-    """
+
+def lose_on_a_device(library, how, who, waits):
+    """Rank ``who`` is lost while the device of the others waits for it; what they are told is their last note."""
     meet_in_a_server()
-    simulated.use(library)
+    device = simulated.use(library)
     sim, processes = torch.device("sim", 0), [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
-    group = simulated.new_group(on_host=copied)
-    strategy = ShardingStrategy.ZERO_1 if copied else ShardingStrategy.FULL_SHARD
+    on_host = waits == "on the host"
+    group = simulated.new_group(on_host=on_host)
+    strategy = ShardingStrategy.ZERO_1 if on_host else ShardingStrategy.FULL_SHARD
     model = wrap_blocks(Chosen(), process_group=group, device_id=sim, sharding_strategy=strategy)
     x = torch.ones(2, 3, device=sim)
     for number in range(6):
@@ -611,7 +616,7 @@ def lose_on_a_device(library, how, who, copied):
         try:
             loss = model(x, ALL).sum()
             loss.backward()
-            loss.item()
+            WAITS[waits](device, loss.detach())
         except OrderError as error:
             note(json.dumps([str(error), time.monotonic() - begin]))
             if how == "stops":
@@ -628,16 +633,47 @@ def lose_on_a_device(library, how, who, copied):
         ("stops", 1, "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach"),
     ],
 )
-@pytest.mark.parametrize("copied", [False, True])
-def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how, who, told, copied):
+@pytest.mark.parametrize("waits", WAITS)
+def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how, who, told, waits):
     library = str(simulated.build())
     environment = {"FLATPARAM_HEARTBEAT": "2"} if how == "stops" else {}
-    ends = ends_of_ranks(lose_on_a_device, 2, library, how, who, copied, timeout=60.0, environment=environment)
+    ends = ends_of_ranks(lose_on_a_device, 2, library, how, who, waits, timeout=60.0, environment=environment)
     code, _, said = ends[1 - who]
     assert code == 3, ends
     reason, seconds = json.loads(said)
     assert re.search(told, reason), reason
     assert seconds < 5.0, seconds
+
+
+def end_after_the_last_step(library):
+    """Rank 1 ends; rank 0, whose device is done, has all values. It is told when it waits for rank 1 again."""
+    meet_in_a_server()
+    device = simulated.use(library)
+    sim = torch.device("sim", 0)
+    group = simulated.new_group()
+    model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
+    x = torch.ones(2, 3, device=sim)
+
+    def train(steps):
+        for _ in range(steps):
+            model(x, ALL).sum().backward()
+            device.synchronize()
+
+    train(2)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    time.sleep(3 * _WATCHING)
+    assert not sequence_of(group, sim).order.broken
+    with pytest.raises(OrderError, match=r"the process of rank 1 \(\d+\) has ended"):
+        train(2)
+    note("told")
+    os._exit(3)
+
+
+def test_a_rank_that_ends_takes_nothing_from_another_whose_device_is_done():
+    library = str(simulated.build())
+    assert ends_of_ranks(end_after_the_last_step, 2, library, timeout=60.0)[0] == (3, None, "told")
 
 
 def lose_outside_of_a_step(library, before):

@@ -281,11 +281,14 @@ def run_both(fn, world_size, *args, timeout=120.0, environment=None):
 
 
 @contextlib.contextmanager
-def fake_world(world_size=1, rank=0):
-    """Make this process rank ``rank`` of a world that does not exist; yields its group. Nothing is communicated."""
+def fake_world(world_size=1, rank=0, store=None):
+    """Make this process rank ``rank`` of a world that does not exist; yields its group. Nothing is communicated.
+
+    ``store``: what the others write to; without one nothing is kept.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=store or FakeStore(), rank=rank, world_size=world_size)
     try:
         yield dist.group.WORLD
     finally:

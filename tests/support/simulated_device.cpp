@@ -40,12 +40,14 @@ namespace {
 
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 
+thread_local bool keeps_gil = false;
+
 // Call without the GIL, if this thread has it: gloo's threads take it to drop what they were given.
 template <class Call>
 void
 without_gil(const Call &call)
 {
-    if (Py_IsInitialized() && PyGILState_Check()) {
+    if (!keeps_gil && Py_IsInitialized() && PyGILState_Check()) {
         const pybind11::gil_scoped_release released;
         call();
     }
@@ -318,8 +320,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 #endif
     bool queryStream(const c10::Stream &stream) const override
     {
-        const Locked locked(mutex);
-        return queues[stream.id()].waiting.empty();
+        const std::unique_lock<std::recursive_mutex> locked(mutex, std::try_to_lock);
+        return locked && queues[stream.id()].waiting.empty(); // else somebody waits for the device
     }
     void synchronizeStream(const c10::Stream &stream) const override
     {
@@ -1040,11 +1042,16 @@ PYBIND11_MODULE(simulated_device, m)
         const Locked locked(mutex);
         return waits;
     });
-    m.def("synchronize", [] {
-        const Locked locked(mutex);
-        waits++;
-        force_all();
-    });
+    m.def(
+        "synchronize",
+        [](bool with_gil) {
+            const Locked locked(mutex);
+            waits++;
+            keeps_gil = with_gil;
+            force_all();
+            keeps_gil = false;
+        },
+        pybind11::arg("with_gil") = false);
     m.def(
         "late",
         [](const std::string &which, int64_t stream) {

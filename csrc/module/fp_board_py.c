@@ -1,0 +1,165 @@
+/* module/fp_board_py.c -- the heap type flatparam._C.Board: what ranks tell each other of their end; see tensor/fp_board.h. */
+#include "module/fp_tables.h"
+#include "runtime/fp_trace_py.h"
+#include "tensor/fp_watch.h"
+
+#include "core/fp_alloc.h"
+
+typedef struct {
+    PyObject_HEAD
+    fp_board *board;
+} board_object;
+
+static PyObject *
+board_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"group", "prefix", "beat", "own", NULL};
+    const char *group, *prefix;
+    double beat;
+    int own;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssdp:Board", keywords, &group, &prefix, &beat, &own)) {
+        return NULL;
+    }
+    board_object *self = (board_object *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->board = fp_board_new(group, prefix, beat, own);
+        if (self->board == NULL) {
+            Py_CLEAR(self);
+        }
+    }
+    return (PyObject *)self;
+}
+
+static void
+board_dealloc(PyObject *self)
+{
+    fp_board_free(((board_object *)self)->board);
+    fp_free_object(self);
+}
+
+static PyObject *
+board_enter(board_object *self, PyObject *ignored)
+{
+    return fp_none_unless(fp_board_enter(self->board));
+}
+
+static PyObject *
+board_stop(board_object *self, PyObject *ignored)
+{
+    fp_board_stop(self->board);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+board_post(board_object *self, PyObject *text)
+{
+    int64_t number;
+    const char *utf8 = PyUnicode_AsUTF8(text);
+    return utf8 == NULL || fp_board_post(self->board, utf8, &number) < 0 ? NULL : PyLong_FromLongLong(number);
+}
+
+static PyObject *
+board_number(board_object *self, PyObject *key)
+{
+    int64_t number;
+    const char *utf8 = PyUnicode_AsUTF8(key);
+    return utf8 == NULL || fp_board_number(self->board, utf8, &number) < 0 ? NULL : PyLong_FromLongLong(number);
+}
+
+static PyObject *
+board_look(board_object *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    double waited;
+    int processes;
+    return fp_check_nargs("look", nargs, 2) < 0 || fp_as_double(args[0], &waited) < 0 ||
+                   fp_as_bool(args[1], &processes) < 0
+               ? NULL
+               : fp_bool_unless(fp_board_look(self->board, waited, processes));
+}
+
+static PyObject *
+board_call(board_object *self, PyObject *ignored)
+{
+    return fp_bool_unless(fp_board_call(self->board));
+}
+
+static PyObject *
+board_miss_silent(board_object *self, PyObject *ignored)
+{
+    return fp_none_unless(fp_board_miss_silent(self->board));
+}
+
+static PyObject *
+board_said(board_object *self, PyObject *ignored)
+{
+    return fp_board_said(self->board);
+}
+
+static PyObject *
+board_entered(board_object *self, PyObject *ignored)
+{
+    return fp_board_entered(self->board);
+}
+
+static PyObject *
+board_watch(board_object *self, PyObject *args)
+{
+    PyObject *order, *ranks;
+    fp_watched watched;
+    int64_t *numbers;
+    if (!PyArg_ParseTuple(args, "OsssOd:watch", &order, &watched.group, &watched.device, &watched.prefix, &ranks,
+                          &watched.interval)) {
+        return NULL;
+    }
+    fp_trace *trace = fp_trace_of(order);
+    if (trace == NULL || fp_as_int64_array(ranks, &numbers, &watched.n) < 0) {
+        return NULL;
+    }
+    watched.ranks = numbers;
+    const int found = fp_watch(self->board, trace, &watched);
+    fp_free(numbers);
+    return fp_bool_unless(found);
+}
+
+static PyMethodDef board_methods[] = {
+    {"enter", FP_METHOD(board_enter), METH_NOARGS,
+     "enter($self, /)\n--\n\nFrom now on this rank reads what others post, and a thread answers their calls."},
+    {"stop", FP_METHOD(board_stop), METH_NOARGS, "stop($self, /)\n--\n\nAnswer no more, and let watch() return."},
+    {"post", FP_METHOD(board_post), METH_O,
+     "post($self, text, /)\n--\n\nLet the others know why this rank ends: the number of the post."},
+    {"number", FP_METHOD(board_number), METH_O,
+     "number($self, key, /)\n--\n\nWhat is counted at 'members', those who have entered, or at 'readers of N'."},
+    {"look", FP_METHOD(board_look), METH_FASTCALL,
+     "look($self, waited, processes, /)\n--\n\nRead what is posted; whether all of it could be read.\n\nprocesses: "
+     "look "
+     "for those of this machine that have ended; waited: how many seconds this rank has waited: if for long, it calls "
+     "the "
+     "others."},
+    {"call", FP_METHOD(board_call), METH_NOARGS, "call($self, /)\n--\n\nCall all ranks. False: none answers calls."},
+    {"miss_silent", FP_METHOD(board_miss_silent), METH_NOARGS,
+     "miss_silent($self, /)\n--\n\nMiss the ranks that have not answered call() yet."},
+    {"said", FP_METHOD(board_said), METH_NOARGS, "said($self, /)\n--\n\nWhy ranks have ended, by rank."},
+    {"entered", FP_METHOD(board_entered), METH_NOARGS,
+     "entered($self, /)\n--\n\nWhere the ranks that have entered are, by rank."},
+    {"watch", FP_METHOD(board_watch), METH_VARARGS,
+     "watch($self, order, group, device, prefix, ranks, interval, /)\n--\n\nLook after the ranks of a group every "
+     "interval "
+     "seconds, without the GIL. True: they differ or one is lost; order is broken and the communicator "
+     "aborted.\n\nFalse: "
+     "the group was destroyed, or stop() was called."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot board_slots[] = {
+    {Py_tp_doc, "Board(group, prefix, beat, own)\n--\n\nWhat the ranks of a world tell each other through its store, "
+                "below prefix.\n\n"
+                "group: the name under which C++ knows the world; beat: seconds without a sign of life after which a "
+                "process counts as "
+                "stopped, 0: never; own: over a connection of its own."},
+    {Py_tp_new, board_new},
+    {Py_tp_dealloc, board_dealloc},
+    {Py_tp_methods, board_methods},
+    {0, NULL},
+};
+
+PyType_Spec fp_board_type = FP_TYPE("Board", board_object, 0, board_slots);

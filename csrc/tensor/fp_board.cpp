@@ -1,0 +1,493 @@
+// tensor/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": process, when it began, machine; "members": how many
+// ranks have entered; "posts", "post N": rank and text; "readers of N"; "call": of the last rank to call; "answer of R".
+#include "tensor/fp_board.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace fp {
+namespace {
+
+constexpr std::chrono::seconds store_patience{10};
+constexpr double end_patience = 0.5;    // seconds
+constexpr double share = 0.4;           // of the beat that a rank waits before it calls, and for answers
+constexpr double most_of_a_pulse = 0.7; // seconds between two looks for a call, so that an answer takes less than 1.6
+
+std::string
+in_file(const std::string &path)
+{
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Where process numbers mean the same; empty where that is not known.
+std::string
+this_machine()
+{
+    std::string boot = in_file("/proc/sys/kernel/random/boot_id");
+    char space[64];
+    const ssize_t length = readlink("/proc/self/ns/pid", space, sizeof space);
+    if (boot.empty() || length <= 0) {
+        return "";
+    }
+    boot.pop_back(); /* the end of the line */
+    return boot + std::string(space, static_cast<size_t>(length));
+}
+
+// When a process of this machine began, in ticks; 0: it is not there, or has ended.
+long long
+began(long process)
+{
+    const std::string stat = in_file("/proc/" + std::to_string(process) + "/stat");
+    const size_t name_end = stat.rfind(')');
+    char state = 'X';
+    long long ticks = 0;
+    if (name_end != std::string::npos) {
+        std::istringstream fields(stat.substr(name_end + 1));
+        std::string skipped;
+        fields >> state;
+        for (int i = 0; i < 18; i++) {
+            fields >> skipped;
+        }
+        fields >> ticks;
+    }
+    return state == 'Z' || state == 'X' ? 0 : ticks;
+}
+
+template <class Number>
+std::string
+key(const char *name, Number number)
+{
+    return name + std::to_string(number);
+}
+
+} // namespace
+
+c10::intrusive_ptr<c10d::Store>
+store_below(const std::string &prefix, const c10::intrusive_ptr<c10d::Store> &store, bool own_connection)
+{
+    c10::intrusive_ptr<c10d::Store> own = store;
+    try {
+        own = own_connection ? store->clone() : store;
+    }
+    catch (const std::exception &) { /* a kind that has none */
+    }
+    if (own != store) {
+        own->setTimeout(store_patience);
+    }
+    return c10::make_intrusive<c10d::PrefixStore>(prefix, own);
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup>
+registered(const std::string &name, const c10d::ProcessGroup *group)
+{
+    c10::intrusive_ptr<c10d::ProcessGroup> found;
+    try {
+        found = c10d::resolve_process_group(name);
+    }
+    catch (const std::exception &) {
+    }
+    return found.get() == group ? found : c10::intrusive_ptr<c10d::ProcessGroup>();
+}
+
+bool
+Ending::wait(double seconds)
+{
+    std::unique_lock held(lock_);
+    return changed_.wait_for(held, std::chrono::duration<double>(seconds), [this] { return said_; });
+}
+
+void
+Ending::say()
+{
+    const std::lock_guard held(lock_);
+    said_ = true;
+    changed_.notify_all();
+}
+
+Board::Board(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double beat)
+    : store_(std::move(store)), rank_(rank), size_(size), beat_(beat)
+{
+}
+
+void
+Board::enter()
+{
+    const std::lock_guard held(lock_);
+    const long process = getpid();
+    store_->set(key("place of ", rank_),
+                std::to_string(process) + " " + std::to_string(began(process)) + " " + this_machine());
+    store_->add("members", 1);
+}
+
+int64_t
+Board::number(const std::string &key)
+{
+    const std::lock_guard held(lock_);
+    return number_at(key);
+}
+
+int64_t
+Board::number_at(const std::string &key)
+{
+    return store_->check({key}) ? std::stoll(store_->get_to_str(key)) : 0;
+}
+
+int64_t
+Board::post(const std::string &text)
+{
+    const std::lock_guard held(lock_);
+    return post_of(rank_, text);
+}
+
+int64_t
+Board::post_of(int rank, const std::string &text)
+{
+    const int64_t number = store_->add("posts", 1);
+    store_->set(key("post ", number), std::to_string(rank) + " " + text);
+    return number;
+}
+
+bool
+Board::look(double waited, bool processes)
+{
+    const std::lock_guard held(lock_);
+    const bool all = read_posts();
+    if (processes) {
+        miss_processes();
+    }
+    miss_answers(waited);
+    return all;
+}
+
+bool
+Board::read_posts()
+{
+    const int64_t posts = number_at("posts");
+    while (read_ < posts && store_->check({key("post ", read_ + 1)})) {
+        read_++;
+        const std::string post = store_->get_to_str(key("post ", read_));
+        const size_t space = post.find(' ');
+        const int rank = std::stoi(post);
+        if (rank != rank_) {
+            said_.try_emplace(rank, post.substr(space + 1));
+            store_->add(key("readers of ", read_), 1);
+        }
+    }
+    return read_ >= posts;
+}
+
+// Note those on this machine that are not there any more.
+void
+Board::miss_processes()
+{
+    if (!places_) {
+        const auto places = values("place of ");
+        if (places.size() < static_cast<size_t>(size_)) {
+            return;
+        }
+        const std::string machine = this_machine();
+        places_.emplace();
+        for (const auto &[rank, text] : places) {
+            std::istringstream fields(text);
+            Place place{};
+            std::string where;
+            fields >> place.process >> place.began >> where;
+            if (!machine.empty() && where == machine) {
+                places_->emplace(rank, place);
+            }
+        }
+    }
+    for (const auto &[rank, place] : *places_) {
+        if (said_.count(rank) == 0 && began(place.process) != place.began) {
+            said_[rank] = "the process of rank " + std::to_string(rank) + " (" + std::to_string(place.process) +
+                          ") has ended without a word: killed, or done";
+        }
+    }
+}
+
+// What each rank has set, of those that have.
+std::map<int, std::string>
+Board::values(const char *name)
+{
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < size_; rank++) {
+        keys.push_back(key(name, rank));
+    }
+    std::map<int, std::string> found;
+    if (store_->check(keys)) {
+        const auto all = store_->multiGet(keys);
+        for (int rank = 0; rank < size_; rank++) {
+            const auto &value = all[static_cast<size_t>(rank)];
+            found[rank] = {value.begin(), value.end()};
+        }
+        return found;
+    }
+    for (int rank = 0; rank < size_; rank++) {
+        if (store_->check({keys[static_cast<size_t>(rank)]})) {
+            found[rank] = store_->get_to_str(keys[static_cast<size_t>(rank)]);
+        }
+    }
+    return found;
+}
+
+std::string
+Board::new_call()
+{
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    return std::to_string(rank_) + " " + std::to_string(calls_++) + " " + std::to_string(now.count());
+}
+
+bool
+Board::call()
+{
+    const std::lock_guard held(lock_);
+    failed_before_ = values("answer of ");
+    if (!failed_before_.empty()) {
+        store_->set("call", new_call());
+    }
+    return !failed_before_.empty();
+}
+
+// The ranks whose answer is still the one that it was before a call.
+std::vector<int>
+Board::silent(const std::map<int, std::string> &before)
+{
+    std::vector<int> found;
+    for (const auto &[rank, answer] : values("answer of ")) {
+        const auto then = before.find(rank);
+        if (then != before.end() && then->second == answer && rank != rank_ && said_.count(rank) == 0) {
+            found.push_back(rank);
+        }
+    }
+    return found;
+}
+
+void
+Board::miss_silent()
+{
+    const std::lock_guard held(lock_);
+    for (const int rank : silent(failed_before_)) {
+        said_[rank] =
+            "rank " + std::to_string(rank) + " does not answer: its process has ended, or its machine is out of reach";
+    }
+}
+
+// Of the ranks that wait for long one calls, and posts who does not answer.
+void
+Board::miss_answers(double waited)
+{
+    const Clock::time_point now = Clock::now();
+    if (beat_ == 0.0 || waited < share * beat_) {
+        return;
+    }
+    if (!asked_) {
+        const std::string last = store_->check({"call"}) ? store_->get_to_str("call") : "";
+        if (last == other_call_ && seconds(now - other_since_) < beat_) {
+            return;
+        }
+        std::map<int, std::string> before = values("answer of ");
+        const std::string call = new_call(), found = store_->compareSet("call", last, call);
+        if (found == call) {
+            asked_.emplace(now, std::move(before));
+        }
+        else {
+            other_call_ = found;
+            other_since_ = now;
+        }
+    }
+    else if (seconds(now - asked_->first) >= share * beat_) {
+        const auto before = std::move(asked_->second);
+        asked_.reset();
+        miss_processes();
+        for (const int rank : silent(before)) {
+            char beat[32];
+            std::snprintf(beat, sizeof beat, "%g", beat_);
+            (void)post_of(rank, "rank " + std::to_string(rank) + " has given no sign of life for " + beat +
+                                    " s: it is stopped, or out of reach");
+        }
+        (void)read_posts();
+    }
+}
+
+std::map<int, std::string>
+Board::said()
+{
+    const std::lock_guard held(lock_);
+    return said_;
+}
+
+std::map<int, std::string>
+Board::entered()
+{
+    const std::lock_guard held(lock_);
+    return values("place of ");
+}
+
+namespace {
+
+// Answer calls at key as long as torch has the group under this name.
+void
+answer(Ending &ending, const std::string &name, const c10d::ProcessGroup *group, c10d::Store &store,
+       const std::string &key, double interval)
+{
+    std::string answered;
+    while (!ending.wait(interval) && registered(name, group)) {
+        const std::string called = store.check({"call"}) ? store.get_to_str("call") : answered;
+        if (called != answered) {
+            store.set(key, called);
+            answered = called;
+        }
+    }
+}
+
+PyObject *
+as_dict(const std::map<int, std::string> &texts)
+{
+    PyObject *dict = PyDict_New();
+    for (const auto &[rank, text] : texts) {
+        PyObject *key = PyLong_FromLong(rank);
+        PyObject *value = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+        if (dict != nullptr && (key == nullptr || value == nullptr || PyDict_SetItem(dict, key, value) < 0)) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+// What call gives, made without the GIL: the store may need its server's thread, the lock another one that waits for it.
+template <class Call>
+auto
+unlocked(Call &&call)
+{
+    const WithoutGil released;
+    return call();
+}
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+fp_board *
+fp_board_new(const char *group, const char *prefix, double beat, int own)
+{
+    return fp::guarded<fp_board *>(nullptr, [&] {
+        return fp::unlocked([&] {
+            const auto found = c10d::resolve_process_group(group);
+            return new fp_board{
+                .board = {fp::store_below(prefix, found->getStore(), own != 0), found->getRank(), found->getSize(),
+                          beat},
+                .name = group,
+                .prefix = prefix,
+                .beat = beat,
+            };
+        });
+    });
+}
+
+void
+fp_board_free(fp_board *board)
+{
+    if (board != nullptr) {
+        fp_board_stop(board);
+        fp::unlocked([&] { delete board; });
+    }
+}
+
+int
+fp_board_enter(fp_board *board)
+{
+    return fp::guarded(-1, [&] {
+        fp::unlocked([&] {
+            board->board.enter();
+            if (board->beat == 0.0) {
+                return;
+            }
+            const auto found = c10d::resolve_process_group(board->name);
+            const auto store = fp::store_below(board->prefix, found->getStore(), true);
+            const std::string key = "answer of " + std::to_string(found->getRank());
+            store->set(key, std::string("none yet"));
+            board->answering = std::make_shared<fp::Ending>();
+            std::thread([ending = board->ending, ended = board->answering, name = board->name, raw = found.get(), store,
+                         key, interval = std::min(fp::most_of_a_pulse, board->beat / 4)] {
+                try {
+                    fp::answer(*ending, name, raw, *store, key, interval);
+                }
+                catch (...) { /* the store is gone: those who wait see that themselves */
+                }
+                ended->say();
+            }).detach();
+        });
+    });
+}
+
+// The thread that answers is waited for, but not where a store does not answer it.
+void
+fp_board_stop(fp_board *board)
+{
+    if (board->process == getpid()) {
+        fp::unlocked([&] {
+            board->ending->say();
+            if (board->answering) {
+                (void)board->answering->wait(fp::end_patience);
+            }
+        });
+    }
+}
+
+int
+fp_board_post(fp_board *board, const char *text, int64_t *number)
+{
+    return fp::guarded(-1, [&] { *number = fp::unlocked([&] { return board->board.post(text); }); });
+}
+
+int
+fp_board_number(fp_board *board, const char *key, int64_t *number)
+{
+    return fp::guarded(-1, [&] { *number = fp::unlocked([&] { return board->board.number(key); }); });
+}
+
+int
+fp_board_look(fp_board *board, double waited, int processes)
+{
+    return fp::guarded(-1,
+                       [&] { return fp::unlocked([&] { return board->board.look(waited, processes != 0); }) ? 1 : 0; });
+}
+
+int
+fp_board_call(fp_board *board)
+{
+    return fp::guarded(-1, [&] { return fp::unlocked([&] { return board->board.call(); }) ? 1 : 0; });
+}
+
+int
+fp_board_miss_silent(fp_board *board)
+{
+    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.miss_silent(); }); });
+}
+
+PyObject *
+fp_board_said(fp_board *board)
+{
+    return fp::guarded<PyObject *>(nullptr,
+                                   [&] { return fp::as_dict(fp::unlocked([&] { return board->board.said(); })); });
+}
+
+PyObject *
+fp_board_entered(fp_board *board)
+{
+    return fp::guarded<PyObject *>(nullptr,
+                                   [&] { return fp::as_dict(fp::unlocked([&] { return board->board.entered(); })); });
+}
+
+} // extern "C"

@@ -1,0 +1,27 @@
+/* tensor/fp_watch.h -- a look after the other ranks where a device waits for them, as with NCCL: the host goes on meanwhile, or
+ * waits in a call of torch that no Ctrl-C and no look ends. Plain C, under the rules of fp_torch.h. */
+#pragma once
+
+#include "tensor/fp_board.h"
+
+FP_BEGIN_C
+
+#include "core/fp_trace.h"
+
+/* A group whose collectives a device waits for. Borrowed. */
+typedef struct {
+    const char *group;    /* the name under which torch registered it */
+    const char *device;   /* "cuda", ... */
+    const char *prefix;   /* where its ranks ask and answer, in its store: flatparam/fsdp/sequence.py */
+    const int64_t *ranks; /* of it, in the world */
+    Py_ssize_t n;
+    double interval; /* seconds between two looks */
+} fp_watched;
+
+/* Looks without the GIL, as whoever waits for the device may hold it. 1: one of the ranks has come to another collective than
+ * trace has, or has said why it goes on no more, or is lost while the device works, or the store is out of reach; then
+ * trace is broken and the communicator aborted: the device goes on, and what it was waiting for has no values. 0: the group was destroyed, or
+ * fp_board_stop() was called. -1 with an exception: torch has no such group. */
+int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);
+
+FP_END_C
