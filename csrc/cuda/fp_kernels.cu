@@ -174,12 +174,16 @@ message(int error)
     return cudaGetErrorString(static_cast<cudaError_t>(error));
 }
 
-int
-is_capturing(void *stream)
+// What fails while a graph is captured spoils it: CUDA has no number for it any more.
+uint64_t
+capture(void *stream)
 {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess &&
-           status != cudaStreamCaptureStatusNone;
+    unsigned long long number = 0;
+    if (cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &number) != cudaSuccess) {
+        cudaGetLastError(); // so that torch does not find the error
+    }
+    return status == cudaStreamCaptureStatusNone ? 0 : status == cudaStreamCaptureStatusActive ? number : UINT64_MAX;
 }
 
 } // namespace
@@ -190,4 +194,4 @@ extern "C" const fp_kernels fp_cuda_kernels = {.argument_bytes = large_bytes,
                                                .norm = norm_any,
                                                .scale = scale_any,
                                                .message = message,
-                                               .is_capturing = is_capturing};
+                                               .capture = capture};

@@ -95,7 +95,7 @@ typedef struct {
     int (*norm)(const fp_norm_job *job, const fp_table *table, void *stream);
     int (*scale)(const fp_scale_job *job, const fp_table *table, void *stream);
     const char *(*message)(int error);
-    int (*is_capturing)(void *stream); /* a graph; asked of CUDA alone */
+    uint64_t (*capture)(void *stream); /* which graph is captured on it; 0: none. Asked of CUDA alone */
 } fp_kernels;
 
 extern const fp_kernels fp_cuda_kernels; /* where they are compiled in */

@@ -243,6 +243,13 @@ gather_together(fp_unit *unit, int goes_on, int *gathered)
     return together > 0 ? fp_unit_end_together(unit, FP_JOIN_GATHERS, status) : status;
 }
 
+/* What was gathered in the capture of a CUDA graph has values when that is replayed; and its memory is the graph's. */
+static int
+is_void(fp_flat_param *flat_param)
+{
+    return fp_flat_buffer_is_void(flat_param->flat);
+}
+
 static int
 start_gather(fp_unit *unit)
 {
@@ -252,6 +259,9 @@ start_gather(fp_unit *unit)
         return -1;
     }
     if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_look_over(unit) < 0) {
+        return -1;
+    }
+    if (fp_unit_each(unit, is_void) && fp_unshard_release(unit) < 0) {
         return -1;
     }
     /* Only others were freed since, or could not be gathered when this was last tried. */
@@ -285,8 +295,11 @@ fp_unshard_start(fp_unit *unit)
 int
 fp_unshard_is_fresh(const fp_unit *unit)
 {
-    if (!fp_unit_is_full(unit) || unit->root->in_backward) {
-        return fp_unit_is_full(unit);
+    if (!fp_unit_is_full(unit) || fp_unit_each(unit, is_void)) {
+        return 0;
+    }
+    if (unit->root->in_backward) {
+        return 1;
     }
     if (unit->has_secondary_shard) {
         return !unit->stale && unit->gather_pass == unit->root->pass; /* else requires_grad may have changed since */
@@ -378,5 +391,5 @@ fp_unshard_take_requires_grad(fp_unit *unit)
 int
 fp_unshard_prefetch(fp_unit *target)
 {
-    return fp_unit_is_full(target) || !fp_unit_awaits_backward(target) ? 0 : fp_unshard_start(target);
+    return fp_unshard_is_fresh(target) || !fp_unit_awaits_backward(target) ? 0 : fp_unshard_start(target);
 }

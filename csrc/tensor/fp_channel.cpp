@@ -17,7 +17,7 @@ struct fp_sum {
     bool sliced = false;    // waits for work are
     at::Tensor here, there; // on the host and where it is added up; the same tensor where that is the host
     c10::intrusive_ptr<c10d::Work> work;
-    std::optional<c10::Event> is_here; // recorded after the copy to the host
+    std::optional<fp::Mark> is_here; // made after the copy to the host
 };
 
 struct fp_gather {

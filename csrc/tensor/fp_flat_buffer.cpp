@@ -244,6 +244,12 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
 }
 
 int
+fp_flat_buffer_is_void(const fp_flat_buffer *flat) noexcept
+{
+    return flat->home.is_void();
+}
+
+int
 fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) noexcept
 {
     return flat->is_gathered();

@@ -101,7 +101,9 @@ int fp_flat_buffer_wait_read(fp_flat_buffer *flat);
 /* How often the shard was seen to have another storage than before. */
 int64_t fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard);
 int fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) FP_NOEXCEPT; /* what was gathered is still there */
-int fp_flat_buffer_has_values(const fp_flat_buffer *flat) FP_NOEXCEPT;  /* the same, or a secondary shard is */
+/* Whether that, or its gather, is void: of another capture of a CUDA graph than the current one, or of none. */
+int fp_flat_buffer_is_void(const fp_flat_buffer *flat) FP_NOEXCEPT;
+int fp_flat_buffer_has_values(const fp_flat_buffer *flat) FP_NOEXCEPT; /* the same, or a secondary shard is */
 /* 1 if what was gathered, or the secondary shard, has the values of shard for our part; 0: it has others, or is not
  * there; -1. */
 int fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard);

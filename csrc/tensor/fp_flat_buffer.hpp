@@ -32,17 +32,17 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     c10::intrusive_ptr<c10d::Work> reduction;
     bool is_divided = false;                       // what is reduced: the collective multiplies it by 1 / postdivide
     at::Tensor arriving_grad;                      // the reduced gradient on the host, once has_arrived
-    std::optional<c10::Event> was_read;            // recorded after the copy from a shard on the host
-    std::optional<c10::Event> was_filled;          // the same after a gather that is no work
-    std::optional<c10::Event> has_arrived;         // and after the copy to a shard's gradient on the host
+    std::optional<fp::Mark> was_read;              // recorded after the copy from a shard on the host
+    std::optional<fp::Mark> was_filled;            // the same after a gather that is no work
+    std::optional<fp::Mark> has_arrived;           // and after the copy to a shard's gradient on the host
     fp::Home home;                                 // of the memory of unsharded
     fp_gradient_state gradient = FP_GRADIENT_NONE; // see fp::move
-    at::Tensor host;                    // where what was accumulated is between backwards; pinned beside an accelerator
-    bool host_valid = false;            // it is there now
-    std::optional<c10::Event> has_left; // recorded after the copy to it
-    at::Tensor reload_buffer;           // a copy of host on the device that was started in time
-    std::optional<c10::Event> has_come; // recorded after it
-    uint32_t trained = 0;               // a hash of who requires grad
+    at::Tensor host;                  // where what was accumulated is between backwards; pinned beside an accelerator
+    bool host_valid = false;          // it is there now
+    std::optional<fp::Mark> has_left; // recorded after the copy to it
+    at::Tensor reload_buffer;         // a copy of host on the device that was started in time
+    std::optional<fp::Mark> has_come; // recorded after it
+    uint32_t trained = 0;             // a hash of who requires grad
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source; // where the shard was seen last
     int64_t sources = 0;                                             // how often that changed
     std::shared_ptr<fp::UnitRef> unit;                               // whose views they are; null before there are any

@@ -45,6 +45,15 @@ fail(fp_flat_buffer &flat)
     move(flat, FP_DATA_FAIL);
 }
 
+// A gather that is void is not under way, and has left nothing.
+void
+drop_void(fp_flat_buffer &flat)
+{
+    if (flat.work && flat.is_under_way() && flat.home.is_void()) {
+        fail(flat);
+    }
+}
+
 // slot = shard, from the host too.
 void
 fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
@@ -92,6 +101,7 @@ group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &devi
 bool
 is_lost(fp_flat_buffer &flat)
 {
+    drop_void(flat);
     const fp_group *group = flat.work_group;
     if (!flat.work || group == nullptr || (flat.data != FP_DATA_ABANDONED && !is_broken(*group))) {
         return false;
@@ -116,6 +126,7 @@ void
 wait_for_gather(fp_flat_buffer &flat)
 {
     wait_for_fill(flat);
+    drop_void(flat);
     if (!flat.work) {
         return;
     }
@@ -266,9 +277,10 @@ int
 fp_flat_buffer_give_up(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
+        fp::drop_void(*flat);
         const c10::intrusive_ptr<c10d::Work> work = flat->work; /* while nobody holds the GIL it may be replaced */
-        if (!work || flat->work_group == nullptr) {
-            return 0;
+        if (!work || flat->work_group == nullptr || fp::is_captured(flat->unsharded.device())) {
+            return 0; /* what is captured nobody has begun */
         }
         if (!fp::give_up(*work, *flat->work_group)) {
             fp::move(*flat, FP_DATA_ABANDON);
@@ -284,7 +296,7 @@ int
 fp_flat_buffer_wait_read(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        std::optional<c10::Event> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
+        std::optional<fp::Mark> read = std::move(flat->was_read); /* the flat may go while nobody holds the GIL */
         flat->was_read.reset();
         fp::wait_until(read);
     });

@@ -245,11 +245,11 @@ for_each_list(const fp_kernels &kernels, const Pieces &list, Call &&call)
 
 } // namespace
 
-bool
-is_capturing(const c10::Stream &stream)
+std::optional<uint64_t>
+capture_on(const c10::Stream &stream)
 {
-    const fp_kernels *kernels = kernels_of(stream.device());
-    return kernels != nullptr && stream.device().is_cuda() && kernels->is_capturing(handle_of(stream));
+    const fp_kernels *kernels = stream.device().is_cuda() ? kernels_of(stream.device()) : nullptr;
+    return kernels == nullptr ? std::nullopt : std::optional<uint64_t>(kernels->capture(handle_of(stream)));
 }
 
 bool

@@ -20,7 +20,7 @@ at::Tensor launch_norm(const std::vector<at::Tensor> &tensors, bool is_max, at::
 // tensors *= factor, a 0-dim one of their device in fp32 or fp64, rounded to the dtype of each before.
 bool launch_scale(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
 
-// Whether a graph is captured on a stream, for a torch that cannot be asked; false where the device has no kernels.
-bool is_capturing(const c10::Stream &stream);
+// Which graph is captured on a stream; 0: none. Nullopt: CUDA cannot be asked, as the device has no kernels.
+std::optional<uint64_t> capture_on(const c10::Stream &stream);
 
 } // namespace fp

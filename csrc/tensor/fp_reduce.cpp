@@ -358,7 +358,7 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
             return 0;
         }
         if (flat->gradient == FP_GRADIENT_ARRIVING) {
-            return flat->has_arrived && flat->has_arrived->query() ? 1 : 0;
+            return flat->has_arrived && flat->has_arrived->event.query() ? 1 : 0;
         }
         fp::wait_for_reduction(*flat);
         if (flat->shards > 1) {
@@ -446,9 +446,8 @@ fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
         Py_RETURN_NONE;
     }
     return fp::guarded<PyObject *>(nullptr, [&] {
-        if (flat->host_valid && flat->has_left) { /* it may be read */
-            const fp::WithoutGil released;
-            flat->has_left->synchronize();
+        if (flat->host_valid) { /* it may be read */
+            fp::wait_until(flat->has_left);
         }
         return THPVariable_Wrap(kept);
     });

@@ -19,7 +19,7 @@ struct OfDevice {
     std::recursive_mutex mutex;                       // models of several threads share a device
     std::array<std::optional<c10::Stream>, 2> others; // by purpose; none: the device has no further ones
     at::Tensor leaving;
-    std::optional<c10::Event> has_left;
+    std::optional<Mark> has_left;
 };
 
 std::optional<c10::Stream>
@@ -96,7 +96,7 @@ OnOwnStream::OnOwnStream(const c10::Device &device, Purpose purpose, After after
     }
 }
 
-c10::Event
+Mark
 copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device)
 {
     const OnOwnStream copying(device, Purpose::copy);
@@ -104,7 +104,7 @@ copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device 
     return recorded_now(device);
 }
 
-c10::Event
+Mark
 copy_out(const at::Tensor &target, at::Tensor &&source)
 {
     const c10::Device device = source.device();
@@ -129,54 +129,65 @@ settle_copies(const c10::Device &device)
 }
 
 void
-block_on(std::optional<c10::Event> &event, const c10::Device &device)
+block_on(std::optional<Mark> &mark, const c10::Device &device)
 {
-    if (event) {
-        event->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-        event.reset();
+    if (mark && !mark->is_void()) {
+        mark->event.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     }
+    mark.reset();
 }
 
 // A template, for what a torch may lack is looked up in those alone.
 template <class Guard>
-static bool
-captures(const Guard &guard, const c10::Device &device)
+static uint64_t
+capture_by(const Guard &guard, const c10::Stream &stream)
 {
-    if constexpr (requires(const c10::Stream &stream) { guard.isStreamCapturing(stream); }) {
-        return guard.isStreamCapturing(guard.getStream(device));
+    if (const std::optional<uint64_t> capture = capture_on(stream)) {
+        return *capture;
+    }
+    if constexpr (requires { guard.isStreamCapturing(stream); }) {
+        return guard.isStreamCapturing(stream) ? 1 : 0;
     }
     else {
-        return is_capturing(guard.getStream(device));
+        return 0;
     }
 }
 
-bool
-is_captured(const c10::Device &device)
+uint64_t
+capture_of(const c10::Device &device) noexcept
 {
-    return !device.is_cpu() && !device.is_meta() && captures(c10::impl::VirtualGuardImpl(device.type()), device);
+    if (device.is_cpu() || device.is_meta()) {
+        return 0;
+    }
+    try {
+        const c10::impl::VirtualGuardImpl guard(device.type());
+        return capture_by(guard, guard.getStream(device));
+    }
+    catch (...) { // the device has failed: whoever uses it next says so
+        return 0;
+    }
 }
 
-c10::Event
+Mark
 recorded_now(const c10::Device &device)
 {
     c10::Event event(device.type());
     event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    return event;
+    return {std::move(event), capture_of(device)};
 }
 
 void
-wait_until(std::optional<c10::Event> &event)
+wait_until(std::optional<Mark> &mark)
 {
-    if (event) {
-        TORCH_CHECK(!is_captured(event->device()),
-                    "flatparam: what lies on the host cannot be captured into a CUDA graph, as "
-                    "the host waits for the device: leave out CPUOffload and offload_grads");
+    if (mark && !mark->is_void()) {
+        TORCH_CHECK(mark->capture == 0, "flatparam: what lies on the host cannot be captured into a CUDA graph, as "
+                                        "the host waits for the device: leave out CPUOffload and offload_grads");
         const WithoutGil released;
-        if (!event->query()) {
-            event->synchronize();
+        if (!mark->event.query()) {
+            mark->event.synchronize();
         }
-        event.reset();
     }
+    mark.reset();
 }
 
 void
@@ -184,6 +195,7 @@ Home::move_in(const c10::Device &device)
 {
     if (!device.is_cpu() && !device.is_meta()) {
         stream_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+        capture_ = capture_of(device);
     }
 }
 
@@ -192,11 +204,17 @@ Home::move_out()
 {
     if (stream_) {
         const c10::Stream current = c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device());
-        if (current != *stream_) {
+        if (current != *stream_ && !is_void()) {
             put_after(*stream_, current);
         }
         stream_.reset();
     }
+}
+
+bool
+Home::is_void() const noexcept
+{
+    return stream_ && capture_of(stream_->device()) != capture_;
 }
 
 } // namespace fp

@@ -35,27 +35,48 @@ class OnOwnStream {
     std::optional<c10::StreamGuard> guard_;
 };
 
-// target = source on the stream for copies, in the order of the current one. The event is recorded after it.
-c10::Event copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
+// Which capture of a CUDA graph the current stream takes part in, as a number; 0: none. Without kernels torch before 2.13
+// knows of none, and later ones give all the same number.
+uint64_t capture_of(const c10::Device &device) noexcept;
+
+// Whether what is put to the current stream goes into a graph, to be replayed later.
+inline bool
+is_captured(const c10::Device &device) noexcept
+{
+    return capture_of(device) != 0;
+}
+
+// How far a stream had come. In another capture than the one it was made in, or outside of that, it is void: CUDA refuses to
+// wait for it, and there is nothing to wait for. What was captured has not run, and torch waits for the device before a capture.
+struct Mark {
+    c10::Event event;
+    uint64_t capture; // in which it was made
+
+    bool is_void() const noexcept
+    {
+        return capture != capture_of(event.device());
+    }
+};
+
+// target = source on the stream for copies, in the order of the current one. The mark is made after it.
+Mark copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
 
 // The same to host memory; source's memory is kept until the next one comes or the backward ends, see settle_copies().
-c10::Event copy_out(const at::Tensor &target, at::Tensor &&source);
+Mark copy_out(const at::Tensor &target, at::Tensor &&source);
 
 // What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
 void settle_copies(const c10::Device &device);
 
-// The current stream of device waits for event, if there is one, and forgets it.
-void block_on(std::optional<c10::Event> &event, const c10::Device &device);
+// The current stream of device waits for mark, if there is one, and forgets it.
+void block_on(std::optional<Mark> &mark, const c10::Device &device);
 
-// Whether what is put to the current stream goes into a graph, to be replayed later. Torch before 2.13 does not tell.
-bool is_captured(const c10::Device &device);
+Mark recorded_now(const c10::Device &device);
 
-c10::Event recorded_now(const c10::Device &device);
+// The host waits for mark, if there is one, and forgets it.
+void wait_until(std::optional<Mark> &mark);
 
-// The host waits for event, if there is one, and forgets it.
-void wait_until(std::optional<c10::Event> &event);
-
-// Which stream memory belongs to: the one that was current when it was allocated, to which it goes back when it is freed.
+// Which stream memory belongs to: the one that was current when it was allocated, to which it goes back when it is freed; and
+// the capture then, whose graph it belongs to.
 class Home {
   public:
     // Memory was allocated now.
@@ -64,8 +85,12 @@ class Home {
     // The memory is about to be freed: its stream uses it again, after what the current one has done with it.
     void move_out();
 
+    // Whether there is memory, and what was put to it is void: see Mark.
+    bool is_void() const noexcept;
+
   private:
     std::optional<c10::Stream> stream_;
+    uint64_t capture_ = 0;
 };
 
 } // namespace fp

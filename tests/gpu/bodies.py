@@ -4,6 +4,7 @@ The oracles: arithmetic on exact values, the same training on the CPU, torch's F
 """
 
 import contextlib
+import functools
 import gc
 
 import accelerator
@@ -18,6 +19,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 
 CPU = torch.device("cpu")
 WIDTH = 1024 if accelerator.ON_CUDA else 256  # weights are large beside activations of two rows
+NARROW = 64  # where many steps tell nothing of large ones
 # weights are whole segments of torch's allocator, in bf16 too
 SEGMENTS = 256 if not accelerator.ON_CUDA else 3072 if accelerator.STAND_IN else 4096
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -217,9 +219,9 @@ def replayed(library):
         replay(here, *(wrapped(group, here.device, mixed_precision=precision) for _ in range(2)))
 
 
-def replay(here, eager, model):
-    wanted = losses_of(eager, here.device, steps=20)
-    x, loss = torch.zeros(2, WIDTH, device=here.device), torch.zeros((), device=here.device)
+def replay(here, eager, model, warm=3, steps=20, width=WIDTH, before=lambda model, x: None):
+    wanted = losses_of(eager, here.device, steps, width)
+    x, loss = torch.zeros(2, width, device=here.device), torch.zeros((), device=here.device)
 
     def step():
         now = model(x).square().mean()
@@ -230,21 +232,119 @@ def replay(here, eager, model):
     side = torch.Stream(here.device)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        for _ in range(3):
+        for _ in range(warm):
             step()
             optimizer.step()
             optimizer.zero_grad()
     torch.accelerator.current_stream().wait_stream(side)
     optimizer.param_groups[0]["lr"] = 0.01
+    before(model, x)
+    optimizer.zero_grad()
     replay, found = here.captured(step), []
-    for number in range(20):
-        x.copy_(batch(number))
+    for number in range(steps):
+        x.copy_(batch(number, width))
         replay()
         found.append(loss.cpu())
         optimizer.step()
         if not accelerator.ON_CUDA:
             optimizer.zero_grad()  # a replay writes the gradient, a call adds to it
     assert torch.equal(torch.stack(found), wanted)
+
+
+def broken_off(library):
+    """Captures that fail have run nothing: the steps after them, and the next capture, are as if they had not been."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    for strategy, precision in zip(PLAIN, (None, LOW, LOW), strict=True):
+        ways = {"sharding_strategy": strategy, "mixed_precision": precision}
+        both = [wrapped(group, here.device, model=made(width=NARROW), **ways) for _ in range(2)]
+        check_steps(here, *both, "never captured")
+        for way in WAYS:
+            break_off(here, *both, way)
+        # what no_sync leaves gathered is good neither in the next capture nor after its own
+        replay(here, *both, warm=0, steps=3, width=NARROW, before=gathered)
+        here.captured(functools.partial(gathered, both[1], batch(0, NARROW).to(here.device)))
+        check_steps(here, *both, "captured in no_sync")
+
+
+def break_off(here, eager, model, way):
+    x = batch(0, NARROW).to(here.device)
+    model.zero_grad()
+    base = bytes_left(here)
+    for _ in range(2):  # the second one without a step in between
+        here.broken_capture(way, model, x)
+        model.zero_grad()
+    check_steps(here, eager, model, way)
+    assert bytes_left(here) - base < 4 * NARROW * NARROW, way  # no unit is left; torch's graphs have some
+    here.broken_capture(way, model, x)
+    model.zero_grad()
+    replay(here, eager, model, warm=0, steps=3, width=NARROW)
+
+
+def check_steps(here, eager, model, what):
+    model.zero_grad()
+    found, wanted = (losses_of(each, here.device, steps=3, width=NARROW) for each in (model, eager))
+    assert torch.equal(found, wanted), what
+
+
+def bytes_left(here):
+    gc.collect()
+    here.synchronize()
+    return here.bytes()[0]
+
+
+def gathered(model, x):
+    """Which no_sync leaves some strategies."""
+    with model.no_sync():
+        model(x).square().mean().backward()
+
+
+def raising(*ignored):
+    raise ZeroDivisionError
+
+
+def in_forward(model, x):
+    hook = model.blocks[5].module.register_forward_pre_hook(raising)
+    try:
+        model(x)
+    finally:
+        hook.remove()
+
+
+def in_backward(model, x):
+    hook = model.blocks[3].module.register_full_backward_hook(raising)
+    try:
+        model(x).square().mean().backward()
+    finally:
+        hook.remove()
+
+
+def before_backward(model, x):
+    model(x).square().mean().item()
+
+
+def after_backward(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    raise ZeroDivisionError(loss.item())
+
+
+def in_no_sync(model, x):
+    with model.no_sync():
+        in_backward(model, x)
+
+
+def after_no_sync(model, x):
+    gathered(model, x)
+    in_backward(model, x)
+
+
+def kept(model, x):
+    gathered(model, x)
+    raise ZeroDivisionError
+
+
+WAYS = (in_forward, in_backward, before_backward, after_backward, in_no_sync, after_no_sync, kept)
 
 
 def one_communicator(library):
@@ -273,13 +373,13 @@ def one_communicator(library):
     del memory, halves, half  # before the pool
 
 
-BODIES = (steady, like_others, beside_each_other, packed, offloaded, replayed, one_communicator)
+BODIES = (steady, like_others, beside_each_other, packed, offloaded, replayed, broken_off, one_communicator)
 EVERY = [*((body, ranks) for body in BODIES for ranks in (1, 2)), (like_others, 3)]  # which divide by no power of two
 
 
 def runs(body, ranks):
     """What the host does between ranks that share a GPU cannot be captured."""
-    return body is not replayed or not accelerator.shared(ranks)
+    return body not in (replayed, broken_off) or not accelerator.shared(ranks)
 
 
 HERE = [(body, ranks) for body, ranks in EVERY if runs(body, ranks)]

@@ -40,6 +40,7 @@ class _Cuda:
         self.device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         torch.backends.cuda.matmul.allow_tf32 = False
+        self.broken = []
         for dtype in (torch.float32, torch.bfloat16):  # cuBLAS takes its memory, in the threads of forward and backward
             layer = torch.nn.Linear(64, 64, device=self.device, dtype=dtype)
             layer(torch.ones(64, 64, device=self.device, dtype=dtype)).sum().backward()
@@ -90,6 +91,17 @@ class _Cuda:
             call()
         return graph.replay
 
+    def broken_capture(self, call, *arguments):
+        """Capture a call that raises or spoils the graph: nothing of it is ever run."""
+        self.broken.append(graph := torch.cuda.CUDAGraph())  # torch 2.11 goes on using one whose capture could not end
+        with torch.cuda.stream(torch.cuda.current_stream()):  # and leaves its stream then
+            try:
+                with torch.cuda.graph(graph):
+                    call(*arguments)
+            except (ZeroDivisionError, RuntimeError):
+                return
+        raise AssertionError("it was captured")
+
     def registered(self, group, numel):
         """Memory that ``group`` communicates from without a copy, where this torch and NCCL can; why not, or None."""
         backend = group._get_backend(self.device)
@@ -139,6 +151,15 @@ class _Simulated:
 
     def captured(self, call):
         return call
+
+    def broken_capture(self, call, *arguments):
+        """What is called runs here, and nobody may wait for it later."""
+        self.synchronize()
+        self.module.capturing(True)
+        with contextlib.suppress(ZeroDivisionError, RuntimeError):
+            call(*arguments)
+        self.synchronize()
+        self.module.capturing(False)
 
     def registered(self, group, numel):
         return torch.zeros(numel, device=self.device), None, "nothing registers memory of the simulated device"

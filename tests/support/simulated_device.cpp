@@ -218,12 +218,21 @@ wait_for_stream(int64_t stream)
 
 void keep_for_stream(const c10::DataPtr &data);
 
+bool capturing = false; // as if, into a graph
+
 struct Recorded {
     int64_t stream, until;
     int asked = 0;
+    bool captured = capturing;
 };
 
-bool capturing = false; // as if, into a graph
+// CUDA refuses to wait for what was recorded in another capture, or in none. Before 2.13 torch does not tell of captures here.
+void
+check_captured(bool recorded)
+{
+    const bool told = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13;
+    TORCH_CHECK(!told || recorded == capturing, "a wait for what was recorded in another capture");
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static c10::Stream stream_of(int64_t id)
@@ -282,6 +291,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
             return;
         }
         const Recorded of = *static_cast<Recorded *>(event);
+        check_captured(of.captured);
         if (of.stream != stream.id()) {
             put(stream.id(), [of] { force(of.stream, of.until); });
         }
@@ -304,6 +314,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         const Locked locked(mutex);
         waits++;
         if (const auto *of = static_cast<Recorded *>(event)) {
+            check_captured(of->captured);
             force(of->stream, of->until);
         }
     }
@@ -757,6 +768,7 @@ finish_collectives()
 struct Late final : c10d::Work {
     int64_t stream, until;
     int asked = 0;
+    bool captured = capturing;
     std::shared_ptr<std::vector<at::Tensor>> kept; // until somebody waits: their memory is used
 
     Late(int64_t on, int64_t place, std::shared_ptr<std::vector<at::Tensor>> tensors)
@@ -785,6 +797,7 @@ struct Late final : c10d::Work {
     {
         std::vector<at::Tensor> freed;
         const Locked locked(mutex);
+        check_captured(captured);
         put(current, [on = stream, place = until] { force(on, place); });
         freed.swap(*kept);
     }
