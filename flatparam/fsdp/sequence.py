@@ -128,7 +128,8 @@ class Sequence:
 
     def _say_why(self) -> None:
         # a process may end before its next collective, which would raise this
-        print(f"flatparam: {self._why()}. What the device was waiting for has no values", file=sys.stderr, flush=True)
+        sys.stderr.write(f"flatparam: {self._why()}. What the device was waiting for has no values\n")
+        sys.stderr.flush()
 
     def _why(self) -> str:
         """The reason why the group cannot be used any more: whoever comes first looks for what the thread has found."""
