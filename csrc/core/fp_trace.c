@@ -16,6 +16,16 @@ typedef struct {
 enum { FIRST_ROOM = 1 << 8, LONG = 1, SHORT = 2, LAST = 3 };
 enum { RING = FP_ORDER_RECENT + 1 }; /* one of its events may just be written while another thread reads */
 
+/* Whether an order is broken: counted, as the orders that were joined to it have it too. */
+typedef struct {
+    atomic_int owners, broken;
+} mark;
+
+typedef struct joined {
+    mark *mark;
+    struct joined *next;
+} joined;
+
 struct fp_trace {
     uint64_t pass;                    /* of this pass so far */
     uint64_t before[FP_ORDER_PASSES]; /* of those before it, a ring */
@@ -24,7 +34,8 @@ struct fp_trace {
     int64_t passes;
     _Atomic int64_t count;
     _Atomic uint64_t recent[RING];
-    atomic_int broken;
+    mark *mark;
+    _Atomic(joined *) others;
     expectation *table;
     size_t room, used; /* room: a power of 2 */
 };
@@ -101,6 +112,30 @@ make_room(fp_trace *order)
     return FP_OK;
 }
 
+static void
+let_go(mark *of)
+{
+    if (of != NULL && atomic_fetch_sub(&of->owners, 1) == 1) {
+        fp_free(of);
+    }
+}
+
+void
+fp_trace_free(fp_trace *order)
+{
+    if (order != NULL) {
+        joined *next;
+        for (joined *each = atomic_load(&order->others); each != NULL; each = next) {
+            next = each->next;
+            let_go(each->mark);
+            fp_free(each);
+        }
+        let_go(order->mark);
+        fp_free(order->table);
+        fp_free(order);
+    }
+}
+
 fp_trace *
 fp_trace_new(void)
 {
@@ -110,20 +145,15 @@ fp_trace_new(void)
     }
     order->table = fp_calloc(FIRST_ROOM, sizeof *order->table);
     order->room = FIRST_ROOM;
-    if (order->table == NULL) {
-        fp_free(order);
+    order->mark = fp_calloc(1, sizeof *order->mark);
+    if (order->mark != NULL) {
+        order->mark->owners = 1;
+    }
+    if (order->table == NULL || order->mark == NULL) {
+        fp_trace_free(order);
         return NULL;
     }
     return order;
-}
-
-void
-fp_trace_free(fp_trace *order)
-{
-    if (order != NULL) {
-        fp_free(order->table);
-        fp_free(order);
-    }
 }
 
 static void
@@ -204,11 +234,39 @@ fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass
 int
 fp_trace_is_broken(const fp_trace *order)
 {
-    return atomic_load(&order->broken);
+    return atomic_load(&order->mark->broken);
 }
 
 void
 fp_trace_set_broken(fp_trace *order, int broken)
 {
-    atomic_store(&order->broken, broken != 0);
+    atomic_store(&order->mark->broken, broken != 0);
+}
+
+fp_status
+fp_trace_join(fp_trace *order, fp_trace *other)
+{
+    joined *const first = atomic_load(&order->others);
+    for (const joined *each = first; each != NULL; each = each->next) {
+        if (each->mark == other->mark) {
+            return FP_OK;
+        }
+    }
+    joined *added = fp_calloc(1, sizeof *added);
+    if (added == NULL) {
+        return FP_ENOMEM;
+    }
+    atomic_fetch_add(&other->mark->owners, 1);
+    *added = (joined){.mark = other->mark, .next = first};
+    atomic_store(&order->others, added);
+    return FP_OK;
+}
+
+void
+fp_trace_break(fp_trace *order)
+{
+    fp_trace_set_broken(order, 1);
+    for (const joined *each = atomic_load(&order->others); each != NULL; each = each->next) {
+        atomic_store(&each->mark->broken, 1);
+    }
 }

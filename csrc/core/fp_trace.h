@@ -45,3 +45,8 @@ int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_
 /* Whether the processes are known not to have the same events, or not to come to them. */
 int fp_trace_is_broken(const fp_trace *order);
 void fp_trace_set_broken(fp_trace *order, int broken);
+
+/* From now on fp_trace_break(order) breaks other, too, which may be freed before order. FP_ENOMEM: nothing has changed. By
+ * one thread at a time, while others may call fp_trace_break(). */
+fp_status fp_trace_join(fp_trace *order, fp_trace *other);
+void fp_trace_break(fp_trace *order); /* it, and all that it was joined to */

@@ -80,13 +80,15 @@ board_look(board_object *self, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 board_call(board_object *self, PyObject *ignored)
 {
-    return fp_bool_unless(fp_board_call(self->board));
+    const int call = fp_board_call(self->board);
+    return call < 0 ? NULL : PyLong_FromLong(call);
 }
 
 static PyObject *
-board_miss_silent(board_object *self, PyObject *ignored)
+board_miss_silent(board_object *self, PyObject *number)
 {
-    return fp_none_unless(fp_board_miss_silent(self->board));
+    int64_t call;
+    return fp_as_int64(number, &call) < 0 ? NULL : fp_none_unless(fp_board_miss_silent(self->board, call));
 }
 
 static PyObject *
@@ -99,6 +101,13 @@ static PyObject *
 board_entered(board_object *self, PyObject *ignored)
 {
     return fp_board_entered(self->board);
+}
+
+static PyObject *
+board_waits(board_object *self, PyObject *args)
+{
+    const char *group, *device;
+    return PyArg_ParseTuple(args, "ss:waits", &group, &device) ? fp_none_unless(fp_watch_note(group, device)) : NULL;
 }
 
 static PyObject *
@@ -130,23 +139,24 @@ static PyMethodDef board_methods[] = {
     {"number", FP_METHOD(board_number), METH_O,
      "number($self, key, /)\n--\n\nWhat is counted at 'members', those who have entered, or at 'readers of N'."},
     {"look", FP_METHOD(board_look), METH_FASTCALL,
-     "look($self, waited, processes, /)\n--\n\nRead what is posted; whether all of it could be read.\n\nprocesses: "
-     "look "
-     "for those of this machine that have ended; waited: how many seconds this rank has waited: if for long, it calls "
-     "the "
-     "others."},
-    {"call", FP_METHOD(board_call), METH_NOARGS, "call($self, /)\n--\n\nCall all ranks. False: none answers calls."},
-    {"miss_silent", FP_METHOD(board_miss_silent), METH_NOARGS,
-     "miss_silent($self, /)\n--\n\nMiss the ranks that have not answered call() yet."},
+     "look($self, waited, processes, /)\n--\n\nRead what is posted; whether all of it could be read.\n\n"
+     "processes: look for those of this machine that have ended; waited: how many seconds this rank has waited: if for "
+     "long, it calls the others."},
+    {"call", FP_METHOD(board_call), METH_NOARGS,
+     "call($self, /)\n--\n\nCall all ranks: the number of the call; 0: none answers calls."},
+    {"miss_silent", FP_METHOD(board_miss_silent), METH_O,
+     "miss_silent($self, call, /)\n--\n\nMiss the ranks that have not answered this call yet."},
     {"said", FP_METHOD(board_said), METH_NOARGS, "said($self, /)\n--\n\nWhy ranks have ended, by rank."},
     {"entered", FP_METHOD(board_entered), METH_NOARGS,
      "entered($self, /)\n--\n\nWhere the ranks that have entered are, by rank."},
+    {"waits", FP_METHOD(board_waits), METH_VARARGS,
+     "waits($self, group, device, /)\n--\n\nThe current stream waits for a collective that Python began over a group."},
     {"watch", FP_METHOD(board_watch), METH_VARARGS,
-     "watch($self, order, group, device, prefix, ranks, interval, /)\n--\n\nLook after the ranks of a group every "
-     "interval "
-     "seconds, without the GIL. True: they differ or one is lost; order is broken and the communicator "
-     "aborted.\n\nFalse: "
-     "the group was destroyed, or stop() was called."},
+     "watch($self, order, group, device, prefix, ranks, interval, /)\n--\n\n"
+     "Look after the ranks of a group every interval seconds, without the GIL. True: they differ, or one is lost that "
+     "the "
+     "device waits for; order is broken and the communicator aborted.\n\nFalse: the group was destroyed, or stop() was "
+     "called."},
     {NULL, NULL, 0, NULL},
 };
 

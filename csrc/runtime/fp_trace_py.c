@@ -152,6 +152,16 @@ trace_passes(trace_object *self, void *ignored)
 }
 
 static PyObject *
+trace_join(trace_object *self, PyObject *object)
+{
+    fp_trace *other = fp_trace_of(object);
+    if (other == NULL) {
+        return NULL;
+    }
+    return fp_trace_join(self->trace, other) == FP_OK ? Py_NewRef(Py_None) : PyErr_NoMemory();
+}
+
+static PyObject *
 trace_broken(trace_object *self, void *ignored)
 {
     return PyLong_FromLong(fp_trace_is_broken(self->trace));
@@ -160,7 +170,11 @@ trace_broken(trace_object *self, void *ignored)
 static int
 set_trace_broken(trace_object *self, PyObject *value, void *ignored)
 {
-    const int broken = value == NULL ? 0 : PyObject_IsTrue(value);
+    if (value == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "broken cannot be deleted");
+        return -1;
+    }
+    const int broken = PyObject_IsTrue(value);
     if (broken >= 0) {
         fp_trace_set_broken(self->trace, broken);
     }
@@ -172,6 +186,8 @@ static PyMethodDef trace_methods[] = {
      "note($self, event, new_pass, /)\n--\n\nAn event comes: ask the other ranks, unless all expect it."},
     {"at", FP_METHOD(trace_at), METH_O,
      "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
+    {"join", FP_METHOD(trace_join), METH_O,
+     "join($self, other, /)\n--\n\nWhere Board.watch() breaks this one, it breaks the other one, too."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -71,30 +71,36 @@ key(const char *name, Number number)
 } // namespace
 
 c10::intrusive_ptr<c10d::Store>
-store_below(const std::string &prefix, const c10::intrusive_ptr<c10d::Store> &store, bool own_connection)
+store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own)
 {
-    c10::intrusive_ptr<c10d::Store> own = store;
-    try {
-        own = own_connection ? store->clone() : store;
+    c10::intrusive_ptr<c10d::Store> store = group.getStore();
+    TORCH_CHECK(store, "the process group ", group.getGroupName(), " has no store in C++");
+    if (own) {
+        try {
+            store = store->clone();
+        }
+        catch (const std::exception &) { /* a kind that has none */
+            return {};
+        }
+        store->setTimeout(store_patience);
     }
-    catch (const std::exception &) { /* a kind that has none */
-    }
-    if (own != store) {
-        own->setTimeout(store_patience);
-    }
-    return c10::make_intrusive<c10d::PrefixStore>(prefix, own);
+    return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 
+Registered::Registered(const std::string &name) : name_(name), group_(c10d::resolve_process_group(name)) {}
+
 c10::intrusive_ptr<c10d::ProcessGroup>
-registered(const std::string &name, const c10d::ProcessGroup *group)
+Registered::group() const
 {
-    c10::intrusive_ptr<c10d::ProcessGroup> found;
+    const c10::intrusive_ptr<c10d::ProcessGroup> ours = group_.lock();
     try {
-        found = c10d::resolve_process_group(name);
+        if (ours && c10d::resolve_process_group(name_) == ours) {
+            return ours;
+        }
     }
     catch (const std::exception &) {
     }
-    return found.get() == group ? found : c10::intrusive_ptr<c10d::ProcessGroup>();
+    return {};
 }
 
 bool
@@ -172,12 +178,11 @@ Board::read_posts()
 {
     const int64_t posts = number_at("posts");
     while (read_ < posts && store_->check({key("post ", read_ + 1)})) {
+        const std::string post = store_->get_to_str(key("post ", read_ + 1));
         read_++;
-        const std::string post = store_->get_to_str(key("post ", read_));
-        const size_t space = post.find(' ');
         const int rank = std::stoi(post);
         if (rank != rank_) {
-            said_.try_emplace(rank, post.substr(space + 1));
+            say(rank, post.substr(post.find(' ') + 1));
             store_->add(key("readers of ", read_), 1);
         }
     }
@@ -189,10 +194,10 @@ void
 Board::miss_processes()
 {
     if (!places_) {
-        const auto places = values("place of ");
-        if (places.size() < static_cast<size_t>(size_)) {
+        if (number_at("members") < size_) {
             return;
         }
+        const auto places = values("place of ");
         const std::string machine = this_machine();
         places_.emplace();
         for (const auto &[rank, text] : places) {
@@ -206,9 +211,9 @@ Board::miss_processes()
         }
     }
     for (const auto &[rank, place] : *places_) {
-        if (said_.count(rank) == 0 && began(place.process) != place.began) {
-            said_[rank] = "the process of rank " + std::to_string(rank) + " (" + std::to_string(place.process) +
-                          ") has ended without a word: killed, or done";
+        if (!has_said(rank) && began(place.process) != place.began) {
+            say(rank, "the process of rank " + std::to_string(rank) + " (" + std::to_string(place.process) +
+                          ") has ended without a word: killed, or done");
         }
     }
 }
@@ -242,42 +247,44 @@ std::string
 Board::new_call()
 {
     const auto now = std::chrono::system_clock::now().time_since_epoch();
-    return std::to_string(rank_) + " " + std::to_string(calls_++) + " " + std::to_string(now.count());
+    return std::to_string(rank_) + " " + std::to_string(++calls_) + " " + std::to_string(now.count());
 }
 
-bool
+int
 Board::call()
 {
     const std::lock_guard held(lock_);
-    failed_before_ = values("answer of ");
-    if (!failed_before_.empty()) {
-        store_->set("call", new_call());
+    Answers before = values("answer of ");
+    if (before.empty()) {
+        return 0;
     }
-    return !failed_before_.empty();
+    store_->set("call", new_call());
+    before_[calls_] = std::move(before);
+    return calls_;
+}
+
+void
+Board::miss_silent(int call)
+{
+    const std::lock_guard held(lock_);
+    for (const int rank : silent(before_[call])) {
+        say(rank,
+            "rank " + std::to_string(rank) + " does not answer: its process has ended, or its machine is out of reach");
+    }
 }
 
 // The ranks whose answer is still the one that it was before a call.
 std::vector<int>
-Board::silent(const std::map<int, std::string> &before)
+Board::silent(const Answers &before)
 {
     std::vector<int> found;
     for (const auto &[rank, answer] : values("answer of ")) {
         const auto then = before.find(rank);
-        if (then != before.end() && then->second == answer && rank != rank_ && said_.count(rank) == 0) {
+        if (then != before.end() && then->second == answer && rank != rank_ && !has_said(rank)) {
             found.push_back(rank);
         }
     }
     return found;
-}
-
-void
-Board::miss_silent()
-{
-    const std::lock_guard held(lock_);
-    for (const int rank : silent(failed_before_)) {
-        said_[rank] =
-            "rank " + std::to_string(rank) + " does not answer: its process has ended, or its machine is out of reach";
-    }
 }
 
 // Of the ranks that wait for long one calls, and posts who does not answer.
@@ -293,7 +300,7 @@ Board::miss_answers(double waited)
         if (last == other_call_ && seconds(now - other_since_) < beat_) {
             return;
         }
-        std::map<int, std::string> before = values("answer of ");
+        Answers before = values("answer of ");
         const std::string call = new_call(), found = store_->compareSet("call", last, call);
         if (found == call) {
             asked_.emplace(now, std::move(before));
@@ -317,10 +324,24 @@ Board::miss_answers(double waited)
     }
 }
 
+void
+Board::say(int rank, const std::string &text)
+{
+    const std::lock_guard held(said_lock_);
+    said_.try_emplace(rank, text);
+}
+
+bool
+Board::has_said(int rank)
+{
+    const std::lock_guard held(said_lock_);
+    return said_.count(rank) != 0;
+}
+
 std::map<int, std::string>
 Board::said()
 {
-    const std::lock_guard held(lock_);
+    const std::lock_guard held(said_lock_);
     return said_;
 }
 
@@ -333,13 +354,12 @@ Board::entered()
 
 namespace {
 
-// Answer calls at key as long as torch has the group under this name.
+// Answer calls at key as long as torch has the group.
 void
-answer(Ending &ending, const std::string &name, const c10d::ProcessGroup *group, c10d::Store &store,
-       const std::string &key, double interval)
+answer(Ending &ending, const Registered &group, c10d::Store &store, const std::string &key, double interval)
 {
     std::string answered;
-    while (!ending.wait(interval) && registered(name, group)) {
+    while (!ending.wait(interval) && group.group()) {
         const std::string called = store.check({"call"}) ? store.get_to_str("call") : answered;
         if (called != answered) {
             store.set(key, called);
@@ -384,9 +404,12 @@ fp_board_new(const char *group, const char *prefix, double beat, int own)
     return fp::guarded<fp_board *>(nullptr, [&] {
         return fp::unlocked([&] {
             const auto found = c10d::resolve_process_group(group);
+            c10::intrusive_ptr<c10d::Store> store = fp::store_of(*found, prefix, own != 0);
+            if (!store) {
+                store = fp::store_of(*found, prefix, false);
+            }
             return new fp_board{
-                .board = {fp::store_below(prefix, found->getStore(), own != 0), found->getRank(), found->getSize(),
-                          beat},
+                .board = {store, found->getRank(), found->getSize(), beat},
                 .name = group,
                 .prefix = prefix,
                 .beat = beat,
@@ -413,15 +436,19 @@ fp_board_enter(fp_board *board)
             if (board->beat == 0.0) {
                 return;
             }
-            const auto found = c10d::resolve_process_group(board->name);
-            const auto store = fp::store_below(board->prefix, found->getStore(), true);
+            const fp::Registered registered(board->name);
+            const auto found = registered.group();
+            const auto store = found ? fp::store_of(*found, board->prefix, true) : c10::intrusive_ptr<c10d::Store>();
+            if (!store) { /* over a shared connection it would answer late, and seem to be stopped */
+                return;
+            }
             const std::string key = "answer of " + std::to_string(found->getRank());
             store->set(key, std::string("none yet"));
             board->answering = std::make_shared<fp::Ending>();
-            std::thread([ending = board->ending, ended = board->answering, name = board->name, raw = found.get(), store,
-                         key, interval = std::min(fp::most_of_a_pulse, board->beat / 4)] {
+            std::thread([ending = board->ending, ended = board->answering, registered, store, key,
+                         interval = std::min(fp::most_of_a_pulse, board->beat / 4)] {
                 try {
-                    fp::answer(*ending, name, raw, *store, key, interval);
+                    fp::answer(*ending, registered, *store, key, interval);
                 }
                 catch (...) { /* the store is gone: those who wait see that themselves */
                 }
@@ -467,13 +494,13 @@ fp_board_look(fp_board *board, double waited, int processes)
 int
 fp_board_call(fp_board *board)
 {
-    return fp::guarded(-1, [&] { return fp::unlocked([&] { return board->board.call(); }) ? 1 : 0; });
+    return fp::guarded(-1, [&] { return fp::unlocked([&] { return board->board.call(); }); });
 }
 
 int
-fp_board_miss_silent(fp_board *board)
+fp_board_miss_silent(fp_board *board, int64_t call)
 {
-    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.miss_silent(); }); });
+    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.miss_silent(static_cast<int>(call)); }); });
 }
 
 PyObject *

@@ -27,16 +27,16 @@ int fp_board_enter(fp_board *board);
 /* It answers none any more, and fp_watch() returns. */
 void fp_board_stop(fp_board *board);
 
-int fp_board_post(fp_board *board, const char *text, int64_t *number);
+int fp_board_post(fp_board *board, const char *text, int64_t *number);  /* text: in UTF-8 */
 int fp_board_number(fp_board *board, const char *key, int64_t *number); /* of those who read or entered; 0: none */
 
 /* Read what is posted: 1 if all of it could be read. processes: look for those of this machine that have ended. waited: for
  * how many seconds this rank has waited for others; if for long, it calls them. */
 int fp_board_look(fp_board *board, double waited, int processes);
 
-/* Call all ranks: 1; 0: none of them answers calls. And miss those that have not answered this call yet. */
+/* Call all ranks: the number of the call; 0: none of them answers calls. And miss those that have not answered it yet. */
 int fp_board_call(fp_board *board);
-int fp_board_miss_silent(fp_board *board);
+int fp_board_miss_silent(fp_board *board, int64_t call);
 
 /* Dicts by rank: why ranks have ended; where those that have entered are. */
 PyObject *fp_board_said(fp_board *board);

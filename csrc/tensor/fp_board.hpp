@@ -52,8 +52,8 @@ class Board {
     int64_t post(const std::string &text);
     int64_t number(const std::string &key);
     bool look(double waited, bool processes);
-    bool call();
-    void miss_silent();
+    int call(); // its number; 0: nobody answers calls
+    void miss_silent(int call);
     std::map<int, std::string> said();    // why ranks have ended
     std::map<int, std::string> entered(); // where ranks are
 
@@ -69,29 +69,42 @@ class Board {
     void miss_processes();
     void miss_answers(double waited);
     std::map<int, std::string> values(const char *name);
-    std::vector<int> silent(const std::map<int, std::string> &before);
+    using Answers = std::map<int, std::string>;
+    std::vector<int> silent(const Answers &before);
     std::string new_call();
+    void say(int rank, const std::string &text);
+    bool has_said(int rank);
 
-    std::mutex lock_; // of what follows, and of a call's way through the store
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_, size_;
     const double beat_;
+    std::mutex said_lock_; // never kept while a store is waited for
     std::map<int, std::string> said_;
+    std::mutex lock_;  // of what follows, and of a call's way through the store
     int64_t read_ = 0; // posts so far
     int calls_ = 0;
-    std::optional<std::pair<Clock::time_point, std::map<int, std::string>>> asked_; // when, and the answers before
-    std::map<int, std::string> failed_before_;                                      // answers before call()
-    std::string other_call_;                                                        // of another rank,
-    Clock::time_point other_since_;                                                 // and when it was seen first
-    std::optional<std::map<int, Place>> places_;                                    // the processes on this machine
+    std::optional<std::pair<Clock::time_point, Answers>> asked_; // when, and the answers before
+    std::map<int, Answers> before_;                              // the answers before each call()
+    std::string other_call_;                                     // of another rank,
+    Clock::time_point other_since_;                              // and when it was seen first
+    std::optional<std::map<int, Place>> places_;                 // the processes on this machine
 };
 
-// What is below prefix in store; over a connection of its own, which no other thread's wait delays, if the store has such.
-c10::intrusive_ptr<c10d::Store> store_below(const std::string &prefix, const c10::intrusive_ptr<c10d::Store> &store,
-                                            bool own_connection);
+// What is below prefix in the store of group. own: over a connection of its own, which no other thread's wait delays; null if
+// the store has no such.
+c10::intrusive_ptr<c10d::Store> store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own);
 
-// This group, if torch has it under this name; else null.
-c10::intrusive_ptr<c10d::ProcessGroup> registered(const std::string &name, const c10d::ProcessGroup *group);
+// A group under the name that torch has for it, which may be destroyed meanwhile.
+class Registered {
+  public:
+    explicit Registered(const std::string &name); // throws if there is none
+
+    c10::intrusive_ptr<c10d::ProcessGroup> group() const; // null: it is not there any more
+
+  private:
+    std::string name_;
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group_; // no other group gets its address
+};
 
 } // namespace fp
 

@@ -70,10 +70,13 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
     return explained(&group, [&] {
         const WithoutGil released;
         const bool on_host = group.host && tensor.is_cpu();
-        auto work = start(on_host ? *group.host : *group.native);
-        if (!on_host) {
-            group.device = tensor.device();
+        if (on_host) {
+            return start(*group.host);
         }
+        const Connecting connecting(*group.native, !group.device);
+        c10::intrusive_ptr<c10d::Work> work = start(*group.native);
+        group.device = tensor.device();
+        note_begun(*group.native, work);
         return work;
     });
 }
@@ -247,7 +250,7 @@ wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::W
             const WithoutGil released;
             waited->wait();
             if (group != nullptr && group->native && group->device) {
-                note_waiting(*group->native, *group->device);
+                note_waiting(*group->native, waited.get(), *group->device);
             }
             return true;
         });

@@ -3,6 +3,7 @@
 
 #include "tensor/fp_convert.hpp"
 #include "tensor/fp_flat_buffer.hpp"
+#include "tensor/fp_watch.hpp"
 
 namespace fp {
 namespace {
@@ -183,6 +184,7 @@ fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard,
         {
             const fp::WithoutGil released;
             work = native->endCoalescing(device.type());
+            fp::note_begun(*native, work);
         }
         for (Py_ssize_t k = 0; k < n; k++) {
             auto &begun = what == FP_JOIN_GATHERS ? flats[k]->work : flats[k]->reduction;

@@ -2,27 +2,57 @@
 #include "tensor/fp_watch.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cinttypes>
 #include <cstdio>
 #include <optional>
 #include <set>
+#include <tuple>
+#include <vector>
 
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "tensor/fp_board.hpp"
+#include "tensor/fp_streams.hpp"
 
 namespace fp {
 namespace {
 
 constexpr double store_may_be_away = 1.0; // seconds
 
-// Of groups that are watched, the streams that have waited for a collective. It lives as long as the process.
-struct Waiting {
-    std::mutex lock;
-    std::multimap<const c10d::ProcessGroup *, std::vector<c10::Stream>> streams;
+// What a group that is watched has begun.
+struct Begun {
+    int connecting = 0;
+    bool captured = false; // a CUDA graph has collectives, and nobody is told when it is replayed
+    std::vector<c10::weak_intrusive_ptr<c10d::Work>> works; // no stream waits for them
+    std::vector<std::pair<c10::Stream, c10::Event>>
+        streams; // which do for others, and where the last of those has ended
 };
-Waiting &waiting = *new Waiting;
+
+// It lives as long as the process.
+struct Groups {
+    std::mutex lock;
+    std::multimap<const c10d::ProcessGroup *, Begun> begun; // one for each watch
+    std::atomic<size_t> n = 0;                              // of them
+};
+Groups &groups = *new Groups;
+
+// Of each watch of group, of which there is none for most.
+template <class Call>
+void
+for_each_begun(const c10d::ProcessGroup *group, Call &&call)
+{
+    if (groups.n == 0) {
+        return;
+    }
+    const std::lock_guard held(groups.lock);
+    const auto [first, last] = groups.begun.equal_range(group);
+    for (auto each = first; each != last; ++each) {
+        call(each->second);
+    }
+}
 
 class Watch {
   public:
@@ -30,15 +60,17 @@ class Watch {
           const c10d::ProcessGroup *group)
         : board_(board), trace_(trace), ranks_(std::move(ranks)), store_(std::move(store))
     {
-        const std::lock_guard held(waiting.lock);
-        streams_ = waiting.streams.emplace(group, std::vector<c10::Stream>());
+        const std::lock_guard held(groups.lock);
+        begun_ = groups.begun.emplace(std::piecewise_construct, std::forward_as_tuple(group), std::tuple<>());
+        groups.n++;
     }
     Watch(const Watch &) = delete;
     Watch &operator=(const Watch &) = delete;
     ~Watch()
     {
-        const std::lock_guard held(waiting.lock);
-        waiting.streams.erase(streams_);
+        const std::lock_guard held(groups.lock);
+        groups.begun.erase(begun_);
+        groups.n--;
     }
 
     // Whether there is a reason to abort.
@@ -49,17 +81,19 @@ class Watch {
             count_ = fp_trace_count(trace_);
             idle_since_ = now;
         }
-        bool lost;
+        bool lost = true;
         try {
-            if (store_->check({"broken"}) || differs()) {
-                return true;
+            if (!is_away(now)) {
+                if (store_->check({"broken"}) || differs()) {
+                    return true;
+                }
+                lost = has_lost(seconds(now - idle_since_));
+                away_since_.reset();
             }
-            lost = has_lost(seconds(now - idle_since_));
-            away_since_.reset();
         }
         catch (const std::exception &) {
             away_since_ = away_since_.value_or(now);
-            lost = seconds(now - *away_since_) > store_may_be_away;
+            lost = false;
         }
         return lost && has_work();
     }
@@ -76,17 +110,32 @@ class Watch {
         return false;
     }
 
-    // Whether the device may wait for the others. One that has ended may have done its part of all that was begun.
+    // Whether the store is out of reach for so long that it is asked no more: torch prints a message each time.
+    bool is_away(Clock::time_point now) const
+    {
+        return away_since_ && seconds(now - *away_since_) > store_may_be_away;
+    }
+
+    // Whether this rank waits for others. One that has ended may have done its part of all that was begun.
     bool has_work()
     {
-        std::vector<c10::Stream> streams;
-        {
-            const std::lock_guard held(waiting.lock);
-            streams = streams_->second;
+        std::vector<c10::intrusive_ptr<c10d::Work>> works; // may go without the lock
+        try {
+            const std::lock_guard held(groups.lock);
+            const Begun &begun = begun_->second;
+            for (const auto &work : begun.works) {
+                if (auto there = work.lock()) {
+                    works.push_back(std::move(there));
+                }
+            }
+            return begun.connecting > 0 || begun.captured ||
+                   !std::all_of(begun.streams.begin(), begun.streams.end(),
+                                [](const auto &each) { return each.second.query(); }) ||
+                   !std::all_of(works.begin(), works.end(), [](const auto &work) { return work->isCompleted(); });
         }
-        return streams.empty() || std::any_of(streams.begin(), streams.end(), [](const c10::Stream &stream) {
-                   return !c10::impl::VirtualGuardImpl(stream.device_type()).queryStream(stream);
-               });
+        catch (const std::exception &) { /* the device has failed: whoever uses it next says so */
+            return false;
+        }
     }
 
     // Whether this rank has come to another collective than a rank that asks about it.
@@ -108,7 +157,7 @@ class Watch {
     const fp_trace *trace_;
     std::set<int> ranks_;
     c10::intrusive_ptr<c10d::Store> store_;
-    decltype(Waiting::streams)::iterator streams_;
+    decltype(Groups::begun)::iterator begun_;
     int64_t count_ = -1;
     Clock::time_point idle_since_;
     std::optional<Clock::time_point> away_since_;
@@ -116,42 +165,78 @@ class Watch {
 
 } // namespace
 
-void
-note_waiting(const c10d::ProcessGroup &group, const c10::Device &device)
+Connecting::Connecting(const c10d::ProcessGroup &group, bool is_first) : group_(is_first ? &group : nullptr)
 {
-    const std::lock_guard held(waiting.lock);
-    const auto [first, last] = waiting.streams.equal_range(&group);
-    for (auto each = first; each != last; ++each) {
-        const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-        std::vector<c10::Stream> &streams = each->second;
-        if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
-            streams.push_back(stream);
+    for_each_begun(group_, [](Begun &begun) { begun.connecting++; });
+}
+
+Connecting::~Connecting()
+{
+    for_each_begun(group_, [](Begun &begun) { begun.connecting = std::max(0, begun.connecting - 1); });
+}
+
+void
+note_begun(const c10d::ProcessGroup &group, const c10::intrusive_ptr<c10d::Work> &work)
+{
+    for_each_begun(&group, [&](Begun &begun) {
+        auto &works = begun.works;
+        works.erase(std::remove_if(works.begin(), works.end(), [](const auto &each) { return each.expired(); }),
+                    works.end());
+        works.emplace_back(work);
+    });
+}
+
+void
+note_waiting(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device)
+{
+    for_each_begun(&group, [&](Begun &begun) {
+        auto &works = begun.works;
+        works.erase(std::remove_if(works.begin(), works.end(),
+                                   [&](const auto &each) { return each._unsafe_get_target() == work; }),
+                    works.end());
+        if (is_captured(device)) {
+            begun.captured = true;
+            return;
         }
-    }
+        const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+        auto found = std::find_if(begun.streams.begin(), begun.streams.end(),
+                                  [&](const auto &each) { return each.first == stream; });
+        if (found == begun.streams.end()) {
+            found = begun.streams.emplace(found, stream, c10::Event(device.type()));
+        }
+        found->second.record(stream);
+    });
 }
 
 } // namespace fp
 
-extern "C" int
+extern "C" {
+
+int
+fp_watch_note(const char *group, const char *device)
+{
+    return fp::guarded(-1,
+                       [&] { fp::note_waiting(*c10d::resolve_process_group(group), nullptr, c10::Device(device)); });
+}
+
+int
 fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
 {
     return fp::guarded(-1, [&] {
         const fp::WithoutGil released;
-        const std::string name = watched->group;
         const c10::Device device(watched->device);
-        c10::intrusive_ptr<c10d::ProcessGroup> found = c10d::resolve_process_group(name);
-        const c10d::ProcessGroup *const group = found.get();
-        const auto store = fp::store_below(watched->prefix, found->getStore(), true);
-        found.reset(); /* it may be destroyed meanwhile */
-        fp::Watch watch(board->board, trace, {watched->ranks, watched->ranks + watched->n}, store, group);
-        while (!board->ending->wait(watched->interval)) {
-            if (!fp::registered(name, group)) {
-                return 0;
-            }
-            if (watch.finds()) {
-                fp_trace_set_broken(trace, 1);
-                if (const auto there = fp::registered(name, group)) {
-                    there->getBackend(device.type())->abort();
+        const fp::Registered registered(watched->group);
+        std::optional<fp::Watch> watch;
+        if (const auto group = registered.group()) { /* not kept: it may be destroyed meanwhile */
+            auto store = fp::store_of(*group, watched->prefix, true);
+            watch.emplace(board->board, trace, std::set<int>(watched->ranks, watched->ranks + watched->n),
+                          store ? store : fp::store_of(*group, watched->prefix, false), group.get());
+        }
+        while (watch && !board->ending->wait(watched->interval) && registered.group()) {
+            if (watch->finds()) {
+                fp_trace_break(trace);
+                if (const auto group = registered.group()) {
+                    group->getBackend(device.type())->abort();
                 }
                 return 1;
             }
@@ -159,3 +244,5 @@ fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
         return 0;
     });
 }
+
+} // extern "C"

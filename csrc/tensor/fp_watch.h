@@ -19,9 +19,13 @@ typedef struct {
 } fp_watched;
 
 /* Looks without the GIL, as whoever waits for the device may hold it. 1: one of the ranks has come to another collective than
- * trace has, or has said why it goes on no more, or is lost while the device works, or the store is out of reach; then
- * trace is broken and the communicator aborted: the device goes on, and what it was waiting for has no values. 0: the group was destroyed, or
- * fp_board_stop() was called. -1 with an exception: torch has no such group. */
+ * trace has, or has said why it goes on no more; or one is lost, or the store out of reach, while this rank waits for
+ * others. Then trace is broken (fp_trace_break) and the communicator aborted: the device goes on, and what it was waiting
+ * for has no values. 0: the group was destroyed, or fp_board_stop() was called. -1 with an exception: torch has no such
+ * group or device, or its backend cannot abort; then trace is broken. */
 int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);
+
+/* The current stream of device waits for a collective over group that Python has begun. */
+int fp_watch_note(const char *group, const char *device);
 
 FP_END_C

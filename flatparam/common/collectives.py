@@ -115,10 +115,7 @@ def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = 
 
 
 def wait_for_device(work: Any, look: Callable[[], object]) -> None:
-    """Until a device has done ``work``, whose own wait the host does not take part in; and ``look`` now and then.
-
-    Others may run Python meanwhile: whoever has the GIL in a wait for a device keeps that from being aborted.
-    """
+    """Until a device has done ``work``, whose own wait the host does not take part in; and ``look`` now and then."""
     begin = looked = time.monotonic()
     while not work.is_completed():
         now = time.monotonic()

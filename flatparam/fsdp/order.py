@@ -223,7 +223,7 @@ def follow(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
                 unit.step.follow(which, follower, number, sequence.sliced)
     root.tell(tuple(follower for _, follower in found.values()))
     for sequence, _ in found.values():
-        sequence._peers.update(other for other, _ in found.values() if other is not sequence)
+        sequence.join(other for other, _ in found.values() if other is not sequence)
 
 
 def _orders_of(placement: Placement) -> Iterator[tuple[int, dist.ProcessGroup | None]]:

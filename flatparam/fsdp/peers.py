@@ -53,6 +53,7 @@ class Board:
 
     def post(self, text: str) -> None:
         """Let the others know why this rank ends, and wait until they do, but not for long."""
+        text = text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
         number = self.native.post(text)
         if self.native.number("members") == 0 and torch_flat_param.FlatParamHandle.__module__.startswith("flatparam."):
             return  # these ranks use torch's runtime with the drop-in, where nobody reads
@@ -69,13 +70,13 @@ class Board:
 
     def why_failed(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
         """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
-        answers = self.native.call()
+        call = self.native.call()
         begin, found = time.monotonic(), None
         while found is None and time.monotonic() - begin < READING:
             look()
             self.native.look(0.0, True)
-            if answers and time.monotonic() - begin > _ANSWERING:
-                self.native.miss_silent()
+            if call and time.monotonic() - begin > _ANSWERING:
+                self.native.miss_silent(call)
             found = self._of(ranks)
             time.sleep(0.02)
         entered = self.native.entered()
@@ -105,11 +106,18 @@ def board() -> Board | None:
     if world is None or world.size() == 1:
         return None
     if world not in _boards:
-        _boards[world] = None
-        if store_of(world) is not None and name_in_cpp(world) is not None:
-            life = life_of_world()  # asks the store, which a new connection would try to reach for minutes
-            _boards[world] = Board(world, life, _heartbeat(), own=True)
+        _boards[world] = _made(world) if store_of(world) is not None and name_in_cpp(world) is not None else None
     return _boards[world]
+
+
+def _made(world: dist.ProcessGroup) -> Board | None:
+    life, beat = life_of_world(), _heartbeat()  # a new connection would try to reach the store for minutes
+    try:
+        return Board(world, life, beat, own=True)
+    except STORE_ERRORS:
+        raise
+    except RuntimeError:  # a kind of group that has no store in C++
+        return None
 
 
 def enter() -> None:
@@ -242,19 +250,19 @@ def _describe(error: BaseException, rank: int) -> str:
     return f"rank {rank} has raised an error of its own{where} and has ended: {message}"
 
 
-_watching: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_watching: "weakref.WeakKeyDictionary[threading.Thread, Board]" = weakref.WeakKeyDictionary()
 
 
-def watch(look: Callable[[], object]) -> None:
-    """Call ``look`` in a thread of its own, which ends when the world's board is stopped."""
+def watch(board: Board, look: Callable[[], object]) -> None:
+    """Call ``look`` in a thread of its own, which ends when ``board`` is stopped."""
     thread = threading.Thread(target=look, name="flatparam watches", daemon=True)
-    _watching.add(thread)
+    _watching[thread] = board
     thread.start()
 
 
 def stop_answering() -> None:
     """This process ends: no thread shall look into a store any more."""
-    for one in list(_boards.values()):
+    for one in [*_boards.values(), *_watching.values()]:
         if one is not None:
             one.native.stop()
     for thread in list(_watching):

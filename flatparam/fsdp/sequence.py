@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -87,6 +87,8 @@ class Sequence:
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
+        self._name = name_in_cpp(group)
+        self._own_store: dist.Store | None = None
         self._whole_store = store
         self.sliced = can_be_cut(backend)
         self._board = peers.board()
@@ -99,57 +101,75 @@ class Sequence:
         self._stuck: tuple[int, float] = (-1, 0.0)  # events so far, since when
         self._next_look = 0.0
         self._looking = threading.RLock()  # for the reason
+        self._closing = threading.Lock()  # nobody takes another one meanwhile
         self._reason = ""
         self._readers = 0  # of it
         self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
 
-    @functools.cached_property
+    def join(self, others: Iterable["Sequence"]) -> None:
+        """The same model is spread over the groups of ``others``: what this one cannot be used for they cannot."""
+        for other in others:
+            self._peers.add(other)
+            self.order.join(other.order)
+
+    @property
     def _store(self) -> dist.Store:
         """Ours alone: a store may outlive the groups made with it. Made at the first event, which all ranks come to."""
-        store = peers.own_connection(self._whole_store)
-        life = self.register.life
-        if life is None:  # nothing was built over this group, only loaded
-            life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
-        prefix = f"flatparam {self._device} {life}"
-        if not self.sliced:
-            self._have_watched(prefix)
-        return dist.PrefixStore(prefix, store)
+        if self._own_store is None:
+            store = peers.own_connection(self._whole_store)
+            life = self.register.life
+            if life is None:  # nothing was built over this group, only loaded
+                life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
+            prefix = f"flatparam {self._device} {life}"
+            self._own_store = dist.PrefixStore(prefix, store)
+            if not self.sliced and self._board is not None and self._name is not None:
+                peers.watch(self._board, functools.partial(self._watch, self._board.native, self._name, prefix))
+        return self._own_store
 
-    def _have_watched(self, prefix: str) -> None:
+    def _watch(self, board: _C.Board, name: str, prefix: str) -> None:
         """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread in C does.
 
         If the ranks differ or one is lost, it aborts the communicator: the device goes on, the next collective raises.
         """
-        group, board = self._group(), self._board
-        name = None if group is None else name_in_cpp(group)
-        if board is not None and name is not None:
-            watched = (self.order, name, self._device, prefix, self._ranks, _WATCHING)
-            peers.watch(lambda: self._say_why() if board.native.watch(*watched) else None)
-
-    def _say_why(self) -> None:
-        # a process may end before its next collective, which would raise this
-        sys.stderr.write(f"flatparam: {self._why()}. What the device was waiting for has no values\n")
-        sys.stderr.flush()
+        found = False
+        try:
+            found = board.watch(self.order, name, self._device, prefix, self._ranks, _WATCHING)
+        except RuntimeError:  # the group has gone, or cannot be aborted
+            found = bool(self.order.broken)
+        if found:  # a process may end before its next collective, which would raise this
+            sys.stderr.write(f"flatparam: {self._why()}. What the device was waiting for has no values\n")
+            sys.stderr.flush()
 
     def _why(self) -> str:
-        """The reason why the group cannot be used any more: whoever comes first looks for what the thread has found."""
-        with contextlib.suppress(OrderError), contextlib.nullcontext() if self._reason else self._looking:
+        """The reason why the group cannot be used any more: the thread in C finds that there is one, and has no words.
+
+        It may be of another group of the same model.
+        """
+        with contextlib.nullcontext() if self._reason else self._looking:
+            for one in (self, *self._peers):
+                if not self._reason and one.order.broken:
+                    with contextlib.suppress(OrderError):
+                        one._look_for_others()
             if not self._reason:
-                self._look_for_others()
+                with contextlib.suppress(OrderError):
+                    self._break("the store of the process group was out of reach for a while", "")
         return self._reason
 
-    def _look_for_others(self) -> NoReturn:
+    def _look_for_others(self) -> None:
+        if self._reason:
+            self._break(self._reason, "")
         try:
             self._raise_if_broken()
             self._raise_if_lost(0.0, lambda rank: True)
             self._look_at_question()
         except peers.STORE_ERRORS as error:
             self._end_without_store(error)
-        self._break("the store of the process group was out of reach for a while", "")
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
         self._explained(lambda: wait_in_slices(work, self.sliced, self._look))
+        if not self.sliced and self._board is not None and self._name is not None:
+            self._board.native.waits(self._name, self._device)
 
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
@@ -316,8 +336,9 @@ class Sequence:
             self._break(found, "")
 
     def _end_without_store(self, error: Exception) -> NoReturn:
-        self._reason = self._reason or without_store(error) + AND_SO
-        self.order.broken = 1
+        with self._closing:
+            self._reason = self._reason or without_store(error) + AND_SO
+            self.order.broken = 1
         raise OrderError(self._reason) from error
 
     def _raise_if_broken(self) -> None:
@@ -391,16 +412,17 @@ class Sequence:
         raise OrderError(self._reason)
 
     def _close(self, reason: str, absent: int) -> None:
-        if self._reason:
-            return
-        absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
-        readers = len(self._ranks) - absent
-        with contextlib.suppress(*peers.STORE_ERRORS):
-            said = self._store.compare_set("broken", "", json.dumps([reason, readers]))
-            reason, readers = json.loads(said)
-            self._store.add("readers", 1)
-        self._readers, self._reason = readers, reason
-        self.order.broken = 1
+        with self._closing:
+            if self._reason:
+                return
+            absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
+            readers = len(self._ranks) - absent
+            with contextlib.suppress(*peers.STORE_ERRORS):
+                said = self._store.compare_set("broken", "", json.dumps([reason, readers]))
+                reason, readers = json.loads(said)
+                self._store.add("readers", 1)
+            self._readers, self._reason = readers, reason
+            self.order.broken = 1
 
     def _is_read(self) -> bool:
         return self._store.check(["readers"]) and int(self._store.get("readers")) >= self._readers

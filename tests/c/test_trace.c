@@ -155,9 +155,30 @@ test_recent_events_are_found(void)
 }
 
 static void
+test_what_was_joined_breaks_too(void)
+{
+    fp_trace *order = fp_trace_new(), *other = fp_trace_new(), *third = fp_trace_new();
+    fp_alloc_fail_at(1);
+    CHECK_EQ(fp_trace_join(order, other), FP_ENOMEM);
+    fp_alloc_fail_at(0);
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(fp_trace_join(order, other), FP_OK);
+    }
+    CHECK_EQ(fp_trace_join(order, third), FP_OK);
+    fp_trace_break(other);
+    CHECK(fp_trace_is_broken(other) && !fp_trace_is_broken(order));
+    fp_trace_set_broken(other, 0);
+    fp_trace_free(third);
+    fp_trace_break(order);
+    CHECK(fp_trace_is_broken(other) && fp_trace_is_broken(order));
+    fp_trace_free(order);
+    fp_trace_free(other);
+}
+
+static void
 test_what_does_not_fit_changes_nothing(void)
 {
-    for (int64_t k = 1; k <= 2; k++) {
+    for (int64_t k = 1; k <= 3; k++) {
         fp_alloc_fail_at(k);
         CHECK(fp_trace_new() == NULL);
     }
@@ -188,6 +209,7 @@ main(void)
     test_what_is_left_out_at_random_costs_a_question_or_two();
     test_verdicts_follow_from_the_events();
     test_recent_events_are_found();
+    test_what_was_joined_breaks_too();
     test_what_does_not_fit_changes_nothing();
     CHECK_EQ(fp_alloc_live(), 0);
     return check_result();

@@ -20,7 +20,7 @@ def told():
     """A board, and the store that its ranks share."""
     with fake_world(3, store=dist.HashStore()) as world:
         store = dist.distributed_c10d._get_default_store()
-        yield _C.Board(world.group_name, "here", 0.5, True), dist.PrefixStore("here", store)
+        yield _C.Board(world.group_name, "here", 2.0, True), dist.PrefixStore("here", store)
 
 
 def write_post(store, rank, text):
@@ -55,6 +55,7 @@ def test_a_process_of_this_machine_that_has_ended_is_missed_when_all_have_entere
     board.look(0.0, True)
     assert board.said() == {}  # rank 2 may be on another machine, whose processes have other numbers
     store.set("place of 2", f"{ended.pid} 17 another-machine")
+    store.add("members", 2)
     board.look(0.0, False)
     assert board.said() == {}
     board.look(0.0, True)
@@ -67,18 +68,20 @@ def test_a_process_with_the_number_of_one_that_has_ended_is_another(told):
     process, began, machine = board.entered()[0].split()
     store.set("place of 1", f"{process} {began} {machine}")
     store.set("place of 2", f"{process} {int(began) + 1} {machine}")
+    store.add("members", 2)
     board.look(0.0, True)
     assert list(board.said()) == [2]
 
 
 def test_those_who_do_not_answer_a_call_are_missed(told):
     board, store = told
-    assert not board.call()
+    assert board.call() == 0
     store.set("answer of 1", "none yet")
     store.set("answer of 2", "none yet")
-    assert board.call()
+    call = board.call()
     store.set("answer of 1", store.get("call"))
-    board.miss_silent()
+    assert board.call() > call  # of another thread
+    board.miss_silent(call)
     assert list(board.said()) == [2]
     assert "does not answer" in board.said()[2]
 
@@ -93,9 +96,9 @@ def test_one_who_waits_for_long_calls_and_posts_for_all_who_gives_no_sign_of_lif
     store.set("answer of 2", store.get("call"))
     board.look(1.0, False)
     assert board.said() == {}
-    time.sleep(0.3)
+    time.sleep(0.9)
     board.look(1.0, False)
-    said = "rank 1 has given no sign of life for 0.5 s: it is stopped, or out of reach"
+    said = "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach"
     assert board.said() == {1: said}
     assert store.get("post 1").decode() == f"1 {said}"
 
@@ -110,32 +113,79 @@ def test_a_thread_answers_calls_until_it_is_stopped(told):
     assert store.get("answer of 0") == b"1 0 now"
     board.stop()
     store.set("call", "1 1 now")
-    time.sleep(0.3)
+    time.sleep(1.0)
     assert store.get("answer of 0") == b"1 0 now"
+
+
+class Watch:
+    """A thread that watches the world, whose ranks are here in one process."""
+
+    def __init__(self, board):
+        self.order, self.found = _C.CollectiveTrace(*ORDER), []
+        name = dist.group.WORLD.group_name
+        watched = (self.order, name, "cpu", "there", [0, 1, 2], 0.01)
+        self._thread = threading.Thread(target=lambda: self.found.append(board.watch(*watched)))
+        self._thread.start()
+        time.sleep(0.1)
+
+    def end(self):
+        self._thread.join(10.0)
+        return self.found
 
 
 def test_a_watch_ends_with_the_board(told):
     board, _ = told
-    name, found = dist.group.WORLD.group_name, []
-    watched = (_C.CollectiveTrace(*ORDER), name, "cpu", "there", [0, 1, 2], 0.01)
-    thread = threading.Thread(target=lambda: found.append(board.watch(*watched)))
-    thread.start()
-    time.sleep(0.1)
+    watch = Watch(board)
     board.stop()
-    thread.join(10.0)
-    assert found == [False]
+    assert watch.end() == [False]
+    assert not watch.order.broken
 
 
-def test_a_watch_ends_with_its_group(told):
+def test_a_watch_ends_with_its_group_also_if_another_has_its_name_and_address(told):
     board, _ = told
-    name, found = dist.group.WORLD.group_name, []
-    watched = (_C.CollectiveTrace(*ORDER), name, "cpu", "there", [0, 1, 2], 0.01)
-    thread = threading.Thread(target=lambda: found.append(board.watch(*watched)))
-    thread.start()
+    store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
+    watch = Watch(board)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
+    store.set("broken", "in the world before")
+    assert watch.end() == [False]
+    assert not watch.order.broken
+
+
+def test_what_a_watch_finds_breaks_all_orders_of_a_model(told):
+    board, _ = told
+    watch, other = Watch(board), _C.CollectiveTrace(*ORDER)
+    watch.order.join(other)
+    dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
+    assert watch.end() == [True]
+    assert watch.order.broken
+    assert other.broken
+
+
+def test_a_watch_finds_a_rank_that_has_come_to_another_collective(told):
+    board, _ = told
+    watch = Watch(board)
+    for event in (7, 8):
+        watch.order.note(event, event == 7)
+    store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
+    store.set("1", '[1, 0, 16, "rank 1 does the same", ""]')
+    store.set("pending", "1")
     time.sleep(0.1)
-    dist.distributed_c10d._unregister_process_group(name)
-    thread.join(10.0)
-    assert found == [False]
+    assert not watch.order.broken
+    store.set("1", '[1, 0, 18, "rank 1 does another thing", ""]')
+    assert watch.end() == [True]
+    assert watch.order.broken
+
+
+def test_a_rank_that_is_lost_is_no_reason_while_nothing_waits_for_it(told):
+    board, store = told
+    watch = Watch(board)
+    write_post(store, 1, "batch 17 is bad")
+    time.sleep(0.1)
+    assert board.said() == {1: "batch 17 is bad"}
+    assert not watch.order.broken
+    board.stop()
+    assert watch.end() == [False]
 
 
 def test_bad_calls(told):
@@ -156,3 +206,7 @@ def test_bad_calls(told):
             call(1)
     with pytest.raises(TypeError):
         board.look(0.0)
+    with pytest.raises(TypeError, match="expected a CollectiveTrace, got int"):
+        _C.CollectiveTrace(*ORDER).join(1)
+    with pytest.raises(RuntimeError, match="no such group"):
+        board.waits("no such group", "cpu")

@@ -283,7 +283,7 @@ class CountingStore:
     def __init__(self, model):
         sequence = sequence_of(model.process_group, torch.device("cpu"))
         self.store, self.read, self.written = sequence._store, 0, 0
-        sequence._store = self
+        sequence._own_store = self
 
     def __getattr__(self, name):
         writes = name in ("set", "add", "compare_set", "delete_key")
@@ -645,10 +645,10 @@ def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how,
     assert seconds < 5.0, seconds
 
 
-def end_after_the_last_step(library):
-    """Rank 1 ends; rank 0, whose device is done, has all values. It is told when it waits for rank 1 again."""
+def end_after_the_last_collective(library, which):
+    """Rank 1 ends; rank 0, whose device has work of its own, has all values. It is told when it waits again."""
     meet_in_a_server()
-    device = simulated.use(library)
+    device = simulated.use(library, late="computing")
     sim = torch.device("sim", 0)
     group = simulated.new_group()
     model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
@@ -659,11 +659,18 @@ def end_after_the_last_step(library):
             model(x, ALL).sum().backward()
             device.synchronize()
 
-    train(2)
+    if which == "step":
+        train(2)
+        model.clip_grad_norm_(1.0)
+    else:
+        model.state_dict()
+    device.synchronize()
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(0)
+    y = x + 1
     time.sleep(3 * _WATCHING)
+    assert y.sum().item() == 12
     assert not sequence_of(group, sim).order.broken
     with pytest.raises(OrderError, match=r"the process of rank 1 \(\d+\) has ended"):
         train(2)
@@ -671,9 +678,10 @@ def end_after_the_last_step(library):
     os._exit(3)
 
 
-def test_a_rank_that_ends_takes_nothing_from_another_whose_device_is_done():
+@pytest.mark.parametrize("which", ["step", "state_dict"])
+def test_a_rank_that_ends_takes_nothing_from_another_that_waits_for_nobody(which):
     library = str(simulated.build())
-    assert ends_of_ranks(end_after_the_last_step, 2, library, timeout=60.0)[0] == (3, None, "told")
+    assert ends_of_ranks(end_after_the_last_collective, 2, library, which, timeout=60.0)[0] == (3, None, "told")
 
 
 def lose_outside_of_a_step(library, before):

@@ -94,6 +94,9 @@ struct Locked {
     }
 };
 
+// For those who only ask: if it is not there, another thread waits for the device.
+using Tried = std::unique_lock<std::recursive_mutex>;
+
 // ---- streams: what is put off, in order ----
 
 struct Queue {
@@ -298,7 +301,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     bool queryEvent(void *event) const override
     {
-        const Locked locked(mutex);
+        const Tried locked(mutex, std::try_to_lock);
+        if (!locked) {
+            return false;
+        }
         auto *of = static_cast<Recorded *>(event);
         if (of != nullptr && ++of->asked > SELDOM) {
             proceed(of->stream, of->until);
@@ -331,8 +337,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 #endif
     bool queryStream(const c10::Stream &stream) const override
     {
-        const std::unique_lock<std::recursive_mutex> locked(mutex, std::try_to_lock);
-        return locked && queues[stream.id()].waiting.empty(); // else somebody waits for the device
+        const Tried locked(mutex, std::try_to_lock);
+        return locked && queues[stream.id()].waiting.empty();
     }
     void synchronizeStream(const c10::Stream &stream) const override
     {
@@ -778,7 +784,10 @@ struct Late final : c10d::Work {
 
     bool isCompleted() override
     {
-        const Locked locked(mutex);
+        const Tried locked(mutex, std::try_to_lock);
+        if (!locked) {
+            return false;
+        }
         if (++asked > SELDOM) {
             proceed(stream, until);
         }
@@ -1061,8 +1070,8 @@ PYBIND11_MODULE(simulated_device, m)
             const Locked locked(mutex);
             waits++;
             keeps_gil = with_gil;
+            const std::unique_ptr<bool, void (*)(bool *)> till_the_end(&keeps_gil, [](bool *keeps) { *keeps = false; });
             force_all();
-            keeps_gil = false;
         },
         pybind11::arg("with_gil") = false);
     m.def(
