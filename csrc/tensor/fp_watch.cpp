@@ -26,9 +26,8 @@ constexpr double store_may_be_away = 1.0; // seconds
 struct Begun {
     int connecting = 0;
     bool captured = false; // a CUDA graph has collectives, and nobody is told when it is replayed
-    std::vector<c10::weak_intrusive_ptr<c10d::Work>> works; // no stream waits for them
-    std::vector<std::pair<c10::Stream, c10::Event>>
-        streams; // which do for others, and where the last of those has ended
+    std::vector<c10::weak_intrusive_ptr<c10d::Work>> works;  // no stream waits for them
+    std::vector<std::pair<c10::Stream, c10::Event>> streams; // that wait for others, and after the last of those
 };
 
 // It lives as long as the process.
