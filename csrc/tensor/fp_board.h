@@ -15,9 +15,9 @@ FP_BEGIN_C
 
 typedef struct fp_board fp_board;
 
-/* In the store of the process group that torch registered as group, below prefix; rank and size: of this process in it.
- * beat: seconds without a sign of life after which a process counts as stopped; 0: never. own: over a connection of its
- * own, which no other thread's wait delays. NULL with an exception. */
+/* In the store of the process group that torch registered as group, below prefix. beat: seconds without a sign of life after
+ * which a process counts as stopped; 0: never. own: over a connection of its own, which no other thread's wait delays, if the
+ * store has such. NULL with an exception. */
 fp_board *fp_board_new(const char *group, const char *prefix, double beat, int own);
 void fp_board_free(fp_board *board); /* stops it; NULL is allowed */
 
