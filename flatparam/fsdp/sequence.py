@@ -145,14 +145,15 @@ class Sequence:
 
         It may be of another group of the same model.
         """
-        with contextlib.nullcontext() if self._reason else self._looking:
-            for one in (self, *self._peers):
-                if not self._reason and one.order.broken:
+        if not self._reason:
+            with self._looking:
+                for one in (self, *self._peers):
+                    if not self._reason and one.order.broken:
+                        with contextlib.suppress(OrderError):
+                            one._look_for_others()
+                if not self._reason:
                     with contextlib.suppress(OrderError):
-                        one._look_for_others()
-            if not self._reason:
-                with contextlib.suppress(OrderError):
-                    self._break("the store of the process group was out of reach for a while", "")
+                        self._break("the store of the process group was out of reach for a while", "")
         return self._reason
 
     def _look_for_others(self) -> None:
