@@ -95,7 +95,11 @@ typedef struct {
     int (*norm)(const fp_norm_job *job, const fp_table *table, void *stream);
     int (*scale)(const fp_scale_job *job, const fp_table *table, void *stream);
     const char *(*message)(int error);
-    uint64_t (*capture)(void *stream); /* which graph is captured on it; 0: none. Asked of CUDA alone */
+
+    /* Of CUDA alone: which graph is captured on a stream, 0: none; and let what the calling thread asks from now on spoil no
+     * capture of another thread. */
+    uint64_t (*capture)(void *stream);
+    void (*spare_captures)(void);
 } fp_kernels;
 
 extern const fp_kernels fp_cuda_kernels; /* where they are compiled in */

@@ -104,10 +104,13 @@ board_entered(board_object *self, PyObject *ignored)
 }
 
 static PyObject *
-board_waits(board_object *self, PyObject *args)
+board_around(board_object *self, PyObject *args)
 {
     const char *group, *device;
-    return PyArg_ParseTuple(args, "ss:waits", &group, &device) ? fp_none_unless(fp_watch_note(group, device)) : NULL;
+    PyObject *wait;
+    return PyArg_ParseTuple(args, "ssO:around_wait", &group, &device, &wait)
+               ? fp_none_unless(fp_watch_around(group, device, wait))
+               : NULL;
 }
 
 static PyObject *
@@ -149,14 +152,14 @@ static PyMethodDef board_methods[] = {
     {"said", FP_METHOD(board_said), METH_NOARGS, "said($self, /)\n--\n\nWhy ranks have ended, by rank."},
     {"entered", FP_METHOD(board_entered), METH_NOARGS,
      "entered($self, /)\n--\n\nWhere the ranks that have entered are, by rank."},
-    {"waits", FP_METHOD(board_waits), METH_VARARGS,
-     "waits($self, group, device, /)\n--\n\nThe current stream waits for a collective that Python began over a group."},
+    {"around_wait", FP_METHOD(board_around), METH_VARARGS,
+     "around_wait($self, group, device, wait, /)\n--\n\n"
+     "Call wait(), in which the current stream begins to wait for a collective that Python has begun over a group."},
     {"watch", FP_METHOD(board_watch), METH_VARARGS,
      "watch($self, order, group, device, prefix, ranks, interval, /)\n--\n\n"
-     "Look after the ranks of a group every interval seconds, without the GIL. True: they differ, or one is lost that "
-     "the "
-     "device waits for; order is broken and the communicator aborted.\n\nFalse: the group was destroyed, or stop() was "
-     "called."},
+     "Look after the ranks of a group every interval seconds, without the GIL.\n\n"
+     "True: they differ, or one is lost or comes to nothing that this rank waits for; order is broken and the "
+     "communicator aborted. False: the group was destroyed, or stop() was called."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -103,6 +103,36 @@ Registered::group() const
     return {};
 }
 
+std::string
+value_at(c10d::Store &store, const std::string &key)
+{
+    return store.check({key}) ? store.get_to_str(key) : "";
+}
+
+std::map<int, std::string>
+values_at(c10d::Store &store, const char *name, int size)
+{
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < size; rank++) {
+        keys.push_back(key(name, rank));
+    }
+    std::map<int, std::string> found;
+    if (store.check(keys)) {
+        const auto all = store.multiGet(keys);
+        for (int rank = 0; rank < size; rank++) {
+            const auto &value = all[static_cast<size_t>(rank)];
+            found[rank] = {value.begin(), value.end()};
+        }
+        return found;
+    }
+    for (int rank = 0; rank < size; rank++) {
+        if (store.check({keys[static_cast<size_t>(rank)]})) {
+            found[rank] = store.get_to_str(keys[static_cast<size_t>(rank)]);
+        }
+    }
+    return found;
+}
+
 bool
 Ending::wait(double seconds)
 {
@@ -143,7 +173,8 @@ Board::number(const std::string &key)
 int64_t
 Board::number_at(const std::string &key)
 {
-    return store_->check({key}) ? std::stoll(store_->get_to_str(key)) : 0;
+    const std::string text = value_at(*store_, key);
+    return text.empty() ? 0 : std::stoll(text);
 }
 
 int64_t
@@ -197,7 +228,7 @@ Board::miss_processes()
         if (number_at("members") < size_) {
             return;
         }
-        const auto places = values("place of ");
+        const auto places = values_at(*store_, "place of ", size_);
         const std::string machine = this_machine();
         places_.emplace();
         for (const auto &[rank, text] : places) {
@@ -218,31 +249,6 @@ Board::miss_processes()
     }
 }
 
-// What each rank has set, of those that have.
-std::map<int, std::string>
-Board::values(const char *name)
-{
-    std::vector<std::string> keys;
-    for (int rank = 0; rank < size_; rank++) {
-        keys.push_back(key(name, rank));
-    }
-    std::map<int, std::string> found;
-    if (store_->check(keys)) {
-        const auto all = store_->multiGet(keys);
-        for (int rank = 0; rank < size_; rank++) {
-            const auto &value = all[static_cast<size_t>(rank)];
-            found[rank] = {value.begin(), value.end()};
-        }
-        return found;
-    }
-    for (int rank = 0; rank < size_; rank++) {
-        if (store_->check({keys[static_cast<size_t>(rank)]})) {
-            found[rank] = store_->get_to_str(keys[static_cast<size_t>(rank)]);
-        }
-    }
-    return found;
-}
-
 std::string
 Board::new_call()
 {
@@ -254,7 +260,7 @@ int
 Board::call()
 {
     const std::lock_guard held(lock_);
-    Answers before = values("answer of ");
+    Answers before = values_at(*store_, "answer of ", size_);
     if (before.empty()) {
         return 0;
     }
@@ -278,7 +284,7 @@ std::vector<int>
 Board::silent(const Answers &before)
 {
     std::vector<int> found;
-    for (const auto &[rank, answer] : values("answer of ")) {
+    for (const auto &[rank, answer] : values_at(*store_, "answer of ", size_)) {
         const auto then = before.find(rank);
         if (then != before.end() && then->second == answer && rank != rank_ && !has_said(rank)) {
             found.push_back(rank);
@@ -296,11 +302,11 @@ Board::miss_answers(double waited)
         return;
     }
     if (!asked_) {
-        const std::string last = store_->check({"call"}) ? store_->get_to_str("call") : "";
+        const std::string last = value_at(*store_, "call");
         if (last == other_call_ && seconds(now - other_since_) < beat_) {
             return;
         }
-        Answers before = values("answer of ");
+        Answers before = values_at(*store_, "answer of ", size_);
         const std::string call = new_call(), found = store_->compareSet("call", last, call);
         if (found == call) {
             asked_.emplace(now, std::move(before));
@@ -349,7 +355,7 @@ std::map<int, std::string>
 Board::entered()
 {
     const std::lock_guard held(lock_);
-    return values("place of ");
+    return values_at(*store_, "place of ", size_);
 }
 
 namespace {
@@ -360,7 +366,7 @@ answer(Ending &ending, const Registered &group, c10d::Store &store, const std::s
 {
     std::string answered;
     while (!ending.wait(interval) && group.group()) {
-        const std::string called = store.check({"call"}) ? store.get_to_str("call") : answered;
+        const std::string called = value_at(store, "call");
         if (called != answered) {
             store.set(key, called);
             answered = called;
@@ -382,15 +388,6 @@ as_dict(const std::map<int, std::string> &texts)
         Py_XDECREF(value);
     }
     return dict;
-}
-
-// What call gives, made without the GIL: the store may need its server's thread, the lock another one that waits for it.
-template <class Call>
-auto
-unlocked(Call &&call)
-{
-    const WithoutGil released;
-    return call();
 }
 
 } // namespace

@@ -1,7 +1,6 @@
 // tensor/fp_board.hpp -- what ranks tell each other, for the C++ side.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -15,18 +14,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "tensor/fp_begun.hpp"
 #include "tensor/fp_board.h"
 #include "tensor/fp_bridge.hpp"
 
 namespace fp {
-
-using Clock = std::chrono::steady_clock;
-
-inline double
-seconds(Clock::duration duration)
-{
-    return std::chrono::duration<double>(duration).count();
-}
 
 // Said once: that threads shall end, or that one has.
 class Ending {
@@ -68,7 +60,6 @@ class Board {
     bool read_posts();
     void miss_processes();
     void miss_answers(double waited);
-    std::map<int, std::string> values(const char *name);
     using Answers = std::map<int, std::string>;
     std::vector<int> silent(const Answers &before);
     std::string new_call();
@@ -89,6 +80,10 @@ class Board {
     Clock::time_point other_since_;                              // and when it was seen first
     std::optional<std::map<int, Place>> places_;                 // the processes on this machine
 };
+
+// What is in a store at a key, or at name and each rank; empty, or left out: nothing is.
+std::string value_at(c10d::Store &store, const std::string &key);
+std::map<int, std::string> values_at(c10d::Store &store, const char *name, int size);
 
 // What is below prefix in the store of group. own: over a connection of its own, which no other thread's wait delays; null if
 // the store has no such.

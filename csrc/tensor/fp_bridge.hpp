@@ -258,6 +258,15 @@ struct WithoutGil {
     }
 };
 
+// What call gives, made without the GIL.
+template <class Call>
+auto
+unlocked(Call &&call)
+{
+    const WithoutGil released;
+    return call();
+}
+
 } // namespace fp
 
 // The C name for a shared Geometry.

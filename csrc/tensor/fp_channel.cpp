@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "tensor/fp_watch.hpp"
+#include "tensor/fp_begun.hpp"
 
 struct fp_sum {
     fp_group *group = nullptr;
@@ -248,9 +248,13 @@ wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::W
                 return wait_a_while(*waited);
             }
             const WithoutGil released;
-            waited->wait();
+            std::optional<Waiting> waiting;
             if (group != nullptr && group->native && group->device) {
-                note_waiting(*group->native, waited.get(), *group->device);
+                waiting.emplace(*group->native, waited.get(), *group->device);
+            }
+            waited->wait();
+            if (waiting) {
+                waiting->end();
             }
             return true;
         });

@@ -3,7 +3,7 @@
 
 #include "tensor/fp_convert.hpp"
 #include "tensor/fp_flat_buffer.hpp"
-#include "tensor/fp_watch.hpp"
+#include "tensor/fp_begun.hpp"
 
 namespace fp {
 namespace {

@@ -252,6 +252,14 @@ capture_on(const c10::Stream &stream)
     return kernels == nullptr ? std::nullopt : std::optional<uint64_t>(kernels->capture(handle_of(stream)));
 }
 
+void
+spare_captures(const c10::Device &device)
+{
+    if (in_use.kernels != nullptr && device.type() == in_use.type && device.is_cuda()) {
+        in_use.kernels->spare_captures();
+    }
+}
+
 bool
 launch_pack(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces, const How &how)
 {

@@ -23,4 +23,7 @@ bool launch_scale(const std::vector<at::Tensor> &tensors, const at::Tensor &fact
 // Which graph is captured on a stream; 0: none. Nullopt: CUDA cannot be asked, as the device has no kernels.
 std::optional<uint64_t> capture_on(const c10::Stream &stream);
 
+// What the calling thread asks of device from now on spoils no capture of another thread. Nothing is done without kernels.
+void spare_captures(const c10::Device &device);
+
 } // namespace fp

@@ -1,85 +1,50 @@
 // tensor/fp_watch.cpp -- see fp_watch.h.
-#include "tensor/fp_watch.hpp"
+#include "tensor/fp_watch.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cinttypes>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <limits>
 #include <optional>
-#include <set>
-#include <tuple>
+#include <string_view>
 #include <vector>
 
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "tensor/fp_begun.hpp"
 #include "tensor/fp_board.hpp"
-#include "tensor/fp_streams.hpp"
+#include "tensor/fp_launch.hpp"
 
 namespace fp {
 namespace {
 
 constexpr double store_may_be_away = 1.0; // seconds
-
-// What a group that is watched has begun.
-struct Begun {
-    int connecting = 0;
-    bool captured = false; // a CUDA graph has collectives, and nobody is told when it is replayed
-    std::vector<c10::weak_intrusive_ptr<c10d::Work>> works;  // no stream waits for them
-    std::vector<std::pair<c10::Stream, c10::Event>> streams; // that wait for others, and after the last of those
-};
-
-// It lives as long as the process.
-struct Groups {
-    std::mutex lock;
-    std::multimap<const c10d::ProcessGroup *, Begun> begun; // one for each watch
-    std::atomic<size_t> n = 0;                              // of them
-};
-Groups &groups = *new Groups;
-
-// Of each watch of group, of which there is none for most.
-template <class Call>
-void
-for_each_begun(const c10d::ProcessGroup *group, Call &&call)
-{
-    if (groups.n == 0) {
-        return;
-    }
-    const std::lock_guard held(groups.lock);
-    const auto [first, last] = groups.begun.equal_range(group);
-    for (auto each = first; each != last; ++each) {
-        call(each->second);
-    }
-}
+constexpr double before_time_out = 4.0;   // seconds before the group's own time-out, to say more than it does
+constexpr double answers_come = 1.5;      // seconds after a call: each rank looks for one as seldom as this one
 
 class Watch {
   public:
-    Watch(Board &board, const fp_trace *trace, std::set<int> ranks, c10::intrusive_ptr<c10d::Store> store,
-          const c10d::ProcessGroup *group)
-        : board_(board), trace_(trace), ranks_(std::move(ranks)), store_(std::move(store))
+    Watch(Board &board, const fp_trace *trace, const fp_watched &watched, const c10d::ProcessGroup &group)
+        : board_(board), trace_(trace), ranks_(watched.ranks, watched.ranks + watched.n), me_(group.getRank()),
+          store_(store_of(group, watched.prefix, true)), kept_(&group)
     {
-        const std::lock_guard held(groups.lock);
-        begun_ = groups.begun.emplace(std::piecewise_construct, std::forward_as_tuple(group), std::tuple<>());
-        groups.n++;
-    }
-    Watch(const Watch &) = delete;
-    Watch &operator=(const Watch &) = delete;
-    ~Watch()
-    {
-        const std::lock_guard held(groups.lock);
-        groups.begun.erase(begun_);
-        groups.n--;
+        if (!store_) {
+            store_ = store_of(group, watched.prefix, false);
+        }
     }
 
-    // Whether there is a reason to abort.
-    bool finds()
+    // Whether there is a reason to abort. time_out: of the group's collectives, in seconds.
+    bool finds(double time_out)
     {
         const Clock::time_point now = Clock::now();
         if (fp_trace_count(trace_) != count_) {
             count_ = fp_trace_count(trace_);
             idle_since_ = now;
         }
+        be_on_device();
         bool lost = true;
         try {
             if (!is_away(now)) {
@@ -87,6 +52,10 @@ class Watch {
                     return true;
                 }
                 lost = has_lost(seconds(now - idle_since_));
+                if (!lost) {
+                    answer();
+                    lost = misses(time_out);
+                }
                 away_since_.reset();
             }
         }
@@ -94,19 +63,16 @@ class Watch {
             away_since_ = away_since_.value_or(now);
             lost = false;
         }
-        return lost && has_work();
+        return lost && kept_.has_work();
     }
 
   private:
     bool has_lost(double waited)
     {
         (void)board_.look(waited, true);
-        for (const auto &[rank, why] : board_.said()) {
-            if (ranks_.count(rank) != 0) {
-                return true;
-            }
-        }
-        return false;
+        const auto said = board_.said();
+        return std::any_of(ranks_.begin(), ranks_.end(),
+                           [&](int64_t rank) { return said.count(static_cast<int>(rank)) != 0; });
     }
 
     // Whether the store is out of reach for so long that it is asked no more: torch prints a message each time.
@@ -115,107 +81,149 @@ class Watch {
         return away_since_ && seconds(now - *away_since_) > store_may_be_away;
     }
 
-    // Whether this rank waits for others. One that has ended may have done its part of all that was begun.
-    bool has_work()
-    {
-        std::vector<c10::intrusive_ptr<c10d::Work>> works; // may go without the lock
-        try {
-            const std::lock_guard held(groups.lock);
-            const Begun &begun = begun_->second;
-            for (const auto &work : begun.works) {
-                if (auto there = work.lock()) {
-                    works.push_back(std::move(there));
-                }
-            }
-            return begun.connecting > 0 || begun.captured ||
-                   !std::all_of(begun.streams.begin(), begun.streams.end(),
-                                [](const auto &each) { return each.second.query(); }) ||
-                   !std::all_of(works.begin(), works.end(), [](const auto &work) { return work->isCompleted(); });
-        }
-        catch (const std::exception &) { /* the device has failed: whoever uses it next says so */
-            return false;
-        }
-    }
-
     // Whether this rank has come to another collective than a rank that asks about it.
     bool differs()
     {
-        const std::string pending = store_->check({"pending"}) ? store_->get_to_str("pending") : "";
+        const std::string pending = value_at(*store_, "pending");
         uint64_t event, asked;
         int new_pass;
-        if (pending.empty() || !fp_trace_at(trace_, std::stoll(pending), &event, &new_pass) ||
-            !store_->check({pending})) {
+        if (pending.empty() || !fp_trace_at(trace_, std::stoll(pending), &event, &new_pass)) {
             return false;
         }
-        const std::string post = store_->get_to_str(pending); /* [rank, step, event, ... */
+        const std::string post = value_at(*store_, pending); /* [rank, step, event, ... */
         return std::sscanf(post.c_str(), "[%*d, %*d, %" SCNu64, &asked) == 1 &&
                asked != event * 2 + static_cast<uint64_t>(new_pass);
     }
 
+    // This thread may be the first to use the device that is its current one by chance: that would take memory there.
+    void be_on_device()
+    {
+        const auto device = on_device_ ? std::nullopt : kept_.device();
+        if (device) {
+            on_device_.emplace(*device);
+            spare_captures(*device);
+        }
+    }
+
+    // Say that this rank has work that others may wait for, or waits itself, if one who misses some has asked since. On a grid
+    // it may wait in another group, for the one who comes to nothing.
+    void answer()
+    {
+        const std::string call = value_at(*store_, "call");
+        if (call != answered_ && Kept::any_has_work()) {
+            store_->set("answer of " + std::to_string(me_), call);
+            answered_ = call;
+            answered_since_ = Clock::now();
+        }
+    }
+
+    std::map<int, std::string> answers()
+    {
+        return values_at(*store_, "answer of ", static_cast<int>(ranks_.size()));
+    }
+
+    // Whether some come to no collective that this rank waits for; then it says who. A moment before the time-out one of the
+    // ranks that wait calls all of them, and who has work answers.
+    bool misses(double time_out)
+    {
+        const double long_time = std::max(time_out - before_time_out, time_out / 2);
+        if (std::isinf(time_out) || time_out - long_time < answers_come + 1.0 || !kept_.has_waited(long_time)) {
+            called_since_.reset();
+            return false;
+        }
+        if (!called_since_) {
+            before_ = answers();
+            const std::string last = value_at(*store_, "call");
+            const bool is_new = last == answered_ && seconds(Clock::now() - answered_since_) < answers_come;
+            called_ =
+                is_new ? last
+                       : store_->compareSet("call", last, std::to_string(me_) + " watches " + std::to_string(++calls_));
+            called_since_ = Clock::now();
+        }
+        if (seconds(Clock::now() - *called_since_) < answers_come) {
+            return false;
+        }
+        auto now = answers();
+        std::string absent;
+        for (int i = 0; i < static_cast<int>(ranks_.size()); i++) {
+            if (i != me_ && now[i] == before_[i] && now[i] != called_) { /* empty: it has never answered */
+                absent += (absent.empty() ? "" : ", ") + std::to_string(ranks_[static_cast<size_t>(i)]);
+            }
+        }
+        if (absent.empty() || !kept_.has_waited(long_time)) { /* they have come meanwhile */
+            return false;
+        }
+        (void)store_->compareSet("absent", "", "[" + absent + "]");
+        return true;
+    }
+
     Board &board_;
     const fp_trace *trace_;
-    std::set<int> ranks_;
+    const std::vector<int64_t> ranks_; // of the group, in the world
+    const int me_;                     // among them
     c10::intrusive_ptr<c10d::Store> store_;
-    decltype(Groups::begun)::iterator begun_;
+    std::optional<c10::DeviceGuard> on_device_;
+    Kept kept_;
     int64_t count_ = -1;
     Clock::time_point idle_since_;
     std::optional<Clock::time_point> away_since_;
+    std::string answered_,
+        called_; // the last call that this rank has answered, and the one that it goes by in this wait
+    Clock::time_point answered_since_;
+    std::optional<Clock::time_point> called_since_;
+    std::map<int, std::string> before_; // the answers before that call
+    int calls_ = 0;                     // by this rank
 };
 
+// Whether torch was told not to end what has timed out with NCCL.
+bool
+goes_on_after_time_out()
+{
+    for (const char *name : {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"}) {
+        const char *value = std::getenv(name);
+        if (value != nullptr) {
+            return std::string_view(value) == "0";
+        }
+    }
+    return false;
+}
+
+// Of the collectives of a group, in seconds. It may be changed at any time. Infinite: there is none, or nobody knows.
+double
+time_out_of(c10d::ProcessGroup &group, const c10::Device &device)
+{
+    try {
+        if (goes_on_after_time_out()) {
+            return std::numeric_limits<double>::infinity();
+        }
+        if (const auto options = group.getBackend(device.type())->getBackendOptions()) {
+            return std::chrono::duration<double>(options->timeout).count();
+        }
+    }
+    catch (const std::exception &) {
+    }
+    return std::numeric_limits<double>::infinity();
+}
+
 } // namespace
-
-Connecting::Connecting(const c10d::ProcessGroup &group, bool is_first) : group_(is_first ? &group : nullptr)
-{
-    for_each_begun(group_, [](Begun &begun) { begun.connecting++; });
-}
-
-Connecting::~Connecting()
-{
-    for_each_begun(group_, [](Begun &begun) { begun.connecting = std::max(0, begun.connecting - 1); });
-}
-
-void
-note_begun(const c10d::ProcessGroup &group, const c10::intrusive_ptr<c10d::Work> &work)
-{
-    for_each_begun(&group, [&](Begun &begun) {
-        auto &works = begun.works;
-        works.erase(std::remove_if(works.begin(), works.end(), [](const auto &each) { return each.expired(); }),
-                    works.end());
-        works.emplace_back(work);
-    });
-}
-
-void
-note_waiting(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device)
-{
-    for_each_begun(&group, [&](Begun &begun) {
-        auto &works = begun.works;
-        works.erase(std::remove_if(works.begin(), works.end(),
-                                   [&](const auto &each) { return each._unsafe_get_target() == work; }),
-                    works.end());
-        if (is_captured(device)) {
-            begun.captured = true;
-            return;
-        }
-        const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-        auto found = std::find_if(begun.streams.begin(), begun.streams.end(),
-                                  [&](const auto &each) { return each.first == stream; });
-        if (found == begun.streams.end()) {
-            found = begun.streams.emplace(found, stream, c10::Event(device.type()));
-        }
-        found->second.record(stream);
-    });
-}
-
 } // namespace fp
 
 extern "C" {
 
 int
-fp_watch_note(const char *group, const char *device)
+fp_watch_around(const char *group, const char *device, PyObject *wait)
 {
-    return fp::guarded(-1,
-                       [&] { fp::note_waiting(*c10d::resolve_process_group(group), nullptr, c10::Device(device)); });
+    return fp::guarded(-1, [&] {
+        const auto found = c10d::resolve_process_group(group);
+        std::optional<fp::Waiting> waiting;
+        fp::unlocked([&] { waiting.emplace(*found, nullptr, c10::Device(device)); });
+        PyObject *const result = PyObject_CallNoArgs(wait);
+        if (result == nullptr) {
+            throw python_error();
+        }
+        Py_DECREF(result);
+        fp::unlocked([&] { waiting->end(); });
+    });
 }
 
 int
@@ -227,12 +235,17 @@ fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
         const fp::Registered registered(watched->group);
         std::optional<fp::Watch> watch;
         if (const auto group = registered.group()) { /* not kept: it may be destroyed meanwhile */
-            auto store = fp::store_of(*group, watched->prefix, true);
-            watch.emplace(board->board, trace, std::set<int>(watched->ranks, watched->ranks + watched->n),
-                          store ? store : fp::store_of(*group, watched->prefix, false), group.get());
+            watch.emplace(board->board, trace, *watched, *group);
         }
-        while (watch && !board->ending->wait(watched->interval) && registered.group()) {
-            if (watch->finds()) {
+        while (watch && !board->ending->wait(watched->interval)) {
+            double time_out = 0.0;
+            if (const auto group = registered.group()) {
+                time_out = fp::time_out_of(*group, device);
+            }
+            else {
+                break;
+            }
+            if (watch->finds(time_out)) {
                 fp_trace_break(trace);
                 if (const auto group = registered.group()) {
                     group->getBackend(device.type())->abort();

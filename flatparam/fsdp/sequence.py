@@ -129,7 +129,8 @@ class Sequence:
     def _watch(self, board: _C.Board, name: str, prefix: str) -> None:
         """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread in C does.
 
-        If the ranks differ or one is lost, it aborts the communicator: the device goes on, the next collective raises.
+        If the ranks differ, or one is lost or does not come, it aborts the communicator: the device goes on, the next
+        collective raises.
         """
         found = False
         try:
@@ -161,6 +162,7 @@ class Sequence:
             self._break(self._reason, "")
         try:
             self._raise_if_broken()
+            self._raise_if_absent()
             self._raise_if_lost(0.0, lambda rank: True)
             self._look_at_question()
         except peers.STORE_ERRORS as error:
@@ -168,9 +170,11 @@ class Sequence:
 
     def wait(self, work: dist.Work) -> None:
         """For a collective. Raises: OrderError, when another rank does not come to it."""
-        self._explained(lambda: wait_in_slices(work, self.sliced, self._look))
-        if not self.sliced and self._board is not None and self._name is not None:
-            self._board.native.waits(self._name, self._device)
+        board, name = self._board, self._name
+        if self.sliced or board is None or name is None:
+            self._explained(lambda: wait_in_slices(work, self.sliced, self._look))
+        else:
+            self._explained(lambda: board.native.around_wait(name, self._device, work.wait))
 
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
@@ -179,7 +183,7 @@ class Sequence:
 
             def look() -> None:
                 self.raise_if_closed()
-                self._reach(lambda: self._raise_if_lost(time.monotonic() - begin, lambda rank: True))
+                self._reach(lambda: self._look_into_store(time.monotonic() - begin, lambda rank: True))
 
             self._explained(lambda: wait_for_device(work, look))
         else:
@@ -303,9 +307,9 @@ class Sequence:
             if now - self._unreachable > _SELDOM:
                 self._end_without_store(error)
 
-    def _look_into_store(self, waited: float) -> None:
+    def _look_into_store(self, waited: float, is_absent: Callable[[int], bool] | None = None) -> None:
         self._raise_if_broken()
-        self._raise_if_lost(waited)
+        self._raise_if_lost(waited, is_absent)
         self._look_at_question()
         last = self.order.at(self.order.count - 1)
         if last is not None:
@@ -378,9 +382,19 @@ class Sequence:
             time.sleep(0.1)
         pairs = zip(self._ranks, before, self._answers(), strict=True)
         absent = [rank for rank, then, now in pairs if then == now and rank != mine.rank]
+        self._break_without(absent, f"{mine} and has waited {limit:.0f} s for the others")
+
+    def _break_without(self, absent: list[int], what: str) -> NoReturn:
         who = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}" if absent else "all of them wait"
-        reason = f"{mine} and has waited {limit:.0f} s for the others: {who} came to no collective of this model"
-        self._break(reason, absent=len(absent))
+        self._break(f"{what}: {who} came to no collective of this model", absent=len(absent))
+
+    def _raise_if_absent(self) -> None:
+        """If a thread in C has found some that are. The host may have come further than the device that waits."""
+        if self._store.check(["absent"]):
+            last = self.order.at(self.order.count - 1)
+            mine = f"rank {self._ranks[self._me]}" if last is None else self._post(*last, self.order.passes)
+            absent = json.loads(self._store.get("absent"))
+            self._break_without(absent, f"{mine}; the device has waited for the others almost until the time-out")
 
     def _answer(self) -> None:
         """Say that this rank waits, if one who is late has asked since."""

@@ -188,6 +188,40 @@ def test_a_rank_that_is_lost_is_no_reason_while_nothing_waits_for_it(told):
     assert watch.end() == [False]
 
 
+class Flaky(dist.Store):
+    """Cannot be reached when ``fails`` says so; all that a watch asks of a store without numbers to read."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.fails = store, False
+
+    def check(self, keys):
+        if self.fails:
+            raise RuntimeError("out of reach")
+        return self.store.check(keys)
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def add(self, key, number):
+        return self.store.add(key, number)
+
+    def get(self, key):
+        return self.store.get(key)
+
+
+def test_a_store_that_was_out_of_reach_for_a_moment_is_asked_again():
+    store = Flaky(dist.HashStore())
+    with fake_world(3, store=store) as world:
+        watch = Watch(_C.Board(world.group_name, "here", 2.0, True))
+        store.fails = True
+        time.sleep(0.2)
+        store.fails = False
+        time.sleep(1.2)
+        dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
+        assert watch.end() == [True]
+
+
 def test_bad_calls(told):
     board, _ = told
     name = dist.group.WORLD.group_name
@@ -209,4 +243,8 @@ def test_bad_calls(told):
     with pytest.raises(TypeError, match="expected a CollectiveTrace, got int"):
         _C.CollectiveTrace(*ORDER).join(1)
     with pytest.raises(RuntimeError, match="no such group"):
-        board.waits("no such group", "cpu")
+        board.around_wait("no such group", "cpu", lambda: None)
+    with pytest.raises(ValueError, match="that one's own"):
+        board.around_wait(name, "cpu", lambda: int("that one's own"))
+    with pytest.raises(TypeError, match="not callable"):
+        board.around_wait(name, "cpu", None)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 
@@ -19,7 +20,7 @@ from gloo import ends_of_ranks, fake_world, meet_in_a_server, note, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatparam import FullyShardedDataParallel, ShardingStrategy
+from flatparam import _C, FullyShardedDataParallel, ShardingStrategy
 from flatparam.common.collectives import fake_group
 from flatparam.fsdp import order
 from flatparam.fsdp.errors import OrderError
@@ -589,6 +590,7 @@ def test_where_the_device_waits_all_ranks_are_told(scenario):
     assert max(run_ranks(on_a_device, 2, library, scenario)) < 5.0
 
 
+TIME_OUT = 5.0  # seconds, set after a first step: a store may be slow to take a connection
 WAITS = {
     "for the device": lambda device, loss: loss.item(),
     "for the device, with the GIL": lambda device, loss: device.synchronize(with_gil=True),  # as torch.save() does
@@ -643,6 +645,106 @@ def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how,
     reason, seconds = json.loads(said)
     assert re.search(told, reason), reason
     assert seconds < 5.0, seconds
+
+
+def do_not_come(library, before):
+    """Rank 1 lives, and comes to no collective any more; what the others are told is their last note."""
+    meet_in_a_server()
+    device = simulated.use(library)
+    sim = torch.device("sim", 0)
+    group = simulated.new_group()
+    model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
+    model(torch.ones(2, 3, device=sim), ALL).sum().backward()
+    device.synchronize()
+    device.set_time_out(group._get_backend(sim), TIME_OUT)
+    if dist.get_rank() == 1:
+        time.sleep(TIME_OUT + 0.5)
+        os._exit(0)
+    begin = time.monotonic()
+    try:
+        if before == "clips":  # which Python begins
+            model.clip_grad_norm_(1.0)
+            device.synchronize()
+        for _ in range(3):
+            model(torch.ones(2, 3, device=sim), ALL).sum().item()
+    except OrderError as error:
+        note(json.dumps([str(error), time.monotonic() - begin]))
+        os._exit(3)
+
+
+@pytest.mark.parametrize("before", ["gathers", "clips"])
+def test_where_the_device_waits_for_a_rank_that_does_not_come_the_others_are_told(before):
+    library = str(simulated.build())
+    (first, _, one), _, (third, _, other) = ends_of_ranks(do_not_come, 3, library, before)
+    assert (first, third) == (3, 3), (one, other)
+    (reason, seconds), (same, as_long) = json.loads(one), json.loads(other)
+    assert re.search(f"rank [02] {before} .*; the device has waited .*: rank 1 came to no collective", reason), reason
+    assert same == reason
+    assert max(seconds, as_long) < TIME_OUT, (seconds, as_long)
+
+
+def do_not_come_on_a_grid(library):
+    """Rank 3 does not come. Rank 0 waits for rank 1 or 2, which wait for rank 3."""
+    meet_in_a_server()
+    device = simulated.use(library)
+    sim, me = torch.device("sim", 0), dist.get_rank()
+    groups = [simulated.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    groups = groups[me // 2], groups[2 + me % 2]
+    ways = {"process_group": groups, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model = wrap_blocks(Chosen(), device_id=sim, **ways)
+
+    def step():
+        loss = model(torch.ones(2, 3, device=sim), ALL).sum()
+        loss.backward()
+        loss.item()
+
+    step()
+    for group in groups:
+        device.set_time_out(group._get_backend(sim), TIME_OUT)
+    if me == 3:
+        time.sleep(TIME_OUT + 0.5)
+        os._exit(0)
+    try:
+        step()
+        step()
+    except OrderError as error:
+        note(str(error))
+        time.sleep(2.0)  # rank 0 has the store
+        os._exit(3)
+
+
+def test_on_a_grid_nobody_is_named_who_waits_for_another():
+    ends = ends_of_ranks(do_not_come_on_a_grid, 4, str(simulated.build()))
+    assert [code for code, _, _ in ends] == [3, 3, 3, 0], ends
+    reasons = {said for _, _, said in ends[:3]}
+    assert all(re.search(r"rank [0-2] .*: rank 3 came to no collective", reason) for reason in reasons), reasons
+
+
+def wait_or_compute(library, waits):
+    """What a watch finds within 5 s while the device waits in a wait for a collective, or computes before it."""
+    device = simulated.use(library, late="computing")
+    sim, group = torch.device("sim", 0), simulated.new_group()
+    device.set_time_out(group._get_backend(sim), TIME_OUT)
+    board = _C.Board(dist.group.WORLD.group_name, "here", 0.0, True)
+    found, name = [], group.group_name
+    watched = (_C.CollectiveTrace(*(lambda *args: None,) * 3), name, "sim", "there", [0, 1], 0.1)
+    watch = threading.Thread(target=lambda: found.append(board.watch(*watched)))
+    watch.start()
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        if not waits:
+            device.compute_for(6.0)
+        board.around_wait(name, "sim", lambda: device.compute_for(6.0) if waits else None)
+        time.sleep(5.0)
+    board.stop()
+    watch.join()
+    return found
+
+
+def test_a_device_that_computes_before_a_wait_for_a_collective_does_not_wait_yet():
+    library = str(simulated.build())
+    assert run_ranks(wait_or_compute, 2, library, True) == [[True], [False]]
+    assert run_ranks(wait_or_compute, 2, library, False) == [[False], [False]]
 
 
 def end_after_the_last_collective(library, which):

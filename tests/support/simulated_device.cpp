@@ -102,7 +102,8 @@ using Tried = std::unique_lock<std::recursive_mutex>;
 struct Queue {
     std::deque<std::function<void()>> waiting;
     std::deque<std::pair<int64_t, std::function<void()>>> landing; // on the host: what was put as the so-many-th
-    int64_t put = 0, done = 0;
+    int64_t put = 0, done = 0;      // what is being done included
+    std::atomic<int64_t> ended = 0; // without it: for threads that only ask, while another one waits for the device
 };
 auto &queues = for_good<std::map<int64_t, Queue>>(); // by the stream's id; 0 is the default stream
 int64_t last_stream = 0, put_off = 0, waits = 0;
@@ -141,7 +142,7 @@ run(int64_t stream, int64_t until)
         finish_collectives();
     }
     while (queue.done < until && !queue.waiting.empty()) {
-        const auto work = std::move(queue.waiting.front());
+        auto work = std::move(queue.waiting.front());
         queue.waiting.pop_front();
         queue.done++;
         try {
@@ -152,6 +153,7 @@ run(int64_t stream, int64_t until)
             queue.waiting.push_front(work);
             throw;
         }
+        queue.ended = queue.done;
     }
 }
 
@@ -227,6 +229,7 @@ struct Recorded {
     int64_t stream, until;
     int asked = 0;
     bool captured = capturing;
+    const std::atomic<int64_t> *ended = &queues[stream].ended;
 };
 
 // CUDA refuses to wait for what was recorded in another capture, or in none. Before 2.13 torch does not tell of captures here.
@@ -301,11 +304,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     bool queryEvent(void *event) const override
     {
+        auto *of = static_cast<Recorded *>(event);
         const Tried locked(mutex, std::try_to_lock);
         if (!locked) {
-            return false;
+            return of == nullptr || *of->ended >= of->until;
         }
-        auto *of = static_cast<Recorded *>(event);
         if (of != nullptr && ++of->asked > SELDOM) {
             proceed(of->stream, of->until);
         }
@@ -834,6 +837,14 @@ struct Collectives final : c10d::Backend {
     {
         return "nccl"; // whose ways it has
     }
+    c10::intrusive_ptr<Options> getBackendOptions() override
+    {
+        return host->getBackendOptions();
+    }
+    void setTimeout(std::chrono::milliseconds timeout) override
+    {
+        host->setTimeout(timeout);
+    }
     bool supportsTensorAlloc(c10::DeviceIndex) override
     {
         return registers > 0;
@@ -1025,6 +1036,9 @@ PYBIND11_MODULE(simulated_device, m)
     m.def("collectives", [](c10::intrusive_ptr<c10d::Backend> host) -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<Collectives>(std::move(host));
     });
+    m.def("set_time_out", [](const c10::intrusive_ptr<c10d::Backend> &backend, double seconds) {
+        backend->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(1000 * seconds)));
+    });
     m.def("memory", [] {
         const Locked locked(mutex);
         return std::make_tuple(bytes_now, bytes_peak, pinned_now);
@@ -1052,6 +1066,18 @@ PYBIND11_MODULE(simulated_device, m)
         return put_off;
     });
     m.def("end_first", [] { std::atexit([] { ended = true; }); });
+    m.def("compute_for", [](double seconds) { // the current stream
+        const Locked locked(mutex);
+        put(current, [seconds, end = std::optional<std::chrono::steady_clock::time_point>()]() mutable {
+            const auto now = std::chrono::steady_clock::now();
+            end = end.value_or(now + std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                         std::chrono::duration<double>(seconds)));
+            if (polled && now < *end) {
+                throw NotYet{};
+            }
+            std::this_thread::sleep_until(*end);
+        });
+    });
     m.def("behind", [] {
         const Locked locked(mutex);
         return queues[computing].waiting.size();
