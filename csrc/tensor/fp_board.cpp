@@ -74,7 +74,7 @@ c10::intrusive_ptr<c10d::Store>
 store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own)
 {
     c10::intrusive_ptr<c10d::Store> store = group.getStore();
-    TORCH_CHECK(store, "the process group ", group.getGroupName(), " has no store in C++");
+    TORCH_CHECK(store, "the process group has no store in C++"); /* nor a name, perhaps */
     if (own) {
         try {
             store = store->clone();

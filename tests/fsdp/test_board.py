@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gloo import fake_world
 
 from flatparam import _C
+from flatparam.fsdp import peers
 
 ORDER = (lambda *args: None,) * 3
 
@@ -115,6 +116,22 @@ def test_a_thread_answers_calls_until_it_is_stopped(told):
     store.set("call", "1 1 now")
     time.sleep(1.0)
     assert store.get("answer of 0") == b"1 0 now"
+
+
+def test_an_error_is_posted_whatever_its_message_has(told):
+    peers.Board(dist.group.WORLD, "there", 0.0, own=True).post("batch \udcff\0 is bad: ä")
+    there = dist.PrefixStore("flatparam board there", dist.distributed_c10d._get_default_store())
+    assert there.get("post 1").decode() == "0 batch \\udcff\\0 is bad: ä"
+
+
+def test_a_group_without_a_store_is_refused(told):
+    group = dist.ProcessGroup(0, 1)
+    dist.distributed_c10d._register_process_group("without a store", group)
+    try:
+        with pytest.raises(RuntimeError, match="has no store in C"):
+            _C.Board("without a store", "here", 2.0, True)
+    finally:
+        dist.distributed_c10d._unregister_process_group("without a store")
 
 
 class Watch:
