@@ -167,9 +167,9 @@ class Watch {
     int64_t count_ = -1;
     Clock::time_point idle_since_;
     std::optional<Clock::time_point> away_since_;
-    std::string answered_,
-        called_; // the last call that this rank has answered, and the one that it goes by in this wait
+    std::string answered_; // the last call that this rank has answered
     Clock::time_point answered_since_;
+    std::string called_; // the call that it goes by while it misses some
     std::optional<Clock::time_point> called_since_;
     std::map<int, std::string> before_; // the answers before that call
     int calls_ = 0;                     // by this rank
@@ -214,9 +214,8 @@ int
 fp_watch_around(const char *group, const char *device, PyObject *wait)
 {
     return fp::guarded(-1, [&] {
-        const auto found = c10d::resolve_process_group(group);
         std::optional<fp::Waiting> waiting;
-        fp::unlocked([&] { waiting.emplace(*found, nullptr, c10::Device(device)); });
+        fp::unlocked([&] { waiting.emplace(*c10d::resolve_process_group(group), nullptr, c10::Device(device)); });
         PyObject *const result = PyObject_CallNoArgs(wait);
         if (result == nullptr) {
             throw python_error();
