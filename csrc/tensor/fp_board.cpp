@@ -298,6 +298,7 @@ void
 Board::miss_answers(double waited)
 {
     const Clock::time_point now = Clock::now();
+    const bool held_up = looks_.were_held_up();
     if (beat_ == 0.0 || waited < share * beat_) {
         return;
     }
@@ -315,6 +316,9 @@ Board::miss_answers(double waited)
             other_call_ = found;
             other_since_ = now;
         }
+    }
+    else if (held_up) {
+        asked_->first = now;
     }
     else if (seconds(now - asked_->first) >= share * beat_) {
         const auto before = std::move(asked_->second);

@@ -33,6 +33,19 @@ class Ending {
     bool said_ = false;
 };
 
+// Of one who looks for answers now and then: whether it, or the store, was held up since the last look. So may be the answers.
+class Looks {
+  public:
+    bool were_held_up()
+    {
+        const Clock::time_point now = Clock::now();
+        return seconds(now - std::exchange(last_, now)) > 2.0;
+    }
+
+  private:
+    Clock::time_point last_ = Clock::now();
+};
+
 // What this process knows of the others. Any thread may call it, without the GIL.
 class Board {
   public:
@@ -75,6 +88,7 @@ class Board {
     int64_t read_ = 0; // posts so far
     int calls_ = 0;
     std::optional<std::pair<Clock::time_point, Answers>> asked_; // when, and the answers before
+    Looks looks_;                                                // for answers
     std::map<int, Answers> before_;                              // the answers before each call()
     std::string other_call_;                                     // of another rank,
     Clock::time_point other_since_;                              // and when it was seen first

@@ -126,6 +126,7 @@ class Watch {
     // ranks that wait calls all of them, and who has work answers.
     bool misses(double time_out)
     {
+        const bool held_up = looks_.were_held_up();
         const double long_time = std::max(time_out - before_time_out, time_out / 2);
         if (std::isinf(time_out) || time_out - long_time < answers_come + 1.0 || !kept_.has_waited(long_time)) {
             called_since_.reset();
@@ -138,6 +139,9 @@ class Watch {
             called_ =
                 is_new ? last
                        : store_->compareSet("call", last, std::to_string(me_) + " watches " + std::to_string(++calls_));
+            called_since_ = Clock::now();
+        }
+        else if (held_up) {
             called_since_ = Clock::now();
         }
         if (seconds(Clock::now() - *called_since_) < answers_come) {
@@ -173,6 +177,7 @@ class Watch {
     std::optional<Clock::time_point> called_since_;
     std::map<int, std::string> before_; // the answers before that call
     int calls_ = 0;                     // by this rank
+    Looks looks_;                       // for answers
 };
 
 // Whether torch was told not to end what has timed out with NCCL.

@@ -104,6 +104,21 @@ def test_one_who_waits_for_long_calls_and_posts_for_all_who_gives_no_sign_of_lif
     assert store.get("post 1").decode() == f"1 {said}"
 
 
+def test_those_whose_answers_may_be_held_up_like_the_call_are_not_missed(told):
+    board, store = told
+    store.set("answer of 1", "none yet")
+    store.set("answer of 2", "none yet")
+    board.look(1.0, False)
+    time.sleep(2.1)  # as if the store had not replied
+    board.look(1.0, False)
+    assert board.said() == {}
+    for rank in (1, 2):
+        store.set(f"answer of {rank}", store.get("call"))
+    time.sleep(0.9)
+    board.look(1.0, False)
+    assert board.said() == {}
+
+
 def test_a_thread_answers_calls_until_it_is_stopped(told):
     board, store = told
     board.enter()
