@@ -242,16 +242,16 @@ fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
             watch.emplace(board->board, trace, *watched, *group);
         }
         while (watch && !board->ending->wait(watched->interval)) {
-            double time_out = 0.0;
-            if (const auto group = registered.group()) {
-                time_out = fp::time_out_of(*group, device);
-            }
-            else {
+            auto group = registered.group();
+            if (!group) {
                 break;
             }
+            const double time_out = fp::time_out_of(*group, device);
+            group.reset(); /* not kept, as above */
             if (watch->finds(time_out)) {
                 fp_trace_break(trace);
-                if (const auto group = registered.group()) {
+                group = registered.group();
+                if (group) {
                     group->getBackend(device.type())->abort();
                 }
                 return 1;
