@@ -186,13 +186,16 @@ capture(void *stream)
     return status == cudaStreamCaptureStatusNone ? 0 : status == cudaStreamCaptureStatusActive ? number : UINT64_MAX;
 }
 
-void
-spare_captures()
+static_assert(FP_CAPTURE_MODE_RELAXED == cudaStreamCaptureModeRelaxed);
+
+int
+set_capture_mode(int number)
 {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    auto mode = static_cast<cudaStreamCaptureMode>(number);
     if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) {
         cudaGetLastError(); // so that torch does not find the error
     }
+    return mode;
 }
 
 } // namespace
@@ -204,4 +207,4 @@ extern "C" const fp_kernels fp_cuda_kernels = {.argument_bytes = large_bytes,
                                                .scale = scale_any,
                                                .message = message,
                                                .capture = capture,
-                                               .spare_captures = spare_captures};
+                                               .set_capture_mode = set_capture_mode};

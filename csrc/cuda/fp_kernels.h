@@ -86,6 +86,8 @@ fp_norm_blocks(int64_t end)
     return (uint32_t)((end + fp_norm_share(end) - 1) / fp_norm_share(end));
 }
 
+#define FP_CAPTURE_MODE_RELAXED 2 /* all of it, and it spoils no capture of another thread */
+
 /* The kernels of one type of device. pack, norm and scale queue one launch on a stream of the current device, wait for nothing,
  * and return 0 or a number that message() explains. */
 typedef struct {
@@ -96,10 +98,10 @@ typedef struct {
     int (*scale)(const fp_scale_job *job, const fp_table *table, void *stream);
     const char *(*message)(int error);
 
-    /* Of CUDA alone: which graph is captured on a stream, 0: none; and let what the calling thread asks from now on spoil no
-     * capture of another thread. */
+    /* Of CUDA alone: which graph is captured on a stream, 0: none; and what the calling thread may do while another one
+     * captures, a cudaStreamCaptureMode: set, and what it was before returned. */
     uint64_t (*capture)(void *stream);
-    void (*spare_captures)(void);
+    int (*set_capture_mode)(int mode);
 } fp_kernels;
 
 extern const fp_kernels fp_cuda_kernels; /* where they are compiled in */

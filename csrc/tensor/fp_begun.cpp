@@ -28,7 +28,7 @@ struct Wait {
 
     bool has_ended() const
     {
-        return state == failed || (state == put && after.query());
+        return state == failed || (state == put && has_come(after));
     }
 
     const c10::Stream stream;
@@ -267,7 +267,7 @@ Kept::has_waited(double patience)
         return std::any_of(streams.begin(), streams.end(), [&](const Waits &waits) {
             const auto first =
                 std::find_if(waits.begin(), waits.end(), [](const auto &wait) { return !wait->has_ended(); });
-            return first != waits.end() && is_long_ago((*first)->begun) && (*first)->before.query();
+            return first != waits.end() && is_long_ago((*first)->begun) && has_come((*first)->before);
         });
     }
     catch (const std::exception &) { /* as above */

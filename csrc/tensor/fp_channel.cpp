@@ -447,7 +447,7 @@ fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n
         const bool on_host = group->host != nullptr;
         sum->sliced = on_host || group->sliced;
         device = on_host ? c10::Device(c10::kCPU) : device;
-        sum->here = at::empty({static_cast<int64_t>(n)}, at::TensorOptions(at::kInt).pinned_memory(!device.is_cpu()));
+        sum->here = fp::empty_beside(device, {static_cast<int64_t>(n)}, at::kInt);
         std::copy(flags, flags + n, sum->here.mutable_data_ptr<int32_t>());
         const fp::OnOwnStream apart(device, fp::Purpose::copy, fp::After::nothing);
         sum->there = sum->here.to(device, at::kInt, /*non_blocking=*/true);

@@ -199,7 +199,7 @@ fp_flat_buffers_end(fp_flat_buffer *const *flats, Py_ssize_t n, PyObject *shard,
 int
 fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) noexcept
 {
-    return flat->unsharded.defined() && fp::has_streams(flat->unsharded);
+    return flat->unsharded.defined() && fp::has_streams(flat->unsharded.device());
 }
 
 int

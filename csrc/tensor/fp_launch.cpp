@@ -12,10 +12,6 @@
 #include <algorithm>
 #include <cstring>
 
-extern "C" {
-#include "cuda/fp_kernels.h"
-}
-
 namespace fp {
 namespace {
 
@@ -252,11 +248,18 @@ capture_on(const c10::Stream &stream)
     return kernels == nullptr ? std::nullopt : std::optional<uint64_t>(kernels->capture(handle_of(stream)));
 }
 
-void
-spare_captures(const c10::Device &device)
+SparedCaptures::SparedCaptures(const c10::Device &device)
+    : kernels_(device.is_cuda() && device.type() == in_use.type ? in_use.kernels : nullptr)
 {
-    if (in_use.kernels != nullptr && device.type() == in_use.type && device.is_cuda()) {
-        in_use.kernels->spare_captures();
+    if (kernels_ != nullptr) {
+        mode_ = kernels_->set_capture_mode(FP_CAPTURE_MODE_RELAXED);
+    }
+}
+
+SparedCaptures::~SparedCaptures()
+{
+    if (kernels_ != nullptr) {
+        (void)kernels_->set_capture_mode(mode_);
     }
 }
 

@@ -5,6 +5,10 @@
 
 #include "tensor/fp_convert.hpp"
 
+extern "C" {
+#include "cuda/fp_kernels.h"
+}
+
 namespace fp {
 
 // target (+)= the pieces at their places * scale; zeros where there is none.
@@ -23,7 +27,18 @@ bool launch_scale(const std::vector<at::Tensor> &tensors, const at::Tensor &fact
 // Which graph is captured on a stream; 0: none. Nullopt: CUDA cannot be asked, as the device has no kernels.
 std::optional<uint64_t> capture_on(const c10::Stream &stream);
 
-// What the calling thread asks of device from now on spoils no capture of another thread. Nothing is done without kernels.
-void spare_captures(const c10::Device &device);
+// From its making to its end, what the calling thread asks of device, or waits for, spoils no capture of another thread, nor
+// fails because of one. Nothing changes where the device has no kernels.
+class SparedCaptures {
+  public:
+    explicit SparedCaptures(const c10::Device &device);
+    SparedCaptures(const SparedCaptures &) = delete;
+    SparedCaptures &operator=(const SparedCaptures &) = delete;
+    ~SparedCaptures();
+
+  private:
+    const fp_kernels *kernels_;
+    int mode_ = 0; // before
+};
 
 } // namespace fp

@@ -15,7 +15,7 @@ start_reload(fp_flat_buffer &flat)
     }
     const c10::Device device = flat.unsharded.device();
     at::Tensor buffer = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
-    if (has_streams(buffer)) {
+    if (has_streams(device)) {
         flat.has_come = copy_over(buffer, flat.host, device);
     }
     else {
@@ -49,10 +49,9 @@ offload(fp_flat_buffer &flat, at::Tensor &accumulator)
         return;
     }
     if (!flat.host.defined() || flat.host.sizes() != accumulator.sizes() || flat.host.dtype() != accumulator.dtype()) {
-        const at::TensorOptions options = accumulator.options().device(at::kCPU);
-        flat.host = at::empty(accumulator.sizes(), options.pinned_memory(has_streams(accumulator)));
+        flat.host = empty_beside(accumulator.device(), accumulator.sizes(), accumulator.options().device(at::kCPU));
     }
-    if (has_streams(accumulator)) {
+    if (has_streams(accumulator.device())) {
         flat.has_left = copy_out(flat.host, std::move(accumulator));
     }
     else {
@@ -90,7 +89,7 @@ int
 fp_flat_buffer_settle_copies(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
-        if (flat->unsharded.defined() && fp::has_streams(flat->unsharded)) {
+        if (flat->unsharded.defined() && fp::has_streams(flat->unsharded.device())) {
             fp::settle_copies(flat->unsharded.device());
         }
     });

@@ -144,9 +144,8 @@ send(fp_flat_buffer &flat, const at::Tensor &shard)
             const at::ScalarType dtype = gradient_dtype(flat, result, shard);
             result = divided(std::move(result), remaining_divisor(flat), dtype);
             flat.is_divided = true;
-            at::Tensor there =
-                at::empty(result.sizes(), result.options().device(shard.device()).pinned_memory(shard.is_cpu()));
-            if (has_streams(result)) {
+            at::Tensor there = empty_beside(result.device(), result.sizes(), result.options().device(shard.device()));
+            if (has_streams(result.device())) {
                 flat.has_arrived.emplace(copy_out(there, std::move(result)));
             }
             else {
@@ -358,7 +357,7 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
             return 0;
         }
         if (flat->gradient == FP_GRADIENT_ARRIVING) {
-            return flat->has_arrived && flat->has_arrived->event.query() ? 1 : 0;
+            return flat->has_arrived && fp::has_come(flat->has_arrived->event) ? 1 : 0;
         }
         fp::wait_for_reduction(*flat);
         if (flat->shards > 1) {

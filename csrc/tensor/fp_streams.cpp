@@ -3,6 +3,7 @@
 
 #include "tensor/fp_launch.hpp"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
@@ -81,9 +82,16 @@ settle(OfDevice &of, const c10::Device &device)
 } // namespace
 
 bool
-has_streams(const at::Tensor &tensor)
+has_streams(const c10::Device &device)
 {
-    return !tensor.is_cpu() && !tensor.is_meta();
+    return !device.is_cpu() && !device.is_meta();
+}
+
+at::Tensor
+empty_beside(const c10::Device &other, at::IntArrayRef sizes, const at::TensorOptions &options)
+{
+    const SparedCaptures spared(other); // torch asks whether copies with pinned memory that was freed are done
+    return at::empty(sizes, options.pinned_memory(options.device().is_cpu() && has_streams(other)));
 }
 
 OnOwnStream::OnOwnStream(const c10::Device &device, Purpose purpose, After after)
@@ -176,6 +184,13 @@ recorded_now(const c10::Device &device)
     return {std::move(event), capture_of(device)};
 }
 
+bool
+has_come(const c10::Event &event)
+{
+    const SparedCaptures spared(event.device());
+    return event.query();
+}
+
 void
 wait_until(std::optional<Mark> &mark)
 {
@@ -183,7 +198,8 @@ wait_until(std::optional<Mark> &mark)
         TORCH_CHECK(mark->capture == 0, "flatparam: what lies on the host cannot be captured into a CUDA graph, as "
                                         "the host waits for the device: leave out CPUOffload and offload_grads");
         const WithoutGil released;
-        if (!mark->event.query()) {
+        if (!has_come(mark->event)) {
+            const SparedCaptures spared(mark->event.device());
             mark->event.synchronize();
         }
     }

@@ -11,8 +11,11 @@
 
 namespace fp {
 
-// Whether what a tensor's device does is put to streams.
-bool has_streams(const at::Tensor &tensor);
+// Whether what a device does is put to streams.
+bool has_streams(const c10::Device &device);
+
+// A tensor on the device of options, which is copied to and from other: pinned, if it lies on the host for other's streams.
+at::Tensor empty_beside(const c10::Device &other, at::IntArrayRef sizes, const at::TensorOptions &options);
 
 // Streams that all models have in common. One for each purpose, so that gathers and copies do not wait for each other.
 enum class Purpose { gather, copy };
@@ -71,6 +74,9 @@ void settle_copies(const c10::Device &device);
 void block_on(std::optional<Mark> &mark, const c10::Device &device);
 
 Mark recorded_now(const c10::Device &device);
+
+// Whether a device has come to event. No capture of another thread is spoiled.
+bool has_come(const c10::Event &event);
 
 // The host waits for mark, if there is one, and forgets it.
 void wait_until(std::optional<Mark> &mark);

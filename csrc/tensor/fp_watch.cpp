@@ -101,7 +101,7 @@ class Watch {
         const auto device = on_device_ ? std::nullopt : kept_.device();
         if (device) {
             on_device_.emplace(*device);
-            spare_captures(*device);
+            spared_.emplace(*device);
         }
     }
 
@@ -167,6 +167,7 @@ class Watch {
     const int me_;                     // among them
     c10::intrusive_ptr<c10d::Store> store_;
     std::optional<c10::DeviceGuard> on_device_;
+    std::optional<SparedCaptures> spared_;
     Kept kept_;
     int64_t count_ = -1;
     Clock::time_point idle_since_;

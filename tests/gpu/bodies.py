@@ -154,6 +154,29 @@ def beside_each_other(library):
         assert torch.equal(torch.stack(found).cpu(), alone)
 
 
+def beside_a_capture(library):
+    """Steps while another thread captures a graph: no step spoils it, or fails."""
+    here = accelerator.use(library)
+    group = here.new_group(on_host=True)
+    for ways in ({}, {"sharding_strategy": ShardingStrategy.ZERO_1}, {"cpu_offload": CPUOffload(True)}):
+        eager, model = (wrapped(group, here.device, model=made(width=NARROW), **ways) for _ in range(2))
+        wanted = torch.cat([losses_of(eager, here.device, steps, NARROW) for steps in (3, 3)])
+        found = [losses_of(model, here.device, 3, NARROW)]  # all memory is there now
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        inputs = [batch(step, NARROW).to(here.device) for step in range(3)]
+        here.synchronize()
+        with here.captured_beside():
+            for x in inputs:
+                loss = model(x).square().mean()
+                loss.backward()
+                found.append(loss.detach())
+                if "cpu_offload" not in ways:  # its norms are read by torch's copies that wait
+                    model.clip_grad_norm_(1e9)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert torch.equal(torch.hstack([each.cpu() for each in found]), wanted), ways
+
+
 class Shown(nn.Module):
     """Gives its parameters away: their gradients are what a backward is given, and no kernel but ours runs."""
 
@@ -373,13 +396,23 @@ def one_communicator(library):
     del memory, halves, half  # before the pool
 
 
-BODIES = (steady, like_others, beside_each_other, packed, offloaded, replayed, broken_off, one_communicator)
+BODIES = (
+    steady,
+    like_others,
+    beside_each_other,
+    beside_a_capture,
+    packed,
+    offloaded,
+    replayed,
+    broken_off,
+    one_communicator,
+)
 EVERY = [*((body, ranks) for body in BODIES for ranks in (1, 2)), (like_others, 3)]  # which divide by no power of two
 
 
 def runs(body, ranks):
     """What the host does between ranks that share a GPU cannot be captured."""
-    return body not in (replayed, broken_off) or not accelerator.shared(ranks)
+    return body not in (beside_a_capture, replayed, broken_off) or not accelerator.shared(ranks)
 
 
 HERE = [(body, ranks) for body, ranks in EVERY if runs(body, ranks)]

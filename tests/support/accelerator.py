@@ -3,10 +3,12 @@
 Each has the same methods, so that whatever is tested on a GPU has been run on the simulated device before.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
 import os
+import threading
 
 import simulated
 import staged
@@ -91,6 +93,34 @@ class _Cuda:
             call()
         return graph.replay
 
+    @contextlib.contextmanager
+    def captured_beside(self):
+        """Another thread captures a graph meanwhile, which nothing that this one does may spoil."""
+        value, graph, stream = torch.zeros(4, device=self.device), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        begun, ended = threading.Event(), threading.Event()
+
+        def capture():
+            try:
+                with torch.cuda.stream(stream):  # not torch.cuda.graph: that frees all memory that is kept
+                    graph.capture_begin(capture_error_mode="global")
+                    value.add_(1)
+                    begun.set()
+                    ended.wait(60)
+                    graph.capture_end()
+            finally:
+                begun.set()
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            capturing = pool.submit(capture)
+            begun.wait()
+            try:
+                yield
+            finally:
+                ended.set()
+            capturing.result()
+        graph.replay()
+        assert value.tolist() == [1] * 4
+
     def broken_capture(self, call, *arguments):
         """Capture a call that raises or spoils the graph: nothing of it is ever run."""
         self.broken.append(graph := torch.cuda.CUDAGraph())  # torch 2.11 goes on using one whose capture could not end
@@ -151,6 +181,9 @@ class _Simulated:
 
     def captured(self, call):
         return call
+
+    def captured_beside(self):
+        return contextlib.nullcontext()
 
     def broken_capture(self, call, *arguments):
         """What is called runs here, and nobody may wait for it later."""
