@@ -16,10 +16,23 @@ typedef struct {
 enum { FIRST_ROOM = 1 << 8, LONG = 1, SHORT = 2, LAST = 3 };
 enum { RING = FP_ORDER_RECENT + 1 }; /* one of its events may just be written while another thread reads */
 
-/* Whether an order is broken: counted, as the orders that were joined to it have it too. */
+/* Whether an order is broken, an fp_trace_state: counted, as the orders that were joined to it have it too. */
 typedef struct {
     atomic_int owners, broken;
 } mark;
+
+/* What is lost stays so. */
+static void
+set(mark *of, fp_trace_state state)
+{
+    int before = FP_TRACE_WHOLE;
+    if (state != FP_TRACE_BROKEN) {
+        atomic_store(&of->broken, (int)state);
+    }
+    else {
+        (void)atomic_compare_exchange_strong(&of->broken, &before, (int)state);
+    }
+}
 
 typedef struct joined {
     mark *mark;
@@ -231,16 +244,16 @@ fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass
     return 1;
 }
 
-int
-fp_trace_is_broken(const fp_trace *order)
+fp_trace_state
+fp_trace_broken(const fp_trace *order)
 {
-    return atomic_load(&order->mark->broken);
+    return (fp_trace_state)atomic_load(&order->mark->broken);
 }
 
 void
-fp_trace_set_broken(fp_trace *order, int broken)
+fp_trace_set_broken(fp_trace *order, fp_trace_state broken)
 {
-    atomic_store(&order->mark->broken, broken != 0);
+    set(order->mark, broken);
 }
 
 fp_status
@@ -263,10 +276,10 @@ fp_trace_join(fp_trace *order, fp_trace *other)
 }
 
 void
-fp_trace_break(fp_trace *order)
+fp_trace_lose(fp_trace *order)
 {
-    fp_trace_set_broken(order, 1);
+    set(order->mark, FP_TRACE_LOST);
     for (const joined *each = atomic_load(&order->others); each != NULL; each = each->next) {
-        atomic_store(&each->mark->broken, 1);
+        set(each->mark, FP_TRACE_LOST);
     }
 }

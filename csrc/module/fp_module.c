@@ -9,10 +9,7 @@
 
 /* Add the table of a new file here, and declare it in fp_tables.h. */
 static PyMethodDef *const fp_method_tables[] = {
-    fp_core_methods,
-    fp_tensor_methods,
-    fp_unit_methods_of_module,
-    fp_overrides_methods,
+    fp_core_methods, fp_exit_methods, fp_tensor_methods, fp_unit_methods_of_module, fp_overrides_methods,
 };
 
 static PyType_Spec *const fp_types[] = {
@@ -35,6 +32,8 @@ static const struct {
     {"EVENT_SCALES", FP_EVENT_SCALES},
     {"EVENT_AGREES_ON_GRADIENTS", FP_EVENT_AGREES_ON_GRADIENTS},
     {"EVENT_KINDS", FP_EVENT_KINDS},
+    {"TRACE_BROKEN", FP_TRACE_BROKEN},
+    {"TRACE_LOST", FP_TRACE_LOST},
     {"GROUP_SHARD", FP_GROUP_SHARD},
     {"GROUP_REPLICATE", FP_GROUP_REPLICATE},
     {"GROUP_PARAM", FP_GROUP_PARAM},

@@ -5,6 +5,7 @@
 #include "tensor/fp_channel.h"
 
 extern PyMethodDef fp_core_methods[];
+extern PyMethodDef fp_exit_methods[];
 extern PyMethodDef fp_tensor_methods[];
 extern PyType_Spec fp_board_type;
 extern PyType_Spec fp_gather_type;

@@ -39,7 +39,7 @@ note(trace_object *self, uint64_t event, int new_pass)
             PyErr_Format(PyExc_ValueError, "expected an event below 2**62, got %llu", (unsigned long long)event);
             return -1;
     }
-    if (verdict == FP_ORDER_EXPECTED && !fp_trace_is_broken(self->trace) && !self->always) {
+    if (verdict == FP_ORDER_EXPECTED && !fp_trace_broken(self->trace) && !self->always) {
         return 0;
     }
     return call(self->agree, Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass,
@@ -164,7 +164,7 @@ trace_join(trace_object *self, PyObject *object)
 static PyObject *
 trace_broken(trace_object *self, void *ignored)
 {
-    return PyLong_FromLong(fp_trace_is_broken(self->trace));
+    return PyLong_FromLong(fp_trace_broken(self->trace));
 }
 
 static int
@@ -174,11 +174,16 @@ set_trace_broken(trace_object *self, PyObject *value, void *ignored)
         PyErr_SetString(PyExc_AttributeError, "broken cannot be deleted");
         return -1;
     }
-    const int broken = PyObject_IsTrue(value);
-    if (broken >= 0) {
-        fp_trace_set_broken(self->trace, broken);
+    const long broken = PyLong_AsLong(value);
+    if (broken == -1 && PyErr_Occurred()) {
+        return -1;
     }
-    return broken < 0 ? -1 : 0;
+    if (broken < FP_TRACE_WHOLE || broken > FP_TRACE_LOST) {
+        PyErr_Format(PyExc_ValueError, "expected 0, TRACE_BROKEN or TRACE_LOST, got %ld", broken);
+        return -1;
+    }
+    fp_trace_set_broken(self->trace, (fp_trace_state)broken);
+    return 0;
 }
 
 static PyMethodDef trace_methods[] = {
@@ -195,7 +200,10 @@ static PyGetSetDef trace_getset[] = {
     {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
     {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
     {"broken", FP_GETTER(trace_broken), (setter)(void (*)(void))set_trace_broken,
-     "1: the ranks do not agree, or one is lost; each event asks then.", NULL},
+     "TRACE_BROKEN: the ranks do not agree, or one is lost; each event asks then. TRACE_LOST: and collectives are "
+     "aborted, "
+     "which have no values then; it does not become TRACE_BROKEN again. Else 0.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -263,7 +271,7 @@ failed(PyObject *watcher, const char *message)
 static int
 is_broken(PyObject *watcher)
 {
-    return fp_trace_is_broken(((model_trace_object *)watcher)->trace->trace);
+    return fp_trace_broken(((model_trace_object *)watcher)->trace->trace);
 }
 
 const fp_group_calls fp_model_trace_calls = {

@@ -250,7 +250,7 @@ fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
             const double time_out = fp::time_out_of(*group, device);
             group.reset(); /* not kept, as above */
             if (watch->finds(time_out)) {
-                fp_trace_break(trace);
+                fp_trace_lose(trace);
                 group = registered.group();
                 if (group) {
                     group->getBackend(device.type())->abort();

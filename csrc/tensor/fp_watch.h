@@ -21,7 +21,7 @@ typedef struct {
 /* Looks without the GIL, as whoever waits for the device may hold it. 1: one of the ranks has come to another collective than
  * trace has, or has said why it goes on no more; or one is lost, or the store out of reach, while this rank waits for
  * others; or some, which are in the store at "absent" then, come to no collective that it waits for, a moment before the
- * time-out of the group. Then trace is broken (fp_trace_break) and the communicator aborted: the device goes on, and what it
+ * time-out of the group. Then trace is lost (fp_trace_lose) and the communicator aborted: the device goes on, and what it
  * was waiting for has no values. 0: the group was destroyed, or fp_board_stop() was called. -1 with an exception: torch has no
  * such group or device, or its backend cannot abort; then trace is broken. */
 int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._version import __version__
+from ..fsdp.order import settle
+from ..fsdp.unit import units_of
 from .council import Council
 from .errors import CheckpointError
 from .files import Part, sync_folder, write_file
@@ -158,6 +160,7 @@ class _Saving:
             if unheard is not None:
                 raise CheckpointError(f"{unheard}. wait() says this; nothing is saved to {self.path} now, save again")
             self.plan = plan_save(model, optimizer, extra, council.rank)
+            settle(unit.options.placement for unit in units_of(model.modules()))
             if council.is_first:
                 self.units = describe_units(model)
             own = self.plan.alone.digest() if council.size > 1 else ""

@@ -146,6 +146,7 @@ def wait(
     begin = time.monotonic()
     sliced = is_sliced(group, device)
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
+    sequence = _sequences.get(group, {}).get(device.type) if by_device else None
     is_absent = (lambda rank: True) if by_device else None  # no collective fails there when a process ends
 
     def look(has_failed: bool = False) -> None:
@@ -168,20 +169,34 @@ def wait(
         if is_reduce_scatter and sliced and device.type == "cpu":
             wait_in_thread(work, look)
         elif by_device:
-            wait_for_device(work, look)
-            sequence = _sequences.get(group, {}).get(device.type)
+            wait_for_device(work.is_completed, look)
+            work.wait()
             if sequence is not None:
                 sequence.raise_if_closed()  # it has been aborted: there are no values
         else:
             wait_in_slices(work, sliced, look)
     except OrderError:
         if by_device:
+            peers.losses.are_told()
+            if sequence is not None:
+                sequence.order.broken = _C.TRACE_LOST
             group._get_backend(device).abort()
         raise
     except RuntimeError as error:
         if TRANSPORT.search(str(error)):
             look(has_failed=True)
         raise
+
+
+def settle(placements: Iterable[Placement]) -> None:
+    """Wait until devices have done all that they were given, for values that are read or saved without a collective.
+
+    Raises: OrderError, if a collective over the groups of ``placements`` was aborted: what came of it has no values.
+    """
+    groups = {group for placement in placements for _, group in _orders_of(placement) if group is not None}
+    for sequence in {sequence for group in groups for sequence in _sequences.get(group, {}).values()}:
+        if sequence is not None:
+            sequence.settle()
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:

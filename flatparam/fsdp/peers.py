@@ -260,6 +260,28 @@ def watch(board: Board, look: Callable[[], object]) -> None:
     thread.start()
 
 
+class _Losses:
+    """Values that are lost, of which no call has raised yet. The process shall not end as if all were well."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = self.untold = False
+
+    def are_there(self) -> None:
+        with self._lock:
+            self.untold = not self._told
+            _C.set_exit_status(int(self.untold))
+
+    def are_told(self) -> None:
+        """An OrderError is raised: the user goes on, or not."""
+        with self._lock:
+            self._told, self.untold = True, False
+            _C.set_exit_status(0)
+
+
+losses = _Losses()
+
+
 def stop_answering() -> None:
     """This process ends: no thread shall look into a store any more."""
     for one in [*_boards.values(), *_watching.values()]:
@@ -298,10 +320,17 @@ class _Children:
         if not dist.is_initialized():  # else a rank has forked it
             _rank_process = os.getpid()
             multiprocessing.util.Finalize(None, self._end, exitpriority=100)
+            multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after those of others
 
     def _end(self) -> None:
         _ends_with(sys.exc_info()[1])
         stop_answering()
+
+    def _end_with_status(self) -> None:
+        """Where processes are forked, exit functions of C do not run either."""
+        error = sys.exc_info()[1]
+        if losses.untold and (error is None or (isinstance(error, SystemExit) and not error.code)):
+            raise SystemExit(1)
 
 
 _children = _Children()

@@ -58,6 +58,7 @@ _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than 
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
 _DIFFERENT = ". Every rank must run the same units in the same order, as often"
+_LOST = "What the device was waiting for has no values"
 _TRAINED = ". Set requires_grad alike on every rank"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
@@ -138,7 +139,8 @@ class Sequence:
         except RuntimeError:  # the group has gone, or cannot be aborted
             found = bool(self.order.broken)
         if found:  # a process may end before its next collective, which would raise this
-            sys.stderr.write(f"flatparam: {self._why()}. What the device was waiting for has no values\n")
+            peers.losses.are_there()
+            sys.stderr.write(f"flatparam: {self._why()}. {_LOST}\n")
             sys.stderr.flush()
 
     def _why(self) -> str:
@@ -178,19 +180,34 @@ class Sequence:
 
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
-        if tells_when_done(self._group(), torch.device(self._device)):
+        if self._is_by_device:
             begin = time.monotonic()
 
             def look() -> None:
                 self.raise_if_closed()
                 self._reach(lambda: self._look_into_store(time.monotonic() - begin, lambda rank: True))
 
-            self._explained(lambda: wait_for_device(work, look))
+            self._explained(lambda: wait_for_device(work.is_completed, look))
+            self._explained(work.wait)
         else:
             self.wait(work)
         self.raise_if_closed()
 
-    def _explained(self, waits: Callable[[], None]) -> None:
+    def settle(self) -> None:
+        """Until the device has done what it was given. Raises: OrderError, if a collective of it was aborted."""
+        if self._is_by_device:
+            done = torch.Event(torch.device(self._device))
+            done.record()
+            wait_for_device(done.query)  # the thread in C looks meanwhile
+            if self.order.broken == _C.TRACE_LOST:
+                peers.losses.are_told()
+                raise OrderError(f"{self._why()}. {_LOST}")
+
+    @property
+    def _is_by_device(self) -> bool:
+        return tells_when_done(self._group(), torch.device(self._device))
+
+    def _explained(self, waits: Callable[[], object]) -> None:
         try:
             waits()
         except OrderError:
@@ -202,6 +219,7 @@ class Sequence:
     def raise_if_closed(self) -> None:
         """Raises: OrderError, if no collective over the group has values any more."""
         if self.order.broken:
+            peers.losses.are_told()
             raise OrderError(self._why())
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
@@ -343,7 +361,7 @@ class Sequence:
     def _end_without_store(self, error: Exception) -> NoReturn:
         with self._closing:
             self._reason = self._reason or without_store(error) + AND_SO
-            self.order.broken = 1
+            self.order.broken = _C.TRACE_BROKEN
         raise OrderError(self._reason) from error
 
     def _raise_if_broken(self) -> None:
@@ -437,7 +455,7 @@ class Sequence:
                 reason, readers = json.loads(said)
                 self._store.add("readers", 1)
             self._readers, self._reason = readers, reason
-            self.order.broken = 1
+            self.order.broken = _C.TRACE_BROKEN
 
     def _is_read(self) -> bool:
         return self._store.check(["readers"]) and int(self._store.get("readers")) >= self._readers

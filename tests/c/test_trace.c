@@ -165,12 +165,16 @@ test_what_was_joined_breaks_too(void)
         CHECK_EQ(fp_trace_join(order, other), FP_OK);
     }
     CHECK_EQ(fp_trace_join(order, third), FP_OK);
-    fp_trace_break(other);
-    CHECK(fp_trace_is_broken(other) && !fp_trace_is_broken(order));
-    fp_trace_set_broken(other, 0);
+    fp_trace_lose(other);
+    CHECK(fp_trace_broken(other) == FP_TRACE_LOST && fp_trace_broken(order) == FP_TRACE_WHOLE);
+    fp_trace_set_broken(other, FP_TRACE_BROKEN);
+    CHECK_EQ(fp_trace_broken(other), FP_TRACE_LOST);
+    fp_trace_set_broken(other, FP_TRACE_WHOLE);
+    fp_trace_set_broken(other, FP_TRACE_BROKEN);
+    CHECK_EQ(fp_trace_broken(other), FP_TRACE_BROKEN);
     fp_trace_free(third);
-    fp_trace_break(order);
-    CHECK(fp_trace_is_broken(other) && fp_trace_is_broken(order));
+    fp_trace_lose(order);
+    CHECK(fp_trace_broken(other) == FP_TRACE_LOST && fp_trace_broken(order) == FP_TRACE_LOST);
     fp_trace_free(order);
     fp_trace_free(other);
 }

@@ -326,9 +326,12 @@ def test_a_group_for_each_parameter_takes_linear_time(tmp_path):
         module = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(count)])
         optimizer = torch.optim.SGD([{"params": [param]} for param in module], lr=1.0)
         checkpoint.save(tmp_path / str(count), module, optimizer)
-        begin = time.process_time()
-        checkpoint.load(tmp_path / str(count), module, optimizer, check_finite=True)
-        return time.process_time() - begin
+        taken = []
+        for _ in range(3):  # the machine may be busy
+            begin = time.process_time()
+            checkpoint.load(tmp_path / str(count), module, optimizer, check_finite=True)
+            taken.append(time.process_time() - begin)
+        return min(taken)
 
     seconds(10)
     few, many = seconds(500), seconds(2000)

@@ -19,6 +19,7 @@ from ..errors import StateError
 from ..held import Held
 from ..loading import Values, agree_on_loading, check_kinds, values_of
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
+from ..order import settle
 from ..originals import Original
 from ..segment import Segment
 from ..summon import Summoned, summon
@@ -94,6 +95,7 @@ class ModelStates(Kinds):
             with summon([unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
                 super().state_dict(**kwargs)
                 if kind is StateDictType.LOCAL_STATE_DICT:
+                    settle([unit.options.placement])
                     put_flat(unit, destination, prefix + FSDP_PREFIX, to_cpu)
                 else:
                     take_own(unit, destination, prefix + FSDP_PREFIX, keep_vars, None if drops else take)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import StateError
 from ..held import Held
-from ..order import gather_objects
+from ..order import gather_objects, settle
 from ..segment import Segment
 from .entries import Take
 from .table import Stepped, Table, settings_of_group
@@ -41,6 +41,7 @@ def unsharded_state(
     A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
     Raises: ValueError naming parameter and key, on all ranks that share the parameter.
     """
+    settle(unit.options.placement for unit in table.units)
     state = given.get("state", {})
     keyed = {key: one for one, key in table.keys(groups, any(isinstance(key, str) for key in state)).items()}
     held = {one: state[key] for key, one in keyed.items() if key in state}

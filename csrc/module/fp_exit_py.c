@@ -1,0 +1,51 @@
+/* module/fp_exit_py.c -- the status with which this process ends. Python code that runs at its end cannot change it. */
+#define _DEFAULT_SOURCE /* on_exit */
+#include "module/fp_tables.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+/* With the GIL, or when the interpreter has ended. */
+static int exit_status;
+static pid_t exiting; /* not those that it forks */
+
+#ifdef __GLIBC__
+static void
+at_exit(int status, void *ignored)
+{
+    (void)ignored;
+    if (status == 0 && exit_status != 0 && getpid() == exiting) {
+        fflush(NULL);
+        _exit(exit_status);
+    }
+}
+#endif
+
+static PyObject *
+set_exit_status(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const long status = PyLong_AsLong(object);
+    if (status == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (status < 0 || status > 255) {
+        return PyErr_Format(PyExc_ValueError, "expected an exit status from 0 to 255, got %ld", status);
+    }
+#ifdef __GLIBC__
+    if (exiting != getpid() && on_exit(at_exit, NULL) != 0) {
+        return PyErr_NoMemory();
+    }
+#endif
+    exiting = getpid();
+    exit_status = (int)status;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef fp_exit_methods[] = {
+    {"set_exit_status", FP_METHOD(set_exit_status), METH_O,
+     "set_exit_status($module, status, /)\n--\n\n"
+     "End this process with status, from 0 to 255, where it would end with 0. With glibc; else nothing changes."},
+    {NULL, NULL, 0, NULL},
+};
