@@ -1,5 +1,5 @@
 // tensor/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": process, when it began, machine; "members": how many
-// ranks have entered; "posts", "post N": rank and text; "readers of N"; "call": of the last rank to call; "answer of R".
+// ranks have entered; "posts", "post N": rank and text; "readers of N"; and those of fp_calls.hpp.
 #include "tensor/fp_board.hpp"
 
 #include <algorithm>
@@ -87,6 +87,13 @@ store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own)
     return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 
+c10::intrusive_ptr<c10d::Store>
+best_store_of(const c10d::ProcessGroup &group, const std::string &prefix)
+{
+    const auto own = store_of(group, prefix, true);
+    return own ? own : store_of(group, prefix, false);
+}
+
 Registered::Registered(const std::string &name) : name_(name), group_(c10d::resolve_process_group(name)) {}
 
 c10::intrusive_ptr<c10d::ProcessGroup>
@@ -101,36 +108,6 @@ Registered::group() const
     catch (const std::exception &) {
     }
     return {};
-}
-
-std::string
-value_at(c10d::Store &store, const std::string &key)
-{
-    return store.check({key}) ? store.get_to_str(key) : "";
-}
-
-std::map<int, std::string>
-values_at(c10d::Store &store, const char *name, int size)
-{
-    std::vector<std::string> keys;
-    for (int rank = 0; rank < size; rank++) {
-        keys.push_back(key(name, rank));
-    }
-    std::map<int, std::string> found;
-    if (store.check(keys)) {
-        const auto all = store.multiGet(keys);
-        for (int rank = 0; rank < size; rank++) {
-            const auto &value = all[static_cast<size_t>(rank)];
-            found[rank] = {value.begin(), value.end()};
-        }
-        return found;
-    }
-    for (int rank = 0; rank < size; rank++) {
-        if (store.check({keys[static_cast<size_t>(rank)]})) {
-            found[rank] = store.get_to_str(keys[static_cast<size_t>(rank)]);
-        }
-    }
-    return found;
 }
 
 bool
@@ -149,7 +126,7 @@ Ending::say()
 }
 
 Board::Board(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double beat)
-    : store_(std::move(store)), rank_(rank), size_(size), beat_(beat)
+    : store_(std::move(store)), rank_(rank), size_(size), beat_(beat), calls_(store_, rank, size)
 {
 }
 
@@ -249,47 +226,35 @@ Board::miss_processes()
     }
 }
 
-std::string
-Board::new_call()
-{
-    const auto now = std::chrono::system_clock::now().time_since_epoch();
-    return std::to_string(rank_) + " " + std::to_string(++calls_) + " " + std::to_string(now.count());
-}
-
 int
 Board::call()
 {
     const std::lock_guard held(lock_);
-    Answers before = values_at(*store_, "answer of ", size_);
-    if (before.empty()) {
+    if (values_at(*store_, "answer of ", size_).empty()) {
         return 0;
     }
-    store_->set("call", new_call());
-    before_[calls_] = std::move(before);
-    return calls_;
+    const int number = static_cast<int>(made_.size()) + 1;
+    made_.emplace(number, calls_.call());
+    return number;
 }
 
 void
 Board::miss_silent(int call)
 {
     const std::lock_guard held(lock_);
-    for (const int rank : silent(before_[call])) {
+    const auto found = made_.find(call);
+    for (const int rank : found == made_.end() ? std::vector<int>() : silent(found->second)) {
         say(rank,
             "rank " + std::to_string(rank) + " does not answer: its process has ended, or its machine is out of reach");
     }
 }
 
-// The ranks whose answer is still the one that it was before a call.
+// Those who answer calls, but not this one.
 std::vector<int>
-Board::silent(const Answers &before)
+Board::silent(const Call &call)
 {
-    std::vector<int> found;
-    for (const auto &[rank, answer] : values_at(*store_, "answer of ", size_)) {
-        const auto then = before.find(rank);
-        if (then != before.end() && then->second == answer && rank != rank_ && !has_said(rank)) {
-            found.push_back(rank);
-        }
-    }
+    std::vector<int> found = calls_.silent(call);
+    std::erase_if(found, [&](int rank) { return call.before.count(rank) == 0 || has_said(rank); });
     return found;
 }
 
@@ -297,34 +262,28 @@ Board::silent(const Answers &before)
 void
 Board::miss_answers(double waited)
 {
-    const Clock::time_point now = Clock::now();
-    const bool held_up = looks_.were_held_up();
     if (beat_ == 0.0 || waited < share * beat_) {
         return;
     }
     if (!asked_) {
-        const std::string last = value_at(*store_, "call");
-        if (last == other_call_ && seconds(now - other_since_) < beat_) {
+        const std::string last = calls_.last();
+        if (last == other_call_ && seconds(Clock::now() - other_since_) < beat_) {
             return;
         }
-        Answers before = values_at(*store_, "answer of ", size_);
-        const std::string call = new_call(), found = store_->compareSet("call", last, call);
-        if (found == call) {
-            asked_.emplace(now, std::move(before));
+        Call call = calls_.call_after(last);
+        if (call.is_mine) {
+            asked_.emplace(std::move(call));
         }
         else {
-            other_call_ = found;
-            other_since_ = now;
+            other_call_ = call.text;
+            other_since_ = call.since;
         }
     }
-    else if (held_up) {
-        asked_->first = now;
-    }
-    else if (seconds(now - asked_->first) >= share * beat_) {
-        const auto before = std::move(asked_->second);
+    else if (asked_->has_waited(share * beat_)) {
+        const Call call = std::move(*asked_);
         asked_.reset();
         miss_processes();
-        for (const int rank : silent(before)) {
+        for (const int rank : silent(call)) {
             char beat[32];
             std::snprintf(beat, sizeof beat, "%g", beat_);
             (void)post_of(rank, "rank " + std::to_string(rank) + " has given no sign of life for " + beat +
@@ -364,17 +323,12 @@ Board::entered()
 
 namespace {
 
-// Answer calls at key as long as torch has the group.
+// Answer calls as long as torch has the group.
 void
-answer(Ending &ending, const Registered &group, c10d::Store &store, const std::string &key, double interval)
+answer(Ending &ending, const Registered &group, Calls &calls, double interval)
 {
-    std::string answered;
     while (!ending.wait(interval) && group.group()) {
-        const std::string called = value_at(store, "call");
-        if (called != answered) {
-            store.set(key, called);
-            answered = called;
-        }
+        calls.answer();
     }
 }
 
@@ -405,10 +359,7 @@ fp_board_new(const char *group, const char *prefix, double beat, int own)
     return fp::guarded<fp_board *>(nullptr, [&] {
         return fp::unlocked([&] {
             const auto found = c10d::resolve_process_group(group);
-            c10::intrusive_ptr<c10d::Store> store = fp::store_of(*found, prefix, own != 0);
-            if (!store) {
-                store = fp::store_of(*found, prefix, false);
-            }
+            const auto store = own != 0 ? fp::best_store_of(*found, prefix) : fp::store_of(*found, prefix, false);
             return new fp_board{
                 .board = {store, found->getRank(), found->getSize(), beat},
                 .name = group,
@@ -443,13 +394,14 @@ fp_board_enter(fp_board *board)
             if (!store) { /* over a shared connection it would answer late, and seem to be stopped */
                 return;
             }
-            const std::string key = "answer of " + std::to_string(found->getRank());
-            store->set(key, std::string("none yet"));
+            const int rank = found->getRank();
+            store->set(fp::key("answer of ", rank), std::string("none yet"));
             board->answering = std::make_shared<fp::Ending>();
-            std::thread([ending = board->ending, ended = board->answering, registered, store, key,
-                         interval = std::min(fp::most_of_a_pulse, board->beat / 4)] {
+            std::thread([ending = board->ending, ended = board->answering, registered,
+                         calls = fp::Calls(store, rank, found->getSize()),
+                         interval = std::min(fp::most_of_a_pulse, board->beat / 4)]() mutable {
                 try {
-                    fp::answer(*ending, registered, *store, key, interval);
+                    fp::answer(*ending, registered, calls, interval);
                 }
                 catch (...) { /* the store is gone: those who wait see that themselves */
                 }

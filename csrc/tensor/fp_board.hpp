@@ -14,9 +14,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "tensor/fp_begun.hpp"
 #include "tensor/fp_board.h"
 #include "tensor/fp_bridge.hpp"
+#include "tensor/fp_calls.hpp"
 
 namespace fp {
 
@@ -31,19 +31,6 @@ class Ending {
     std::mutex lock_;
     std::condition_variable changed_;
     bool said_ = false;
-};
-
-// Of one who looks for answers now and then: whether it, or the store, was held up since the last look. So may be the answers.
-class Looks {
-  public:
-    bool were_held_up()
-    {
-        const Clock::time_point now = Clock::now();
-        return seconds(now - std::exchange(last_, now)) > 2.0;
-    }
-
-  private:
-    Clock::time_point last_ = Clock::now();
 };
 
 // What this process knows of the others. Any thread may call it, without the GIL.
@@ -73,9 +60,7 @@ class Board {
     bool read_posts();
     void miss_processes();
     void miss_answers(double waited);
-    using Answers = std::map<int, std::string>;
-    std::vector<int> silent(const Answers &before);
-    std::string new_call();
+    std::vector<int> silent(const Call &call);
     void say(int rank, const std::string &text);
     bool has_said(int rank);
 
@@ -86,22 +71,20 @@ class Board {
     std::map<int, std::string> said_;
     std::mutex lock_;  // of what follows, and of a call's way through the store
     int64_t read_ = 0; // posts so far
-    int calls_ = 0;
-    std::optional<std::pair<Clock::time_point, Answers>> asked_; // when, and the answers before
-    Looks looks_;                                                // for answers
-    std::map<int, Answers> before_;                              // the answers before each call()
-    std::string other_call_;                                     // of another rank,
-    Clock::time_point other_since_;                              // and when it was seen first
-    std::optional<std::map<int, Place>> places_;                 // the processes on this machine
+    Calls calls_;
+    std::optional<Call> asked_;                  // who gives signs of life
+    std::map<int, Call> made_;                   // by call()
+    std::string other_call_;                     // of another rank,
+    Clock::time_point other_since_;              // and when it was seen first
+    std::optional<std::map<int, Place>> places_; // the processes on this machine
 };
-
-// What is in a store at a key, or at name and each rank; empty, or left out: nothing is.
-std::string value_at(c10d::Store &store, const std::string &key);
-std::map<int, std::string> values_at(c10d::Store &store, const char *name, int size);
 
 // What is below prefix in the store of group. own: over a connection of its own, which no other thread's wait delays; null if
 // the store has no such.
 c10::intrusive_ptr<c10d::Store> store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own);
+
+// The same over a connection of its own, or else over that of others.
+c10::intrusive_ptr<c10d::Store> best_store_of(const c10d::ProcessGroup &group, const std::string &prefix);
 
 // A group under the name that torch has for it, which may be destroyed meanwhile.
 class Registered {

@@ -28,12 +28,10 @@ constexpr double answers_come = 1.5;      // seconds after a call: each rank loo
 class Watch {
   public:
     Watch(Board &board, const fp_trace *trace, const fp_watched &watched, const c10d::ProcessGroup &group)
-        : board_(board), trace_(trace), ranks_(watched.ranks, watched.ranks + watched.n), me_(group.getRank()),
-          store_(store_of(group, watched.prefix, true)), kept_(&group)
+        : board_(board), trace_(trace), ranks_(watched.ranks, watched.ranks + watched.n),
+          store_(best_store_of(group, watched.prefix)), kept_(&group),
+          calls_(store_, group.getRank(), static_cast<int>(watched.n))
     {
-        if (!store_) {
-            store_ = store_of(group, watched.prefix, false);
-        }
     }
 
     // Whether there is a reason to abort. time_out: of the group's collectives, in seconds.
@@ -53,7 +51,10 @@ class Watch {
                 }
                 lost = has_lost(seconds(now - idle_since_));
                 if (!lost) {
-                    answer();
+                    /* others may wait for this rank's work; on a grid it may wait in another group, for one who misses it */
+                    if (calls_.is_called() && Kept::any_has_work()) {
+                        calls_.answer();
+                    }
                     lost = misses(time_out);
                 }
                 away_since_.reset();
@@ -105,54 +106,24 @@ class Watch {
         }
     }
 
-    // Say that this rank has work that others may wait for, or waits itself, if one who misses some has asked since. On a grid
-    // it may wait in another group, for the one who comes to nothing.
-    void answer()
-    {
-        const std::string call = value_at(*store_, "call");
-        if (call != answered_ && Kept::any_has_work()) {
-            store_->set("answer of " + std::to_string(me_), call);
-            answered_ = call;
-            answered_since_ = Clock::now();
-        }
-    }
-
-    std::map<int, std::string> answers()
-    {
-        return values_at(*store_, "answer of ", static_cast<int>(ranks_.size()));
-    }
-
     // Whether some come to no collective that this rank waits for; then it says who. A moment before the time-out one of the
     // ranks that wait calls all of them, and who has work answers.
     bool misses(double time_out)
     {
-        const bool held_up = looks_.were_held_up();
         const double long_time = std::max(time_out - before_time_out, time_out / 2);
         if (std::isinf(time_out) || time_out - long_time < answers_come + 1.0 || !kept_.has_waited(long_time)) {
-            called_since_.reset();
+            call_.reset();
             return false;
         }
-        if (!called_since_) {
-            before_ = answers();
-            const std::string last = value_at(*store_, "call");
-            const bool is_new = last == answered_ && seconds(Clock::now() - answered_since_) < answers_come;
-            called_ =
-                is_new ? last
-                       : store_->compareSet("call", last, std::to_string(me_) + " watches " + std::to_string(++calls_));
-            called_since_ = Clock::now();
+        if (!call_) {
+            call_.emplace(calls_.call_or_join(answers_come));
         }
-        else if (held_up) {
-            called_since_ = Clock::now();
-        }
-        if (seconds(Clock::now() - *called_since_) < answers_come) {
+        if (!call_->has_waited(answers_come)) {
             return false;
         }
-        auto now = answers();
         std::string absent;
-        for (int i = 0; i < static_cast<int>(ranks_.size()); i++) {
-            if (i != me_ && now[i] == before_[i] && now[i] != called_) { /* empty: it has never answered */
-                absent += (absent.empty() ? "" : ", ") + std::to_string(ranks_[static_cast<size_t>(i)]);
-            }
+        for (const int i : calls_.silent(*call_)) {
+            absent += (absent.empty() ? "" : ", ") + std::to_string(ranks_[static_cast<size_t>(i)]);
         }
         if (absent.empty() || !kept_.has_waited(long_time)) { /* they have come meanwhile */
             return false;
@@ -164,21 +135,15 @@ class Watch {
     Board &board_;
     const fp_trace *trace_;
     const std::vector<int64_t> ranks_; // of the group, in the world
-    const int me_;                     // among them
-    c10::intrusive_ptr<c10d::Store> store_;
+    const c10::intrusive_ptr<c10d::Store> store_;
     std::optional<c10::DeviceGuard> on_device_;
     std::optional<SparedCaptures> spared_;
     Kept kept_;
     int64_t count_ = -1;
     Clock::time_point idle_since_;
     std::optional<Clock::time_point> away_since_;
-    std::string answered_; // the last call that this rank has answered
-    Clock::time_point answered_since_;
-    std::string called_; // the call that it goes by while it misses some
-    std::optional<Clock::time_point> called_since_;
-    std::map<int, std::string> before_; // the answers before that call
-    int calls_ = 0;                     // by this rank
-    Looks looks_;                       // for answers
+    Calls calls_;
+    std::optional<Call> call_; // by which it goes while it misses some
 };
 
 // Whether torch was told not to end what has timed out with NCCL.
