@@ -21,15 +21,14 @@ typedef struct {
     atomic_int owners, broken;
 } mark;
 
-/* What is lost stays so. */
 static void
-set(mark *of, fp_trace_state state)
+set_mark(mark *of, fp_trace_state state)
 {
     int before = FP_TRACE_WHOLE;
     if (state != FP_TRACE_BROKEN) {
         atomic_store(&of->broken, (int)state);
     }
-    else {
+    else { /* what is lost stays so */
         (void)atomic_compare_exchange_strong(&of->broken, &before, (int)state);
     }
 }
@@ -253,7 +252,7 @@ fp_trace_broken(const fp_trace *order)
 void
 fp_trace_set_broken(fp_trace *order, fp_trace_state broken)
 {
-    set(order->mark, broken);
+    set_mark(order->mark, broken);
 }
 
 fp_status
@@ -276,10 +275,10 @@ fp_trace_join(fp_trace *order, fp_trace *other)
 }
 
 void
-fp_trace_lose(fp_trace *order)
+fp_trace_break(fp_trace *order, fp_trace_state how)
 {
-    set(order->mark, FP_TRACE_LOST);
+    set_mark(order->mark, how);
     for (const joined *each = atomic_load(&order->others); each != NULL; each = each->next) {
-        set(each->mark, FP_TRACE_LOST);
+        set_mark(each->mark, how);
     }
 }

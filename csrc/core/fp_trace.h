@@ -42,17 +42,15 @@ int64_t fp_trace_count(const fp_trace *order); /* events so far */
 /* The event with this index, counted from 0: 1, and *event and *new_pass are written; 0: not yet, or too long ago. */
 int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass);
 
-/* Whether the processes are known not to have the same events, or not to come to them. What is lost does not become merely
- * broken again. */
 typedef enum {
     FP_TRACE_WHOLE,
-    FP_TRACE_BROKEN,
-    FP_TRACE_LOST, /* and collectives are aborted, which have no values then */
+    FP_TRACE_BROKEN, /* the processes are known not to have the same events, or not to come to them */
+    FP_TRACE_LOST,   /* and something waited for a collective that was aborted, and has no values: never BROKEN again */
 } fp_trace_state;
 fp_trace_state fp_trace_broken(const fp_trace *order);
 void fp_trace_set_broken(fp_trace *order, fp_trace_state broken);
 
-/* From now on what fp_trace_lose(order) does is done to other, too, which may be freed before order. FP_ENOMEM: nothing has
- * changed. By one thread at a time, while others may call fp_trace_lose(). */
+/* From now on fp_trace_break(order) breaks other, too, which may be freed before order. FP_ENOMEM: nothing has changed. By
+ * one thread at a time, while others may call fp_trace_break(). */
 fp_status fp_trace_join(fp_trace *order, fp_trace *other);
-void fp_trace_lose(fp_trace *order); /* it, and all that it was joined to: before an abort */
+void fp_trace_break(fp_trace *order, fp_trace_state how); /* it, and all that it was joined to */

@@ -86,7 +86,7 @@ fp_norm_blocks(int64_t end)
     return (uint32_t)((end + fp_norm_share(end) - 1) / fp_norm_share(end));
 }
 
-#define FP_CAPTURE_MODE_RELAXED 2 /* all of it, and it spoils no capture of another thread */
+#define FP_CAPTURE_MODE_RELAXED 2 /* every call is allowed */
 
 /* The kernels of one type of device. pack, norm and scale queue one launch on a stream of the current device, wait for nothing,
  * and return 0 or a number that message() explains. */
@@ -98,8 +98,8 @@ typedef struct {
     int (*scale)(const fp_scale_job *job, const fp_table *table, void *stream);
     const char *(*message)(int error);
 
-    /* Of CUDA alone: which graph is captured on a stream, 0: none; and what the calling thread may do while another one
-     * captures, a cudaStreamCaptureMode: set, and what it was before returned. */
+    /* Of CUDA alone: which graph is captured on a stream, 0: none; and which calls of this thread are allowed while another one
+     * captures, a cudaStreamCaptureMode, of which the one before is returned. */
     uint64_t (*capture)(void *stream);
     int (*set_capture_mode)(int mode);
 } fp_kernels;

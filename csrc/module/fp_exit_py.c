@@ -2,22 +2,20 @@
 #define _DEFAULT_SOURCE /* on_exit */
 #include "module/fp_tables.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-/* With the GIL, or when the interpreter has ended. */
+/* Read and written with the GIL, or when the interpreter has ended. */
 static int exit_status;
-static pid_t exiting; /* not those that it forks */
+static pid_t set_by; /* a process that this one forks ends as it would */
 
 #ifdef __GLIBC__
 static void
 at_exit(int status, void *ignored)
 {
     (void)ignored;
-    if (status == 0 && exit_status != 0 && getpid() == exiting) {
-        fflush(NULL);
-        _exit(exit_status);
+    if (status == 0 && exit_status != 0 && getpid() == set_by) {
+        exit(exit_status); /* glibc goes on with what is left to be called */
     }
 }
 #endif
@@ -34,11 +32,11 @@ set_exit_status(PyObject *module, PyObject *object)
         return PyErr_Format(PyExc_ValueError, "expected an exit status from 0 to 255, got %ld", status);
     }
 #ifdef __GLIBC__
-    if (exiting != getpid() && on_exit(at_exit, NULL) != 0) {
+    if (set_by != getpid() && on_exit(at_exit, NULL) != 0) {
         return PyErr_NoMemory();
     }
 #endif
-    exiting = getpid();
+    set_by = getpid();
     exit_status = (int)status;
     Py_RETURN_NONE;
 }

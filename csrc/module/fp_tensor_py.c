@@ -4,6 +4,7 @@
 #include "tensor/fp_gradients.h"
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
+#include "tensor/fp_watch.h"
 #include "module/fp_handle.h"
 
 static PyObject *
@@ -185,7 +186,17 @@ explain_shards(PyObject *module, PyObject *explain)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+settle(PyObject *module, PyObject *device)
+{
+    const char *name = PyUnicode_AsUTF8(device);
+    return name == NULL || fp_settle(name) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 PyMethodDef fp_tensor_methods[] = {
+    {"settle", settle, METH_O,
+     "settle($module, device, /)\n--\n\nWait until the current stream of device, as 'cuda:1', has done all that it was "
+     "given.\n\nNothing is waited for in a capture of a CUDA graph, and where device is the host."},
     {"is_plain", FP_METHOD(is_plain), METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
      "mode is on: loops in C do with them what torch's operations would."},

@@ -200,9 +200,8 @@ static PyGetSetDef trace_getset[] = {
     {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
     {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
     {"broken", FP_GETTER(trace_broken), (setter)(void (*)(void))set_trace_broken,
-     "TRACE_BROKEN: the ranks do not agree, or one is lost; each event asks then. TRACE_LOST: and collectives are "
-     "aborted, "
-     "which have no values then; it does not become TRACE_BROKEN again. Else 0.",
+     "TRACE_BROKEN: the ranks do not agree, or one is lost; each event asks then. TRACE_LOST: and something waited for "
+     "a collective that was aborted, and has no values. Else 0.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

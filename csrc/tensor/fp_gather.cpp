@@ -4,6 +4,7 @@
 #include "tensor/fp_convert.hpp"
 #include "tensor/fp_flat_buffer.hpp"
 #include "tensor/fp_begun.hpp"
+#include "tensor/fp_launch.hpp"
 
 namespace fp {
 namespace {
@@ -108,6 +109,7 @@ is_lost(fp_flat_buffer &flat)
         return false;
     }
     move(flat, FP_DATA_ABANDON);
+    const SparedCaptures spared(flat.unsharded.device());
     if (flat.work->isCompleted()) {
         fail(flat);
         return false;
@@ -284,6 +286,7 @@ fp_flat_buffer_give_up(fp_flat_buffer *flat)
         if (!work || flat->work_group == nullptr || fp::is_captured(flat->unsharded.device())) {
             return 0; /* what is captured nobody has begun */
         }
+        const fp::SparedCaptures spared(flat->unsharded.device());
         if (!fp::give_up(*work, *flat->work_group)) {
             fp::move(*flat, FP_DATA_ABANDON);
         }

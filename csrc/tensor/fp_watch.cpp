@@ -9,6 +9,7 @@
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include <c10/core/DeviceGuard.h>
@@ -17,6 +18,7 @@
 #include "tensor/fp_begun.hpp"
 #include "tensor/fp_board.hpp"
 #include "tensor/fp_launch.hpp"
+#include "tensor/fp_streams.hpp"
 
 namespace fp {
 namespace {
@@ -64,7 +66,13 @@ class Watch {
             away_since_ = away_since_.value_or(now);
             lost = false;
         }
-        return lost && kept_.has_work();
+        return lost && has_work();
+    }
+
+    // Whether an abort takes values from something that waits for them, or will.
+    bool has_work()
+    {
+        return kept_.has_work();
     }
 
   private:
@@ -197,6 +205,24 @@ fp_watch_around(const char *group, const char *device, PyObject *wait)
 }
 
 int
+fp_settle(const char *name)
+{
+    return fp::guarded(-1, [&] {
+        const c10::Device device(name);
+        if (!fp::has_streams(device) || fp::is_captured(device)) {
+            return;
+        }
+        const fp::Mark mark = fp::recorded_now(device);
+        for (double pause = 0.0001; !fp::has_come(mark.event); pause = std::min(0.01, pause * 1.2)) {
+            fp::unlocked([&] { std::this_thread::sleep_for(std::chrono::duration<double>(pause)); });
+            if (PyErr_CheckSignals() < 0) {
+                throw python_error();
+            }
+        }
+    });
+}
+
+int
 fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
 {
     return fp::guarded(-1, [&] {
@@ -215,7 +241,7 @@ fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
             const double time_out = fp::time_out_of(*group, device);
             group.reset(); /* not kept, as above */
             if (watch->finds(time_out)) {
-                fp_trace_lose(trace);
+                fp_trace_break(trace, watch->has_work() ? FP_TRACE_LOST : FP_TRACE_BROKEN);
                 group = registered.group();
                 if (group) {
                     group->getBackend(device.type())->abort();

@@ -21,12 +21,16 @@ typedef struct {
 /* Looks without the GIL, as whoever waits for the device may hold it. 1: one of the ranks has come to another collective than
  * trace has, or has said why it goes on no more; or one is lost, or the store out of reach, while this rank waits for
  * others; or some, which are in the store at "absent" then, come to no collective that it waits for, a moment before the
- * time-out of the group. Then trace is lost (fp_trace_lose) and the communicator aborted: the device goes on, and what it
- * was waiting for has no values. 0: the group was destroyed, or fp_board_stop() was called. -1 with an exception: torch has no
+ * time-out of the group. Then trace is broken, or lost, and the communicator aborted: the device goes on, and what it was
+ * waiting for has no values. 0: the group was destroyed, or fp_board_stop() was called. -1 with an exception: torch has no
  * such group or device, or its backend cannot abort; then trace is broken. */
 int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);
 
 /* Call wait(), in which the current stream of device begins to wait for a collective over group that Python has begun. */
 int fp_watch_around(const char *group, const char *device, PyObject *wait);
+
+/* The host waits until the current stream of device ("cuda:1") has done all that it was given; Ctrl-C ends it. In a capture, and
+ * for the host itself, nothing is waited for. */
+int fp_settle(const char *device);
 
 FP_END_C

@@ -160,7 +160,7 @@ class _Saving:
             if unheard is not None:
                 raise CheckpointError(f"{unheard}. wait() says this; nothing is saved to {self.path} now, save again")
             self.plan = plan_save(model, optimizer, extra, council.rank)
-            settle(unit.options.placement for unit in units_of(model.modules()))
+            settle(segment for unit in units_of(model.modules()) for segment in unit.segments)
             if council.is_first:
                 self.units = describe_units(model)
             own = self.plan.alone.digest() if council.size > 1 else ""

@@ -114,15 +114,16 @@ def wait_in_slices(work: Any, sliced: bool = True, look: Callable[[], object] = 
     work.wait()
 
 
-def wait_for_device(is_done: Callable[[], bool], look: Callable[[], object] = lambda: None) -> None:
-    """Until a device says that it is; and ``look`` now and then."""
+def wait_for_device(work: Any, look: Callable[[], object]) -> None:
+    """Until a device has done ``work``, whose own wait the host does not take part in; and ``look`` now and then."""
     begin = looked = time.monotonic()
-    while not is_done():
+    while not work.is_completed():
         now = time.monotonic()
         if now - looked > PATIENCE.total_seconds():
             looked = now
             look()
         time.sleep(min(0.01, 0.0001 + (now - begin) / 10))
+    work.wait()
 
 
 def wait_in_thread(work: Any, look: Callable[[], object] = lambda: None) -> None:

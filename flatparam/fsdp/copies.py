@@ -18,6 +18,7 @@ from ..common.torch_private import leave_out_of_graphs
 from . import foreign, peers
 from .construct import first_name
 from .described import describe
+from .order import settle
 from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
 from .states import torch_helpers
@@ -46,6 +47,8 @@ def watch_torch() -> None:
 
 def pickled(state: dict[str, Any], units: Iterable[Unit]) -> PickledState:
     """``state`` of a wrapper; as long as it is referred to, the tensors of ``units`` have their pickled forms."""
+    units = list(units)
+    settle(segment for unit in units for segment in unit.segments)
     forms: list[tuple[Tensor, Any]] = []
     modules: list[nn.Module] = []
     for unit in units:
@@ -77,6 +80,7 @@ class Copies(Wrapper):
         """A copy with shards of its own, over the same groups; it has not run yet."""
         self._check_idle("deepcopy")
         wrappers = self.fsdp_modules(self)
+        settle(segment for wrapper in wrappers for segment in wrapper._unit.segments)
         had_views = [wrapper._unit.step.shows_views for wrapper in wrappers]
         for wrapper in wrappers:
             wrapper._unit.look_over()

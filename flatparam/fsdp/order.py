@@ -147,6 +147,7 @@ def wait(
     sliced = is_sliced(group, device)
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
     sequence = _sequences.get(group, {}).get(device.type) if by_device else None
+    before = torch.accelerator.current_stream(device).record_event() if by_device else None
     is_absent = (lambda rank: True) if by_device else None  # no collective fails there when a process ends
 
     def look(has_failed: bool = False) -> None:
@@ -169,17 +170,16 @@ def wait(
         if is_reduce_scatter and sliced and device.type == "cpu":
             wait_in_thread(work, look)
         elif by_device:
-            wait_for_device(work.is_completed, look)
-            work.wait()
+            wait_for_device(work, look)
             if sequence is not None:
                 sequence.raise_if_closed()  # it has been aborted: there are no values
         else:
             wait_in_slices(work, sliced, look)
     except OrderError:
         if by_device:
-            peers.losses.are_told()
             if sequence is not None:
-                sequence.order.broken = _C.TRACE_LOST
+                sequence.order.broken = _C.TRACE_BROKEN if before is not None and before.query() else _C.TRACE_LOST
+                sequence.is_told()
             group._get_backend(device).abort()
         raise
     except RuntimeError as error:
@@ -188,15 +188,21 @@ def wait(
         raise
 
 
-def settle(placements: Iterable[Placement]) -> None:
+def settle(segments: Iterable[Segment]) -> None:
     """Wait until devices have done all that they were given, for values that are read or saved without a collective.
 
-    Raises: OrderError, if a collective over the groups of ``placements`` was aborted: what came of it has no values.
+    Raises: OrderError, if one has waited for a collective of ``segments`` that was aborted: there are no values.
     """
-    groups = {group for placement in placements for _, group in _orders_of(placement) if group is not None}
-    for sequence in {sequence for group in groups for sequence in _sequences.get(group, {}).values()}:
-        if sequence is not None:
-            sequence.settle()
+    found: dict[Sequence, torch.device] = {}
+    for segment in segments:
+        for _, group in _orders_of(segment.placement):
+            sequence = None if group is None else _sequences.get(group, {}).get(segment.device.type)
+            if sequence is not None and sequence.is_by_device:
+                found[sequence] = segment.device
+    for device in set(found.values()):
+        _C.settle(str(device))
+    for sequence in found:
+        sequence.raise_if_lost()
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -242,7 +248,10 @@ def follow(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
 
 
 def _orders_of(placement: Placement) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
-    """``(which, group)``: the order of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``."""
+    """The groups of its collectives, each as ``(which, group)``.
+
+    The order of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``.
+    """
     yield _C.GROUP_SHARD, placement.optim
     yield _C.GROUP_REPLICATE, placement.replicate
     if placement.copied:

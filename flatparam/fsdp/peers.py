@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -126,6 +126,8 @@ def enter() -> None:
         if (ours := board()) is not None:
             ours.enter()
             _watch_excepthook()
+            if multiprocessing.parent_process() is not None:  # it may have imported this itself
+                _children.join_in()
     except STORE_ERRORS as error:
         raise OrderError(without_store(error)) from error
 
@@ -250,45 +252,47 @@ def _describe(error: BaseException, rank: int) -> str:
     return f"rank {rank} has raised an error of its own{where} and has ended: {message}"
 
 
-_watching: "weakref.WeakKeyDictionary[threading.Thread, Board]" = weakref.WeakKeyDictionary()
+class _Watch(NamedTuple):
+    """What a thread that looks after other ranks is for."""
+
+    board: Board
+    has_lost: Callable[[], bool]  # whether values are lost of which no call has raised
 
 
-def watch(board: Board, look: Callable[[], object]) -> None:
-    """Call ``look`` in a thread of its own, which ends when ``board`` is stopped."""
-    thread = threading.Thread(target=look, name="flatparam watches", daemon=True)
-    _watching[thread] = board
+_watching: "weakref.WeakKeyDictionary[threading.Thread, _Watch]" = weakref.WeakKeyDictionary()
+_ended: list[_Watch] = []  # that have found such a loss
+
+
+def watch(board: Board, look: Callable[[], object], has_lost: Callable[[], bool]) -> None:
+    """Call ``look`` in a thread of its own, which ends when ``board`` is stopped, or with what it has found."""
+
+    def run() -> None:
+        look()
+        if has_lost():
+            _ended.append(_watching[threading.current_thread()])
+
+    thread = threading.Thread(target=run, name="flatparam watches", daemon=True)
+    _watching[thread] = _Watch(board, has_lost)
     thread.start()
 
 
-class _Losses:
-    """Values that are lost, of which no call has raised yet. The process shall not end as if all were well."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._told = self.untold = False
-
-    def are_there(self) -> None:
-        with self._lock:
-            self.untold = not self._told
-            _C.set_exit_status(int(self.untold))
-
-    def are_told(self) -> None:
-        """An OrderError is raised: the user goes on, or not."""
-        with self._lock:
-            self._told, self.untold = True, False
-            _C.set_exit_status(0)
-
-
-losses = _Losses()
+def is_watching() -> bool:
+    """Whether this is such a thread, of which no user sees what it raises."""
+    return threading.current_thread() in _watching
 
 
 def stop_answering() -> None:
     """This process ends: no thread shall look into a store any more."""
-    for one in [*_boards.values(), *_watching.values()]:
-        if one is not None:
-            one.native.stop()
+    for board in [*_boards.values(), *(one.board for one in _watching.values())]:
+        if board is not None:
+            board.native.stop()
     for thread in list(_watching):
         thread.join(READING)  # one that comes to the interpreter after its end would abort the process
+
+
+def _has_lost() -> bool:
+    """Whether this process may not end as if all were well. A thread may not have come back from an abort yet."""
+    return any(one.has_lost() for one in [*_ended, *_watching.values()])
 
 
 def _watch_excepthook() -> None:
@@ -310,15 +314,27 @@ def _at_exit() -> None:
     if not hasattr(sys, "ps1"):
         _ends_with(getattr(sys, "last_value", None))  # of a rank that had no model yet
     stop_answering()
+    if _has_lost():
+        _C.set_exit_status(1)
 
 
 class _Children:
     """Processes of multiprocessing run neither exit functions nor sys.excepthook."""
 
+    def __init__(self) -> None:
+        self._process = 0
+
     def begin(self) -> None:
         global _rank_process
         if not dist.is_initialized():  # else a rank has forked it
             _rank_process = os.getpid()
+            _watching.clear()
+            _ended.clear()
+            self.join_in()
+
+    def join_in(self) -> None:
+        if self._process != os.getpid():
+            self._process = os.getpid()
             multiprocessing.util.Finalize(None, self._end, exitpriority=100)
             multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after those of others
 
@@ -327,9 +343,8 @@ class _Children:
         stop_answering()
 
     def _end_with_status(self) -> None:
-        """Where processes are forked, exit functions of C do not run either."""
         error = sys.exc_info()[1]
-        if losses.untold and (error is None or (isinstance(error, SystemExit) and not error.code)):
+        if _has_lost() and (error is None or (isinstance(error, SystemExit) and not error.code)):
             raise SystemExit(1)
 
 

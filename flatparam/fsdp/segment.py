@@ -197,7 +197,6 @@ class Segment:
                 "flatparam, and its values are lost"
             )
         if not self.is_sharded:
-            order.settle([self.placement])
             return shard.to(self.device)
         if shard.dtype.itemsize == 1 and shard.dtype != torch.uint8:
             return self.gather(shard.contiguous().view(torch.uint8)).view(shard.dtype)

@@ -106,6 +106,7 @@ class Sequence:
         self._reason = ""
         self._readers = 0  # of it
         self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
+        self._told_of_loss = False
 
     def join(self, others: Iterable["Sequence"]) -> None:
         """The same model is spread over the groups of ``others``: what this one cannot be used for they cannot."""
@@ -124,7 +125,8 @@ class Sequence:
             prefix = f"flatparam {self._device} {life}"
             self._own_store = dist.PrefixStore(prefix, store)
             if not self.sliced and self._board is not None and self._name is not None:
-                peers.watch(self._board, functools.partial(self._watch, self._board.native, self._name, prefix))
+                look = functools.partial(self._watch, self._board.native, self._name, prefix)
+                peers.watch(self._board, look, self.has_lost)
         return self._own_store
 
     def _watch(self, board: _C.Board, name: str, prefix: str) -> None:
@@ -139,8 +141,8 @@ class Sequence:
         except RuntimeError:  # the group has gone, or cannot be aborted
             found = bool(self.order.broken)
         if found:  # a process may end before its next collective, which would raise this
-            peers.losses.are_there()
-            sys.stderr.write(f"flatparam: {self._why()}. {_LOST}\n")
+            lost = f". {_LOST}" if self.order.broken == _C.TRACE_LOST else ""
+            sys.stderr.write(f"flatparam: {self._why()}{lost}\n")
             sys.stderr.flush()
 
     def _why(self) -> str:
@@ -180,34 +182,24 @@ class Sequence:
 
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
-        if self._is_by_device:
+        if self.is_by_device:
             begin = time.monotonic()
 
             def look() -> None:
                 self.raise_if_closed()
                 self._reach(lambda: self._look_into_store(time.monotonic() - begin, lambda rank: True))
 
-            self._explained(lambda: wait_for_device(work.is_completed, look))
-            self._explained(work.wait)
+            self._explained(lambda: wait_for_device(work, look))
         else:
             self.wait(work)
         self.raise_if_closed()
 
-    def settle(self) -> None:
-        """Until the device has done what it was given. Raises: OrderError, if a collective of it was aborted."""
-        if self._is_by_device:
-            done = torch.Event(torch.device(self._device))
-            done.record()
-            wait_for_device(done.query)  # the thread in C looks meanwhile
-            if self.order.broken == _C.TRACE_LOST:
-                peers.losses.are_told()
-                raise OrderError(f"{self._why()}. {_LOST}")
-
     @property
-    def _is_by_device(self) -> bool:
+    def is_by_device(self) -> bool:
+        """Whether the device waits for its collectives, and the host does not."""
         return tells_when_done(self._group(), torch.device(self._device))
 
-    def _explained(self, waits: Callable[[], object]) -> None:
+    def _explained(self, waits: Callable[[], None]) -> None:
         try:
             waits()
         except OrderError:
@@ -219,8 +211,26 @@ class Sequence:
     def raise_if_closed(self) -> None:
         """Raises: OrderError, if no collective over the group has values any more."""
         if self.order.broken:
-            peers.losses.are_told()
-            raise OrderError(self._why())
+            why = self._why()
+            self.is_told()
+            raise OrderError(why)
+
+    def raise_if_lost(self) -> None:
+        """Raises: OrderError, if a device has waited for a collective that was aborted: there are no values."""
+        if self.order.broken == _C.TRACE_LOST:
+            why = self._why()
+            self.is_told()
+            raise OrderError(f"{why}. {_LOST}")
+
+    def has_lost(self) -> bool:
+        """Whether values are lost of which no call has raised."""
+        return self.order.broken == _C.TRACE_LOST and not self._told_of_loss
+
+    def is_told(self) -> None:
+        """An OrderError is about to be raised, which the user goes on with, or not."""
+        if not peers.is_watching():
+            for one in (self, *self._peers):
+                one._told_of_loss = True
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
         number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
@@ -362,6 +372,7 @@ class Sequence:
         with self._closing:
             self._reason = self._reason or without_store(error) + AND_SO
             self.order.broken = _C.TRACE_BROKEN
+        self.is_told()
         raise OrderError(self._reason) from error
 
     def _raise_if_broken(self) -> None:
@@ -442,6 +453,7 @@ class Sequence:
         for peer in self._peers:
             peer._close(self._reason, 0)
         peers.wait_until(lambda: all(one._is_read() for one in (self, *self._peers)))
+        self.is_told()
         raise OrderError(self._reason)
 
     def _close(self, reason: str, absent: int) -> None:

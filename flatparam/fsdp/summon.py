@@ -391,6 +391,10 @@ def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
 @contextlib.contextmanager
 def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
     """Full parameters of ``units`` within the block. A collective call."""
+    units = list(units)
+    order.settle(
+        segment for unit in units for segment in unit.segments if not segment.is_sharded
+    )  # others are gathered
     with contextlib.ExitStack() as leaving:
         entered: list[Summoned] = []
         for unit in units:

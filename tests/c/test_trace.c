@@ -165,7 +165,7 @@ test_what_was_joined_breaks_too(void)
         CHECK_EQ(fp_trace_join(order, other), FP_OK);
     }
     CHECK_EQ(fp_trace_join(order, third), FP_OK);
-    fp_trace_lose(other);
+    fp_trace_break(other, FP_TRACE_LOST);
     CHECK(fp_trace_broken(other) == FP_TRACE_LOST && fp_trace_broken(order) == FP_TRACE_WHOLE);
     fp_trace_set_broken(other, FP_TRACE_BROKEN);
     CHECK_EQ(fp_trace_broken(other), FP_TRACE_LOST);
@@ -173,7 +173,7 @@ test_what_was_joined_breaks_too(void)
     fp_trace_set_broken(other, FP_TRACE_BROKEN);
     CHECK_EQ(fp_trace_broken(other), FP_TRACE_BROKEN);
     fp_trace_free(third);
-    fp_trace_lose(order);
+    fp_trace_break(order, FP_TRACE_LOST);
     CHECK(fp_trace_broken(other) == FP_TRACE_LOST && fp_trace_broken(order) == FP_TRACE_LOST);
     fp_trace_free(order);
     fp_trace_free(other);

@@ -1,5 +1,6 @@
 """The status with which a process ends that has lost values."""
 
+import platform
 import subprocess
 import sys
 
@@ -7,7 +8,15 @@ import pytest
 
 from flatparam import _C
 
+with_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="nothing else tells the status at the end")
+BEGIN = "import atexit, os, sys; from flatparam import _C; _C.set_exit_status(7); atexit.register(print, 'end')"
 
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", f"{BEGIN}\n{code}"], capture_output=True, text=True)
+
+
+@with_glibc
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -21,10 +30,27 @@ from flatparam import _C
     ],
 )
 def test_the_status_takes_the_place_of_0(code, status):
-    begin = "import atexit, os, sys; from flatparam import _C; _C.set_exit_status(7); atexit.register(print, 'end')"
-    ended = subprocess.run([sys.executable, "-c", f"{begin}\n{code}"], capture_output=True, text=True)
+    ended = run(code)
     assert ended.returncode == status, ended.stderr
     assert "end" in ended.stdout
+
+
+READS = """
+import ctypes, threading, time
+libc = ctypes.CDLL(None)
+stdin = ctypes.c_void_p.in_dll(libc, "stdin")
+threading.Thread(target=lambda: libc.getc(stdin), daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+@with_glibc
+def test_a_thread_that_reads_does_not_hold_up_the_end():
+    with subprocess.Popen([sys.executable, "-c", BEGIN + READS], stdin=subprocess.PIPE) as ending:
+        try:
+            assert ending.wait(60.0) == 7
+        finally:
+            ending.kill()
 
 
 @pytest.mark.parametrize("status", [-1, 256, "1", 2**70])

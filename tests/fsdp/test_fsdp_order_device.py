@@ -4,13 +4,9 @@ The simulated device's collectives stand for NCCL's (simulated.py).
 """
 
 import json
-import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 
@@ -21,9 +17,7 @@ import torch.distributed as dist
 from fsdp_models import wrap_blocks
 from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
 from test_fsdp_order import ALL, Chosen
-from torch.distributed.fsdp import StateDictType
 
-import flatparam.checkpoint
 from flatparam import _C, FullyShardedDataParallel, ShardingStrategy
 from flatparam.fsdp.errors import OrderError
 from flatparam.fsdp.order import sequence_of
@@ -151,7 +145,7 @@ def test_where_the_device_waits_for_a_rank_that_does_not_come_the_others_are_tol
     assert max(seconds, as_long) < 2 * TIME_OUT, (seconds, as_long)  # 4.5 s, but for a busy machine
 
 
-def do_not_come_on_a_grid(library):
+def do_not_come_on_a_grid(library, how):
     """Rank 3 does not come. Rank 0 waits for rank 1 or 2, which wait for rank 3."""
     meet_in_a_server()
     device = simulated.use(library)
@@ -170,22 +164,33 @@ def do_not_come_on_a_grid(library):
     for group in groups:
         device.set_time_out(group._get_backend(sim), TIME_OUT)
     if me == 3:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(2 * TIME_OUT)
         os._exit(0)
+    begin = time.monotonic()
     try:
         step()
         step()
     except OrderError as error:
-        note(str(error))
+        note(json.dumps([str(error), time.monotonic() - begin]))
         time.sleep(2.0)  # rank 0 has the store
         os._exit(3)
 
 
-def test_on_a_grid_nobody_is_named_who_waits_for_another():
-    ends = ends_of_ranks(do_not_come_on_a_grid, 4, str(simulated.build()))
-    assert [code for code, _, _ in ends] == [3, 3, 3, 0], ends
-    reasons = {said for _, _, said in ends[:3]}
-    assert all(re.search(r"rank [0-2] .*: rank 3 came to no collective", reason) for reason in reasons), reasons
+@pytest.mark.parametrize(
+    ("how", "told", "limit"),
+    [
+        ("stays away", r"rank [0-2] .*: rank 3 came to no collective", 2 * TIME_OUT),
+        ("dies", r"the process of rank 3 \(\d+\) has ended without a word", 5.0),
+    ],
+)
+def test_on_a_grid_nobody_is_named_who_waits_for_another(how, told, limit):
+    ends = ends_of_ranks(do_not_come_on_a_grid, 4, str(simulated.build()), how)
+    assert [code for code, _, _ in ends] == [3, 3, 3, -9 if how == "dies" else 0], ends
+    for reason, seconds in (json.loads(said) for _, _, said in ends[:3]):
+        assert re.search(told, reason), ends
+        assert seconds < limit, ends
 
 
 def wait_or_compute(library, waits):
@@ -252,101 +257,6 @@ def end_after_the_last_collective(library, which):
 def test_a_rank_that_ends_takes_nothing_from_another_that_waits_for_nobody(which):
     library = str(simulated.build())
     assert ends_of_ranks(end_after_the_last_collective, 2, library, which, timeout=60.0)[0] == (3, None, "told")
-
-
-def lose_the_last_gradients(library, strategy, end):
-    """Rank 1 ends before a backward of rank 0, and nothing raises.
-
-    There is one unit: the simulated device waits for a collective before it begins the next one.
-    """
-    simulated.use(library, late="computing")
-    sim = torch.device("sim", 0)
-    ways = {"device_id": sim, "process_group": simulated.new_group(), "sharding_strategy": ShardingStrategy[strategy]}
-    torch.manual_seed(0)
-    model = FullyShardedDataParallel(Chosen(), **ways)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(4):
-        loss = model(torch.ones(2, 3, device=sim), ALL).sum()
-        if dist.get_rank() == 1 and number == 3:
-            time.sleep(1.0)  # rank 0 begins to wait
-            end()
-        loss.backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def end_in_the_last_step(library, folder, rank, is_told):
-    """Rank 0 reads a parameter that has no value, and comes to no call that raises, if not told."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    model, _ = lose_the_last_gradients(library, "NO_SHARD", sys.exit)
-    next(model.parameters()).sum().item()
-    if is_told:
-        with pytest.raises(OrderError):
-            model(torch.ones(2, 3, device="sim"), ALL).sum().backward()
-    dist.destroy_process_group()  # else torch's gloo may abort the process
-
-
-def as_a_script(*arguments):
-    call = f"import test_fsdp_order_device as test; test.end_in_the_last_step{arguments}"
-    return subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-
-
-def as_a_child(*arguments):
-    process = multiprocessing.get_context("forkserver").Process(target=end_in_the_last_step, args=arguments)
-    process.start()
-    return process
-
-
-@pytest.mark.parametrize("begun", [as_a_script, as_a_child])
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_process_that_nobody_tells_of_lost_values_ends_with_another_status(begun, is_told, tmp_path):
-    ranks = [begun(str(simulated.build()), str(tmp_path), rank, is_told) for rank in range(2)]
-    for rank in ranks:
-        rank.join() if begun is as_a_child else rank.wait(60.0)
-    codes = [rank.exitcode if begun is as_a_child else rank.returncode for rank in ranks]
-    assert codes == [0 if is_told else 1, 0]
-
-
-def save_what_is_lost(library, strategy, save):
-    """Without a collective."""
-    meet_in_a_server()
-    alone, folder = dist.new_group([0]), tempfile.mkdtemp()
-    model, optimizer = lose_the_last_gradients(library, strategy, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    saves = {
-        "state_dict": model.state_dict,
-        "optim_state_dict": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
-        "checkpoint": lambda: flatparam.checkpoint.save(f"{folder}/saved", model, optimizer, process_group=alone),
-    }
-    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    begin = time.monotonic()
-    for _ in range(2):
-        try:
-            saves[save]()
-        except RuntimeError as error:
-            note(json.dumps([type(error).__name__, str(error), time.monotonic() - begin]))
-        else:
-            os._exit(4)
-    os._exit(3)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "save"),
-    [
-        ("FULL_SHARD", "state_dict"),
-        ("NO_SHARD", "checkpoint"),
-        ("NO_SHARD", "state_dict"),
-        ("NO_SHARD", "optim_state_dict"),
-    ],
-)
-def test_what_came_of_values_that_are_lost_is_not_saved(strategy, save):
-    library = str(simulated.build())
-    (code, _, said), _ = ends_of_ranks(save_what_is_lost, 2, library, strategy, save, timeout=60.0)
-    assert code == 3, said
-    kind, reason, seconds = json.loads(said)
-    assert kind == ("CheckpointError" if save == "checkpoint" else "OrderError"), said
-    assert re.search(r"the process of rank 1 .* has ended .* has no values", reason), reason
-    assert seconds < 5.0, seconds
 
 
 def lose_outside_of_a_step(library, before):

@@ -95,7 +95,7 @@ class ModelStates(Kinds):
             with summon([unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
                 super().state_dict(**kwargs)
                 if kind is StateDictType.LOCAL_STATE_DICT:
-                    settle([unit.options.placement])
+                    settle(unit.segments)
                     put_flat(unit, destination, prefix + FSDP_PREFIX, to_cpu)
                 else:
                     take_own(unit, destination, prefix + FSDP_PREFIX, keep_vars, None if drops else take)

@@ -41,7 +41,7 @@ def unsharded_state(
     A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
     Raises: ValueError naming parameter and key, on all ranks that share the parameter.
     """
-    settle(unit.options.placement for unit in table.units)
+    settle(segment for segment in table.segments if not segment.is_sharded)
     state = given.get("state", {})
     keyed = {key: one for one, key in table.keys(groups, any(isinstance(key, str) for key in state)).items()}
     held = {one: state[key] for key, one in keyed.items() if key in state}
