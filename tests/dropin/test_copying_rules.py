@@ -92,6 +92,11 @@ def handles(model):
     return [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model)]
 
 
+def assert_same(found, wanted):
+    """Before torch 2.13 a fake group writes nothing, and what lay in memory may be no number."""
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def plain_values(thing, names):
     kinds = (bool, int, str, tuple, list, torch.dtype, torch.device, types.NoneType)
     values = {name: value for name, value in vars(thing).items() if name in names}
@@ -292,12 +297,12 @@ def check_copies(model, twin, optimizer):
     assert {id(p) for p in optimizer.state} <= {id(p) for p in owned}
     before = [handle.flat_param.detach().clone() for handle in handles(twin)]
     for new, old in zip(before, handles(model), strict=True):
-        assert torch.equal(new, old.flat_param)
+        assert_same(new, old.flat_param)
     step(twin)
     optimizer.step()
     for new, twins, old in zip(before, handles(twin), handles(model), strict=True):
         assert not torch.equal(new, twins.flat_param)
-        assert torch.equal(new, old.flat_param)
+        assert_same(new, old.flat_param)
 
 
 @pytest.mark.parametrize("way", ["pickle", "torch_save"])
@@ -468,7 +473,7 @@ def test_deepcopy_of_a_tensor_parallel_model(orig):
         twin = copy.deepcopy(model)
         step(twin)
         step(model)
-    assert torch.equal(twin._handle.flat_param, model._handle.flat_param)
+    assert_same(twin._handle.flat_param, model._handle.flat_param)
 
 
 def mesh_of_two_dimensions():

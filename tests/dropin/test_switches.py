@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 from dropin_behaviours import Setting
 from gloo import fake_world, handle_of, run_both
 from recording import first_difference
@@ -63,7 +64,9 @@ def test_a_switch_is_warned_of_once(switch):
 def test_nobody_is_waited_for_without_collectives(strategy, orig):
     both = {"FSDP_USE_FAKE_ALL_GATHER": "1", "FSDP_USE_FAKE_REDUCE": "1"}
     (torchs, ours), others = run_both(train_on_rank_0, 2, strategy, orig, environment=both, timeout=30.0)
-    assert ours == torchs
+    if torch.__version__ >= (2, 13):  # before, a fake group writes nothing: the gradients are what lay in memory
+        assert ours == torchs
+    assert [len(grad) for grad in ours] == [len(grad) for grad in torchs]
     assert others == (None, None)
 
 
