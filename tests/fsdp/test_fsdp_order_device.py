@@ -179,18 +179,19 @@ def do_not_come_on_a_grid(library, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "told", "limit"),
+    ("how", "told"),
     [
-        ("stays away", r"rank [0-2] .*: rank 3 came to no collective", 2 * TIME_OUT),
-        ("dies", r"the process of rank 3 \(\d+\) has ended without a word", 5.0),
+        ("stays away", r"rank [0-2] .*: rank 3 came to no collective"),
+        ("dies", r"the process of rank 3 \(\d+\) has ended without a word"),
     ],
 )
-def test_on_a_grid_nobody_is_named_who_waits_for_another(how, told, limit):
-    ends = ends_of_ranks(do_not_come_on_a_grid, 4, str(simulated.build()), how)
+def test_on_a_grid_nobody_is_named_who_waits_for_another(how, told):
+    # torch's store resolves the name of each process that connects, which may take it 5 s
+    ends = ends_of_ranks(do_not_come_on_a_grid, 4, str(simulated.build()), how, timeout=150.0)
     assert [code for code, _, _ in ends] == [3, 3, 3, -9 if how == "dies" else 0], ends
     for reason, seconds in (json.loads(said) for _, _, said in ends[:3]):
         assert re.search(told, reason), ends
-        assert seconds < limit, ends
+        assert seconds < 2 * TIME_OUT, ends
 
 
 def wait_or_compute(library, waits):
