@@ -206,5 +206,5 @@ extern "C" const fp_kernels fp_cuda_kernels = {.argument_bytes = large_bytes,
                                                .norm = norm_any,
                                                .scale = scale_any,
                                                .message = message,
-                                               .capture = capture,
-                                               .set_capture_mode = set_capture_mode};
+                                               .set_capture_mode = set_capture_mode,
+                                               .capture = capture};

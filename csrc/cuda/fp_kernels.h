@@ -98,10 +98,9 @@ typedef struct {
     int (*scale)(const fp_scale_job *job, const fp_table *table, void *stream);
     const char *(*message)(int error);
 
-    /* Of CUDA alone: which graph is captured on a stream, 0: none; and which calls of this thread are allowed while another one
-     * captures, a cudaStreamCaptureMode, of which the one before is returned. */
-    uint64_t (*capture)(void *stream);
-    int (*set_capture_mode)(int mode);
+    int (*set_capture_mode)(int mode); /* which calls of this thread are allowed while another one captures a graph, a
+                                        * cudaStreamCaptureMode: the one before */
+    uint64_t (*capture)(void *stream); /* which graph is captured on a stream of CUDA's; 0: none */
 } fp_kernels;
 
 extern const fp_kernels fp_cuda_kernels; /* where they are compiled in */

@@ -249,7 +249,7 @@ capture_on(const c10::Stream &stream)
 }
 
 SparedCaptures::SparedCaptures(const c10::Device &device)
-    : kernels_(device.is_cuda() && device.type() == in_use.type ? in_use.kernels : nullptr)
+    : kernels_(device.type() == in_use.type ? in_use.kernels : nullptr)
 {
     if (kernels_ != nullptr) {
         mode_ = kernels_->set_capture_mode(FP_CAPTURE_MODE_RELAXED);

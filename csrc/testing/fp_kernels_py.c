@@ -46,12 +46,36 @@ host_message(int error)
     return error == 0 ? "none" : "the table is too large";
 }
 
+static _Thread_local int capture_mode;
+
+static int
+host_set_capture_mode(int mode)
+{
+    const int before = capture_mode;
+    capture_mode = mode;
+    return before;
+}
+
+static int
+host_is_relaxed(void)
+{
+    return capture_mode == FP_CAPTURE_MODE_RELAXED;
+}
+
+/* Where the simulated device finds host_is_relaxed(). */
+PyObject *
+fp_py_is_relaxed(PyObject *module, PyObject *ignored)
+{
+    return PyLong_FromVoidPtr((void *)(uintptr_t)host_is_relaxed);
+}
+
 static const fp_kernels host_kernels = {.argument_bytes = ARGUMENT_BYTES,
                                         .works = host_works,
                                         .pack = asked_pack,
                                         .norm = asked_norm,
                                         .scale = asked_scale,
-                                        .message = host_message};
+                                        .message = host_message,
+                                        .set_capture_mode = host_set_capture_mode};
 
 PyObject *
 fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

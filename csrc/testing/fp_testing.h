@@ -16,5 +16,6 @@ PyObject *fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t 
 PyObject *fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *fp_py_is_relaxed(PyObject *module, PyObject *ignored);
 
 #endif

@@ -340,6 +340,8 @@ static PyMethodDef testing_methods[] = {
      "kernel_norm(arrays, is_max, /)\n--\n\nThe sum of squares, or the largest magnitude, of (buffer, dtype, numel)."},
     {"kernel_scale", FP_METHOD(fp_py_kernel_scale), METH_FASTCALL,
      "kernel_scale(arrays, factor, in_fp64, /)\n--\n\nMultiply the elements of (buffer, dtype, numel) by a factor."},
+    {"is_relaxed", fp_py_is_relaxed, METH_NOARGS,
+     "is_relaxed()\n--\n\nThe address of a C function: whether the calling thread spares captures, by these kernels."},
     {"host_kernels", FP_METHOD(fp_py_host_kernels), METH_FASTCALL,
      "host_kernels(used, too_old=False, /)\n--\n\nHave the simulated device use these kernels, or none, or say that it "
      "is too old for them; return how often each was called."},

@@ -179,7 +179,7 @@ def wait(
         if by_device:
             if sequence is not None:
                 sequence.order.broken = _C.TRACE_BROKEN if before is not None and before.query() else _C.TRACE_LOST
-                sequence.is_told()
+                sequence.note_told()
             group._get_backend(device).abort()
         raise
     except RuntimeError as error:

@@ -212,21 +212,21 @@ class Sequence:
         """Raises: OrderError, if no collective over the group has values any more."""
         if self.order.broken:
             why = self._why()
-            self.is_told()
+            self.note_told()
             raise OrderError(why)
 
     def raise_if_lost(self) -> None:
         """Raises: OrderError, if a device has waited for a collective that was aborted: there are no values."""
         if self.order.broken == _C.TRACE_LOST:
             why = self._why()
-            self.is_told()
+            self.note_told()
             raise OrderError(f"{why}. {_LOST}")
 
     def has_lost(self) -> bool:
         """Whether values are lost of which no call has raised."""
         return self.order.broken == _C.TRACE_LOST and not self._told_of_loss
 
-    def is_told(self) -> None:
+    def note_told(self) -> None:
         """An OrderError is about to be raised, which the user goes on with, or not."""
         if not peers.is_watching():
             for one in (self, *self._peers):
@@ -372,7 +372,7 @@ class Sequence:
         with self._closing:
             self._reason = self._reason or without_store(error) + AND_SO
             self.order.broken = _C.TRACE_BROKEN
-        self.is_told()
+        self.note_told()
         raise OrderError(self._reason) from error
 
     def _raise_if_broken(self) -> None:
@@ -453,7 +453,7 @@ class Sequence:
         for peer in self._peers:
             peer._close(self._reason, 0)
         peers.wait_until(lambda: all(one._is_read() for one in (self, *self._peers)))
-        self.is_told()
+        self.note_told()
         raise OrderError(self._reason)
 
     def _close(self, reason: str, absent: int) -> None:

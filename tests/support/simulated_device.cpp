@@ -109,12 +109,19 @@ auto &queues = for_good<std::map<int64_t, Queue>>(); // by the stream's id; 0 is
 int64_t last_stream = 0, put_off = 0, waits = 0;
 int64_t computing = 0; // the stream that computes
 bool computes_late = false;
+int (*is_relaxed)() = nullptr; // while another thread captures a graph: whether CUDA allows this one to ask the device
 thread_local int64_t current = 0;
 
 bool
 is_late(int64_t stream)
 {
     return (stream == computing) == computes_late;
+}
+
+void
+check_relaxed()
+{
+    TORCH_CHECK(is_relaxed == nullptr || is_relaxed() != 0, "operation not permitted when stream is capturing");
 }
 
 void finish_collectives();
@@ -305,6 +312,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryEvent(void *event) const override
     {
         auto *of = static_cast<Recorded *>(event);
+        check_relaxed();
         const Tried locked(mutex, std::try_to_lock);
         if (!locked) {
             return of == nullptr || *of->ended >= of->until;
@@ -320,6 +328,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void synchronizeEvent(void *event) const override
     {
+        check_relaxed();
         const Locked locked(mutex);
         waits++;
         if (const auto *of = static_cast<Recorded *>(event)) {
@@ -1100,6 +1109,7 @@ PYBIND11_MODULE(simulated_device, m)
             force_all();
         },
         pybind11::arg("with_gil") = false);
+    m.def("captured_beside", [](uintptr_t asked) { is_relaxed = reinterpret_cast<int (*)()>(asked); });
     m.def(
         "late",
         [](const std::string &which, int64_t stream) {
