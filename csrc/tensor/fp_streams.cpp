@@ -198,8 +198,8 @@ wait_until(std::optional<Mark> &mark)
         TORCH_CHECK(mark->capture == 0, "flatparam: what lies on the host cannot be captured into a CUDA graph, as "
                                         "the host waits for the device: leave out CPUOffload and offload_grads");
         const WithoutGil released;
-        if (!has_come(mark->event)) {
-            const SparedCaptures spared(mark->event.device());
+        const SparedCaptures spared(mark->event.device());
+        if (!mark->event.query()) {
             mark->event.synchronize();
         }
     }

@@ -392,9 +392,8 @@ def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
 def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
     """Full parameters of ``units`` within the block. A collective call."""
     units = list(units)
-    order.settle(
-        segment for unit in units for segment in unit.segments if not segment.is_sharded
-    )  # others are gathered
+    # What is sharded is gathered, and waited for there
+    order.settle(segment for unit in units for segment in unit.segments if not segment.is_sharded)
     with contextlib.ExitStack() as leaving:
         entered: list[Summoned] = []
         for unit in units:
