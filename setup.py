@@ -347,7 +347,7 @@ class BuildExtension(build_ext):
 
 
 class CudaCheck(Command):
-    """The command cuda_check: compile the kernels for all architectures; a register that is spilled fails."""
+    """The command cuda_check: compile the kernels for all architectures; threads with memory of their own fail."""
 
     user_options: list = []
 
@@ -363,34 +363,35 @@ class CudaCheck(Command):
             print(f"cuda-check: no nvcc in CUDA_HOME, in CUDA_PATH, on PATH or in {CUDA_FOLDER}: nothing was compiled")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        print(f"cuda-check: {nvcc} {nvcc_release(nvcc)}; registers of each kernel, and bytes of them that are spilled")
-        spilled = 0
+        print(f"cuda-check: {nvcc} {nvcc_release(nvcc)}; registers of a thread, and bytes it has in memory instead")
+        failed = 0
         for source in sorted(Path("csrc/cuda").glob("*.cu")):
             command = [nvcc, *NVCC_FLAGS, *NVCC_STRICT, *gencode(nvcc), "-Xptxas=-v", "-c", str(source)]
             command += ["-o", str(self.folder / f"{source.stem}.o")]
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if done.returncode != 0:
                 raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
-            spilled += self.report(done.stdout)
-        if spilled:
-            raise CompileError(f"cuda-check: {spilled} kernels spill registers to memory")
+            failed += self.report(done.stdout)
+        if failed:
+            raise CompileError(f"cuda-check: {failed} kernels put to memory what belongs in registers")
 
     def report(self, output: str) -> int:
-        """Print a line for each kernel that ptxas tells of; return how many spill."""
+        """Print a line for each kernel that ptxas tells of; return how many have a stack frame or spill."""
         told: dict[str, dict[str, tuple[int, int]]] = {}
         pattern = (
-            r"entry function '(\S+)' for 'sm_(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes.*?Used (\d+) registers"
+            r"entry function '(\S+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
+            r".*?Used (\d+) registers"
         )
-        for name, arch, stores, loads, registers in re.findall(pattern, output, re.DOTALL):
-            told.setdefault(name, {})[arch] = (int(registers), int(stores) + int(loads))
+        for name, arch, *in_memory, registers in re.findall(pattern, output, re.DOTALL):
+            told.setdefault(name, {})[arch] = (int(registers), max(map(int, in_memory)))
         for name, by_arch in sorted(told.items()):
             kind = re.search(r"(pack|norm|scale)I(?:L8fp_dtype(\d)E)?Lm(\d+)E", name)
             if kind is not None:
                 target = "" if kind[2] is None else f" to {('fp64', 'fp32', 'bf16', 'fp16')[int(kind[2])]}"
                 name = f"{kind[1]}{target}, " + ("table in memory" if kind[3] == "0" else f"table of {kind[3]} bytes")
-            cells = [f"sm_{arch} {used} ({spills})" for arch, (used, spills) in by_arch.items()]
+            cells = [f"sm_{arch} {used} ({in_memory})" for arch, (used, in_memory) in by_arch.items()]
             print(f"{name:36}{', '.join(cells)}")
-        return sum(any(spills for _, spills in by_arch.values()) for by_arch in told.values())
+        return sum(any(in_memory for _, in_memory in by_arch.values()) for by_arch in told.values())
 
 
 def problem(commands: set[str]) -> str | None:

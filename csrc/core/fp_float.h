@@ -1,6 +1,7 @@
 /* core/fp_float.h -- one element at a time: load, round, store for each dtype. Pure C11: no Python.h, no torch.
  * The definition of all conversions: the vector kernels have to give the same bits (NaN excepted: any NaN will do). All
- * rounding is to nearest even. Memory goes through memcpy, so no address needs to be aligned. */
+ * rounding is to nearest even. Memory goes through memcpy, so no address needs to be aligned. Devices of CUDA have an instruction
+ * for each conversion, with the same results (PTX ISA, cvt). */
 #pragma once
 
 #include <stdint.h>
@@ -33,16 +34,27 @@ fp_f32_of_bf16(uint16_t bf16)
 FP_HD static inline uint16_t
 fp_bf16_of_f32(float value)
 {
+#if defined(__CUDA_ARCH__)
+    uint16_t bf16;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bf16) : "f"(value));
+    return bf16;
+#else
     const uint32_t bits = fp_bits_of_f32(value);
     if ((bits & 0x7FFFFFFFu) > 0x7F800000u) {
         return 0x7FC0; /* the addition below could carry a NaN into infinity */
     }
     return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+#endif
 }
 
 FP_HD static inline float
 fp_f32_of_f16(uint16_t f16)
 {
+#if defined(__CUDA_ARCH__)
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(f16));
+    return value;
+#else
     const uint32_t sign = ((uint32_t)f16 & 0x8000u) << 16;
     const uint32_t magnitude = ((uint32_t)f16 & 0x7FFFu) << 13; /* exponent and mantissa in binary32's places */
     if (magnitude >= 0x0F800000u) {                             /* infinity or NaN: the largest exponent there too */
@@ -53,11 +65,17 @@ fp_f32_of_f16(uint16_t f16)
         return fp_f32_of_bits(sign | fp_bits_of_f32(scaled));
     }
     return fp_f32_of_bits(sign | (magnitude + 0x38000000u)); /* the exponent's bias grows from 15 to 127 */
+#endif
 }
 
 FP_HD static inline uint16_t
 fp_f16_of_f32(float value)
 {
+#if defined(__CUDA_ARCH__)
+    uint16_t f16;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(f16) : "f"(value));
+    return f16;
+#else
     const uint32_t bits = fp_bits_of_f32(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -68,6 +86,7 @@ fp_f16_of_f32(float value)
         return (uint16_t)(sign | (fp_bits_of_f32(fp_f32_of_bits(magnitude) + 0.5f) - 0x3F000000u));
     }
     return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13));
+#endif
 }
 
 /* Element i of an array as float (fp64 is rounded) or as double (exact). */

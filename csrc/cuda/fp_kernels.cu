@@ -1,4 +1,4 @@
-// cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. What a thread does is in fp_bodies.h.
+// cuda/fp_kernels.cu -- the kernels for CUDA, and their launch on a stream. What a thread does is in fp_pack_body.h and fp_list_bodies.h.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -6,7 +6,7 @@
 #include <cstring>
 
 extern "C" {
-#include "cuda/fp_bodies.h"
+#include "cuda/fp_list_bodies.h"
 }
 
 namespace {
@@ -14,7 +14,7 @@ namespace {
 // A job and its table, where that goes along: kernels take 4 KiB of arguments, and 32,764 bytes from CUDA 12.1 on.
 template <class Job, size_t BYTES> struct Arguments {
     Job job;
-    uint32_t n;
+    fp_index index;
     alignas(16) unsigned char table[BYTES];
 
     __device__ const fp_piece *pieces() const
@@ -23,16 +23,17 @@ template <class Job, size_t BYTES> struct Arguments {
     }
 };
 
-constexpr size_t small_bytes = 4096 - 96, large_bytes = CUDART_VERSION >= 12010 ? 32752 - 96 : small_bytes;
+constexpr size_t other_bytes = 96 + sizeof(fp_index), small_bytes = (4096 - other_bytes) / 16 * 16,
+                 large_bytes = CUDART_VERSION >= 12010 ? (32764 - other_bytes) / 16 * 16 : small_bytes;
 static_assert(sizeof(Arguments<fp_pack_job, small_bytes>) <= 4096);
 static_assert(sizeof(Arguments<fp_pack_job, large_bytes>) <= (CUDART_VERSION >= 12010 ? 32764 : 4096));
 
 template <fp_dtype to, size_t BYTES>
 __global__ void
-__launch_bounds__(FP_KERNEL_THREADS) pack(const __grid_constant__ Arguments<fp_pack_job, BYTES> asked)
+__launch_bounds__(FP_KERNEL_THREADS, 4) pack(const __grid_constant__ Arguments<fp_pack_job, BYTES> asked)
 {
     const fp_pack_job job = asked.job;
-    fp_pack_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x, to);
+    fp_pack_thread(&job, asked.pieces(), &asked.index, blockIdx.x, threadIdx.x, to);
 }
 
 __device__ void
@@ -52,8 +53,8 @@ __launch_bounds__(FP_KERNEL_THREADS) norm(const __grid_constant__ Arguments<fp_n
     __shared__ double sums[FP_KERNEL_THREADS];
     __shared__ bool is_last;
     const fp_norm_job job = asked.job;
-    sums[threadIdx.x] = job.is_max ? fp_norm_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x, 1)
-                                   : fp_norm_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x, 0);
+    sums[threadIdx.x] = job.is_max ? fp_norm_thread(&job, asked.pieces(), &asked.index, blockIdx.x, threadIdx.x, 1)
+                                   : fp_norm_thread(&job, asked.pieces(), &asked.index, blockIdx.x, threadIdx.x, 0);
     fold(sums, job.is_max);
     if (threadIdx.x == 0) {
         job.partials[blockIdx.x] = sums[0];
@@ -65,7 +66,7 @@ __launch_bounds__(FP_KERNEL_THREADS) norm(const __grid_constant__ Arguments<fp_n
         return;
     }
     __threadfence();
-    sums[threadIdx.x] = fp_norm_gather(&job, threadIdx.x);
+    sums[threadIdx.x] = fp_norm_gather(&job, gridDim.x, threadIdx.x);
     fold(sums, job.is_max);
     if (threadIdx.x == 0) {
         fp_norm_finish(&job, sums[0]);
@@ -77,44 +78,45 @@ __global__ void
 __launch_bounds__(FP_KERNEL_THREADS) scale(const __grid_constant__ Arguments<fp_scale_job, BYTES> asked)
 {
     const fp_scale_job job = asked.job;
-    fp_scale_thread(&job, asked.pieces(), asked.n, blockIdx.x, threadIdx.x);
+    fp_scale_thread(&job, asked.pieces(), &asked.index, blockIdx.x, threadIdx.x);
 }
 
 template <class Job, size_t BYTES>
 cudaError_t
-launch_one(void (*kernel)(Arguments<Job, BYTES>), uint32_t blocks, const Job &job, const fp_table &table,
+launch_one(void (*kernel)(Arguments<Job, BYTES>), const Job &job, const fp_index &index, const fp_table &table,
            cudaStream_t stream)
 {
     Arguments<Job, BYTES> arguments; // what is behind the table is not read
     arguments.job = job;
-    arguments.n = table.n;
+    arguments.index = index;
     std::memcpy(arguments.table, table.memory, table.bytes);
     void *all[] = {&arguments};
-    return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), dim3(blocks), dim3(FP_KERNEL_THREADS), all, 0,
+    return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), dim3(index.blocks), dim3(FP_KERNEL_THREADS), all, 0,
                             stream);
 }
 
 template <class Job>
 int
-launch(void (*small)(Arguments<Job, small_bytes>), void (*large)(Arguments<Job, large_bytes>), uint32_t blocks,
-       const Job &job, const fp_table &table, void *stream_handle)
+launch(void (*small)(Arguments<Job, small_bytes>), void (*large)(Arguments<Job, large_bytes>), const Job &job,
+       const fp_index &index, const fp_table &table, void *stream_handle)
 {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    if (blocks == 0) {
+    if (index.blocks == 0) {
         return cudaSuccess;
     }
     if (table.bytes > large_bytes) {
         return cudaErrorInvalidValue;
     }
-    return table.bytes <= small_bytes ? launch_one(small, blocks, job, table, stream)
-                                      : launch_one(large, blocks, job, table, stream);
+    return table.bytes <= small_bytes ? launch_one(small, job, index, table, stream)
+                                      : launch_one(large, job, index, table, stream);
 }
 
 template <fp_dtype to>
 int
 launch_pack(const fp_pack_job &job, const fp_table &table, void *stream)
 {
-    return launch<fp_pack_job>(pack<to, small_bytes>, pack<to, large_bytes>, fp_pack_blocks(&job), job, table, stream);
+    return launch<fp_pack_job>(pack<to, small_bytes>, pack<to, large_bytes>, job, fp_pack_index(&job, &table), table,
+                               stream);
 }
 
 int
@@ -136,18 +138,19 @@ pack_any(const fp_pack_job *job, const fp_table *table, void *stream)
 int
 norm_any(const fp_norm_job *job, const fp_table *table, void *stream)
 {
-    const uint32_t blocks = fp_norm_blocks(job->end);
+    const fp_index index = fp_norm_index(job, table);
     const cudaError_t error =
-        cudaMemsetAsync(job->partials + blocks, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+        cudaMemsetAsync(job->partials + index.blocks, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
     return error != cudaSuccess
                ? error
-               : launch<fp_norm_job>(norm<small_bytes>, norm<large_bytes>, blocks, *job, *table, stream);
+               : launch<fp_norm_job>(norm<small_bytes>, norm<large_bytes>, *job, index, *table, stream);
 }
 
 int
 scale_any(const fp_scale_job *job, const fp_table *table, void *stream)
 {
-    return launch<fp_scale_job>(scale<small_bytes>, scale<large_bytes>, fp_scale_blocks(job), *job, *table, stream);
+    return launch<fp_scale_job>(scale<small_bytes>, scale<large_bytes>, *job, fp_scale_index(job, table), *table,
+                                stream);
 }
 
 // A device older than all architectures that were compiled for has no kernels; CUDA is asked once a device.

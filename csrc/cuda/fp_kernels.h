@@ -1,6 +1,6 @@
 /* cuda/fp_kernels.h -- what an accelerator's kernels are asked: packing, norms and scaling of many tensors in one launch
  * each. Pure C11: no Python.h, no torch, no CUDA. csrc/cuda/fp_kernels.cu has them for CUDA; tests run the same bodies
- * (fp_bodies.h) on the host. Sizes and positions are in elements. */
+ * (fp_pack_body.h, fp_list_bodies.h) on the host. Sizes and positions are in elements. */
 #ifndef FP_KERNELS_H
 #define FP_KERNELS_H
 

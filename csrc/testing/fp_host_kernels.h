@@ -1,15 +1,15 @@
 /* testing/fp_host_kernels.h -- the bodies of the accelerator's kernels run on the host, all blocks and threads in turn. */
 #pragma once
 
-#include "cuda/fp_bodies.h"
+#include "cuda/fp_list_bodies.h"
 
 static inline int
 fp_host_pack(const fp_pack_job *job, const fp_table *table, void *stream)
 {
-    const fp_piece *pieces = (const fp_piece *)table->memory;
-    for (uint32_t block = 0; block < fp_pack_blocks(job); block++) {
+    const fp_index index = fp_pack_index(job, table);
+    for (uint32_t block = 0; block < index.blocks; block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-#define FP_CALL(to) fp_pack_thread(job, pieces, table->n, block, thread, to)
+#define FP_CALL(to) fp_pack_thread(job, (const fp_piece *)table->memory, &index, block, thread, to)
             FP_FOR_DTYPE(job->dtype, FP_CALL)
 #undef FP_CALL
         }
@@ -33,15 +33,16 @@ static inline int
 fp_host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 {
     const fp_piece *pieces = (const fp_piece *)table->memory;
+    const fp_index index = fp_norm_index(job, table);
     double sums[FP_KERNEL_THREADS];
-    for (uint32_t block = 0; block < fp_norm_blocks(job->end); block++) {
+    for (uint32_t block = 0; block < index.blocks; block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            sums[thread] = fp_norm_thread(job, pieces, table->n, block, thread, job->is_max);
+            sums[thread] = fp_norm_thread(job, pieces, &index, block, thread, job->is_max);
         }
         job->partials[block] = fp_host_folded(sums, job->is_max);
     }
     for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-        sums[thread] = fp_norm_gather(job, thread);
+        sums[thread] = fp_norm_gather(job, index.blocks, thread);
     }
     fp_norm_finish(job, fp_host_folded(sums, job->is_max));
     return 0;
@@ -50,9 +51,10 @@ fp_host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 static inline int
 fp_host_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 {
-    for (uint32_t block = 0; block < fp_scale_blocks(job); block++) {
+    const fp_index index = fp_scale_index(job, table);
+    for (uint32_t block = 0; block < index.blocks; block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            fp_scale_thread(job, (const fp_piece *)table->memory, table->n, block, thread);
+            fp_scale_thread(job, (const fp_piece *)table->memory, &index, block, thread);
         }
     }
     return 0;

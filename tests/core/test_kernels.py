@@ -161,6 +161,25 @@ def test_many_pieces():
     assert torch.equal(torch.cat(sources), together * 0.5)
 
 
+@pytest.mark.parametrize("most", [900, 4000])  # elements of a source: a block works once, or in rounds
+def test_each_of_many_blocks_finds_its_pieces(most):
+    generator = torch.Generator().manual_seed(most)
+    numels = torch.randint(0, most, (700,), generator=generator).tolist()
+    sources = [torch.randn(numel, generator=generator) for numel in numels]
+    starts = list(itertools.accumulate((numel + i % 3 for i, numel in enumerate(numels)), initial=5))
+    flat, expected = torch.full((starts[-1],), 9.0), torch.full((starts[-1],), 9.0)
+    expected[5:] = 0
+    for source, start in zip(sources, starts, strict=False):
+        expected[start : start + len(source)] = source
+    pieces = [(memory(s), "float32", start, len(s), ()) for s, start in zip(sources, starts, strict=False)]
+    _C_testing.kernel_pack(pieces, memory(flat), "float32", 5, starts[-1])
+    assert torch.equal(flat, expected)
+    listed, together = [(memory(s), "float32", len(s)) for s in sources], torch.cat(sources)
+    assert _C_testing.kernel_norm(listed, True) == together.abs().max()
+    _C_testing.kernel_scale(listed, 0.5, False)
+    assert torch.equal(torch.cat(sources), together * 0.5)
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(list(DTYPES)), st.integers(0, 7), st.integers(0, 3000)), max_size=6))
 @example([("float32", 1, 3_000_000), ("bfloat16", 3, 5)])

@@ -24,7 +24,7 @@ auto &kernels = for_good<std::map<const void *, Kernel>>();
 // As in csrc/cuda/fp_kernels.cu.
 template <class Job> struct Arguments {
     Job job;
-    uint32_t n;
+    fp_index index;
     alignas(16) unsigned char table[32752];
 };
 
@@ -38,24 +38,6 @@ arguments_of(const Kernel &kernel, void **all)
     return copy;
 }
 
-uint32_t
-blocks_of(const fp_pack_job &job)
-{
-    return fp_pack_blocks(&job);
-}
-
-uint32_t
-blocks_of(const fp_norm_job &job)
-{
-    return fp_norm_blocks(job.end);
-}
-
-uint32_t
-blocks_of(const fp_scale_job &job)
-{
-    return fp_scale_blocks(&job);
-}
-
 int
 run(const fp_pack_job &job, const fp_table &table)
 {
@@ -65,7 +47,7 @@ run(const fp_pack_job &job, const fp_table &table)
 int
 run(const fp_norm_job &job, const fp_table &table)
 {
-    if (*reinterpret_cast<unsigned *>(job.partials + blocks_of(job)) != 0) {
+    if (*reinterpret_cast<unsigned *>(job.partials + fp_norm_blocks(job.end)) != 0) {
         throw std::runtime_error("the counter of the norm's kernel was not zeroed");
     }
     return fp_host_norm(&job, &table, nullptr);
@@ -77,16 +59,16 @@ run(const fp_scale_job &job, const fp_table &table)
     return fp_host_scale(&job, &table, nullptr);
 }
 
-// Queue a launch, if it has as many blocks as its job takes.
+// Queue a launch, if it has as many blocks as its index says.
 template <class Job>
 cudaError_t
 queued(const Kernel &kernel, void **all, uint32_t blocks, Stream *stream)
 {
     auto asked = arguments_of<Job>(kernel, all);
-    if (blocks != blocks_of(asked->job)) {
+    if (blocks != asked->index.blocks) {
         return told(cudaErrorInvalidConfiguration);
     }
-    put(stream, [asked] { run(asked->job, {.memory = asked->table, .bytes = sizeof asked->table, .n = asked->n}); });
+    put(stream, [asked] { run(asked->job, {.memory = asked->table, .bytes = sizeof asked->table, .n = asked->index.n}); });
     return cudaSuccess;
 }
 

@@ -456,7 +456,9 @@ def test_device_meshes_and_parameters_that_are_tensors_of_one(way, orig):
     assert twin._device_mesh == model._device_mesh
     assert twin._fsdp_extension is twin._handle._fsdp_extension is not model._fsdp_extension
     assert twin._handle.process_group is model._handle.process_group
-    assert torch.equal(twin._handle.flat_param, model._handle.flat_param)
+    # as numbers: where the fake group scatters nothing there may be NaNs
+    shards = [each._handle.flat_param.detach().view(torch.int32) for each in (twin, model)]
+    assert torch.equal(*shards)
     with FullyShardedDataParallel.summon_full_params(twin):
         assert isinstance(twin.module.weight, DTensor)
         assert twin.module.weight.device_mesh == mesh["tp"]
