@@ -83,6 +83,39 @@ make_room(fp_flat_buffer &flat)
                    made.defined() ? storage_of(made)->set_data_ptr(c10::DataPtr()) : c10::DataPtr());
 }
 
+// What is gathered is put to the current stream. refreshed: memory for the secondary shard, if that is gathered first.
+void
+put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool refreshes, const at::Tensor &refreshed,
+           PyObject *collectives)
+{
+    if (refreshes) {
+        if (refreshed.defined()) {
+            const int64_t first = flat.rank * flat.shard_numel - flat.param_rank * flat.part_numel();
+            at::Tensor copy = refreshed, slot = alias(copy, flat.shard_numel, int64_t{1}, first);
+            fill(flat, slot, shard);
+            if (gather_over(flat, *flat.refresh_group, copy, slot, collectives)) {
+                move(flat, FP_DATA_REFRESH);
+            }
+            flat.next_secondary_shard = std::move(copy);
+        }
+        wait_for_gather(flat);
+        flat.secondary_shard = std::move(flat.next_secondary_shard);
+        flat.next_secondary_shard.reset();
+    }
+    if (flat.secondary_shard.defined()) {
+        gather_all(flat, *flat.param_group, flat.secondary_shard, collectives);
+        return;
+    }
+    at::Tensor slot = alias(flat.unsharded_data, flat.shard_numel, int64_t{1}, flat.rank * flat.shard_numel);
+    fill(flat, slot, shard);
+    if (flat.shards > 1) {
+        gather_all(flat, *flat.shard_group, slot, collectives);
+    }
+    else {
+        move(flat, FP_DATA_FILL);
+    }
+}
+
 // The process group over which all of them do that in one step, if its backend can do it in one call.
 c10d::ProcessGroup *
 group_of_all(fp_flat_buffer *const *flats, Py_ssize_t n, const c10::Device &device, int what)
@@ -236,33 +269,12 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         fp::make_room(*flat);
         flat->home.move_in(device);
         const fp::OnOwnStream gathering(device, fp::Purpose::gather); /* where no memory is made that outlives this */
-        if (refreshes) {
-            if (copy.defined()) {
-                const int64_t first = flat->rank * flat->shard_numel - flat->param_rank * flat->part_numel();
-                at::Tensor slot = fp::alias(copy, flat->shard_numel, int64_t{1}, first);
-                fp::fill(*flat, slot, shard);
-                if (fp::gather_over(*flat, *flat->refresh_group, copy, slot, collectives)) {
-                    fp::move(*flat, FP_DATA_REFRESH);
-                }
-                flat->next_secondary_shard = std::move(copy);
-            }
-            fp::wait_for_gather(*flat);
-            flat->secondary_shard = std::move(flat->next_secondary_shard);
-            flat->next_secondary_shard.reset();
+        try {
+            fp::put_gather(*flat, shard, refreshes, copy, collectives);
         }
-        if (flat->secondary_shard.defined()) {
-            fp::gather_all(*flat, *flat->param_group, flat->secondary_shard, collectives);
-        }
-        else {
-            at::Tensor slot =
-                fp::alias(flat->unsharded_data, flat->shard_numel, int64_t{1}, flat->rank * flat->shard_numel);
-            fp::fill(*flat, slot, shard);
-            if (flat->shards > 1) {
-                fp::gather_all(*flat, *flat->shard_group, slot, collectives);
-            }
-            else {
-                fp::move(*flat, FP_DATA_FILL);
-            }
+        catch (...) {
+            gathering.join(); /* which may be writing to memory that is freed now */
+            throw;
         }
         if (gathering && !flat->work) {
             flat->was_filled.emplace(fp::recorded_now(device));

@@ -104,6 +104,18 @@ OnOwnStream::OnOwnStream(const c10::Device &device, Purpose purpose, After after
     }
 }
 
+void
+OnOwnStream::join() const noexcept
+{
+    if (guard_) {
+        try {
+            put_after(guard_->original_stream(), guard_->current_stream());
+        }
+        catch (...) { // the device has failed: whoever uses it next says so
+        }
+    }
+}
+
 Mark
 copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device)
 {

@@ -34,6 +34,9 @@ class OnOwnStream {
         return guard_.has_value();
     }
 
+    // The stream that was current before waits for all that was put to this one.
+    void join() const noexcept;
+
   private:
     std::optional<c10::StreamGuard> guard_;
 };

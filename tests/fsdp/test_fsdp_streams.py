@@ -515,6 +515,34 @@ def test_memory_that_is_written_to_is_not_used_again(library):
     run_ranks(deleted, 1, library)
 
 
+def not_gathered(library, strategy):
+    """The collective cannot be begun that was to gather what this rank's shard is being cast to."""
+    device = simulated.use(library)
+    sim, groups = torch.device("sim", 0), groups_of(strategy.name, *three_groups(simulated.new_group))
+    layer = nn.Linear(64, 64)
+    nn.init.ones_(layer.weight)
+    model = FSDP(layer, process_group=groups, device_id=sim, mixed_precision=LOW, sharding_strategy=strategy)
+    x = torch.ones(2, 64, device=sim)
+    with torch.no_grad():
+        model(x)
+        model._flat_param.add_(1.0)
+        device.fail_after(0)
+        with pytest.raises(RuntimeError, match="a collective that was to fail"):
+            model(x)
+        device.fail_after(-1)
+        # what was being cast may have been freed, or is with the model
+        blocks = [torch.zeros(n, device=sim, dtype=torch.bfloat16) for n in (64 * 65, 64 * 65 // 2) for _ in range(4)]
+        del model
+        blocks += [torch.zeros_like(block) for block in blocks]
+    device.synchronize()
+    assert not any(block.any().item() for block in blocks)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.LAYER_ZERO_NESTED])
+def test_memory_of_a_gather_that_fails_is_not_used_again_too_early(library, strategy):
+    run_ranks(not_gathered, 2 if strategy is ShardingStrategy.FULL_SHARD else 4, library, strategy)
+
+
 ENDS = """
 import gc, sys, torch, torch.distributed as dist
 sys.path[:0] = sys.argv[2:]
