@@ -135,7 +135,8 @@ fp_flat_buffer_new(const fp_flat_buffer_options *options)
 void
 fp_flat_buffer_free(fp_flat_buffer *flat)
 {
-    if (flat != nullptr && fp::guarded(-1, [&] { fp::wait_for_fill(*flat); }) < 0) {
+    if (flat != nullptr &&
+        (fp::guarded(-1, [&] { fp::wait_for_fill(*flat); }) < 0 || fp_flat_buffer_drop_reload(flat) < 0)) {
         PyErr_Clear(); /* the device has failed: whoever uses it next says so */
     }
     delete flat;

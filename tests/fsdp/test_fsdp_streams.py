@@ -10,11 +10,8 @@ import functools
 import itertools
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import simulated
@@ -478,106 +475,3 @@ def broken_off(library):
 
 def test_a_call_for_several_that_fails_is_ended(library):
     run_ranks(broken_off, 2, library)
-
-
-class Skips(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
-        self.skips = False
-
-    def forward(self, x):
-        x = self.blocks[0](x)
-        return x if self.skips else self.blocks[1](x)
-
-
-def deleted(library):
-    """A model goes while a unit is cast to its place that was gathered ahead, and that nobody has come to."""
-    device = simulated.use(library)
-    sim = torch.device("sim", 0)
-    arguments = {"process_group": simulated.new_group(), "device_id": sim, "mixed_precision": LOW}
-    model = wrap_blocks(Skips(), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True, **arguments)
-    x = torch.ones(2, 64, device=sim)
-    with torch.no_grad():
-        model(x)
-        model.module.skips = True
-        before = device.memory()[0]
-        model(x)
-        ahead = device.memory()[0] - before
-        assert ahead >= 2 * 64 * 65
-        del model
-        blocks = [torch.zeros(64 * 65, device=sim, dtype=torch.bfloat16) for _ in range(4)]  # get its memory
-    device.synchronize()
-    assert not any(block.any().item() for block in blocks)
-
-
-def test_memory_that_is_written_to_is_not_used_again(library):
-    run_ranks(deleted, 1, library)
-
-
-def not_gathered(library, strategy):
-    """The collective cannot be begun that was to gather what this rank's shard is being cast to."""
-    device = simulated.use(library)
-    sim, groups = torch.device("sim", 0), groups_of(strategy.name, *three_groups(simulated.new_group))
-    layer = nn.Linear(64, 64)
-    nn.init.ones_(layer.weight)
-    model = FSDP(layer, process_group=groups, device_id=sim, mixed_precision=LOW, sharding_strategy=strategy)
-    x = torch.ones(2, 64, device=sim)
-    with torch.no_grad():
-        model(x)
-        model._flat_param.add_(1.0)
-        device.fail_after(0)
-        with pytest.raises(RuntimeError, match="a collective that was to fail"):
-            model(x)
-        device.fail_after(-1)
-        # what was being cast may have been freed, or is with the model
-        blocks = [torch.zeros(n, device=sim, dtype=torch.bfloat16) for n in (64 * 65, 64 * 65 // 2) for _ in range(4)]
-        del model
-        blocks += [torch.zeros_like(block) for block in blocks]
-    device.synchronize()
-    assert not any(block.any().item() for block in blocks)
-
-
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.LAYER_ZERO_NESTED])
-def test_memory_of_a_gather_that_fails_is_not_used_again_too_early(library, strategy):
-    run_ranks(not_gathered, 2 if strategy is ShardingStrategy.FULL_SHARD else 4, library, strategy)
-
-
-ENDS = """
-import gc, sys, torch, torch.distributed as dist
-sys.path[:0] = sys.argv[2:]
-import simulated
-from fsdp_models import data, loss_of, make, wrap_blocks
-from flatparam import ShardingStrategy
-
-device = simulated.use(sys.argv[1])
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-groups = simulated.new_group([0]), simulated.new_group()
-sim = torch.device("sim", 0)
-model = wrap_blocks(
-    make(), process_group=groups, device_id=sim, sharding_strategy=ShardingStrategy.LAYER_ZERO, offload_grads=True
-)
-
-def stop(*_):
-    raise RuntimeError("stopped")
-
-loss_of(model, data(0).to(sim)).backward()
-model.module.blocks[0].register_full_backward_hook(stop)
-try:
-    with model.no_sync():
-        loss_of(model, data(0).to(sim)).backward()
-except RuntimeError as error:
-    assert "stopped" in str(error)
-del model, groups
-gc.collect()
-dist.destroy_process_group()
-device.end_first()  # then come static variables
-print("stopped")
-"""
-
-
-def test_a_process_ends_while_gradients_leave_for_the_host(library):
-    here = Path(__file__).parent
-    folders = [str(here.parent / "support"), str(here), str(here.parents[1])]
-    ended = subprocess.run([sys.executable, "-c", ENDS, library, *folders], capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stdout) == (0, "stopped\n"), ended
