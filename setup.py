@@ -384,6 +384,8 @@ class CudaCheck(Command):
         )
         for name, arch, *in_memory, registers in re.findall(pattern, output, re.DOTALL):
             told.setdefault(name, {})[arch] = (int(registers), max(map(int, in_memory)))
+        if not told:
+            raise CompileError(f"cuda-check: nothing of what ptxas tells is understood:\n{output}")
         for name, by_arch in sorted(told.items()):
             kind = re.search(r"(pack|norm|scale)I(?:L8fp_dtype(\d)E)?Lm(\d+)E", name)
             if kind is not None:

@@ -23,7 +23,8 @@ template <class Job, size_t BYTES> struct Arguments {
     }
 };
 
-constexpr size_t other_bytes = 96 + sizeof(fp_index), small_bytes = (4096 - other_bytes) / 16 * 16,
+constexpr size_t other_bytes = sizeof(fp_pack_job) + sizeof(fp_index) + 32,
+                 small_bytes = (4096 - other_bytes) / 16 * 16,
                  large_bytes = CUDART_VERSION >= 12010 ? (32764 - other_bytes) / 16 * 16 : small_bytes;
 static_assert(sizeof(Arguments<fp_pack_job, small_bytes>) <= 4096);
 static_assert(sizeof(Arguments<fp_pack_job, large_bytes>) <= (CUDART_VERSION >= 12010 ? 32764 : 4096));

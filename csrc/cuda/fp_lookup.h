@@ -7,12 +7,12 @@
 
 enum { FP_INDEX = 256 };
 
-/* Goes along with a launch, so that a block reads one number where it would search: block b looks from piece first[b >> shift] on. */
+/* Goes along with a launch, so that a block looks for its pieces near where they are: block b from piece first[b >> shift] on. */
 typedef struct {
     uint32_t blocks;
     uint32_t n; /* pieces */
     uint32_t shift;
-    uint16_t first[FP_INDEX];
+    uint16_t first[FP_INDEX]; /* modulo 2^16: a search that begins too early is longer, and as right */
 } fp_index;
 
 /* The first piece from i on that ends after position; n if there is none. O(log of how many are before it). */
@@ -37,7 +37,8 @@ fp_find(const fp_piece *pieces, uint32_t i, uint32_t n, int64_t position)
     return i;
 }
 
-/* For as many blocks of `share` elements as take [begin, end). */
+/* For as many blocks of `share` elements as take [begin, end). It has an entry for each piece at most: the host fills it in, and
+ * of few pieces each is near. */
 FP_BODY fp_index
 fp_index_of(const fp_table *table, int64_t begin, int64_t end, int64_t share)
 {

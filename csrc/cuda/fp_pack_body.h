@@ -7,7 +7,7 @@
 #include "core/fp_float.h"
 #include "cuda/fp_lookup.h"
 
-enum { FP_PACK_ROUNDS = 4 };
+enum { FP_PACK_ROUNDS = 4 }; /* how often a thread works where there is much to do */
 
 /* Element j of target = or += element i of source; see fp_pack_job. */
 FP_BODY void
@@ -100,7 +100,7 @@ fp_pack_store(const fp_pack_job *job, double before, fp_pack_operands operands, 
 }
 
 /* `count` times 16 bytes of the flat buffer, each `step` elements after the one before: 1, 2 or 4, a constant. All is loaded before
- * the first is stored. */
+ * the first is stored. job->before is 1. */
 FP_BODY void
 fp_pack_vectors(const fp_pack_job *job, const char *source, char *target, size_t step, size_t count, fp_dtype from,
                 fp_dtype to)
@@ -126,7 +126,7 @@ fp_pack_vectors(const fp_pack_job *job, const char *source, char *target, size_t
 }
 
 /* FP_PACK_ROUNDS of them from position `at` on, as many at once as fit into registers. 0: the piece is aligned otherwise, and nothing
- * was done. */
+ * was done. job->before is 1. */
 FP_BODY int
 fp_pack_rows(const fp_pack_job *job, const fp_piece *piece, int64_t at, size_t step, fp_dtype from, fp_dtype to)
 {
@@ -190,7 +190,8 @@ fp_pack_elements(const fp_pack_job *job, const fp_piece *pieces, uint32_t n, uin
     }
 }
 
-/* 16 bytes of the flat buffer from position `at` on, as far as the job asks for them; i: a piece at or before the first of them. */
+/* 16 bytes of the flat buffer from position `at` on, as far as the job asks for them. No piece before piece i
+ * ends after `at`. */
 FP_BODY void
 fp_pack_part(const fp_pack_job *job, const fp_piece *pieces, uint32_t n, uint32_t i, int64_t at, fp_dtype to)
 {
@@ -217,6 +218,7 @@ fp_pack_part(const fp_pack_job *job, const fp_piece *pieces, uint32_t n, uint32_
     }
 }
 
+/* What thread `thread` of block `block` does: to pack a piece that has all of the block, or as it finds what is there. */
 FP_BODY void
 fp_pack_thread(const fp_pack_job *job, const fp_piece *pieces, const fp_index *index, uint32_t block, uint32_t thread,
                fp_dtype to)

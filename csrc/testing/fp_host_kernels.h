@@ -3,18 +3,16 @@
 
 #include "cuda/fp_list_bodies.h"
 
-static inline int
-fp_host_pack(const fp_pack_job *job, const fp_table *table, void *stream)
+static inline void
+fp_host_pack(const fp_pack_job *job, const fp_piece *pieces, const fp_index *index)
 {
-    const fp_index index = fp_pack_index(job, table);
-    for (uint32_t block = 0; block < index.blocks; block++) {
+    for (uint32_t block = 0; block < index->blocks; block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-#define FP_CALL(to) fp_pack_thread(job, (const fp_piece *)table->memory, &index, block, thread, to)
+#define FP_CALL(to) fp_pack_thread(job, pieces, index, block, thread, to)
             FP_FOR_DTYPE(job->dtype, FP_CALL)
 #undef FP_CALL
         }
     }
-    return 0;
 }
 
 /* The tree that a block's threads climb together. */
@@ -29,33 +27,28 @@ fp_host_folded(double *sums, int is_max)
     return sums[0];
 }
 
-static inline int
-fp_host_norm(const fp_norm_job *job, const fp_table *table, void *stream)
+static inline void
+fp_host_norm(const fp_norm_job *job, const fp_piece *pieces, const fp_index *index)
 {
-    const fp_piece *pieces = (const fp_piece *)table->memory;
-    const fp_index index = fp_norm_index(job, table);
     double sums[FP_KERNEL_THREADS];
-    for (uint32_t block = 0; block < index.blocks; block++) {
+    for (uint32_t block = 0; block < index->blocks; block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            sums[thread] = fp_norm_thread(job, pieces, &index, block, thread, job->is_max);
+            sums[thread] = fp_norm_thread(job, pieces, index, block, thread, job->is_max);
         }
         job->partials[block] = fp_host_folded(sums, job->is_max);
     }
     for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-        sums[thread] = fp_norm_gather(job, index.blocks, thread);
+        sums[thread] = fp_norm_gather(job, index->blocks, thread);
     }
     fp_norm_finish(job, fp_host_folded(sums, job->is_max));
-    return 0;
 }
 
-static inline int
-fp_host_scale(const fp_scale_job *job, const fp_table *table, void *stream)
+static inline void
+fp_host_scale(const fp_scale_job *job, const fp_piece *pieces, const fp_index *index)
 {
-    const fp_index index = fp_scale_index(job, table);
-    for (uint32_t block = 0; block < index.blocks; block++) {
+    for (uint32_t block = 0; block < index->blocks; block++) {
         for (uint32_t thread = 0; thread < FP_KERNEL_THREADS; thread++) {
-            fp_scale_thread(job, (const fp_piece *)table->memory, &index, block, thread);
+            fp_scale_thread(job, pieces, index, block, thread);
         }
     }
-    return 0;
 }

@@ -16,22 +16,43 @@ count(int *calls, const fp_table *table)
     return table->bytes > ARGUMENT_BYTES;
 }
 
+static void
+run_pack(const fp_pack_job *job, const fp_table *table)
+{
+    const fp_index index = fp_pack_index(job, table);
+    fp_host_pack(job, table->memory, &index);
+}
+
+static void
+run_norm(const fp_norm_job *job, const fp_table *table)
+{
+    const fp_index index = fp_norm_index(job, table);
+    fp_host_norm(job, table->memory, &index);
+}
+
+static void
+run_scale(const fp_scale_job *job, const fp_table *table)
+{
+    const fp_index index = fp_scale_index(job, table);
+    fp_host_scale(job, table->memory, &index);
+}
+
 static int
 asked_pack(const fp_pack_job *job, const fp_table *table, void *stream)
 {
-    return count(&packed, table) || fp_host_pack(job, table, stream);
+    return count(&packed, table) || (run_pack(job, table), 0);
 }
 
 static int
 asked_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 {
-    return count(&measured, table) || fp_host_norm(job, table, stream);
+    return count(&measured, table) || (run_norm(job, table), 0);
 }
 
 static int
 asked_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 {
-    return count(&scaled, table) || fp_host_scale(job, table, stream);
+    return count(&scaled, table) || (run_scale(job, table), 0);
 }
 
 static int
@@ -224,7 +245,7 @@ fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                     (long long)job.end);
         }
         else {
-            fp_host_pack(&job, &call.table, NULL);
+            run_pack(&job, &call.table);
             result = Py_NewRef(Py_None);
         }
     }
@@ -244,7 +265,7 @@ fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        fp_host_norm(&job, &call.table, NULL);
+        run_norm(&job, &call.table);
         result = PyFloat_FromDouble(norm);
     }
     asked_release(&call);
@@ -266,7 +287,7 @@ fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     job.factor = job.in_fp64 ? (const void *)&wide : (const void *)&narrow;
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        fp_host_scale(&job, &call.table, NULL);
+        run_scale(&job, &call.table);
         result = Py_NewRef(Py_None);
     }
     asked_release(&call);

@@ -161,23 +161,53 @@ def test_many_pieces():
     assert torch.equal(torch.cat(sources), together * 0.5)
 
 
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("most", [900, 4000])  # elements of a source: a block works once, or in rounds
-def test_each_of_many_blocks_finds_its_pieces(most):
+def test_each_of_many_blocks_finds_its_pieces(most, offset, begin):
     generator = torch.Generator().manual_seed(most)
     numels = torch.randint(0, most, (700,), generator=generator).tolist()
+    gaps = [i % 3 for i in range(700)]
+    # then one element after the other around the borders of blocks, wherever the first one begins
+    numels += [(-4 - begin - sum(numels) - sum(gaps)) % 1024, *([1] * 12 + [1012]) * 24]
+    gaps += [0] * (len(numels) - 700)
     sources = [torch.randn(numel, generator=generator) for numel in numels]
-    starts = list(itertools.accumulate((numel + i % 3 for i, numel in enumerate(numels)), initial=5))
-    flat, expected = torch.full((starts[-1],), 9.0), torch.full((starts[-1],), 9.0)
-    expected[5:] = 0
+    starts = list(itertools.accumulate((n + gap for n, gap in zip(numels, gaps, strict=True)), initial=begin))
+    flat, expected = shifted(torch.full((starts[-1],), 9.0), offset), torch.full((starts[-1],), 9.0)
+    expected[begin:] = 0
     for source, start in zip(sources, starts, strict=False):
         expected[start : start + len(source)] = source
     pieces = [(memory(s), "float32", start, len(s), ()) for s, start in zip(sources, starts, strict=False)]
-    _C_testing.kernel_pack(pieces, memory(flat), "float32", 5, starts[-1])
+    _C_testing.kernel_pack(pieces, memory(flat), "float32", begin, starts[-1])
     assert torch.equal(flat, expected)
     listed, together = [(memory(s), "float32", len(s)) for s in sources], torch.cat(sources)
     assert _C_testing.kernel_norm(listed, True) == together.abs().max()
     _C_testing.kernel_scale(listed, 0.5, False)
     assert torch.equal(torch.cat(sources), together * 0.5)
+
+
+MANY = 600_000  # of fp64, so many that a thread takes several vectors at once where it may
+
+
+@pytest.mark.parametrize(
+    ("dims", "factor", "begin", "end"),
+    [
+        ((), 0.3, 0, MANY),
+        (((1000, 1), (600, 1000)), 1.0, 0, MANY),
+        (None, 1.0, 0, MANY),
+        ((), 1.0, 3, MANY - 2000),
+        ((), 1.0, 0, MANY),
+    ],
+    ids=["divided", "transposed", "zeros", "a part", "as it is"],
+)
+def test_a_large_piece(dims, factor, begin, end):
+    source = torch.randn(MANY, generator=torch.Generator().manual_seed(3))
+    flat, expected = torch.full((MANY,), 9.0, dtype=torch.float64), torch.full((MANY,), 9.0, dtype=torch.float64)
+    laid_out = source.view(600, 1000).t().reshape(-1) if dims else torch.zeros_like(source) if dims is None else source
+    expected[begin:end] = laid_out.mul(factor).double()[begin:end]
+    piece = (None if dims is None else memory(source), "float32", 0, MANY, dims or ())
+    _C_testing.kernel_pack([piece], memory(flat), "float64", begin, end, factor)
+    assert torch.equal(flat, expected)
 
 
 @settings(deadline=None, max_examples=100)

@@ -38,28 +38,28 @@ arguments_of(const Kernel &kernel, void **all)
     return copy;
 }
 
-int
-run(const fp_pack_job &job, const fp_table &table)
+void
+run(const fp_pack_job &job, const fp_piece *pieces, const fp_index &index)
 {
-    return fp_host_pack(&job, &table, nullptr);
+    fp_host_pack(&job, pieces, &index);
 }
 
-int
-run(const fp_norm_job &job, const fp_table &table)
+void
+run(const fp_norm_job &job, const fp_piece *pieces, const fp_index &index)
 {
-    if (*reinterpret_cast<unsigned *>(job.partials + fp_norm_blocks(job.end)) != 0) {
+    if (*reinterpret_cast<unsigned *>(job.partials + index.blocks) != 0) {
         throw std::runtime_error("the counter of the norm's kernel was not zeroed");
     }
-    return fp_host_norm(&job, &table, nullptr);
+    fp_host_norm(&job, pieces, &index);
 }
 
-int
-run(const fp_scale_job &job, const fp_table &table)
+void
+run(const fp_scale_job &job, const fp_piece *pieces, const fp_index &index)
 {
-    return fp_host_scale(&job, &table, nullptr);
+    fp_host_scale(&job, pieces, &index);
 }
 
-// Queue a launch, if it has as many blocks as its index says.
+// Queue a launch: of as many blocks as its index is for, or of none.
 template <class Job>
 cudaError_t
 queued(const Kernel &kernel, void **all, uint32_t blocks, Stream *stream)
@@ -68,7 +68,7 @@ queued(const Kernel &kernel, void **all, uint32_t blocks, Stream *stream)
     if (blocks != asked->index.blocks) {
         return told(cudaErrorInvalidConfiguration);
     }
-    put(stream, [asked] { run(asked->job, {.memory = asked->table, .bytes = sizeof asked->table, .n = asked->index.n}); });
+    put(stream, [asked] { run(asked->job, reinterpret_cast<const fp_piece *>(asked->table), asked->index); });
     return cudaSuccess;
 }
 

@@ -225,6 +225,46 @@ def packed(library):
                 model.zero_grad()
 
 
+class One(nn.Module):
+    """Gives its parameter away, in the dtype that it is gathered in."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = nn.Parameter(values.clone())
+
+    def forward(self):
+        return self.values.view_as(self.values)
+
+
+def converted(library):
+    """All values of 16 bits to fp32, and those of fp32 where rounding turns to 16 bits, as the CPU casts them."""
+    here = accelerator.use(library)
+    group = here.new_group()
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32).bitwise_left_shift(16)
+    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    wide = (upper[:, None] + lower).flatten().view(torch.float32)
+    narrow = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for low in (torch.bfloat16, torch.float16):
+        precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+        arguments = {"process_group": group, "device_id": here.device, "mixed_precision": precision}
+        model = FSDP(One(wide), **arguments, use_orig_params=True)
+        check_same_values(model(), wide.to(low), f"fp32 to {low}")
+        model = FSDP(One(torch.zeros(len(narrow))), **arguments, use_orig_params=True)
+        model().backward(narrow.view(low).to(here.device))
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            check_same_values(model.module.values.grad, narrow.view(low).float(), f"{low} to fp32")
+
+
+def check_same_values(found, wanted, what):
+    """The same bits, but for those of NaNs."""
+    found = found.detach().cpu()
+    bits = torch.int16 if wanted.itemsize == 2 else torch.int32
+    assert found.dtype == wanted.dtype, what
+    assert torch.equal(found.isnan(), wanted.isnan()), what
+    differ = (found.view(bits) != wanted.view(bits)) & ~wanted.isnan()
+    assert not differ.any(), (what, found[differ][:5], wanted[differ][:5])
+
+
 def offloaded(library):
     """Shards and gradients in host memory: the losses of those on the device."""
     here = accelerator.use(library)
@@ -402,6 +442,7 @@ BODIES = (
     beside_each_other,
     beside_a_capture,
     packed,
+    converted,
     offloaded,
     replayed,
     broken_off,

@@ -97,7 +97,7 @@ def test_the_kernels_that_are_tested_are_told(tool, tmp_path, monkeypatch):
     module.parent.mkdir()
     for content, told in (
         (b"..6launchI11fp_pack_jobE", "NO kernels"),
-        (b"..4packI..11fp_pack_jobLm4000", "flatparam's kernels"),
+        (b"..4packI..11fp_pack_jobLm3472", "flatparam's kernels"),
     ):
         module.write_bytes(content)
         assert tool.kernels().startswith(told)

@@ -398,6 +398,16 @@ free_block(void *memory)
     }
 }
 
+// Of the blocks that are free, how many were written to since, though all that was to be done has been done in its order.
+size_t
+written_since_free()
+{
+    return static_cast<size_t>(std::count_if(unused.begin(), unused.end(), [](const auto &each) {
+        const auto *bytes = static_cast<const unsigned char *>(each.second);
+        return std::any_of(bytes, bytes + each.first.second, [](unsigned char byte) { return byte != 0x7f; });
+    }));
+}
+
 void
 keep_for_stream(const c10::DataPtr &data)
 {
@@ -1107,6 +1117,7 @@ PYBIND11_MODULE(simulated_device, m)
             keeps_gil = with_gil;
             const std::unique_ptr<bool, void (*)(bool *)> till_the_end(&keeps_gil, [](bool *keeps) { *keeps = false; });
             force_all();
+            TORCH_CHECK(written_since_free() == 0, "memory was written to after it was freed");
         },
         pybind11::arg("with_gil") = false);
     m.def("captured_beside", [](uintptr_t asked) { is_relaxed = reinterpret_cast<int (*)()>(asked); });
