@@ -4,7 +4,10 @@ The device is simulated (simulated.py), and all streams are late but the one tha
 seen in the tensors that have the memory by then.
 """
 
+import contextlib
+import functools
 import gc
+import random
 import subprocess
 import sys
 import time
@@ -13,13 +16,13 @@ from pathlib import Path
 import pytest
 import simulated
 import torch
-from fsdp_models import wrap_blocks
-from gloo import run_ranks
+from fsdp_models import data, loss_of, make, wrap_blocks
+from gloo import note, run_ranks
 from test_fsdp_device import groups_of, three_groups
 from torch import nn
 
+from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import MixedPrecision, ShardingStrategy
 
 pytestmark = pytest.mark.multiprocess
 
@@ -126,6 +129,69 @@ def not_added_to(library):
 
 def test_memory_of_a_gradient_that_comes_back_is_not_used_again_too_early(library):
     run_ranks(not_added_to, 2, library)
+
+
+WAYS = {
+    "whole": {"sharding_strategy": ShardingStrategy.FULL_SHARD},
+    "segments": {"sharding_strategy": ShardingStrategy.FULL_SHARD, "segments": True, "use_orig_params": True},
+    "low": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": LOW},
+    "offloaded": {"sharding_strategy": ShardingStrategy.FULL_SHARD, "cpu_offload": CPUOffload(True)},
+    "copies": {"sharding_strategy": ShardingStrategy.LAYER_ZERO, "offload_grads": True},
+    "nested": {"sharding_strategy": ShardingStrategy.LAYER_ZERO_NESTED, "offload_grads": True},
+    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+}
+
+
+def whatever_fails(library, seed):
+    """Steps that fail somewhere, on all ranks alike. Then the model goes, or the next step is as without them."""
+    device, chance = simulated.use(library), random.Random(seed)
+    sim, groups = torch.device("sim", 0), three_groups(functools.partial(simulated.new_group, on_host=seed % 2 == 0))
+    for _ in range(30):
+        way, fails = chance.choice(list(WAYS)), chance.choice(["a collective", "a forward", "a backward"])
+        which, block = chance.randrange(12), chance.randrange(3)
+        micro, goes_on = chance.random() < 0.5, chance.random() < 0.5
+        note(f"{way}: {fails} fails: {which} or {block}; no_sync {micro}, goes on {goes_on}")
+        of_way = groups_of(WAYS[way]["sharding_strategy"].name, *groups)
+        arguments = {"use_orig_params": True, "process_group": of_way, "device_id": sim, **WAYS[way]}
+        model = wrap_blocks(make(), **arguments)
+        loss_of(model, data(0).to(sim)).backward()
+        model.zero_grad()
+        if micro:
+            with model.no_sync():
+                loss_of(model, data(1).to(sim)).backward()
+        unit = model.module.blocks[block]
+        if fails == "a collective":
+            device.fail_after(which)
+        hook = (unit.register_full_backward_hook if fails == "a backward" else unit.register_forward_hook)(
+            stop if fails != "a collective" else lambda *_: None
+        )
+        with (
+            contextlib.suppress(RuntimeError) if fails == "a collective" else pytest.raises(RuntimeError, match="stop")
+        ):
+            loss_of(model, data(2).to(sim)).backward()
+        device.fail_after(-1)
+        hook.remove()
+        if goes_on:
+            model.zero_grad()
+            twin = wrap_blocks(make(), **arguments)
+            found, wanted = (gradients_of(each, data(3).to(sim)) for each in (model, twin))
+            assert all(map(torch.equal, found, wanted))
+            del twin
+        del model, unit, hook
+        gc.collect()
+        device.synchronize()  # which tells of memory that was written to after it was freed
+
+
+def gradients_of(model, x):
+    loss = loss_of(model, x)
+    loss.backward()
+    return [loss.detach().cpu(), *(param.grad.cpu() for param in model.parameters() if param.grad is not None)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_fails_no_memory_is_written_to_after_it_was_freed(library, seed):
+    run_ranks(whatever_fails, 4 if seed % 2 else 2, library, seed, timeout=120.0)
 
 
 ENDS = """
