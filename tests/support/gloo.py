@@ -55,6 +55,9 @@ def note(text):
         _note_to.send_bytes(pickle.dumps(("note", str(text))))
 
 
+checks = []  # what a rank calls when its function has returned
+
+
 def run_ranks(fn, world_size, *args, timeout=120.0, environment=None):
     """Call ``fn(*args)`` on every rank of a new gloo world; return the list of the ranks' results.
 
@@ -193,6 +196,8 @@ def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment
             timeout=datetime.timedelta(seconds=timeout),
         )
         result = pickle.dumps(fn(*args))
+        for check in checks:
+            check()
         dist.barrier()
         dist.destroy_process_group()
         writing.send_bytes(pickle.dumps(("ok", result)))

@@ -11,6 +11,7 @@ import sysconfig
 import types
 from pathlib import Path
 
+import gloo
 import torch
 import torch.distributed as dist
 
@@ -65,6 +66,7 @@ def use(library, late="others"):
     torch.utils.generate_methods_for_privateuse1_backend()
     dist.Backend.register_backend("simulated", collectives(device), devices=["sim"])
     device.late(late)
+    gloo.checks.append(device.synchronize)  # which tells of memory that was written to after it was freed
     return device
 
 
