@@ -70,7 +70,7 @@ def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:
         return [[python, "-m", "benchmarks.gpu", *arguments]]
     # what torch and NCCL ask the driver for in vain is no error of a kernel
     options = ["--kernel-name", KERNELS, "--report-api-errors", "no", "--error-exitcode", "1"]
-    checked = [*options, python, *RANKS, "packed", *arguments]
+    checked = [*options, python, *RANKS, "packed", "converted", *arguments]
     return [[sanitizer() or SANITIZER, "--tool", tool, *checked] for tool in ("memcheck", "racecheck")]
 
 
@@ -82,6 +82,7 @@ def main(target: str, *arguments: str) -> int:
         return LACKING
     print(machine(), flush=True)
     environment = {**os.environ, "FLATPARAM_TEST_DEVICE": "cuda", "PYTHONPATH": str(ROOT)}
+    environment.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler prints two lines for each measurement
     if target == "sanitize":  # each tensor is a block of the device's own, so that its end is known
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     status = [subprocess.run(command, cwd=ROOT, env=environment).returncode for command in commands(target, arguments)]
