@@ -10,7 +10,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <cstring>
 
 namespace fp {
 namespace {
@@ -136,25 +135,22 @@ class Pieces {
                 size_t first, size_t stop, int64_t base) const
     {
         const c10::DeviceGuard guard(device_);
-        std::vector<fp_piece> pieces(pieces_.begin() + static_cast<std::ptrdiff_t>(first),
-                                     pieces_.begin() + static_cast<std::ptrdiff_t>(stop));
-        std::vector<fp_piece_dim> dims;
-        for (fp_piece &piece : pieces) {
-            const auto begin = dims_.begin() + piece.first_dim;
-            piece.start -= base;
-            piece.first_dim = static_cast<uint32_t>(dims.size());
-            dims.insert(dims.end(), begin, begin + piece.ndim);
+        const size_t n = stop - first;
+        size_t bytes = 0;
+        for (size_t i = first; i < stop; i++) {
+            bytes += bytes_of(pieces_[i]);
         }
-        const size_t piece_bytes = pieces.size() * sizeof(fp_piece), dim_bytes = dims.size() * sizeof(fp_piece_dim);
-        std::vector<unsigned char> memory(piece_bytes + dim_bytes);
-        if (!pieces.empty()) {
-            std::memcpy(memory.data(), pieces.data(), piece_bytes);
+        std::vector<unsigned char> memory(bytes);
+        auto *const pieces = reinterpret_cast<fp_piece *>(memory.data());
+        auto *const dims = reinterpret_cast<fp_piece_dim *>(pieces + n), *next = dims;
+        for (size_t i = 0; i < n; i++) {
+            const fp_piece &piece = pieces_[first + i];
+            pieces[i] = piece;
+            pieces[i].start -= base;
+            pieces[i].first_dim = static_cast<uint32_t>(next - dims);
+            next = std::copy_n(dims_.begin() + piece.first_dim, piece.ndim, next);
         }
-        if (!dims.empty()) {
-            std::memcpy(memory.data() + piece_bytes, dims.data(), dim_bytes);
-        }
-        const fp_table table = {
-            .memory = memory.data(), .bytes = memory.size(), .n = static_cast<uint32_t>(pieces.size())};
+        const fp_table table = {.memory = memory.data(), .bytes = memory.size(), .n = static_cast<uint32_t>(n)};
         const c10::impl::VirtualGuardImpl streams(device_.type());
         const c10::Stream stream = streams.getStream(device_);
         if (!device_.is_cuda()) { // a kernel of a test, which runs at once
