@@ -128,8 +128,8 @@ class Pieces {
         return pieces_[i].start + pieces_[i].numel;
     }
 
-    // Queue one launch of a kernel on the current stream, for the pieces from first on, which start `base` earlier in its
-    // table. Throws if that fails.
+    // Queue one launch of a kernel on the current stream, for pieces [first, stop), which start `base` earlier in its table.
+    // Throws if that fails.
     template <class Job>
     void launch(const fp_kernels &kernels, int (*kernel)(const Job *, const fp_table *, void *), const Job &job,
                 size_t first, size_t stop, int64_t base) const
