@@ -36,6 +36,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     std::optional<fp::Mark> was_filled;            // the same after a gather that is no work
     std::optional<fp::Mark> has_arrived;           // and after the copy to a shard's gradient on the host
     fp::Home home;                                 // of the memory of unsharded
+    fp::Home accumulated_home;                     // of what is accumulated
     fp_gradient_state gradient = FP_GRADIENT_NONE; // see fp::move
     at::Tensor host;                  // where what was accumulated is between backwards; pinned beside an accelerator
     bool host_valid = false;          // it is there now
@@ -132,6 +133,9 @@ void change_version(fp_flat_buffer &flat, PyObject *const *views);
 
 // What lies in host memory comes back into an empty accumulator, in time for what the current stream does next.
 void reload(fp_flat_buffer &flat, at::Tensor &accumulator);
+
+// The current stream uses what is accumulated, or has used it: see Home::share().
+void share_accumulated(fp_flat_buffer &flat);
 
 // What was accumulated goes to host memory.
 void offload(fp_flat_buffer &flat, at::Tensor &accumulator);

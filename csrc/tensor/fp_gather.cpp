@@ -74,13 +74,15 @@ make_room(fp_flat_buffer &flat)
 {
     c10::StorageImpl *const storage = storage_of(flat.unsharded);
     const size_t bytes = bytes_of(flat);
+    const bool is_new = memory_of(storage) != bytes;
     at::Tensor made;
-    if (memory_of(storage) != bytes) {
+    if (is_new) {
         fp_group *const group = flat.param_group != nullptr ? flat.param_group : flat.shard_group;
         made = registered(group, static_cast<int64_t>(bytes), flat.unsharded_data.options().dtype(at::kByte));
     }
     resize_storage(storage, bytes, nullptr, false,
                    made.defined() ? storage_of(made)->set_data_ptr(c10::DataPtr()) : c10::DataPtr());
+    flat.home.move_in(flat.unsharded.device(), is_new);
 }
 
 // What is gathered is put to the current stream. refreshed: memory for the secondary shard, if that is gathered first.
@@ -267,7 +269,6 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         }
         const c10::Device device = flat->unsharded.device();
         fp::make_room(*flat);
-        flat->home.move_in(device);
         const fp::OnOwnStream gathering(device, fp::Purpose::gather); /* where no memory is made that outlives this */
         try {
             fp::put_gather(*flat, shard, refreshes, copy, collectives);

@@ -15,6 +15,7 @@ start_reload(fp_flat_buffer &flat)
     }
     const c10::Device device = flat.unsharded.device();
     at::Tensor buffer = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
+    flat.accumulated_home.move_in(device);
     if (has_streams(device)) {
         flat.has_come = copy_over(buffer, flat.host, device);
     }
@@ -29,17 +30,27 @@ start_reload(fp_flat_buffer &flat)
 void
 reload(fp_flat_buffer &flat, at::Tensor &accumulator)
 {
-    if (!flat.host_valid) {
-        return;
+    if (flat.host_valid) {
+        start_reload(flat);
+        if (flat.has_come) {
+            block_on(flat.has_come, flat.unsharded.device());
+            flat.has_left.reset();
+        }
+        accumulator = std::move(flat.reload_buffer);
+        flat.reload_buffer.reset();
+        flat.host_valid = false;
     }
-    start_reload(flat);
-    if (flat.has_come) {
-        block_on(flat.has_come, flat.unsharded.device());
-        flat.has_left.reset();
+    share_accumulated(flat);
+}
+
+void
+share_accumulated(fp_flat_buffer &flat)
+{
+    for (const at::Tensor &tensor : {flat.accumulated_grad, flat.partial_reduce_output}) {
+        if (tensor.defined()) {
+            flat.accumulated_home.share(tensor);
+        }
     }
-    accumulator = std::move(flat.reload_buffer);
-    flat.reload_buffer.reset();
-    flat.host_valid = false;
 }
 
 void

@@ -220,6 +220,7 @@ accumulate_partial(fp_flat_buffer &flat, const at::Tensor &shard)
     }
     else {
         flat.partial_reduce_output = flat.reduce_output.to(shard.scalar_type());
+        flat.accumulated_home.move_in(flat.partial_reduce_output.device());
     }
     flat.reduce_output.reset();
     if (flat.gradient == FP_GRADIENT_REDUCING_PARTIAL) {
@@ -266,6 +267,9 @@ fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, P
         const bool first = !flat->accumulated_grad.defined();
         const at::TensorOptions options = fp::reduce_options(*flat, shard).dtype(flat->accumulated_dtype_of(shard));
         at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->accumulated_grad;
+        if (first && flat->refresh_group == nullptr) {
+            flat->accumulated_home.move_in(target.device());
+        }
         fp::pack_gradients(*flat, target, *gradients, {.scale = std::nullopt, .accumulate = !first});
         flat->accumulated_grad = std::move(target);
         if (flat->refresh_group == nullptr) {
@@ -477,6 +481,7 @@ fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *kept)
         const fp::Plainly plainly;
         at::Tensor &accumulator = flat->refresh_group != nullptr ? flat->partial_reduce_output : flat->accumulated_grad;
         accumulator = fp::unpack(kept);
+        flat->accumulated_home.move_in(accumulator.device());
         const fp::WithoutGil released;
         fp::offload(*flat, accumulator);
         return 0;
@@ -498,6 +503,9 @@ fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too)
     flat->has_arrived.reset();
     fp::move(*flat, FP_GRADIENT_FORGET); /* from any state */
     if (kept_too) {
+        if (fp::guarded(-1, [&] { fp::share_accumulated(*flat); }) < 0) {
+            PyErr_Clear(); /* as below */
+        }
         flat->accumulated_grad.reset();
         flat->partial_reduce_output.reset();
         flat->host_valid = false;

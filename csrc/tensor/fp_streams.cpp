@@ -219,10 +219,12 @@ wait_until(std::optional<Mark> &mark)
 }
 
 void
-Home::move_in(const c10::Device &device)
+Home::move_in(const c10::Device &device, bool is_new)
 {
     if (!device.is_cpu() && !device.is_meta()) {
-        stream_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+        if (is_new || !stream_) {
+            stream_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+        }
         capture_ = capture_of(device);
     }
 }
@@ -236,6 +238,17 @@ Home::move_out()
             put_after(*stream_, current);
         }
         stream_.reset();
+    }
+}
+
+void
+Home::share(const at::Tensor &tensor) const
+{
+    if (stream_) {
+        const c10::Stream current = c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device());
+        if (current != *stream_) {
+            at::Tensor(tensor).record_stream(current);
+        }
     }
 }
 

@@ -88,11 +88,15 @@ void wait_until(std::optional<Mark> &mark);
 // the capture then, whose graph it belongs to.
 class Home {
   public:
-    // Memory was allocated now.
-    void move_in(const c10::Device &device);
+    // Memory was allocated now, or, if it is not new, is filled again.
+    void move_in(const c10::Device &device, bool is_new = true);
 
     // The memory is about to be freed: its stream uses it again, after what the current one has done with it.
     void move_out();
+
+    // The current stream uses the memory of tensor from here on, and it may be freed without move_out(): if it belongs to another stream,
+    // torch's allocator is told.
+    void share(const at::Tensor &tensor) const;
 
     // Whether there is memory, and what was put to it is void: see Mark.
     bool is_void() const noexcept;

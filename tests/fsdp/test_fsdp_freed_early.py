@@ -7,6 +7,7 @@ seen in the tensors that have the memory by then.
 import contextlib
 import functools
 import gc
+import itertools
 import random
 import subprocess
 import sys
@@ -180,6 +181,38 @@ def whatever_fails(library, seed):
         del model, unit, hook
         gc.collect()
         device.synchronize()  # which tells of memory that was written to after it was freed
+
+
+BEFORE = ("a forward", "micro-batches", "cleared micro-batches")
+
+
+def then_on_another_stream(library):
+    """Memory that was made for one stream is used last on another one, which waits for the first, and is waited for."""
+    device = simulated.use(library)
+    sim, groups = torch.device("sim", 0), three_groups(simulated.new_group)
+    for way, before in itertools.product(WAYS, BEFORE):
+        note(f"{way}: {before}")
+        arguments = {"use_orig_params": True, "device_id": sim, **WAYS[way]}
+        arguments["process_group"] = groups_of(arguments["sharding_strategy"].name, *groups)
+        model = wrap_blocks(make(), **arguments)
+        for k in range(3):
+            with model.no_sync():
+                loss = loss_of(model, data(k).to(sim))
+                if before != "a forward":
+                    loss.backward()
+        if before == "cleared micro-batches":
+            model.zero_grad()
+        side = torch.Stream(sim)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            loss_of(model, data(3).to(sim)).backward()
+            model.zero_grad()
+        torch.accelerator.current_stream().wait_stream(side)
+        device.synchronize()
+
+
+def test_memory_of_one_stream_that_another_one_uses_last(library):
+    run_ranks(then_on_another_stream, 2, library)
 
 
 def gradients_of(model, x):
