@@ -20,14 +20,14 @@ import torch
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from test_fsdp_device import groups_of, three_groups
+from test_fsdp_streams import LOW
+from test_fsdp_streams import WAYS as PLAIN_WAYS
 from torch import nn
 
-from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
 
 pytestmark = pytest.mark.multiprocess
-
-LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +132,7 @@ def test_memory_of_a_gradient_that_comes_back_is_not_used_again_too_early(librar
     run_ranks(not_added_to, 2, library)
 
 
-WAYS = {
-    "whole": {"sharding_strategy": ShardingStrategy.FULL_SHARD},
-    "segments": {"sharding_strategy": ShardingStrategy.FULL_SHARD, "segments": True, "use_orig_params": True},
-    "low": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": LOW},
-    "offloaded": {"sharding_strategy": ShardingStrategy.FULL_SHARD, "cpu_offload": CPUOffload(True)},
-    "copies": {"sharding_strategy": ShardingStrategy.LAYER_ZERO, "offload_grads": True},
-    "nested": {"sharding_strategy": ShardingStrategy.LAYER_ZERO_NESTED, "offload_grads": True},
-    "hybrid": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
-}
+WAYS = {**PLAIN_WAYS, "segments": {**PLAIN_WAYS["whole"], "segments": True}}
 
 
 def whatever_fails(library, seed):
