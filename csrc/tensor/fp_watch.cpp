@@ -45,26 +45,27 @@ class Watch {
             idle_since_ = now;
         }
         be_on_device();
-        bool lost = true;
+        if (is_gone_) {
+            return has_work();
+        }
+        bool lost = false;
         try {
-            if (!is_away(now)) {
-                if (store_->check({"broken"}) || differs()) {
-                    return true;
-                }
-                lost = has_lost(seconds(now - idle_since_));
-                if (!lost) {
-                    /* others may wait for this rank's work; on a grid it may wait in another group, for one who misses it */
-                    if (calls_.is_called() && Kept::any_has_work()) {
-                        calls_.answer();
-                    }
-                    lost = misses(time_out);
-                }
-                away_since_.reset();
+            if (store_->check({"broken"}) || differs()) {
+                return true;
             }
+            lost = has_lost(seconds(now - idle_since_));
+            if (!lost) {
+                /* others may wait for this rank's work; on a grid it may wait in another group, for one who misses it */
+                if (calls_.is_called() && Kept::any_has_work()) {
+                    calls_.answer();
+                }
+                lost = misses(time_out);
+            }
+            away_since_.reset();
         }
         catch (const std::exception &) {
             away_since_ = away_since_.value_or(now);
-            lost = false;
+            is_gone_ = lost = seconds(now - *away_since_) > store_may_be_away;
         }
         return lost && has_work();
     }
@@ -82,12 +83,6 @@ class Watch {
         const auto said = board_.said();
         return std::any_of(ranks_.begin(), ranks_.end(),
                            [&](int64_t rank) { return said.count(static_cast<int>(rank)) != 0; });
-    }
-
-    // Whether the store is out of reach for so long that it is asked no more: torch prints a message each time.
-    bool is_away(Clock::time_point now) const
-    {
-        return away_since_ && seconds(now - *away_since_) > store_may_be_away;
     }
 
     // Whether this rank has come to another collective than a rank that asks about it.
@@ -149,7 +144,8 @@ class Watch {
     Kept kept_;
     int64_t count_ = -1;
     Clock::time_point idle_since_;
-    std::optional<Clock::time_point> away_since_;
+    std::optional<Clock::time_point> away_since_; // the store could not be asked
+    bool is_gone_ = false; // nor some time later: it is asked no more, as torch prints a message each time
     Calls calls_;
     std::optional<Call> call_; // by which it goes while it misses some
 };

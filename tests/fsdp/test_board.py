@@ -152,10 +152,10 @@ def test_a_group_without_a_store_is_refused(told):
 class Watch:
     """A thread that watches the world, whose ranks are here in one process."""
 
-    def __init__(self, board):
+    def __init__(self, board, interval=0.01):
         self.order, self.found = _C.CollectiveTrace(*ORDER), []
         name = dist.group.WORLD.group_name
-        watched = (self.order, name, "cpu", "there", [0, 1, 2], 0.01)
+        watched = (self.order, name, "cpu", "there", [0, 1, 2], interval)
         self._thread = threading.Thread(target=lambda: self.found.append(board.watch(*watched)))
         self._thread.start()
         time.sleep(0.1)
@@ -250,6 +250,17 @@ def test_a_store_that_was_out_of_reach_for_a_moment_is_asked_again():
         time.sleep(0.2)
         store.fails = False
         time.sleep(1.2)
+        dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
+        assert watch.end() == [True]
+
+
+def test_a_store_is_asked_again_however_late_the_next_look_comes():
+    store = Flaky(dist.HashStore())
+    with fake_world(3, store=store) as world:
+        store.fails = True
+        watch = Watch(_C.Board(world.group_name, "here", 2.0, True), interval=1.5)
+        time.sleep(2.0)  # in which it looks once
+        store.fails = False
         dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
         assert watch.end() == [True]
 
