@@ -21,11 +21,11 @@ fp_norm_join(double a, double b, int is_max)
     return is_max ? (b > a || b != b ? b : a) : a + b;
 }
 
-/* What a element adds. */
+/* What an element adds. */
 FP_BODY double
-fp_norm_one(const void *array, size_t i, fp_dtype dtype, int is_max)
+fp_norm_one(const void *source, fp_dtype dtype, int is_max)
 {
-    const double value = fp_load_f64(array, i, dtype);
+    const double value = fp_load_f64(source, 0, dtype);
     return !is_max ? value * value : value < 0 ? -value : value;
 }
 
@@ -38,7 +38,7 @@ fp_norm_vectors(const char *source, fp_dtype dtype, double sum, int is_max)
     FP_UNROLL
     for (size_t k = 0; k < FP_LIST_WIDTH; k++) {
         const uint64_t value = fp_element(in, k, bytes);
-        sum = fp_norm_join(sum, fp_norm_one(&value, 0, dtype, is_max), is_max);
+        sum = fp_norm_join(sum, fp_norm_one(&value, dtype, is_max), is_max);
     }
     return sum;
 }
@@ -49,7 +49,7 @@ fp_norm_element(const char *source, fp_dtype dtype, double sum, int is_max)
 {
     uint64_t in = 0;
     fp_read(&in, source, fp_dtype_bytes(dtype));
-    return fp_norm_join(sum, fp_norm_one(&in, 0, dtype, is_max), is_max);
+    return fp_norm_join(sum, fp_norm_one(&in, dtype, is_max), is_max);
 }
 
 FP_BODY fp_index

@@ -9,28 +9,27 @@
 
 enum { FP_PACK_ROUNDS = 4 }; /* how often a thread works where there is much to do */
 
-/* Element j of target = or += element i of source; see fp_pack_job. */
+/* The element at target = or += that at source; see fp_pack_job. */
 FP_BODY void
-fp_pack_one(const fp_pack_job *job, const void *source, size_t i, fp_dtype from, void *target, size_t j, fp_dtype to,
-            double before)
+fp_pack_one(const fp_pack_job *job, const void *source, fp_dtype from, void *target, fp_dtype to, double before)
 {
     double wide = 0;
     float value = 0;
     if (from == FP_F64) {
-        wide = fp_load_f64(source, i, from);
+        wide = fp_load_f64(source, 0, from);
         wide *= before;
         value = (float)wide;
     }
     else {
-        value = fp_load_f32(source, i, from);
+        value = fp_load_f32(source, 0, from);
         value = before != 1.0 ? fp_round_f32(value * (float)before, from) : value;
         wide = (double)value;
     }
     if (to == FP_F64) {
-        fp_put_f64(target, j, wide, job->has_scale, job->scale, job->accumulate);
+        fp_put_f64(target, 0, wide, job->has_scale, job->scale, job->accumulate);
     }
     else {
-        fp_put_f32(target, j, to, value, from, job->has_scale, job->scale, job->accumulate);
+        fp_put_f32(target, 0, to, value, from, job->has_scale, job->scale, job->accumulate);
     }
 }
 
@@ -93,7 +92,7 @@ fp_pack_store(const fp_pack_job *job, double before, fp_pack_operands operands, 
     for (size_t k = 0; k < (size_t)fp_pack_width(to); k++) {
         const uint64_t value = fp_element(operands.source, k, fp_dtype_bytes(from));
         uint64_t place = fp_element(operands.old, k, bytes);
-        fp_pack_one(job, &value, 0, from, &place, 0, to, before);
+        fp_pack_one(job, &value, from, &place, to, before);
         out = fp_with_element(out, k, bytes, place);
     }
     fp_write(target, &out, sizeof out);
@@ -162,7 +161,7 @@ fp_pack_element(const fp_pack_job *job, const char *source, char *place, fp_dtyp
     if (job->accumulate) {
         fp_read(&out, place, fp_dtype_bytes(to));
     }
-    fp_pack_one(job, &in, 0, from, &out, 0, to, job->before);
+    fp_pack_one(job, &in, from, &out, to, job->before);
     fp_write(place, &out, fp_dtype_bytes(to));
 }
 
