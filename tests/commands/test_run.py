@@ -244,7 +244,7 @@ def test_a_package_is_not_run_again_in_children(tmp_path):
 
 
 TRAINING = """
-import os, sys
+import gc, os, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -266,7 +266,9 @@ for step in range(3):
 with open(f"{os.environ['HANDLES']}{dist.get_rank()}", "w") as file:
     print(type(model._handle).__module__.split(".")[0], *losses, file=file)
 dist.barrier()
+del model, optimizer, loss
 dist.destroy_process_group()
+gc.collect()  # ends the group's threads: one that frees a tensor while Python ends aborts (pytorch#179291)
 """
 
 
