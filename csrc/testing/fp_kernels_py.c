@@ -10,49 +10,67 @@ static int too_old;                  /* the device, for what was compiled */
 enum { ARGUMENT_BYTES = 4000 };
 
 static int
+run_pack(const fp_pack_job *job, const fp_table *table, void *stream)
+{
+    const fp_index index = fp_pack_index(job, table);
+    fp_host_pack(job, table->memory, &index);
+    return 0;
+}
+
+static int
+run_norm(const fp_norm_job *job, const fp_table *table, void *stream)
+{
+    const fp_index index = fp_norm_index(job, table);
+    fp_host_norm(job, table->memory, &index);
+    return 0;
+}
+
+static int
+run_scale(const fp_scale_job *job, const fp_table *table, void *stream)
+{
+    const fp_index index = fp_scale_index(job, table);
+    fp_host_scale(job, table->memory, &index);
+    return 0;
+}
+
+static const fp_kernels bodies = {.pack = run_pack, .norm = run_norm, .scale = run_scale};
+static const fp_kernels *tested = &bodies; /* whose pack, norm and scale are called */
+
+/* use_kernels(address): call these fp_kernels from now on; 0: the bodies. */
+PyObject *
+fp_py_use_kernels(PyObject *module, PyObject *address)
+{
+    const fp_kernels *given = PyLong_AsVoidPtr(address);
+    if (given == NULL && PyErr_Occurred()) {
+        return NULL;
+    }
+    tested = given != NULL ? given : &bodies;
+    Py_RETURN_NONE;
+}
+
+static int
 count(int *calls, const fp_table *table)
 {
     (*calls)++;
     return table->bytes > ARGUMENT_BYTES;
 }
 
-static void
-run_pack(const fp_pack_job *job, const fp_table *table)
-{
-    const fp_index index = fp_pack_index(job, table);
-    fp_host_pack(job, table->memory, &index);
-}
-
-static void
-run_norm(const fp_norm_job *job, const fp_table *table)
-{
-    const fp_index index = fp_norm_index(job, table);
-    fp_host_norm(job, table->memory, &index);
-}
-
-static void
-run_scale(const fp_scale_job *job, const fp_table *table)
-{
-    const fp_index index = fp_scale_index(job, table);
-    fp_host_scale(job, table->memory, &index);
-}
-
 static int
 asked_pack(const fp_pack_job *job, const fp_table *table, void *stream)
 {
-    return count(&packed, table) || (run_pack(job, table), 0);
+    return count(&packed, table) || tested->pack(job, table, stream);
 }
 
 static int
 asked_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 {
-    return count(&measured, table) || (run_norm(job, table), 0);
+    return count(&measured, table) || tested->norm(job, table, stream);
 }
 
 static int
 asked_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 {
-    return count(&scaled, table) || (run_scale(job, table), 0);
+    return count(&scaled, table) || tested->scale(job, table, stream);
 }
 
 static int
@@ -224,6 +242,13 @@ asked_init(PyObject *module, asked *call, PyObject *pieces, int is_list)
     return 0;
 }
 
+static PyObject *
+refused(PyObject *module, const asked *call)
+{
+    fp_fail(module, FP_EINVAL, "the kernels do not take %u pieces in one launch", call->table.n);
+    return NULL;
+}
+
 PyObject *
 fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -245,8 +270,7 @@ fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                     (long long)job.end);
         }
         else {
-            run_pack(&job, &call.table);
-            result = Py_NewRef(Py_None);
+            result = tested->pack(&job, &call.table, NULL) == 0 ? Py_NewRef(Py_None) : refused(module, &call);
         }
     }
     asked_release(&call);
@@ -265,8 +289,7 @@ fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        run_norm(&job, &call.table);
-        result = PyFloat_FromDouble(norm);
+        result = tested->norm(&job, &call.table, NULL) == 0 ? PyFloat_FromDouble(norm) : refused(module, &call);
     }
     asked_release(&call);
     return result;
@@ -287,8 +310,7 @@ fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     job.factor = job.in_fp64 ? (const void *)&wide : (const void *)&narrow;
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        run_scale(&job, &call.table);
-        result = Py_NewRef(Py_None);
+        result = tested->scale(&job, &call.table, NULL) == 0 ? Py_NewRef(Py_None) : refused(module, &call);
     }
     asked_release(&call);
     return result;

@@ -15,6 +15,7 @@ int fp_testing_buffer(PyObject *object, int writable, Py_buffer *out);
 PyObject *fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *fp_py_use_kernels(PyObject *module, PyObject *address);
 PyObject *fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *fp_py_is_relaxed(PyObject *module, PyObject *ignored);
 

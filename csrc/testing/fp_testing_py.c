@@ -340,6 +340,9 @@ static PyMethodDef testing_methods[] = {
      "kernel_norm(arrays, is_max, /)\n--\n\nThe sum of squares, or the largest magnitude, of (buffer, dtype, numel)."},
     {"kernel_scale", FP_METHOD(fp_py_kernel_scale), METH_FASTCALL,
      "kernel_scale(arrays, factor, in_fp64, /)\n--\n\nMultiply the elements of (buffer, dtype, numel) by a factor."},
+    {"use_kernels", fp_py_use_kernels, METH_O,
+     "use_kernels(address, /)\n--\n\nCall the fp_kernels at this address where the bodies were called; 0: the bodies "
+     "again."},
     {"is_relaxed", fp_py_is_relaxed, METH_NOARGS,
      "is_relaxed()\n--\n\nThe address of a C function: whether the calling thread spares captures, by these kernels."},
     {"host_kernels", FP_METHOD(fp_py_host_kernels), METH_FASTCALL,
