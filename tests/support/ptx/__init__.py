@@ -17,7 +17,7 @@ ROOT = HERE.parents[2]
 
 
 def compiled(folder):
-    """Compile the kernels into an empty folder; return each architecture's PTX, a file, by its name ("sm_80"). No nvcc: none."""
+    """Compile the kernels into an empty folder; return the files of PTX by architecture, "sm_80". No nvcc: none."""
     run(sys.executable, "setup.py", "--quiet", "cuda_check", "--folder", folder)
     return {ptx.stem.replace("fp_kernels.compute", "sm"): ptx for ptx in folder.glob("*.ptx")}
 
