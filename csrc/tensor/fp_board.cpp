@@ -398,13 +398,14 @@ fp_board_enter(fp_board *board)
             store->set(fp::key("answer of ", rank), std::string("none yet"));
             board->answering = std::make_shared<fp::Ending>();
             std::thread([ending = board->ending, ended = board->answering, registered,
-                         calls = fp::Calls(store, rank, found->getSize()),
+                         calls = std::make_unique<fp::Calls>(store, rank, found->getSize()),
                          interval = std::min(fp::most_of_a_pulse, board->beat / 4)]() mutable {
                 try {
-                    fp::answer(*ending, registered, calls, interval);
+                    fp::answer(*ending, registered, *calls, interval);
                 }
                 catch (...) { /* the store is gone: those who wait see that themselves */
                 }
+                calls.reset(); /* a FileStore writes when it goes; half a record would hang who reads it */
                 ended->say();
             }).detach();
         });

@@ -1,5 +1,6 @@
 """_C.Board, whose other ranks are here what this test writes to the store."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -291,3 +292,16 @@ def test_bad_calls(told):
         board.around_wait(name, "cpu", lambda: int("that one's own"))
     with pytest.raises(TypeError, match="not callable"):
         board.around_wait(name, "cpu", None)
+
+
+def test_stopping_waits_until_the_thread_has_let_go_of_its_store(tmp_path):
+    """A FileStore writes then: half a record, if the process ends meanwhile, which torch waits to read the rest of."""
+    path = tmp_path / "store"
+    with fake_world(3, store=dist.FileStore(str(path), -1)) as world:
+        board = _C.Board(world.group_name, "here", 2.0, True)
+        board.enter()
+        with open(path) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            begin = time.monotonic()
+            board.stop()  # waits for as long as it waits for a store that does not answer
+            assert time.monotonic() - begin > 0.4
