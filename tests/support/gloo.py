@@ -144,6 +144,7 @@ class _Rank:
         else:
             how = f"ended with exit code {code}"
         printed = self.output.read_text(errors="replace")[-6000:] if self.output.exists() else ""
+        printed += "" if code is not None else _threads_of(self.process.pid)
         return f"rank {self.rank} {how}; it was doing: {self.last_note}\n{self.error or ''}\n{printed}"
 
     def end(self):
@@ -153,6 +154,18 @@ class _Rank:
         self.process.close()
         if not self.reading.closed:
             self.reading.close()
+
+
+def _threads_of(pid):
+    """What the system says of a process that hangs: the threads' names, states, and what they have asked of it."""
+    told = []
+    for thread in pathlib.Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            _, state, *fields = thread.joinpath("stat").read_text().rpartition(")")[2].split(" ")
+            ticks, call = sum(map(int, fields[10:12])), thread.joinpath("syscall").read_text().split()[0]
+            name = thread.joinpath("comm").read_text().strip()
+            told.append(f"thread {name}: {state}, {ticks} ticks, system call {call}")
+    return "\n".join(told)
 
 
 def _wait_for(ranks, deadline, grace=GRACE):
