@@ -349,13 +349,14 @@ class BuildExtension(build_ext):
 class CudaCheck(Command):
     """The command cuda_check: compile the kernels for all architectures; threads with memory of their own fail."""
 
-    user_options: list = [("folder=", None, "where what nvcc makes is put, its PTX too")]
+    user_options: list = [("folder=", None, "a folder for all that nvcc writes, its PTX included")]
 
     def initialize_options(self) -> None:
-        self.folder = "build/cuda-check"
+        self.folder = None
 
     def finalize_options(self) -> None:
-        self.folder = Path(self.folder)
+        self.keep = ["--keep", f"--keep-dir={self.folder}"] if self.folder else []
+        self.folder = Path(self.folder or "build/cuda-check")
 
     def run(self) -> None:
         nvcc = find_nvcc()
@@ -367,7 +368,7 @@ class CudaCheck(Command):
         failed = 0
         for source in sorted(Path("csrc/cuda").glob("*.cu")):
             command = [nvcc, *NVCC_FLAGS, *NVCC_STRICT, *gencode(nvcc), "-Xptxas=-v", "-c", str(source)]
-            command += ["-o", str(self.folder / f"{source.stem}.o"), "--keep", f"--keep-dir={self.folder}"]
+            command += ["-o", str(self.folder / f"{source.stem}.o"), *self.keep]
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if done.returncode != 0:
                 raise CompileError(f"{shlex.join(command)}\n{done.stdout}")

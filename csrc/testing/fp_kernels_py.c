@@ -33,21 +33,6 @@ run_scale(const fp_scale_job *job, const fp_table *table, void *stream)
     return 0;
 }
 
-static const fp_kernels bodies = {.pack = run_pack, .norm = run_norm, .scale = run_scale};
-static const fp_kernels *tested = &bodies; /* whose pack, norm and scale are called */
-
-/* use_kernels(address): call these fp_kernels from now on; 0: the bodies. */
-PyObject *
-fp_py_use_kernels(PyObject *module, PyObject *address)
-{
-    const fp_kernels *given = PyLong_AsVoidPtr(address);
-    if (given == NULL && PyErr_Occurred()) {
-        return NULL;
-    }
-    tested = given != NULL ? given : &bodies;
-    Py_RETURN_NONE;
-}
-
 static int
 count(int *calls, const fp_table *table)
 {
@@ -58,19 +43,19 @@ count(int *calls, const fp_table *table)
 static int
 asked_pack(const fp_pack_job *job, const fp_table *table, void *stream)
 {
-    return count(&packed, table) || tested->pack(job, table, stream);
+    return count(&packed, table) || run_pack(job, table, stream);
 }
 
 static int
 asked_norm(const fp_norm_job *job, const fp_table *table, void *stream)
 {
-    return count(&measured, table) || tested->norm(job, table, stream);
+    return count(&measured, table) || run_norm(job, table, stream);
 }
 
 static int
 asked_scale(const fp_scale_job *job, const fp_table *table, void *stream)
 {
-    return count(&scaled, table) || tested->scale(job, table, stream);
+    return count(&scaled, table) || run_scale(job, table, stream);
 }
 
 static int
@@ -127,6 +112,21 @@ fp_py_host_kernels(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     fp_torch_use_kernels(used ? &host_kernels : NULL);
     return Py_BuildValue("{s:i,s:i,s:i}", "pack", packed, "norm", measured, "scale", scaled);
+}
+
+static const fp_kernels bodies = {.pack = run_pack, .norm = run_norm, .scale = run_scale};
+static const fp_kernels *tested = &bodies; /* what kernel_pack(), kernel_norm() and kernel_scale() call */
+
+/* use_kernels(address): call these fp_kernels from now on; 0: the bodies. */
+PyObject *
+fp_py_use_kernels(PyObject *module, PyObject *address)
+{
+    const fp_kernels *given = PyLong_AsVoidPtr(address);
+    if (given == NULL && PyErr_Occurred()) {
+        return NULL;
+    }
+    tested = given != NULL ? given : &bodies;
+    Py_RETURN_NONE;
 }
 
 /* The memory of one call. Zero it before use. */
@@ -242,11 +242,10 @@ asked_init(PyObject *module, asked *call, PyObject *pieces, int is_list)
     return 0;
 }
 
-static PyObject *
-refused(PyObject *module, const asked *call)
+static int
+is_done(PyObject *module, int error)
 {
-    fp_fail(module, FP_EINVAL, "the kernels do not take %u pieces in one launch", call->table.n);
-    return NULL;
+    return error == 0 || fp_fail(module, FP_EINVAL, "the launch was refused with error %d", error) == 0;
 }
 
 PyObject *
@@ -270,7 +269,7 @@ fp_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                     (long long)job.end);
         }
         else {
-            result = tested->pack(&job, &call.table, NULL) == 0 ? Py_NewRef(Py_None) : refused(module, &call);
+            result = is_done(module, tested->pack(&job, &call.table, NULL)) ? Py_NewRef(Py_None) : NULL;
         }
     }
     asked_release(&call);
@@ -289,7 +288,7 @@ fp_py_kernel_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        result = tested->norm(&job, &call.table, NULL) == 0 ? PyFloat_FromDouble(norm) : refused(module, &call);
+        result = is_done(module, tested->norm(&job, &call.table, NULL)) ? PyFloat_FromDouble(norm) : NULL;
     }
     asked_release(&call);
     return result;
@@ -310,7 +309,7 @@ fp_py_kernel_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     job.factor = job.in_fp64 ? (const void *)&wide : (const void *)&narrow;
     if (asked_init(module, &call, args[0], 1) == 0) {
         job.end = call.end;
-        result = tested->scale(&job, &call.table, NULL) == 0 ? Py_NewRef(Py_None) : refused(module, &call);
+        result = is_done(module, tested->scale(&job, &call.table, NULL)) ? Py_NewRef(Py_None) : NULL;
     }
     asked_release(&call);
     return result;

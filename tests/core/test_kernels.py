@@ -146,8 +146,8 @@ def test_a_piece_may_be_its_own_place():
 
 
 def test_many_pieces():
-    """As many as a launch has room for."""
-    sources = [torch.full((i % 7,), float(i)) for i in range(1000)]
+    """More than go along in 4 KiB of arguments, and as many as in 32."""
+    sources = [torch.full((i % 7,), float(i)) for i in range(1004)]
     starts = list(itertools.accumulate((len(s) + i % 2 for i, s in enumerate(sources)), initial=0))
     flat, expected = torch.full((starts[-1],), 9.0), torch.zeros(starts[-1])
     for source, start in zip(sources, starts, strict=False):

@@ -1,7 +1,98 @@
-"""The translation of PTX that test_kernels_compiled.py trusts."""
+"""The translation of PTX to C, which test_kernels_compiled.py trusts. Oracle: what the PTX ISA says."""
 
+import ctypes
+
+import ptx
 import pytest
 from ptx.translate import Unknown, as_c
+
+HEAD = """.version 9.0
+.target sm_90
+.entry k(
+.param .align 8 .b8 k_0[8]
+)
+{
+.reg .pred %p<3>;
+.reg .b16 %rs<3>;
+.reg .b32 %r<3>;
+.reg .f32 %f<3>;
+.reg .b64 %rd<4>;
+"""
+ONE, NAN = "0d3FF0000000000000", "0d7FF8000000000000"
+OF_16 = "cvt.u64.u16 %rd1, %rs1;"
+OF_32 = "cvt.u64.u32 %rd1, %r1;"
+IF = "selp.b64 %rd1, 1, 0, %p1;"
+
+# what a program leaves in %rd1
+RESULTS = {
+    "mov.u32 %r2, -8;\nshr.s32 %r1, %r2, 40;\n" + OF_32: 0xFFFFFFFF,
+    "shr.u32 %r1, -8, 40;\n" + OF_32: 0,
+    "shr.s32 %r1, -8, 1;\n" + OF_32: 0xFFFFFFFC,
+    "shl.b32 %r1, 3, 31;\n" + OF_32: 0x80000000,
+    "shl.b64 %rd1, 3, 64;": 0,
+    "bfi.b64 %rd1, 5, -1, 4, 3;": 2**64 - 1 - 0x20,
+    "bfi.b64 %rd1, 5, 9, 64, 3;": 9,
+    "sub.s32 %r1, 0, 1;\n" + OF_32: 0xFFFFFFFF,
+    "mul.lo.s32 %r1, -3, 5;\n" + OF_32: 2**32 - 15,
+    "mul.wide.u32 %rd1, -1, -1;": (2**32 - 1) ** 2,
+    "mad.lo.s64 %rd1, -2, 5, 1;": 2**64 - 9,
+    "div.u32 %r1, -1, 16;\n" + OF_32: (2**32 - 1) // 16,
+    "not.b32 %r1, 5;\n" + OF_32: 2**32 - 6,
+    "min.s64 %rd1, -1, 1;": 2**64 - 1,
+    "max.s64 %rd1, -1, 1;": 1,
+    "setp.lt.s32 %p1, -1, 1;\n" + IF: 1,
+    "setp.lt.u32 %p1, -1, 1;\n" + IF: 0,
+    "setp.gt.s16 %p1, -1, 1;\n" + IF: 0,
+    f"setp.nan.f64 %p1, {ONE}, {NAN};\n{IF}": 1,
+    f"setp.neu.f64 %p1, {NAN}, {NAN};\n{IF}": 1,
+    f"setp.lt.f64 %p1, {NAN}, {ONE};\n{IF}": 0,
+    f"setp.eq.f64 %p1, {ONE}, {ONE};\n{IF}": 1,
+    "mov.pred %p2, -1;\nnot.pred %p1, %p2;\nor.pred %p1, %p1, %p2;\n" + IF: 1,
+    "mov.pred %p2, 0;\nmov.pred %p1, -1;\nand.pred %p1, %p1, %p2;\n" + IF: 0,
+    "mov.u64 %rd1, 7;\nmov.pred %p1, -1;\n@%p1 bra $after;\nmov.u64 %rd1, 8;\n$after:": 7,
+    "mov.b64 {%r2, %r1}, 0x1111111122222222;\n" + OF_32: 0x11111111,
+    "{ .reg .b16 tmp; mov.b32 {tmp, %rs1}, 0x11112222; }\n" + OF_16: 0x1111,
+    "mov.u32 %r1, 1;\nmov.u32 %r2, 2;\nmov.b64 %rd1, {%r1, %r2};": 2 << 32 | 1,
+    "cvt.u16.u64 %rs1, 0x12345;\n" + OF_16: 0x2345,
+    "cvt.rn.f16.f32 %rs1, 0f477FF000;\n" + OF_16: 0x7C00,  # 65520: half way to what would be 65536
+    "cvt.rn.f16.f32 %rs1, 0fC77FEFFF;\n" + OF_16: 0xFBFF,
+    "cvt.rn.f16.f32 %rs1, 0f33000000;\n" + OF_16: 0,  # half of the smallest
+    "cvt.rn.f16.f32 %rs1, 0f33000001;\n" + OF_16: 1,
+    "cvt.rn.bf16.f32 %rs1, 0f3F808000;\n" + OF_16: 0x3F80,  # half way, to even
+    "cvt.rn.bf16.f32 %rs1, 0f3F818000;\n" + OF_16: 0x3F82,
+    "cvt.rn.bf16.f32 %rs1, 0f7F7FFFFF;\n" + OF_16: 0x7F80,
+    "mov.u16 %rs1, 0x8001;\ncvt.f32.f16 %f1, %rs1;\nmov.b32 %r1, %f1;\n" + OF_32: 0xB3800000,
+    "mov.u16 %rs1, 0x7C00;\ncvt.f32.f16 %f1, %rs1;\nmov.b32 %r1, %f1;\n" + OF_32: 0x7F800000,
+}
+
+
+class Thread(ctypes.Structure):
+    """ptx_thread."""
+
+    _fields_ = [("arguments", ctypes.c_void_p), ("shared", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_uint32) for name in ("block", "blocks", "thread")] + [("barrier", ctypes.c_void_p)]
+
+
+class Entry(ctypes.Structure):
+    """ptx_entry."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("kernel", ctypes.CFUNCTYPE(None, ctypes.POINTER(Thread)))]
+    _fields_ += [(name, ctypes.c_size_t) for name in ("argument_bytes", "shared_bytes")]
+
+
+@pytest.mark.multiprocess
+def test_results(tmp_path):
+    lines = ["ld.param.u64 %rd2, [k_0];", "cvta.to.global.u64 %rd3, %rd2;"]
+    for i, program in enumerate(RESULTS):
+        lines += [program.replace("$after", f"$after{i}"), f"st.global.u64 [%rd3+{8 * i}], %rd1;"]
+    translated = tmp_path / "k.c"
+    translated.write_text(as_c(HEAD + "\n".join([*lines, "ret;", "}", ""])))
+    entry = Entry.in_dll(ptx.loaded(tmp_path / "k.so", translated), "ptx_entries")
+    assert (entry.name, entry.argument_bytes, entry.shared_bytes) == (b"k", 8, 0)
+    results = (ctypes.c_uint64 * len(RESULTS))()
+    pointer = ctypes.c_void_p(ctypes.addressof(results))
+    entry.kernel(Thread(arguments=ctypes.addressof(pointer)))
+    assert dict(zip(RESULTS, results, strict=True)) == RESULTS
 
 
 @pytest.mark.parametrize(
@@ -11,17 +102,28 @@ from ptx.translate import Unknown, as_c
         "mul.f32 %f1, %f1, %f1;",  # may become a part of a multiply-add
         "add.rz.f32 %f1, %f1, %f1;",
         "add.rn.ftz.f32 %f1, %f1, %f1;",
+        "add.f16 %rs1, %rs1, %rs1;",
         "min.f32 %f1, %f1, %f1;",
-        "cvt.rz.bf16.f32 %r1, %f1;",
-        "cvt.rn.f16.f64 %r1, %f1;",
+        "div.s32 %r1, %r1, %r1;",
+        "mul.wide.s32 %rd1, %r1, %r1;",
+        "setp.ne.f64 %p1, %rd1, %rd1;",
+        "cvt.rz.bf16.f32 %rs1, %f1;",
+        "cvt.rn.f16.f64 %rs1, %rd1;",
+        "cvt.f16.u16 %rs1, %rs1;",
+        "cvt.s64.s32 %rd1, %r1;",
+        "cvt.sat.f32.f16 %f1, %rs1;",
+        "mov.b32 %r1, {%rs1, 0};",
         "shfl.sync.bfly.b32 %r1, %r1, 1, 31, -1;",
-        "ld.local.u32 %r1, [%r1];",
-        "ld.global.v2.u32 %r1, [%r1];",
-        "atom.global.add.f32 %f1, [%r1], %f1;",
+        "ld.local.u32 %r1, [%rd1];",
+        "ld.global.s16 %r1, [%rd1];",
+        "ld.global.v2.u32 %r1, [%rd1];",
+        "st.param.u32 [%rd1], %r1;",
+        "atom.global.add.f32 %f1, [%rd1], %f1;",
         "bar.sync 1;",
+        "}",  # and what follows
     ],
 )
-def test_instructions_that_have_no_translation_are_refused(instruction):
-    text = "\n".join([".entry k(", ".param .align 16 .b8 k_0[16]", ")", "{", ".reg .f32 %f<2>;", instruction, "}"])
-    with pytest.raises(Unknown, match=instruction.split(".")[0]):
-        as_c(text)
+def test_what_has_no_translation_is_refused(instruction):
+    as_c(HEAD + "add.s32 %r1, %r1, 1;\nret;\n}\n")
+    with pytest.raises(Unknown):
+        as_c(HEAD + instruction + "\nadd.s32 %r1, %r1, 1;\nret;\n}\n")

@@ -157,15 +157,15 @@ class _Rank:
 
 
 def _threads_of(pid):
-    """What the system says of a process that hangs: the threads' names, states, and what they have asked of it."""
-    told = []
+    """What the system says of a process that hangs: its threads' names, states, and what each has asked of it."""
+    told = ""
     for thread in pathlib.Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):
             _, state, *fields = thread.joinpath("stat").read_text().rpartition(")")[2].split(" ")
-            ticks, call = sum(map(int, fields[10:12])), thread.joinpath("syscall").read_text().split()[0]
-            name = thread.joinpath("comm").read_text().strip()
-            told.append(f"thread {name}: {state}, {ticks} ticks, system call {call}")
-    return "\n".join(told)
+            ticks = sum(map(int, fields[10:12]))
+            told += f"\nthread {thread.joinpath('comm').read_text().strip()}: {state}, {ticks} ticks"
+            told += ", system call " + thread.joinpath("syscall").read_text().split()[0]  # not everybody may read that
+    return told
 
 
 def _wait_for(ranks, deadline, grace=GRACE):

@@ -1,4 +1,4 @@
-/* cudart.c -- as much of libcudart as csrc/cuda/fp_kernels.cu calls. A launch runs its kernel, as translate.py has made C of it,
+/* cudart.c -- libcudart for csrc/cuda/fp_kernels.cu: launches. One runs its kernel, as translate.py has made C of it,
  * before it returns. Blocks and threads take turns: in their order, and at every second launch the other way round. */
 #include <ucontext.h>
 
@@ -19,6 +19,13 @@ static struct {
 } kernels[MOST_KERNELS];
 static int n_kernels, launches;
 
+static void
+fail(const char *why)
+{
+    fprintf(stderr, "ptx: %s\n", why);
+    abort();
+}
+
 static const ptx_entry *
 entry_of(const void *function)
 {
@@ -32,19 +39,19 @@ entry_of(const void *function)
 
 /* The threads of a block that meet at barriers: each has a stack of its own. */
 static struct {
-    ucontext_t context, scheduler;
+    ucontext_t context;
     ptx_thread thread;
     int ended;
     unsigned char stack[STACK];
 } fibers[MOST_THREADS];
-static int current;
+static ucontext_t scheduler;
 static const ptx_entry *running;
+static int current;
 
 static void
 at_barrier(void)
 {
-    const int me = current;
-    swapcontext(&fibers[me].context, &fibers[me].scheduler);
+    swapcontext(&fibers[current].context, &scheduler);
 }
 
 static void
@@ -59,6 +66,7 @@ fiber_main(void)
 static void
 run_fibers(const ptx_entry *entry, ptx_thread thread, int n, int backwards)
 {
+    int ended = 0;
     running = entry;
     for (int i = 0; i < n; i++) {
         thread.thread = (uint32_t)i;
@@ -69,22 +77,15 @@ run_fibers(const ptx_entry *entry, ptx_thread thread, int n, int backwards)
         fibers[i].context.uc_stack.ss_size = STACK;
         makecontext(&fibers[i].context, fiber_main, 0);
     }
-    for (int left = n; left > 0;) {
-        const int before = left;
-        int ended = 0;
+    while (ended == 0) {
         for (int i = 0; i < n; i++) {
             current = backwards ? n - 1 - i : i;
-            if (!fibers[current].ended) {
-                swapcontext(&fibers[current].scheduler, &fibers[current].context);
-                ended += fibers[current].ended;
-            }
+            swapcontext(&scheduler, &fibers[current].context);
+            ended += fibers[current].ended;
         }
-        left -= ended;
-        if (ended != 0 && ended != before) {
-            fprintf(stderr, "%s: %d of %d threads ended, and the others are at a barrier\n", entry->name, ended,
-                    before);
-            abort();
-        }
+    }
+    if (ended != n) {
+        fail("of the threads of a block some ended, and the others are at a barrier");
     }
 }
 
@@ -92,8 +93,8 @@ int
 cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t dynamic, void *stream)
 {
     const ptx_entry *entry = entry_of(function);
-    if (entry == NULL || block.x > MOST_THREADS || block.y != 1 || block.z != 1 || grid.y != 1 || grid.z != 1 ||
-        dynamic != 0) {
+    if (entry == NULL || grid.x == 0 || block.x == 0 || block.x > MOST_THREADS || block.y != 1 || block.z != 1 ||
+        grid.y != 1 || grid.z != 1 || dynamic != 0) {
         return INVALID_VALUE;
     }
     const int backwards = launches++ % 2;
@@ -124,7 +125,10 @@ __cudaRegisterFunction(void **module, const char *function, char *device_functio
                        void *tid, void *bid, dim3 *block, dim3 *grid, int *warp)
 {
     for (const ptx_entry *entry = ptx_entries; entry->name != NULL; entry++) {
-        if (strcmp(entry->name, name) == 0 && n_kernels < MOST_KERNELS) {
+        if (strcmp(entry->name, name) == 0) {
+            if (n_kernels == MOST_KERNELS) {
+                fail("too many kernels");
+            }
             kernels[n_kernels].function = function;
             kernels[n_kernels++].entry = entry;
         }
@@ -154,9 +158,25 @@ cudaMemsetAsync(void *memory, int value, size_t bytes, void *stream)
     return SUCCESS;
 }
 
-/* Of fp_cuda_kernels pack, norm and scale alone can be called: what the others ask libcudart is not here. */
 const fp_kernels *
 compiled_kernels(void)
 {
     return &fp_cuda_kernels;
 }
+
+/* What fp_kernels.cu refers to, and tests of kernels do not call. */
+#define NOT_CALLED(name)                                                                                               \
+    void name(void)                                                                                                    \
+    {                                                                                                                  \
+        fail("there is no " #name);                                                                                    \
+    }
+
+NOT_CALLED(__cudaGetKernel)
+NOT_CALLED(__cudaLaunchKernel)
+NOT_CALLED(__cudaPopCallConfiguration)
+NOT_CALLED(cudaFuncGetAttributes)
+NOT_CALLED(cudaGetErrorString)
+NOT_CALLED(cudaGetLastError)
+NOT_CALLED(cudaStreamGetCaptureInfo)
+NOT_CALLED(cudaStreamGetCaptureInfo_v2)
+NOT_CALLED(cudaThreadExchangeStreamCaptureMode)

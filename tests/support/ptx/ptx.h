@@ -52,7 +52,7 @@ PTX_TYPE(s64, int64_t)
 PTX_TYPE(f32, float)
 PTX_TYPE(f64, double)
 
-/* The address of `bytes` bytes, which a device takes aligned alone. */
+/* An address of `bytes` bytes: a multiple of them, as a device demands. */
 static inline unsigned char *
 ptx_at(uint64_t address, uint64_t bytes)
 {
@@ -68,11 +68,28 @@ ptx_at(uint64_t address, uint64_t bytes)
 #define PTX_SHL(width, bits, by) ((by) >= (width) ? 0 : (bits) << (by))
 #define PTX_SHR(width, bits, by) ((bits) >> ((by) >= (width) ? (width) - 1 : (by)) >> ((by) >= (width)))
 
+/* into, with n bits of from at a place. */
 static inline uint64_t
 ptx_bfi(uint64_t from, uint64_t into, uint32_t at, uint32_t n)
 {
+    at &= 255;
+    n &= 255;
+    if (at >= 64) {
+        return into;
+    }
     const uint64_t mask = (n >= 64 ? ~UINT64_C(0) : (UINT64_C(1) << n) - 1) << at;
     return (into & ~mask) | ((from << at) & mask);
+}
+
+/* Add to an integer in memory; what it was before. */
+static inline uint32_t
+ptx_add(unsigned char *at, uint32_t value)
+{
+    uint32_t before;
+    memcpy(&before, at, sizeof before);
+    value += before;
+    memcpy(at, &value, sizeof value);
+    return before;
 }
 
 /* 16 bits with a sign, exponents from `least` on and `digits` digits behind the point: by the arithmetic of doubles, and so

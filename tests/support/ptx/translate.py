@@ -1,40 +1,51 @@
 """PTX as C: what nvcc makes of a kernel, for a compiler of the host.
 
-Each instruction becomes a statement, and each register 64 bits. Instructions that are not known here are refused.
+Each instruction becomes a statement, and each register 64 bits. What is not known here is refused, with ``Unknown``.
 Source: the PTX ISA, release 9.0.
 """
 
 import re
 
-LOGIC = {"and": "&", "or": "|", "xor": "^"}
-ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%"}
+LOGIC = {"and": "&", "or": "|"}
+ARITHMETIC = {"add": "+", "sub": "-", "mul": "*"}
+QUOTIENTS = {"div": "/", "rem": "%"}
 COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 SPECIAL = {"%tid.x": "self->thread", "%ctaid.x": "self->block", "%nctaid.x": "self->blocks"}
-FLOATS = ("f64", "f32")
+FLOATS = ("f32", "f64")
+BITS = {f"{kind}{bits}": bits for kind in "bsu" for bits in (8, 16, 32, 64)} | {"f32": 32, "f64": 64}
 
 
 class Unknown(Exception):
-    """An instruction that has no translation here."""
+    """Something that has no translation here."""
 
 
-def bits_of(kind):
-    return int(kind[1:])
+def require(is_known):
+    if not is_known:
+        raise ValueError
 
 
-def unsigned(kind):
+def wrapping(kind):
     """The type to compute with: what has a sign, or is just bits, as unsigned, so that it wraps around."""
+    require(kind in BITS)
     return kind if kind in FLOATS else f"u{kind[1:]}"
 
 
+def is_unsigned(kind):
+    return kind in BITS and kind[0] == "u"
+
+
 class Kernel:
-    """One ``.entry``: its name, the bytes of its arguments and shared memory, and its C."""
+    """One ``.entry``: its name, the bytes of its arguments and of its shared memory, and its C."""
 
     def __init__(self, name, argument, body):
         self.name = name
-        self.argument, self.argument_bytes = re.fullmatch(r"\s*\.param .*\.b8 (\w+)\[(\d+)\]\s*", argument).groups()
+        found = re.fullmatch(r"\s*\.param \.align \d+ \.b8 (\w+)\[(\d+)\]\s*", argument)
+        if found is None:
+            raise Unknown(argument)
+        self.argument, self.argument_bytes = found.groups()
         self.shared, self.shared_bytes = {}, 0
         registers, lines = [], []
-        for line in re.sub(r"//[^\n]*", "", body).replace("{\n", "\n").split("\n"):
+        for line in re.sub(r"//[^\n]*", "", body).split("\n"):
             line = line.strip()
             if declared := re.fullmatch(r"\.reg \.\w+\s+%(\w+)<(\d+)>;", line):
                 registers += [f"{declared[1]}{i}" for i in range(1, int(declared[2]))]
@@ -46,22 +57,16 @@ class Kernel:
                 lines.append(f"{label[1]}:;")
             elif line and not line.startswith(".pragma"):
                 lines.append(f"    {self.statement(line)}")
-        self.c = "\n".join(
-            [
-                f"static void\n{name}(const ptx_thread *self)\n{{",
-                *[f"    uint64_t {name} = NONSENSE;" for name in registers],
-                *lines,
-                "}\n",
-            ]
-        )
+        declarations = [f"    uint64_t {register} = NONSENSE;" for register in registers]
+        self.c = "\n".join([f"static void\n{name}(const ptx_thread *self)\n{{", *declarations, *lines, "}\n"])
 
     def statement(self, line):
-        """The C of an instruction, ``[@[!]%p] name.part.type operand, ...;``."""
+        """The C of an instruction, ``[@%p] name.part.type operand, ...;``."""
         line = re.sub(r"\{ \.reg \.b\d+ tmp; (.*) \}", lambda inner: inner[1].replace("tmp", "_"), line)
-        found = re.fullmatch(r"(?:@(!?)%(\w+)\s+)?([a-z][\w.]*)\s*(.*);", line)
+        found = re.fullmatch(r"(?:@%(\w+)\s+)?([a-z][\w.]*)\s*([^;]*);", line)
         if found is None:
             raise Unknown(line)
-        negated, predicate, instruction, rest = found.groups()
+        predicate, instruction, rest = found.groups()
         operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^\s,]+", rest)
         name, *parts = instruction.split(".")
         translate = getattr(self, f"put_{name}", None)
@@ -69,7 +74,7 @@ class Kernel:
             done = translate(parts, *operands) if translate else self.computed(name, parts, *operands)
         except (TypeError, KeyError, ValueError, IndexError) as error:
             raise Unknown(line) from error
-        return f"if ({'!' if negated else ''}{predicate}) {{ {done} }}" if predicate else done
+        return f"if ({predicate}) {{ {done} }}" if predicate else done
 
     # Operands
 
@@ -88,10 +93,12 @@ class Kernel:
         return f"(uint64_t)INT64_C({int(operand, 0)})"
 
     def read(self, operand, kind):
+        require(kind in BITS)
         return f"get_{kind}({self.raw(operand)})"
 
     def write(self, operand, kind, value):
-        return f"{operand.removeprefix('%')} = put_{kind}({value});"
+        require(kind in BITS and operand.startswith("%"))
+        return f"{operand[1:]} = put_{kind}({value});"
 
     def address(self, operand, space, size):
         base, _, offset = operand.strip("[]").partition("+")
@@ -103,185 +110,181 @@ class Kernel:
 
     # Instructions
 
-    def computed(self, name, parts, to, *operands):
-        kind, rounding = parts[-1], parts[:-1]
+    def computed(self, name, parts, to, a, b):
+        """What C has an operator for."""
+        *rounding, kind = parts
         if kind == "pred":
-            a, b = map(self.raw, operands)
-            return f"{to[1:]} = {a} {LOGIC[name]} {b};"
-        allowed = ["rn"] if kind in FLOATS else ["lo"] if name == "mul" else []  # unrounded ones may be contracted
-        if rounding != allowed or (name in ("div", "rem") and kind in FLOATS):
-            raise ValueError
-        operator = LOGIC[name] if name in LOGIC else ARITHMETIC[name]
-        kind = kind if name in ("div", "rem") else unsigned(kind)
-        a, b = (self.read(operand, kind) for operand in operands)
-        return self.write(to, kind, f"{a} {operator} {b}")
+            require(not rounding)
+            return f"{to[1:]} = ({self.raw(a)} != 0) {LOGIC[name]} ({self.raw(b)} != 0);"
+        if name in QUOTIENTS:
+            require(is_unsigned(kind) and not rounding)
+            operator = QUOTIENTS[name]
+        elif name in LOGIC:
+            require(kind[0] == "b" and not rounding)
+            operator, kind = LOGIC[name], wrapping(kind)
+        else:  # of floats, what is not said to be rounded may become a part of a multiply-add
+            require(rounding == (["rn"] if kind in FLOATS else ["lo"] if name == "mul" else []))
+            operator, kind = ARITHMETIC[name], wrapping(kind)
+        return self.write(to, kind, f"{self.read(a, kind)} {operator} {self.read(b, kind)}")
 
     def put_mul(self, parts, to, a, b):
         if parts[0] != "wide":
             return self.computed("mul", parts, to, a, b)
-        kind = parts[1]
-        wide = f"{kind[0]}{2 * bits_of(kind)}"
-        return self.write(to, wide, f"(uint64_t){self.read(a, kind)} * (uint64_t){self.read(b, kind)}")
+        require(parts == ["wide", "u32"])
+        return self.write(to, "u64", f"(uint64_t){self.read(a, 'u32')} * {self.read(b, 'u32')}")
 
     def put_mad(self, parts, to, a, b, c):
         rounding, kind = parts
-        if rounding != "lo":
-            raise ValueError
-        kind = unsigned(kind)
-        a, b, c = (self.read(operand, kind) for operand in (a, b, c))
-        return self.write(to, kind, f"{a} * {b} + {c}")
+        require(rounding == "lo" and kind not in FLOATS)
+        kind = wrapping(kind)
+        return self.write(to, kind, f"{self.read(a, kind)} * {self.read(b, kind)} + {self.read(c, kind)}")
 
     def put_neg(self, parts, to, a):
         (kind,) = parts
+        require(kind in FLOATS or kind[0] == "s")
         return self.write(to, kind, f"-{self.read(a, kind)}")
 
     def put_not(self, parts, to, a):
-        if parts == ["pred"]:
+        (kind,) = parts
+        if kind == "pred":
             return f"{to[1:]} = !{self.raw(a)};"
-        kind = unsigned(parts[0])
+        kind = wrapping(kind)
+        require(kind not in FLOATS)
         return self.write(to, kind, f"~{self.read(a, kind)}")
 
-    def put_min(self, parts, to, a, b, order="<"):
+    def put_min(self, parts, to, a, b):
+        return self.chosen("<", parts, to, a, b)
+
+    def put_max(self, parts, to, a, b):
+        return self.chosen(">", parts, to, a, b)
+
+    def chosen(self, order, parts, to, a, b):
         (kind,) = parts
-        if kind in FLOATS:
-            raise ValueError
+        require(kind not in FLOATS)
         a, b = self.read(a, kind), self.read(b, kind)
         return self.write(to, kind, f"{a} {order} {b} ? {a} : {b}")
 
-    def put_max(self, parts, to, a, b):
-        return self.put_min(parts, to, a, b, ">")
-
     def put_shl(self, parts, to, a, by):
-        kind = unsigned(parts[0])
-        return self.write(to, kind, f"PTX_SHL({bits_of(kind)}, {self.read(a, kind)}, {self.read(by, 'u32')})")
+        (kind,) = parts
+        require(kind[0] == "b")
+        kind = wrapping(kind)
+        return self.write(to, kind, f"PTX_SHL({BITS[kind]}, {self.read(a, kind)}, {self.read(by, 'u32')})")
 
     def put_shr(self, parts, to, a, by):
-        kind = parts[0] if parts[0][0] == "s" else unsigned(parts[0])
-        return self.write(to, kind, f"PTX_SHR({bits_of(kind)}, {self.read(a, kind)}, {self.read(by, 'u32')})")
+        (kind,) = parts
+        require(kind not in FLOATS)
+        kind = kind if kind[0] == "s" else wrapping(kind)
+        return self.write(to, kind, f"PTX_SHR({BITS[kind]}, {self.read(a, kind)}, {self.read(by, 'u32')})")
 
     def put_bfi(self, parts, to, a, b, at, n):
-        kind = unsigned(parts[0])
-        a, b, at, n = self.read(a, kind), self.read(b, kind), self.read(at, "u32"), self.read(n, "u32")
-        return self.write(to, kind, f"ptx_bfi({a}, {b}, {at}, {n})")
+        require(parts == ["b64"])
+        values = [self.read(a, "u64"), self.read(b, "u64"), self.read(at, "u32"), self.read(n, "u32")]
+        return self.write(to, "u64", f"ptx_bfi({', '.join(values)})")
 
     def put_setp(self, parts, to, a, b):
         how, kind = parts
-        kind = f"u{kind[1:]}" if kind[0] == "b" else kind
+        is_float = kind in FLOATS
+        kind = wrapping(kind) if kind[0] == "b" else kind
         a, b = self.read(a, kind), self.read(b, kind)
-        if how == "nan":
-            value = f"isunordered({a}, {b})"
-        elif how == "neu":
-            value = f"!({a} == {b})"
-        elif how == "ne" and kind in FLOATS:
-            value = f"!isunordered({a}, {b}) && {a} != {b}"
+        if how in ("nan", "neu"):
+            require(is_float)
+            value = f"isunordered({a}, {b})" if how == "nan" else f"!({a} == {b})"
         else:
+            require(how != "ne" or not is_float)  # that of floats is false for NaN, C's is true
             value = f"{a} {COMPARED[how]} {b}"
         return f"{to[1:]} = {value};"
 
     def put_selp(self, parts, to, a, b, predicate):
-        kind = unsigned(parts[0])
+        (kind,) = parts
+        kind = wrapping(kind)
         return self.write(to, kind, f"{self.raw(predicate)} ? {self.read(a, kind)} : {self.read(b, kind)}")
 
     def put_cvt(self, parts, to, a):
-        *rounding, kind, source = parts
-        if (kind, source) == ("f32", "f16"):
-            return self.write(to, kind, f"ptx_widen_f16({self.read(a, 'u16')})")
-        if rounding == ["rn"] and source == "f32" and kind in ("f16", "bf16"):
-            digits, least = {"f16": (10, -14), "bf16": (7, -126)}[kind]
-            return self.write(to, "u16", f"ptx_narrow({self.read(a, source)}, {digits}, {least})")
-        if (rounding, kind, source) not in ((["rn"], "f32", "f64"), ([], "f64", "f32")) and (
-            rounding or kind in FLOATS or source in FLOATS
-        ):
-            raise ValueError
-        value = self.read(a, source)
-        return self.write(to, kind if kind in FLOATS or kind[0] == "u" else f"s{kind[1:]}", value)
+        if parts == ["f32", "f16"]:
+            return self.write(to, "f32", f"ptx_widen_f16({self.read(a, 'u16')})")
+        if parts in (["rn", "f16", "f32"], ["rn", "bf16", "f32"]):
+            form = "10, -14" if parts[1] == "f16" else "7, -126"
+            return self.write(to, "u16", f"ptx_narrow({self.read(a, 'f32')}, {form})")
+        if parts == ["rn", "f32", "f64"]:
+            return self.write(to, "f32", f"(float){self.read(a, 'f64')}")
+        kind, source = parts
+        require((kind, source) == ("f64", "f32") or (is_unsigned(kind) and is_unsigned(source)))
+        return self.write(to, kind, self.read(a, source))
 
     def put_cvta(self, parts, to, a):
-        if parts != ["to", "global", "u64"]:
-            raise ValueError
+        require(parts == ["to", "global", "u64"])
         return self.write(to, "u64", self.read(a, "u64"))
 
     def put_mov(self, parts, to, a):
-        if parts == ["pred"]:
+        (kind,) = parts
+        if kind == "pred":
             return f"{to[1:]} = {self.raw(a)} != 0;"
-        kind = unsigned(parts[0])
-        if not (to + a).count("{"):
-            return self.write(to, kind, self.read(a, kind))
-        several = re.findall(r"%\w+|_", to if to[0] == "{" else a)
-        width = bits_of(kind) // len(several)
-        if to[0] == "{":
-            whole = self.read(a, kind)
-            return " ".join(
-                self.write(part, f"u{width}", f"(uint{width}_t)({whole} >> {i * width})")
-                for i, part in enumerate(several)
-                if part != "_"
-            )
-        joined = " | ".join(
-            f"(uint64_t){self.read(part, f'u{width}')} << {i * width}" for i, part in enumerate(several)
-        )
-        return self.write(to, kind, joined)
+        kind = wrapping(kind)
+        if to[0] == "{":  # taken apart, the low part first
+            into = self.registers(to)
+            width, whole = BITS[kind] // len(into), self.read(a, kind)
+            shifted = [(part, f"(uint{width}_t)({whole} >> {i * width})") for i, part in enumerate(into)]
+            return " ".join(self.write(part, f"u{width}", value) for part, value in shifted if part != "_")
+        if a[0] == "{":
+            parts = self.registers(a)
+            width = BITS[kind] // len(parts)
+            joined = [f"(uint64_t){self.read(part, f'u{width}')} << {i * width}" for i, part in enumerate(parts)]
+            return self.write(to, kind, " | ".join(joined))
+        return self.write(to, kind, self.read(a, kind))
 
-    def accesses(self, parts):
-        """The space, the number of values, and the type of ``ld`` and ``st``."""
-        parts = [part for part in parts if part != "volatile"]
-        space, *vector, kind = parts
-        if space not in ("param", "global", "shared") or vector not in ([], ["v2"], ["v4"]) or kind[0] == "s":
-            raise ValueError
-        return space, int(vector[0][1:]) if vector else 1, kind
+    def registers(self, vector):
+        parts = re.split(r"\s*,\s*", vector.strip("{}"))
+        require(len(parts) in (2, 4) and all(re.fullmatch(r"%\w+|_", part) for part in parts))
+        return parts
+
+    def accessed(self, parts, spaces, values):
+        """The space, the single values, and the bytes of each, for ``ld`` and ``st``."""
+        space, *vector, kind = (part for part in parts if part != "volatile")
+        values = self.registers(values) if vector else [values]
+        require(space in spaces and vector in ([], ["v2"]) and len(values) == (2 if vector else 1))
+        require(BITS[kind] >= 8 and kind[0] != "s")
+        return space, values, BITS[kind] // 8
 
     def put_ld(self, parts, to, address):
-        space, n, kind = self.accesses(parts)
-        size = bits_of(kind) // 8
-        loads = [f"memcpy(&{part}, from + {i * size}, {size});" for i, part in enumerate(re.findall(r"%(\w+)", to))]
-        clears = [f"{part} = 0;" for part in re.findall(r"%(\w+)", to)]
-        if len(loads) != n:
-            raise ValueError
-        there = self.address(address, space, n * size)
-        return f"{{ const unsigned char *from = {there}; {' '.join(clears + loads)} }}"
+        space, into, size = self.accessed(parts, ("param", "global", "shared"), to)
+        loads = [f"{one[1:]} = 0; memcpy(&{one[1:]}, from + {i * size}, {size});" for i, one in enumerate(into)]
+        return f"{{ const unsigned char *from = {self.address(address, space, len(into) * size)}; {' '.join(loads)} }}"
 
     def put_st(self, parts, address, values):
-        space, n, kind = self.accesses(parts)
-        size = bits_of(kind) // 8
-        values = re.findall(r"[^\s,{}]+", values)
-        if len(values) != n:
-            raise ValueError
-        stores = [
-            f"value = {self.raw(value)}; memcpy(at + {i * size}, &value, {size});" for i, value in enumerate(values)
-        ]
-        there = self.address(address, space, n * size)
-        return f"{{ unsigned char *at = {there}; uint64_t value; {' '.join(stores)} }}"
+        space, values, size = self.accessed(parts, ("global", "shared"), values)
+        stores = [f"value = {self.raw(one)}; memcpy(at + {i * size}, &value, {size});" for i, one in enumerate(values)]
+        at = self.address(address, space, len(values) * size)
+        return f"{{ unsigned char *at = {at}; uint64_t value; {' '.join(stores)} }}"
 
     def put_atom(self, parts, to, address, a):
-        if parts != ["global", "add", "u32"]:
-            raise ValueError
-        there = self.address(address, "global", 4)
-        return (
-            f"{{ unsigned char *at = {there}; uint32_t before; memcpy(&before, at, 4); "
-            f"const uint32_t after = before + {self.read(a, 'u32')}; memcpy(at, &after, 4); "
-            f"{self.write(to, 'u32', 'before')} }}"
-        )
+        require(parts == ["global", "add", "u32"])
+        return self.write(to, "u32", f"ptx_add({self.address(address, 'global', 4)}, {self.read(a, 'u32')})")
 
     def put_bar(self, parts, barrier):
-        if (parts, barrier) != (["sync"], "0"):
-            raise ValueError
+        require((parts, barrier) == (["sync"], "0"))
         return "self->barrier();"
 
     def put_membar(self, parts):
+        require(parts == ["gl"])
         return ";"  # threads take turns
 
     def put_bra(self, parts, label):
-        return f"goto {label[1:]};"
+        require(parts in ([], ["uni"]))
+        return f"goto {label.removeprefix('$')};"
 
     def put_ret(self, parts):
+        require(not parts)
         return "return;"
 
 
 def kernels_of(text):
-    """All kernels of a module."""
-    entries = re.findall(r"\.entry (\w+)\((.*?)\n\)[^{]*\{\n(.*?)\n\}", text, re.DOTALL)
-    if len(entries) != len(re.findall(r"\.(?:entry|func)\b", text)):
-        raise Unknown("a function that is no kernel")
-    return [Kernel(*entry) for entry in entries]
+    """All kernels of a module, of which nothing but directives is left out."""
+    entry = r"\.entry (\w+)\(\n(.*)\n\)\n(?:\.\w+ .*\n)*\{\n((?:.*\n)*?)\n?\}\n"
+    left_out = re.sub(r"//.*", "", re.sub(entry, "", text)).split("\n")
+    for line in left_out:
+        if line.strip() and not re.fullmatch(r"\.(version|target|address_size) .*", line.strip()):
+            raise Unknown(line)
+    return [Kernel(*found) for found in re.findall(entry, text)]
 
 
 def as_c(text):
