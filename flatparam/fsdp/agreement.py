@@ -59,14 +59,19 @@ def check_same_unit(name: str, originals: list[Original], options: Options, comp
     numbers: dict[Register, int] = {}
     problem = _compare(_describe(name, originals, options), groups, numbers, values)
     if problem is not None:
-        error = ValueError(problem)
-        vars(error)[_TOLD] = True
-        raise error
+        raise _told(problem)
     if options.placement.copied and options.placement.param is not None:  # its ranks have compared the unit by now
         register = register_of(options.placement.param)
         register.life = register.life or next(iter(numbers)).life
         numbers[register] = register.of_built()
     return Agreed(numbers, values.apart)
+
+
+def _told(problem: str) -> ValueError:
+    """An error that all ranks know of."""
+    error = ValueError(problem)  # not kept by the frame that raises it, which has the module
+    vars(error)[_TOLD] = True
+    return error
 
 
 def _check_device(name: str, original: Original, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
