@@ -60,40 +60,55 @@ class Council:
         ``mine`` and the result are for JSON. ``error``: why this rank cannot go on.
         Raises: ``error``; CheckpointError on every rank for that of another rank, or of ``decide``.
         """
-        told: str | None = None if error is None else f"rank {self._me}: {_said(error)}"
+        failed: BaseException | None = None
         if self._store is None:
+            answer = [None, decide([mine]) if error is None else None]
+        else:
+            told = None if error is None else f"rank {self._me}: {_said(error)}"
+            answer, failed = self._exchange(self._store, [told, mine], decide)
+        error = error or failed
+        try:
             if error is not None:
                 raise _own(error, self.what)
-            return decide([mine])
-        self._round += 1
-        own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
-        self._store.set(own, json.dumps([told, mine]))
-        if self.is_first:
-            keys = [f"{self._round}/{rank}" for rank in self.ranks]
-            answer: list[Any] = [None, None]
-            try:
-                peers.wait_for_keys(self._store, keys, self.ranks, takes_long=True)
-                said = [json.loads(one) for one in self._store.multi_get(keys)]
-                answer[0] = next((one[0] for one in said if one[0] is not None), None)
-                if answer[0] is None:
-                    answer[1] = decide([one[1] for one in said])
-            except Exception as failure:
-                answer[0], error = f"rank {self._me}: {_said(failure)}", error or failure
-            self._store.set(verdict, json.dumps(answer))
-            for key in keys:
-                self._store.delete_key(key)
-        else:
-            peers.wait_for_keys(self._store, [verdict], self.ranks[:1], takes_long=True)
-            answer = json.loads(self._store.get(verdict))
-            readers = f"{self._round}/readers"
-            if self._store.add(readers, 1) == self.size - 1:
-                self._store.delete_key(verdict)
-                self._store.delete_key(readers)
-        if error is not None:
-            raise _own(error, self.what)
+        finally:
+            error = failed = None  # it has this frame
         if answer[0] is not None:
             raise CheckpointError(f"{self.what}: {answer[0]}")
         return answer[1]
+
+    def _exchange(
+        self, store: dist.Store, mine: list[Any], decide: Callable[[list[Any]], Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Why nothing was decided, or None, and what was, as the first rank has written; and what failed on it."""
+        self._round += 1
+        own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
+        store.set(own, json.dumps(mine))
+        if not self.is_first:
+            peers.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True)
+            answer = json.loads(store.get(verdict))
+            readers = f"{self._round}/readers"
+            if store.add(readers, 1) == self.size - 1:
+                store.delete_key(verdict)
+                store.delete_key(readers)
+            return answer, None
+        keys = [f"{self._round}/{rank}" for rank in self.ranks]
+        answer = [None, None]
+        failed: BaseException | None = None
+        try:
+            peers.wait_for_keys(store, keys, self.ranks, takes_long=True)
+            said = [json.loads(one) for one in store.multi_get(keys)]
+            answer[0] = next((one[0] for one in said if one[0] is not None), None)
+            if answer[0] is None:
+                answer[1] = decide([one[1] for one in said])
+        except Exception as failure:
+            answer[0], failed = f"rank {self._me}: {_said(failure)}", failure
+        store.set(verdict, json.dumps(answer))
+        for key in keys:
+            store.delete_key(key)
+        try:
+            return answer, failed
+        finally:
+            failed = None
 
 
 def _own(error: BaseException, what: str) -> BaseException:

@@ -94,6 +94,7 @@ def load(
             error.__cause__ = caught
         read = council.meet(loading.bytes, error, sum)
     finally:
+        error = None  # it has this frame, which has the model
         loading.close()
         seconds = meter.close()
     if loading.into[0].rounded and council.is_first:

@@ -77,6 +77,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
                 blank(value)
         raise failure from error
     finally:
+        error = None  # it has this frame, which has the model
         if reader is not None:
             reader.close()
     with torch.no_grad():

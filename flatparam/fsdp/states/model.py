@@ -148,6 +148,8 @@ class ModelStates(Kinds):
         except RuntimeError as told:
             before.restore()
             raise (told if error is None else error) from None
+        finally:
+            error = None  # it has this frame, which has the values from before
         return result
 
     def _end_loading(self) -> None:

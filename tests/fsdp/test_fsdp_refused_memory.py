@@ -1,0 +1,89 @@
+"""What a call has refused goes with its model, at once: no frame keeps an error that has the frame itself."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from fsdp_models import data, loss_of, make, wrap_blocks
+from gloo import fake_world
+
+import flatparam
+from flatparam import FullyShardedDataParallel as FSDP
+
+
+def load_other_names(model, optimizer, path):
+    model.load_state_dict({"other": torch.ones(2)})
+
+
+def load_other_shapes(model, optimizer, path):
+    model.load_state_dict({name: torch.ones(17) for name in model.state_dict()})
+
+
+def load_sharded(model, optimizer, path):
+    with FSDP.state_dict_type(model, flatparam.StateDictType.SHARDED_STATE_DICT):
+        model.load_state_dict({"other": torch.ones(2)})
+
+
+def load_no_file(model, optimizer, path):
+    flatparam.load_safetensors(model, path / "none.safetensors")
+
+
+def load_no_checkpoint(model, optimizer, path):
+    flatparam.checkpoint.load(path / "none", model, optimizer)
+
+
+def save_into_a_file(model, optimizer, path):
+    path.joinpath("file").write_text("")
+    flatparam.checkpoint.save(path / "file" / "below", model, optimizer)
+
+
+def save_an_optimizer_of_others(model, optimizer, path):
+    FSDP.optim_state_dict(model, torch.optim.Adam([torch.ones(2, requires_grad=True)]))
+
+
+def raise_in_forward(model, optimizer, path):
+    model(torch.ones(3, 999))
+
+
+def raise_in_backward(model, optimizer, path):
+    next(model.children()).register_full_backward_hook(lambda *_: 1 / 0)
+    loss_of(model, data(0)).backward()
+
+
+def summon_twice(model, optimizer, path):
+    with FSDP.summon_full_params(model), FSDP.summon_full_params(model):
+        pass
+
+
+def clip_by_no_number(model, optimizer, path):
+    model.clip_grad_norm_("no number")
+
+
+REFUSED = [
+    *(load_other_names, load_other_shapes, load_sharded, load_no_file, load_no_checkpoint, save_into_a_file),
+    *(save_an_optimizer_of_others, raise_in_forward, raise_in_backward, summon_twice, clip_by_no_number),
+]
+
+
+@pytest.mark.parametrize("call", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_refused_goes_with_its_model(call, tmp_path):
+    with fake_world(1):
+        for attempt in range(2):
+            gc.collect()
+            gc.disable()
+            try:
+                model = wrap_blocks(make())
+                optimizer = torch.optim.Adam(model.parameters())
+                loss_of(model, data(0)).backward()
+                optimizer.step()
+                gone = weakref.ref(model)
+                with contextlib.suppress(Exception):
+                    call(model, optimizer, tmp_path)
+                    pytest.fail("nothing was refused")
+                del model, optimizer
+                assert gone() is None or attempt == 0  # what is imported at the first error keeps frames as garbage
+            finally:
+                gc.enable()
