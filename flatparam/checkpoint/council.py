@@ -108,7 +108,7 @@ class Council:
         try:
             return answer, failed
         finally:
-            failed = None
+            failed = None  # as above
 
 
 def _own(error: BaseException, what: str) -> BaseException:
