@@ -210,8 +210,11 @@ def check_described(described: Described, problem: Exception | None, group: dist
     """
     refusal = f"rank {dist.get_rank()} cannot build its part of this unit: {problem}"
     found = _compare(refusal if problem else described, [group] if dist.get_world_size(group) > 1 else [], {})
-    if problem is not None:
-        raise problem
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        problem = None  # it has this frame, and the caller's
     if found is not None:
         raise ValueError(found)
 

@@ -140,7 +140,10 @@ class FlatParamHandle(Gradients):
             ]
         except Exception as error:
             problem = error
-        check_described(described, problem, zero1_process_group)
+        try:
+            check_described(described, problem, zero1_process_group)
+        finally:
+            problem = None  # it has this frame
         self._offload_grads = bool(offload_grads)
         self._zero1_gather = native_gather(zero1_process_group, self.device)
         self._zero3_gather = native_gather(zero3_process_group, self.device)

@@ -11,6 +11,7 @@ from gloo import fake_world
 
 import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam.layer_zero import FlatParamHandle
 
 
 def load_other_names(model, optimizer, path):
@@ -87,3 +88,18 @@ def test_what_was_refused_goes_with_its_model(call, tmp_path):
                 assert gone() is None or attempt == 0  # what is imported at the first error keeps frames as garbage
             finally:
                 gc.enable()
+
+
+def test_what_layer_zero_has_refused_goes_with_its_module():
+    with fake_world(1) as group:
+        gc.collect()
+        gc.disable()
+        try:
+            module = make()
+            gone = weakref.ref(module)
+            with pytest.raises(ValueError, match="mp_param_dtype"):
+                FlatParamHandle(list(module.parameters()), module, torch.device("cpu"), "float", None, group, group)
+            del module
+            assert gone() is None
+        finally:
+            gc.enable()
