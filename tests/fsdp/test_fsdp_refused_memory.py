@@ -6,12 +6,24 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
-from gloo import fake_world
+from gloo import fake_world, run_ranks
+from torch import nn
 
 import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.layer_zero import FlatParamHandle
+
+
+@contextlib.contextmanager
+def without_collections():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def load_other_names(model, optimizer, path):
@@ -73,9 +85,7 @@ REFUSED = [
 def test_what_was_refused_goes_with_its_model(call, tmp_path):
     with fake_world(1):
         for attempt in range(2):
-            gc.collect()
-            gc.disable()
-            try:
+            with without_collections():
                 model = wrap_blocks(make())
                 optimizer = torch.optim.Adam(model.parameters())
                 loss_of(model, data(0)).backward()
@@ -86,20 +96,30 @@ def test_what_was_refused_goes_with_its_model(call, tmp_path):
                     pytest.fail("nothing was refused")
                 del model, optimizer
                 assert gone() is None or attempt == 0  # what is imported at the first error keeps frames as garbage
-            finally:
-                gc.enable()
 
 
 def test_what_layer_zero_has_refused_goes_with_its_module():
-    with fake_world(1) as group:
-        gc.collect()
-        gc.disable()
-        try:
-            module = make()
+    with fake_world(1) as group, without_collections():
+        module = make()
+        gone = weakref.ref(module)
+        with pytest.raises(ValueError, match="mp_param_dtype"):
+            FlatParamHandle(list(module.parameters()), module, torch.device("cpu"), "float", None, group, group)
+        del module
+        assert gone() is None
+
+
+def the_ranks_refuse():
+    rank = dist.get_rank()
+    for attempt in range(4):
+        with without_collections():
+            module = nn.Linear(3, 3 + rank * (attempt % 2))
             gone = weakref.ref(module)
-            with pytest.raises(ValueError, match="mp_param_dtype"):
-                FlatParamHandle(list(module.parameters()), module, torch.device("cpu"), "float", None, group, group)
+            with pytest.raises((TypeError, ValueError)):
+                FSDP(module, mixed_precision=3 if rank == 1 and attempt % 2 == 0 else None)
             del module
-            assert gone() is None
-        finally:
-            gc.enable()
+            assert gone() is None or attempt < 2  # as above
+
+
+@pytest.mark.multiprocess
+def test_a_module_that_the_ranks_refuse_goes():
+    run_ranks(the_ranks_refuse, 2)
