@@ -339,8 +339,8 @@ class Stepping(Wrapper):
         refuse_unreduced(units, "clip_grad_norm_")
         params: dict[int, Any] = {id(param): (segment, param) for unit in units for segment, param in unit.parameters()}
         for param in (param for module in modules for param in module._parameters.values()):
-            if isinstance(param, nn.Parameter):  # else a view
-                params.setdefault(id(param), (segment_of(param), param))
+            if id(param) not in params and isinstance(param, nn.Parameter):  # else a view
+                params[id(param)] = segment_of(param), param
         return clip(by_group(params.values()), float(max_norm), float(norm_type))
 
 
