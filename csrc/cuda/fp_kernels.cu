@@ -61,12 +61,12 @@ __launch_bounds__(FP_KERNEL_THREADS) norm(const __grid_constant__ Arguments<fp_n
         job.partials[blockIdx.x] = sums[0];
         __threadfence();
         is_last = atomicAdd(reinterpret_cast<unsigned *>(job.partials + gridDim.x), 1U) == gridDim.x - 1;
+        __threadfence(); // before the barrier, by which the other threads see, too, what the blocks before have written
     }
     __syncthreads();
     if (!is_last) {
         return;
     }
-    __threadfence();
     sums[threadIdx.x] = fp_norm_gather(&job, gridDim.x, threadIdx.x);
     fold(sums, job.is_max);
     if (threadIdx.x == 0) {

@@ -18,8 +18,7 @@ def files(tmp_path_factory):
 def kernels(request, files):
     if request.param not in files:
         pytest.skip(f"nvcc does not compile for {request.param}")
-    library = ptx.library(files[request.param])
-    _C_testing.use_kernels(ptx.kernels_in(library))
+    _C_testing.use_kernels(ptx.launched(files[request.param]))
     yield
     _C_testing.use_kernels(0)
 

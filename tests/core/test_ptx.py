@@ -66,33 +66,79 @@ RESULTS = {
 }
 
 
-class Thread(ctypes.Structure):
-    """ptx_thread."""
-
-    _fields_ = [("arguments", ctypes.c_void_p), ("shared", ctypes.c_void_p)]
-    _fields_ += [(name, ctypes.c_uint32) for name in ("block", "blocks", "thread")] + [("barrier", ctypes.c_void_p)]
-
-
-class Entry(ctypes.Structure):
-    """ptx_entry."""
-
-    _fields_ = [("name", ctypes.c_char_p), ("kernel", ctypes.CFUNCTYPE(None, ctypes.POINTER(Thread)))]
-    _fields_ += [(name, ctypes.c_size_t) for name in ("argument_bytes", "shared_bytes")]
+def launched(folder, lines, memory, blocks=1, threads=1):
+    """Run a kernel of these lines, for which %rd3 is the address of an array."""
+    lines = ["ld.param.u64 %rd2, [k_0];", "cvta.to.global.u64 %rd3, %rd2;", *lines, "ret;", "}", ""]
+    program = folder / "k.ptx"
+    program.write_text(HEAD + "\n".join(lines))
+    library = ptx.library(program)
+    pointer = ctypes.c_void_p(ctypes.addressof(memory))
+    entry = ctypes.c_char.in_dll(library, "ptx_entries")
+    return library.ptx_launch(ctypes.byref(entry), blocks, threads, ctypes.byref(pointer), 1)
 
 
 @pytest.mark.multiprocess
 def test_results(tmp_path):
-    lines = ["ld.param.u64 %rd2, [k_0];", "cvta.to.global.u64 %rd3, %rd2;"]
+    lines = []
     for i, program in enumerate(RESULTS):
         lines += [program.replace("$after", f"$after{i}"), f"st.global.u64 [%rd3+{8 * i}], %rd1;"]
-    translated = tmp_path / "k.c"
-    translated.write_text(as_c(HEAD + "\n".join([*lines, "ret;", "}", ""])))
-    entry = Entry.in_dll(ptx.loaded(tmp_path / "k.so", translated), "ptx_entries")
-    assert (entry.name, entry.argument_bytes, entry.shared_bytes) == (b"k", 8, 0)
     results = (ctypes.c_uint64 * len(RESULTS))()
-    pointer = ctypes.c_void_p(ctypes.addressof(results))
-    entry.kernel(Thread(arguments=ctypes.addressof(pointer)))
+    assert launched(tmp_path, lines, results) == 0
     assert dict(zip(RESULTS, results, strict=True)) == RESULTS
+
+
+# Each block writes to its place; the one that comes last reads those of two blocks, in both of its threads.
+MEETING = """.shared .align 4 .b8 last[4];
+mov.u32 %r1, %tid.x;
+setp.ne.s32 %p1, %r1, 0;
+mov.u32 %r2, %ctaid.x;
+mul.wide.u32 %rd1, %r2, 4;
+add.s64 %rd2, %rd3, %rd1;
+@%p1 bra $others;
+st.global.u32 [%rd2+8], %r2;
+membar.gl; // publishes
+atom.global.add.u32 %r1, [%rd3], 1; // counts
+membar.gl; // sees
+mov.u64 %rd1, last;
+st.shared.u32 [%rd1], %r1;
+$others:
+bar.sync 0; // tells the block
+mov.u64 %rd1, last;
+ld.shared.u32 %r1, [%rd1];
+setp.eq.s32 %p2, %r1, 0;
+@%p2 bra $end;
+ld.global.u32 %r1, [%rd3+8];
+ld.global.u32 %r2, [%rd3+12];
+$end:"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("lacks", ["publishes", "sees", "tells the block", None])
+def test_blocks_that_meet(tmp_path, capfd, lacks):
+    lines = [line for line in MEETING.split("\n") if lacks is None or not line.endswith(lacks)]
+    status = launched(tmp_path, lines, (ctypes.c_uint32 * 4)(), blocks=2, threads=2)
+    assert status == (0 if lacks is None else -1)
+    assert ("race: the first writes what the other one uses" in capfd.readouterr().err) == (lacks is not None)
+
+
+# %rd2 is each thread's own place; the first thread has no %p1
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("access", "races"),
+    [
+        ("ld.global.u32 %r2, [%rd3];", False),
+        ("st.global.u32 [%rd3], %r1;", True),
+        ("st.global.u32 [%rd2], %r1;", False),
+        ("ld.global.u32 %r2, [%rd3];\n@%p1 bra $end;\nst.global.u32 [%rd3], %r1;\n$end:", True),
+        ("ld.global.u32 %r2, [%rd2];\nst.global.u32 [%rd2], %r1;", False),
+        ("ld.global.u32 %r2, [%rd2];\nst.global.u32 [%rd2+8], %r1;", True),
+        ("atom.global.add.u32 %r1, [%rd3], 1;", False),
+        ("atom.global.add.u32 %r1, [%rd3], 1;\nld.global.u32 %r2, [%rd3];", True),
+    ],
+)
+def test_threads_that_use_the_same_memory(tmp_path, access, races):
+    own = "mov.u32 %r1, %tid.x;\nsetp.ne.s32 %p1, %r1, 0;\nmul.wide.u32 %rd1, %r1, 8;\nadd.s64 %rd2, %rd3, %rd1;"
+    assert launched(tmp_path, [own, access], (ctypes.c_uint64 * 8)(), threads=3) == (-1 if races else 0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 The command gets stand-ins for libcudart, libcuda and libnccl, which are built once into ``build/``. torch's own code
 for CUDA runs on them: its allocator, streams and events, process groups of NCCL, graphs. A device is memory of the
 host, the CPU runs its kernels, and each stream has a thread. Its speed says nothing. It takes torch for CUDA 13 from
-wheels, and that toolkit's headers.
+wheels, and that toolkit.
 
 STAND_IN_DEVICES  how many there are (2)
 STAND_IN_MIB      memory of each (6144)
@@ -20,6 +20,9 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+import ptx
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -52,7 +55,7 @@ def toolkit():
 def build(torch, headers):
     """The folder of the libraries."""
     sources = sorted(path for path in HERE.iterdir() if path.suffix in (".c", ".cpp", ".hpp", ".map"))
-    shared = [*sorted(ROOT.glob("csrc/*/*.h")), SUPPORT / "boxed.hpp"]
+    shared = [*sorted(ROOT.glob("csrc/c*/*.[hc]*")), *sorted(SUPPORT.glob("ptx/*.*")), SUPPORT / "boxed.hpp"]
     version = (torch / "version.py").read_bytes()
     key = hashlib.sha1(b"".join(path.read_bytes() for path in [*sources, *shared]) + version).hexdigest()[:12]
     folder = ROOT / "build" / f"cuda-stand-in-{key}"
@@ -93,6 +96,9 @@ def compile_all(folder, torch, headers):
     driver = [HERE / "driver.c", folder / "missing_driver.o"]
     run(*cc, *COMMON, "-shared", "-Wl,-soname,libcuda.so.1", *driver, "-o", folder / "libcuda.so.1")
     runtime = [HERE / f"{name}.cpp" for name in ("device", "streams", "graphs", "memory", "kernels")]
+    for source in ptx.sources(ptx.compiled(folder / "ptx")["sm_90"]):
+        runtime.append(folder / f"{source.stem}.o")
+        run(*cc, *ptx.FLAGS, "-c", source, "-o", runtime[-1])
     versions = f"-Wl,--version-script={HERE / 'libcudart.map'}"
     link("libcudart.so.13", [*runtime, folder / "missing.o"], versions)
     with_runtime = [f"-L{folder}", "-l:libcudart.so.13"]

@@ -1,14 +1,12 @@
-// kernels.cpp -- launches: of flatparam's own kernels, which are run by their bodies on the host. torch's have no stand-in here.
+// kernels.cpp -- launches: of flatparam's own kernels, as nvcc compiles them (tests/support/ptx). torch's have no stand-in here.
 #include "inside.hpp"
 
-#include <cstddef>
 #include <cstdlib>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
 extern "C" {
-#include "testing/fp_host_kernels.h"
+#include "ptx/run.h"
 }
 
 using namespace stand_in;
@@ -17,80 +15,29 @@ namespace {
 
 struct Kernel {
     std::string name;
-    size_t bytes = 0; // of its table; 0: not one of ours
+    const ptx_entry *entry = nullptr; // of those of flatparam
 };
 auto &kernels = for_good<std::map<const void *, Kernel>>();
 
-// As in csrc/cuda/fp_kernels.cu.
-template <class Job> struct Arguments {
-    Job job;
-    fp_index index;
-    alignas(16) unsigned char table[32752];
-};
-
-// A copy of what a launch was given.
-template <class Job>
-std::shared_ptr<Arguments<Job>>
-arguments_of(const Kernel &kernel, void **all)
-{
-    auto copy = std::make_shared<Arguments<Job>>();
-    std::memcpy(static_cast<void *>(copy.get()), all[0], offsetof(Arguments<Job>, table) + kernel.bytes);
-    return copy;
-}
-
-void
-run(const fp_pack_job &job, const fp_piece *pieces, const fp_index &index)
-{
-    fp_host_pack(&job, pieces, &index);
-}
-
-void
-run(const fp_norm_job &job, const fp_piece *pieces, const fp_index &index)
-{
-    if (*reinterpret_cast<unsigned *>(job.partials + index.blocks) != 0) {
-        throw std::runtime_error("the counter of the norm's kernel was not zeroed");
-    }
-    fp_host_norm(&job, pieces, &index);
-}
-
-void
-run(const fp_scale_job &job, const fp_piece *pieces, const fp_index &index)
-{
-    fp_host_scale(&job, pieces, &index);
-}
-
-// Queue a launch: of as many blocks as its index is for, or of none.
-template <class Job>
 cudaError_t
-queued(const Kernel &kernel, void **all, uint32_t blocks, Stream *stream)
-{
-    auto asked = arguments_of<Job>(kernel, all);
-    if (blocks != asked->index.blocks) {
-        return told(cudaErrorInvalidConfiguration);
-    }
-    put(stream, [asked] { run(asked->job, reinterpret_cast<const fp_piece *>(asked->table), asked->index); });
-    return cudaSuccess;
-}
-
-cudaError_t
-launch(const void *function, dim3 grid, dim3 block, void **all, Stream *stream)
+launch(const void *function, dim3 grid, dim3 block, void **all, size_t shared, Stream *stream)
 {
     const Kernel &kernel = kernels[function];
-    if (kernel.bytes == 0) {
+    if (kernel.entry == nullptr) {
         std::fprintf(stderr, "stand-in for CUDA: no stand-in for the kernel %s\n", kernel.name.c_str());
         return told(cudaErrorNotSupported);
     }
-    if (block.x != FP_KERNEL_THREADS || block.y != 1 || block.z != 1 || grid.y != 1 || grid.z != 1) {
+    if (grid.x == 0 || grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1 || shared != 0) {
         return told(cudaErrorInvalidConfiguration);
     }
-    const auto is = [&](const char *part) { return kernel.name.find(part) != std::string::npos; };
-    if (is("4packI")) {
-        return queued<fp_pack_job>(kernel, all, grid.x, stream);
-    }
-    if (is("4normI")) {
-        return queued<fp_norm_job>(kernel, all, grid.x, stream);
-    }
-    return queued<fp_scale_job>(kernel, all, grid.x, stream);
+    const auto *given = static_cast<const char *>(all[0]);
+    const std::vector<char> arguments(given, given + kernel.entry->argument_bytes);
+    put(stream, [entry = kernel.entry, blocks = grid.x, threads = block.x, arguments] {
+        if (ptx_launch(entry, blocks, threads, arguments.data(), 0) != 0) {
+            std::abort();
+        }
+    });
+    return cudaSuccess;
 }
 
 } // namespace
@@ -102,11 +49,7 @@ __cudaRegisterFunction(void **, const char *function, char *, const char *name, 
                        int *)
 {
     LOCKED;
-    Kernel &kernel = kernels[function];
-    kernel.name = name;
-    if (kernel.name.find("ArgumentsI") != std::string::npos && kernel.name.find("fp_") != std::string::npos) {
-        kernel.bytes = size_t(std::atol(kernel.name.c_str() + kernel.name.find("Lm") + 2));
-    }
+    kernels[function] = {name, ptx_find(name)};
 }
 
 struct Configuration {
@@ -141,10 +84,10 @@ __cudaGetKernel(cudaKernel_t *kernel, const void *function)
 }
 
 cudaError_t
-cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t, cudaStream_t handle)
+cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t handle)
 {
     LOCKED;
-    return launch(function, grid, block, arguments, stream_of(handle));
+    return launch(function, grid, block, arguments, shared, stream_of(handle));
 }
 
 cudaError_t

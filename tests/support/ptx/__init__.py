@@ -16,6 +16,7 @@ from .translate import as_c
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+FLAGS = ["-O1", "-fPIC", "-ffp-contract=off", "-fwrapv", "-Werror=implicit", f"-I{HERE}", f"-I{ROOT / 'csrc'}"]
 
 
 def compiled(folder):
@@ -28,24 +29,30 @@ def compiled(folder):
     return files
 
 
-def library(ptx):
-    """The kernels of one architecture, whose PTX is in a file beside the object with the launches, as a library."""
-    translated, made = ptx.with_suffix(".c"), ptx.with_suffix(".so")
+def sources(ptx):
+    """The C of one architecture's kernels, whose PTX is in a file, and of their launches; compile it with ``FLAGS``."""
+    translated = ptx.with_suffix(".c")
     translated.write_text(as_c(ptx.read_text()))
-    return loaded(made, translated, HERE / "cudart.c", ptx.with_name("fp_kernels.o"), "-lstdc++")
+    return [translated, HERE / "run.c", HERE / "races.c"]
 
 
-def loaded(made, *sources):
-    compiler = [*shlex.split(os.environ.get("CC") or "gcc"), "-O1", "-ffp-contract=off", "-fwrapv", "-Werror=implicit"]
-    flags = ["-fPIC", "-shared", "-Wl,-Bsymbolic,-z,defs", f"-I{HERE}", f"-I{ROOT / 'csrc'}"]
-    run(*compiler, *flags, *sources, "-lm", "-o", made)
+def library(ptx, *others):
+    """These kernels as a library, with other sources and objects."""
+    made = ptx.with_suffix(".so")
+    options = ["-shared", "-Wl,-Bsymbolic,-z,defs", "-lm", "-lstdc++"]
+    run(*compiler(), *FLAGS, *sources(ptx), *others, *options, "-o", made)
     return ctypes.CDLL(str(made))
 
 
-def kernels_in(library):
-    """The address of its fp_kernels."""
-    library.compiled_kernels.restype = ctypes.c_void_p
-    return library.compiled_kernels()
+def launched(ptx):
+    """The address of the fp_kernels with the launches of ``fp_kernels.o``, which is beside the PTX."""
+    function = library(ptx, HERE / "cudart.c", ptx.with_name("fp_kernels.o")).compiled_kernels
+    function.restype = ctypes.c_void_p
+    return function()
+
+
+def compiler():
+    return shlex.split(os.environ.get("CC") or "gcc")
 
 
 def run(*command):

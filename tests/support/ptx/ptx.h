@@ -2,31 +2,13 @@
 #pragma once
 
 #include <math.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "races.h"
+
 #define NONSENSE UINT64_C(0xA5A5A5A5A5A5A5A5) /* what a register has before it is written to */
-
-/* What a thread of a kernel knows besides its arguments. */
-typedef struct {
-    const unsigned char *arguments;
-    unsigned char *shared;
-    uint32_t block, blocks, thread;
-    void (*barrier)(void);
-} ptx_thread;
-
-typedef void (*ptx_kernel)(const ptx_thread *);
-
-/* One kernel of a module; the last of ptx_entries has no name. */
-typedef struct {
-    const char *name;
-    ptx_kernel kernel;
-    size_t argument_bytes, shared_bytes;
-} ptx_entry;
-
-extern const ptx_entry ptx_entries[];
 
 #define PTX_TYPE(name, type)                                                                                           \
     static inline type get_##name(uint64_t bits)                                                                       \
@@ -54,13 +36,14 @@ PTX_TYPE(f64, double)
 
 /* An address of `bytes` bytes: a multiple of them, as a device demands. */
 static inline unsigned char *
-ptx_at(uint64_t address, uint64_t bytes)
+ptx_at(const ptx_thread *self, uint64_t address, uint64_t bytes, ptx_access access)
 {
     if (address % bytes != 0) {
         fprintf(stderr, "ptx: %llu bytes at %#llx, which is no multiple\n", (unsigned long long)bytes,
                 (unsigned long long)address);
         abort();
     }
+    ptx_accessed(self, address, bytes, access);
     return (unsigned char *)(uintptr_t)address;
 }
 

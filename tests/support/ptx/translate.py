@@ -100,13 +100,13 @@ class Kernel:
         require(kind in BITS and operand.startswith("%"))
         return f"{operand[1:]} = put_{kind}({value});"
 
-    def address(self, operand, space, size):
+    def address(self, operand, space, size, access):
         base, _, offset = operand.strip("[]").partition("+")
         if space == "shared":  # 32 bits, from the start of the block's
             there = f"(uint64_t)(uintptr_t)self->shared + (uint32_t)({self.raw(base)} + {int(offset or 0)})"
         else:
             there = f"{self.raw(base)} + (uint64_t)INT64_C({int(offset or 0)})"
-        return f"ptx_at({there}, {size})"
+        return f"ptx_at(self, {there}, {size}, {access})"
 
     # Instructions
 
@@ -248,25 +248,27 @@ class Kernel:
     def put_ld(self, parts, to, address):
         space, into, size = self.accessed(parts, ("param", "global", "shared"), to)
         loads = [f"{one[1:]} = 0; memcpy(&{one[1:]}, from + {i * size}, {size});" for i, one in enumerate(into)]
-        return f"{{ const unsigned char *from = {self.address(address, space, len(into) * size)}; {' '.join(loads)} }}"
+        there = self.address(address, space, len(into) * size, "PTX_READ")
+        return f"{{ const unsigned char *from = {there}; {' '.join(loads)} }}"
 
     def put_st(self, parts, address, values):
         space, values, size = self.accessed(parts, ("global", "shared"), values)
         stores = [f"value = {self.raw(one)}; memcpy(at + {i * size}, &value, {size});" for i, one in enumerate(values)]
-        at = self.address(address, space, len(values) * size)
+        at = self.address(address, space, len(values) * size, "PTX_WRITE")
         return f"{{ unsigned char *at = {at}; uint64_t value; {' '.join(stores)} }}"
 
     def put_atom(self, parts, to, address, a):
         require(parts == ["global", "add", "u32"])
-        return self.write(to, "u32", f"ptx_add({self.address(address, 'global', 4)}, {self.read(a, 'u32')})")
+        there = self.address(address, "global", 4, "PTX_ATOMIC")
+        return self.write(to, "u32", f"ptx_add({there}, {self.read(a, 'u32')})")
 
     def put_bar(self, parts, barrier):
         require((parts, barrier) == (["sync"], "0"))
-        return "self->barrier();"
+        return "ptx_barrier();"
 
     def put_membar(self, parts):
         require(parts == ["gl"])
-        return ";"  # threads take turns
+        return "ptx_fence(self);"
 
     def put_bra(self, parts, label):
         require(parts in ([], ["uni"]))
