@@ -93,6 +93,8 @@ fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int un
         const int status = untracked ? fp::make_leaves(flat->unsharded, *flat->geometry, out)
                                      : fp::make_views(flat->unsharded, *flat->geometry, node, out);
         if (status == 0) {
+            flat->unsharded.set_requires_grad(
+                !untracked); /* by it torch tells whether views of the views do, in no_grad */
             flat->node = std::move(node);
             flat->unit = ref->shared;
         }
