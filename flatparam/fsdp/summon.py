@@ -1,6 +1,8 @@
 """Full parameters outside of forward and backward: gathered into memory of their own, in the shards' own precision."""
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -199,17 +201,19 @@ class Summoned:
         None if no parameter has one on any rank.
         """
         grads = [param.grad for param in _owners(self.unit, segment)]
-        own = gradient_of(self.unit, segment)
         has = [grad is not None for grad in grads]
+        dtypes = {grad.dtype for grad in grads if grad is not None}
         if segment.is_sharded:
-            some = torch.tensor(has, dtype=torch.float32, device=segment.device)
+            told = [*has, *(dtype in dtypes for dtype in _DTYPES)]
+            some = torch.tensor(told, dtype=torch.float32, device=segment.device)
             order.all_reduce(some, dist.ReduceOp.SUM, segment, _C.EVENT_SHOWS_GRADIENTS)
-            has = (some > 0).tolist()
+            told = (some > 0).tolist()
+            has, dtypes = told[: len(has)], set(itertools.compress(_DTYPES, told[len(has) :]))
         if not any(has):
             return None, []
         if not self.unit.options.use_orig_params:
             has = has * len(segment.originals)
-        return self._whole(segment, torch.zeros_like(segment.flat) if own is None else own), has
+        return self._whole(segment, _gradient_of(self.unit, segment, _widest(dtypes))), has
 
     def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, Original]]") -> None:
         """Note a parameter that modules show in place of two. ``seen``: those that they show, of the units before."""
@@ -321,7 +325,7 @@ class Summoned:
         if whole is None:
             if all(grad is None for grad in grads):
                 return
-            dtype = next(grad.dtype for grad in grads if grad is not None)
+            dtype = _widest(grad.dtype for grad in grads if grad is not None)
             whole = torch.zeros(segment.layout.padded_numel, dtype=dtype, device=segment.device)
         if not unit.step.lie_in(k, grads, whole, False):
             places = list(segment.unsharded(whole))
@@ -373,16 +377,21 @@ def _shown(original: Original) -> nn.Parameter:
     return original.param if value is None else value
 
 
-def gradient_of(unit: Unit, segment: Segment) -> Tensor | None:
-    """The gradient of the shard, from wherever it is: ``[shard_numel]``, or None."""
-    if not unit.options.use_orig_params:
-        return segment.flat.grad
-    have = [original.param.grad for original in segment.originals]
-    if all(grad is None for grad in have):
-        return None
-    dtype = next(grad.dtype for grad in have if grad is not None)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The one that has the values of all."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _gradient_of(unit: Unit, segment: Segment, dtype: torch.dtype) -> Tensor:
+    """The gradient of the shard, from wherever it is: ``[shard_numel]``, with zeros where there is none."""
+    if not unit.options.use_orig_params and segment.flat.grad is not None:
+        return segment.flat.grad.to(dtype)
     shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
-    for grad, here in zip(have, segment.here(), strict=True):
+    for here in segment.here() if unit.options.use_orig_params else ():
+        grad = here.original.param.grad
         if grad is not None and here.numel >= 0:
             here.of(shard).copy_(grad)
     return shard

@@ -187,7 +187,28 @@ def sums(strategy, uo):
         assert model._unit.segments[0].reduce_dtype == torch.float64
 
 
+def dtypes(strategy, uo):
+    """The ranks show gradients in one dtype, which has the values of all, whoever has none or set others."""
+    low = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
+    for rows, is_set in itertools.product((3, 1), (False, True)):
+        note(f"{strategy} uo={uo} {rows} {is_set}")
+        module = nn.Sequential(nn.Linear(1, rows, bias=False), nn.Linear(rows, 1))
+        model = FSDP(module, sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, mixed_precision=low)
+        model(torch.ones(2, 1)).sum().backward()
+        had = full_grads(model)
+        for p in model.parameters() if is_set and dist.get_rank() == 1 else ():
+            if p.grad is None or not uo:
+                p.grad = torch.full_like(p, 1 / 3)
+        for name, grad in full_grads(model).items():
+            assert grad.dtype in (torch.bfloat16, torch.float32)
+            parts = torch.stack([had[name], torch.full_like(had[name], 1 / 3, dtype=grad.dtype)])
+            assert (grad == parts).any(0).all()
+            dist.broadcast(same := grad.clone(), 0)
+            assert torch.equal(same, grad) or strategy == "NO_SHARD"
+
+
 def gradients(strategy, uo):
+    dtypes(strategy, uo)
     edited(strategy, uo)
     frozen(strategy, uo)
     hooks(strategy, uo)
