@@ -222,13 +222,16 @@ fp_forward_expect_inputs(fp_unit *unit, PyObject *ignored)
     Py_RETURN_TRUE;
 }
 
-/* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. */
+/* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
+ * forwards a retained graph is gone through again nobody knows: then the end of the backward frees it. */
 PyObject *
 fp_forward_inputs_done(fp_unit *unit, PyObject *ignored)
 {
-    unit->pending -= unit->pending > 0;
-    if (unit->pending > 0 || unit->root == NULL || !unit->root->in_backward || fp_unit_is_in_forward(unit) ||
-        !(unit->root->synchronize || unit->reshard_after_forward) || fp_iteration_is_elsewhere(unit->root)) {
+    const int is_again = unit->pending == 0;
+    unit->pending -= !is_again;
+    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
+        fp_unit_is_in_forward(unit) || !(unit->root->synchronize || unit->reshard_after_forward) ||
+        fp_iteration_is_elsewhere(unit->root)) {
         Py_RETURN_NONE;
     }
     fp_root *entered = fp_iteration_enter_in_backward(unit->root);

@@ -1,5 +1,6 @@
 """Training on the runtime is training unsharded: parameters and gradients, bit for bit at two ranks in fp32."""
 
+import copy
 import itertools
 
 import pytest
@@ -19,12 +20,14 @@ from fsdp_models import (
     wrap_blocks,
 )
 from gloo import note, run_ranks
+from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+from flatparam.common.tensors import lacks_memory
 
 pytestmark = pytest.mark.multiprocess
 
@@ -201,10 +204,38 @@ def graphs(strategy, uo):
             graph.backward()
 
 
+def frozen_graphs(strategy, uo):
+    """Of a frozen unit that is called several times; what it gathers for them is freed."""
+    for calls, again in itertools.product((1, 2), (False, True)):
+        note(f"{strategy} uo={uo} {calls} calls, again={again}")
+        torch.manual_seed(0)
+        kept = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+        first, frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        module = nn.Sequential(first, *[frozen] * calls)
+        inner = FSDP(copy.deepcopy(frozen), **kept)
+        model = FSDP(nn.Sequential(copy.deepcopy(first), *[inner] * calls), **kept)
+        gathered = []
+
+        def note_weight(module, args, output, gathered=gathered):
+            gathered.append(module.weight)
+
+        inner.module.register_forward_hook(note_weight)
+        x = torch.ones(2, 8)
+        for one in (module, model):
+            loss = one(x).square().mean()
+            loss.backward(retain_graph=True)
+            for _ in range(again):
+                loss.backward()
+        assert_same_grads(model, module)
+        if strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            assert all(lacks_memory(weight) for weight in gathered)
+
+
 @pytest.mark.sweep(3)
 @every_setting
 def test_graphs_that_outlive_a_pass(strategy, uo):
     run_ranks(graphs, 2, strategy, uo)
+    run_ranks(frozen_graphs, 2, strategy, uo)
 
 
 def four(strategy, uo):
