@@ -1,5 +1,5 @@
-/* module/fp_layout_py.c -- the heap type flatparam._C.Layout: core/fp_layout as an immutable object. It refers to no
- * other objects, so the garbage collector need not know it. flatparam.FlatLayout derives from it. */
+/* module/fp_layout_py.c -- the heap type flatparam._C.Layout: core/fp_layout as an immutable object. It refers to
+ * tuples of numbers alone, so the garbage collector need not know it. flatparam.FlatLayout derives from it. */
 #include "module/fp_tables.h"
 
 #include <stddef.h>
@@ -7,9 +7,13 @@
 #include "core/fp_alloc.h"
 #include "tensor/fp_flatten.h"
 
+/* Arrays; closure of the getters. */
+enum { GET_OFFSETS, GET_NUMELS, GET_ITEM_NUMELS, GET_IS_PADDING, N_ARRAYS };
+
 typedef struct {
     PyObject_HEAD
-    fp_layout layout; /* complete from the moment anybody else sees the object */
+    fp_layout layout;           /* complete from the moment anybody else sees the object */
+    PyObject *arrays[N_ARRAYS]; /* owned; NULL until somebody asks */
 } layout_object;
 
 static void layout_dealloc(PyObject *self);
@@ -74,6 +78,9 @@ static void
 layout_dealloc(PyObject *self)
 {
     fp_layout_clear(&((layout_object *)self)->layout);
+    for (int i = 0; i < N_ARRAYS; i++) {
+        Py_CLEAR(((layout_object *)self)->arrays[i]);
+    }
     fp_free_object(self);
 }
 
@@ -161,14 +168,20 @@ layout_flatten(layout_object *self, PyObject *const *args, Py_ssize_t nargs)
     return flat;
 }
 
-/* The arrays, each as a new tuple; closure is one of these. */
-enum { GET_OFFSETS, GET_NUMELS, GET_ITEM_NUMELS, GET_IS_PADDING };
+static PyObject *
+padding_mask(const fp_layout *layout)
+{
+    PyObject *mask = PyTuple_New((Py_ssize_t)layout->num_items);
+    for (size_t i = 0; mask != NULL && i < layout->num_items; i++) {
+        PyTuple_SET_ITEM(mask, (Py_ssize_t)i, Py_NewRef(layout->is_pad[i] ? Py_True : Py_False));
+    }
+    return mask;
+}
 
 static PyObject *
-layout_get_array(layout_object *self, void *closure)
+array_of(const fp_layout *layout, int which)
 {
-    const fp_layout *layout = &self->layout;
-    switch ((int)(intptr_t)closure) {
+    switch (which) {
         case GET_OFFSETS:
             return fp_int64_tuple(layout->starts, (Py_ssize_t)layout->num_params);
         case GET_NUMELS:
@@ -176,16 +189,19 @@ layout_get_array(layout_object *self, void *closure)
         case GET_ITEM_NUMELS:
             return fp_int64_tuple(layout->item_numels, (Py_ssize_t)layout->num_items);
         default:
-            break;
+            return padding_mask(layout);
     }
-    PyObject *mask = PyTuple_New((Py_ssize_t)layout->num_items);
-    if (mask == NULL) {
-        return NULL;
+}
+
+/* An array as a tuple, which is made once: who looks parameters up one by one asks for each. */
+static PyObject *
+layout_get_array(layout_object *self, void *closure)
+{
+    const int which = (int)(intptr_t)closure;
+    if (self->arrays[which] == NULL) {
+        self->arrays[which] = array_of(&self->layout, which);
     }
-    for (size_t i = 0; i < layout->num_items; i++) {
-        PyTuple_SET_ITEM(mask, (Py_ssize_t)i, Py_NewRef(layout->is_pad[i] ? Py_True : Py_False));
-    }
-    return mask;
+    return Py_XNewRef(self->arrays[which]);
 }
 
 static PyMethodDef layout_methods[] = {

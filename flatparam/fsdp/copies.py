@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ..common import optimizers
 from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
-from ..common.tensors import watch_exports
+from ..common.tensors import is_at, watch_exports
 from ..common.torch_private import leave_out_of_graphs
 from . import foreign, peers
 from .construct import first_name
@@ -136,7 +136,8 @@ class Copies(Wrapper):
             if self._use_orig_params:
                 segment.flat.data = fn(segment.flat.data)
             segment.pin()
-            describe(segment)
+            if not is_at(segment.flat._local_shard, segment.flat):
+                describe(segment)
         unit.step.point_params()
         unit.step.invalidate()
         unit.step.make_views()

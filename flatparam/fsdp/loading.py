@@ -190,10 +190,10 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Va
     """Raises: RuntimeError on every rank that shares a unit with one that has failed, or has read other ``values``."""
     me = dist.get_rank() if dist.is_initialized() else 0
     failed = (me, error, None) if error is not None else None
-    groups: dict[int, tuple[Any, list[Unit]]] = {}
+    groups: dict[int, tuple[Any, set[Unit]]] = {}
     for unit in units:
         for group in groups_of_placement(unit.options.placement):
-            groups.setdefault(id(group), (group, []))[1].append(unit)
+            groups.setdefault(id(group), (group, set()))[1].add(unit)
     for group, sharing in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one it tells in the next
         here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}
         digest = hashlib.sha256(repr(sorted(here.items())).encode()).hexdigest()
