@@ -102,6 +102,7 @@ def watch() -> None:
     # asynchronous saving makes its plans with copies
     after_import(f"{checkpoint}.state_dict_saver", lambda saver: _check(saver, "_stateful_to_state_dict", None))
     _clip_over_ranks()
+    _refuse_norms_of_shards()
     torch_calls.watch()
     _refuse_roots()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
@@ -230,6 +231,30 @@ def _clip_over_ranks() -> None:
             cell.cell_contents = clip_grad_norm_
             return
     nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
+
+
+def _refuse_norms_of_shards() -> None:
+    """Have ``torch.nn.utils.get_total_norm``, which takes gradients and is not collective, refuse those of shards."""
+    original = getattr(nn.utils, "get_total_norm", None)
+    if original is None:  # of another release
+        return
+
+    @functools.wraps(original)
+    def get_total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = set() if torch.compiler.is_compiling() else {id(tensor) for tensor in tensors}
+        for unit in all_units() if given else ():
+            for segment, param in unit.parameters():
+                if segment.is_sharded and unit.summoned is None and id(param.grad) in given:
+                    raise StateError(
+                        f"torch.nn.utils.get_total_norm: a gradient of {unit.name} is this rank's shard, so each rank "
+                        "would clip by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), "
+                        "whose norm is over all ranks"
+                    )
+        result: Tensor = original(tensors, *args, **kwargs)
+        return result
+
+    nn.utils.get_total_norm = get_total_norm
 
 
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:

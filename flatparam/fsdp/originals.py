@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter, MixedPrecision
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from .. import _C
 from ..common.layout import FlatLayout
@@ -154,7 +155,8 @@ def find_originals(
 ) -> list[Original]:
     """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``.
 
-    Raises: ValueError naming one that an extension takes, and that is not spread as ``placement`` needs it.
+    Raises: ValueError naming one that an extension takes, and that is not spread as ``placement`` needs it; or one of
+    a lazy module, which is uninitialized.
     """
     found: dict[int, Original] = {}  # by the parameters' ids
     mine = set(own)
@@ -165,6 +167,11 @@ def find_originals(
             if param is None or (ignored_params and param in ignored_params):
                 continue
             place = Name(submodule, name, clean_tensor_name(join(path, name)))
+            if is_lazy(param):
+                raise ValueError(
+                    f"parameter `{place.fqn}` of a {type(submodule).__name__} is uninitialized and has no shape yet: "
+                    "run a forward of the module before it is wrapped"
+                )
             original = found.get(id(param))
             if original is None:
                 template: Tensor | None = template_of(param)

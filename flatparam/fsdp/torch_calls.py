@@ -52,6 +52,8 @@ def is_never_recomputed(by_default: bool) -> bool:
 def watch() -> None:
     """Note from now on which reentrant checkpoints are under way, and what is exchanged."""
     _watch_exchanges()
+    for name in ("new", "new_tensor"):
+        setattr(Tensor, name, _knowing_shards(getattr(Tensor, name)))
     forward: Any = CheckpointFunction.forward
 
     @functools.wraps(forward)
@@ -65,6 +67,21 @@ def watch() -> None:
 
     checkpoint: Any = CheckpointFunction
     checkpoint.forward = staticmethod(noted)
+
+
+def _knowing_shards(method: Any) -> Any:
+    """A method of ``Tensor`` that asks the dispatch keys for the device, and does not know the mark of shards."""
+
+    @functools.wraps(method)
+    def called(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "DeferredInit" not in str(error):
+                raise
+        return method(self.new_empty(0), *args, **kwargs)
+
+    return called
 
 
 # A module's attribute while some of its tensors are exchanged: by name, the tensor that was there, and the view of a

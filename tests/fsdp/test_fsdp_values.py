@@ -287,6 +287,11 @@ def test_what_cannot_be_flattened_is_named():
                 )
 
 
+def test_a_lazy_parameter_is_named():
+    with fake_world(2), pytest.raises(ValueError, match=r"`1.weight` of a LazyLinear is uninitialized.*run a forward"):
+        FSDP(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2)))
+
+
 @pytest.mark.parametrize("uo", [False, True])
 def test_what_would_lose_a_wrapped_model_is_refused(uo):
     with fake_world(2):
