@@ -34,7 +34,7 @@ serve(Stream *stream)
         std::unique_lock lock(mutex);
         changed.wait(lock, [&] { return !stream->waiting.empty() && !ended; });
         busy++;
-        const Work work = std::move(stream->waiting.front());
+        Work work = std::move(stream->waiting.front());
         stream->waiting.pop_front();
         lock.unlock();
         if (delay > 0 && random() % 4 == 0) {
@@ -47,6 +47,7 @@ serve(Stream *stream)
             std::fprintf(stderr, "stand-in for CUDA: work of a stream has failed: %s\n", error.what());
             std::_Exit(70);
         }
+        work = nullptr; /* frees what it keeps, for which torch may ask the device */
         lock.lock();
         busy--;
         stream->done++;

@@ -40,7 +40,8 @@ def library(ptx, *others):
     """These kernels as a library, with other sources and objects."""
     made = ptx.with_suffix(".so")
     options = ["-shared", "-Wl,-Bsymbolic,-z,defs", "-lm", "-lstdc++"]
-    run(*compiler(), *FLAGS, *sources(ptx), *others, *options, "-o", made)
+    sanitizers = shlex.split(os.environ.get("FLATPARAM_TEST_CFLAGS", ""))
+    run(*compiler(), *FLAGS, *sanitizers, *sources(ptx), *others, *options, "-o", made)
     return ctypes.CDLL(str(made))
 
 
