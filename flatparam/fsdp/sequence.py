@@ -385,7 +385,8 @@ class Sequence:
             self._break(self._trained_by_one(one, other), _TRAINED)
         forward = self.register.is_in_forward(mine.event // 2 % _EVENTS // _C.EVENT_KINDS)
         what = "Forward order differs across ranks" if forward else "the ranks run units in different orders"
-        self._break(f"{what}: {one}; {other}")
+        which = ", of another model" if one.what == other.what and one.event // 2 != other.event // 2 else ""
+        self._break(f"{what}: {one}; {other}{which}")
 
     def _trained_by_one(self, one: _Post, other: _Post) -> str:
         number = one.event // 2 % _EVENTS // _C.EVENT_KINDS

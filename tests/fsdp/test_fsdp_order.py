@@ -495,6 +495,20 @@ def test_one_rank_may_do_alone_what_needs_no_other():
     run_ranks(rank_0_alone, 2)
 
 
+def copies_in_another_order():
+    model = wrap_blocks(Chosen(), process_group=dist.new_group(timeout=datetime.timedelta(seconds=LIMIT)))
+    both = [model, copy.deepcopy(model)]
+    for each in both:
+        train(each)
+    with pytest.raises(OrderError, match=r"rank 0 gathers (.*); rank 1 gathers \1, of another model"):
+        for each in reversed(both) if dist.get_rank() else both:
+            train(each)
+
+
+def test_models_of_the_same_names_are_told_apart():
+    run_ranks(copies_in_another_order, 2)
+
+
 def through_a_server():
     """With a TCPStore, as torchrun has it; the same one for two groups, one after the other."""
     port = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)] if dist.get_rank() == 0 else []
