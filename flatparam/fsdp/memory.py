@@ -5,6 +5,7 @@ The plan is a formula of layouts, dtypes and a placement, which asks no process 
 Activations, the module's buffers and what the allocator rounds up come on top.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -206,10 +207,11 @@ def _forward(
     plans: tuple[UnitPlan, ...], full: list[int], stay: list[int], gathers_ahead: bool
 ) -> Iterator[tuple[int, int]]:
     """The bytes unsharded in the forward of each unit but the root: what stays, it, and the next if gathered ahead."""
+    staying = _sums(stay)
     for i in range(1, len(plans)):
         gathers = gathers_ahead and i + 1 < len(plans) and plans[i + 1].resharded
         ahead = full[i + 1] + _arriving(plans[i + 1]) if gathers else 0
-        yield i, sum(stay[:i]) + full[i] + (ahead or _arriving(plans[i]))
+        yield i, staying[i] + full[i] + (ahead or _arriving(plans[i]))
 
 
 def _arriving(plan: UnitPlan) -> int:
@@ -246,11 +248,12 @@ def _backward(
 ) -> Iterator[_Backward]:
     """Of each unit, the last one first."""
     is_reduced_twice = any(plan.halfway for plan in plans)
+    staying, gradients = _sums(stay), _gradients(plans)
     for i in range(len(plans) - 1, -1, -1):
         plan = plans[i]
         last, before, first = (plans[i + k] if i + k < len(plans) else _NO_UNIT for k in (1, 2, 3))
         gathers = prefetch and i > 1 and plans[i - 1].resharded
-        always = sum(stay[:i]) + (full[i - 1] if gathers else 0)
+        always = staying[i] + (full[i - 1] if gathers else 0)
         ends, leaves = (before, first) if is_reduced_twice else (last, before)
         freed = 0 if ends.halfway or not ends.reduced else ends.wire
         into = plan.reduced + (max(0, ends.converted - freed) if cleared or ends.on_host else 0)
@@ -262,13 +265,18 @@ def _backward(
             ends=always + (max(plan.unpacked, into) if plan.copied else plan.unpacked + into),
             reducing=reducing,
             beside=reducing + before.halfway + (leaves.gradient if leaves.on_host else 0),
-            reduced=_gradients(plans[i + (3 if is_reduced_twice else 2) :]),
+            reduced=gradients[-1] - gradients[min(i + (3 if is_reduced_twice else 2), len(plans))],
         )
 
 
-def _gradients(plans: Sequence[UnitPlan]) -> int:
-    """Those of shards, on the device."""
-    return sum(plan.gradient for plan in plans if not plan.on_host)
+def _sums(values: Iterable[int]) -> list[int]:
+    """Of the first 0, 1, ... of them."""
+    return list(itertools.accumulate(values, initial=0))
+
+
+def _gradients(plans: Sequence[UnitPlan]) -> list[int]:
+    """``_sums`` of those of shards, on the device."""
+    return _sums(0 if plan.on_host else plan.gradient for plan in plans)
 
 
 def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -> Iterator[Moment]:
@@ -279,7 +287,7 @@ def _moments(plans: tuple[UnitPlan, ...], prefetch: bool, gathers_ahead: bool) -
     for i, size in _forward(plans, full, stay, gathers_ahead):
         yield Moment(i, "forward", size)
     yield Moment(0, "forward", sum(stay))
-    reduced = _gradients(plans)  # an earlier backward's, to which this one's are added
+    reduced = _gradients(plans)[-1]  # an earlier backward's, to which this one's are added
     for now in _backward(plans, full, stay, prefetch, cleared=False):
         yield Moment(now.unit, "backward", reduced + now.beside + now.runs)
         yield Moment(now.unit, "reduce", reduced + now.beside + now.ends + plans[now.unit].wire)
@@ -295,18 +303,19 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
         return
     full, stay = _sizes(plans)
     held = kept or [0] * len(plans)
+    staying, holding = _sums(stay), _sums(held)
     for i, size in _forward(plans, full, stay, gathers_ahead):
-        yield size + sum(held) + (sum(stay[i + 1 :]) if kept else 0)
+        yield size + holding[-1] + (staying[-1] - staying[i + 1] if kept else 0)
     for now in _backward(plans, full, stay, prefetch, cleared=True):
         i, plan = now.unit, plans[now.unit]
         # of what lies in host memory: added to, on its way there and back
         near = sum(one.kept for one in plans[max(i - 1, 0) : i + 1] if kept and one.offloads)
         if kept:
-            others = sum(stay[i + 1 :]) + sum(held) + near + (now.reducing if plan.reduces_each else 0)
+            others = staying[-1] - staying[i + 1] + holding[-1] + near + (now.reducing if plan.reduces_each else 0)
             yield others + now.runs
             if plan.reduces_each:
                 yield others + now.ends + plan.wire
-        unreduced = sum(held[: i + (2 if plan.reduces_each else 1)]) + near
+        unreduced = holding[min(i + (2 if plan.reduces_each else 1), len(held))] + near
         others = unreduced + now.beside + now.reduced
         wire = 0 if kept and plan.kept == plan.wire else plan.wire
         yield others + now.runs
