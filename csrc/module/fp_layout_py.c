@@ -199,7 +199,8 @@ layout_get_array(layout_object *self, void *closure)
 {
     const int which = (int)(intptr_t)closure;
     if (self->arrays[which] == NULL) {
-        self->arrays[which] = array_of(&self->layout, which);
+        PyObject *array = array_of(&self->layout, which); /* may run code, which may have asked too */
+        Py_XSETREF(self->arrays[which], array);
     }
     return Py_XNewRef(self->arrays[which]);
 }

@@ -39,6 +39,22 @@ write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offs
     return true;
 }
 
+// By the base of the views torch tells whether views of theirs require grad, in no_grad. Who computes with the base itself has
+// a gradient of it, which nobody reduces: that is refused in backward.
+void
+set_base_requires_grad(const at::Tensor &base, bool requires_grad, const std::string &unit)
+{
+    if (requires_grad && !base.requires_grad()) {
+        base.set_requires_grad(true);
+        base.register_hook([unit](const at::Tensor &) {
+            TORCH_CHECK(false, unit,
+                        ": what its parameters are views of (`_base`) was computed with, and its gradient would be "
+                        "lost: compute with the parameters");
+        });
+    }
+    base.set_requires_grad(requires_grad);
+}
+
 } // namespace
 
 void
@@ -93,8 +109,7 @@ fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int un
         const int status = untracked ? fp::make_leaves(flat->unsharded, *flat->geometry, out)
                                      : fp::make_views(flat->unsharded, *flat->geometry, node, out);
         if (status == 0) {
-            flat->unsharded.set_requires_grad(
-                !untracked); /* by it torch tells whether views of the views do, in no_grad */
+            fp::set_base_requires_grad(flat->unsharded, !untracked, ref->shared->name);
             flat->node = std::move(node);
             flat->unit = ref->shared;
         }

@@ -226,35 +226,45 @@ def _clip_over_ranks() -> None:
         owned = {id(param): (segment_of(param), param) for param in params}
         return clip(by_group(owned.values()), float(max_norm), float(norm_type), error_if_nonfinite)
 
+    if not _exchange(function, original, clip_grad_norm_):
+        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
+
+
+def _exchange(function: Any, original: Any, ours: Any) -> bool:
+    """Have ``function``, which wraps ``original``, call ``ours`` instead, under any name that it was imported by."""
     for cell in getattr(function, "__closure__", None) or ():
         if cell.cell_contents is original:
-            cell.cell_contents = clip_grad_norm_
-            return
-    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
+            cell.cell_contents = torch_calls.seen_as(ours, original)
+            return True
+    return False
 
 
 def _refuse_norms_of_shards() -> None:
     """Have ``torch.nn.utils.get_total_norm``, which takes gradients and is not collective, refuse those of shards."""
-    original = getattr(nn.utils, "get_total_norm", None)
-    if original is None:  # of another release
-        return
+    function: Any = nn.utils.clip_grad._get_total_norm
+    original = function.__wrapped__
 
     @functools.wraps(original)
     def get_total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        given = set() if torch.compiler.is_compiling() else {id(tensor) for tensor in tensors}
-        for unit in all_units() if given else ():
-            for segment, param in unit.parameters():
-                if segment.is_sharded and unit.summoned is None and id(param.grad) in given:
-                    raise StateError(
-                        f"torch.nn.utils.get_total_norm: a gradient of {unit.name} is this rank's shard, so each rank "
-                        "would clip by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), "
-                        "whose norm is over all ranks"
-                    )
+        if not torch.compiler.is_compiling():
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            _refuse_shards_of_gradients(tensors)
         result: Tensor = original(tensors, *args, **kwargs)
         return result
 
-    nn.utils.get_total_norm = get_total_norm
+    _exchange(function, original, get_total_norm)
+
+
+def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
+    given = {id(tensor) for tensor in tensors}
+    for unit in all_units():
+        for segment, param in unit.parameters():
+            if segment.is_sharded and unit.summoned is None and id(param.grad) in given:
+                raise StateError(
+                    f"torch.nn.utils.get_total_norm: a gradient of {unit.name} is this rank's shard, so each rank "
+                    "would clip by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), "
+                    "whose norm is over all ranks"
+                )
 
 
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:

@@ -377,7 +377,7 @@ def _shown(original: Original) -> nn.Parameter:
     return original.param if value is None else value
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 
 
 def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

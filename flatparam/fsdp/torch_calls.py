@@ -52,8 +52,6 @@ def is_never_recomputed(by_default: bool) -> bool:
 def watch() -> None:
     """Note from now on which reentrant checkpoints are under way, and what is exchanged."""
     _watch_exchanges()
-    for name in ("new", "new_tensor"):
-        setattr(Tensor, name, _knowing_shards(getattr(Tensor, name)))
     forward: Any = CheckpointFunction.forward
 
     @functools.wraps(forward)
@@ -67,21 +65,6 @@ def watch() -> None:
 
     checkpoint: Any = CheckpointFunction
     checkpoint.forward = staticmethod(noted)
-
-
-def _knowing_shards(method: Any) -> Any:
-    """A method of ``Tensor`` that asks the dispatch keys for the device, and does not know the mark of shards."""
-
-    @functools.wraps(method)
-    def called(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            if "DeferredInit" not in str(error):
-                raise
-        return method(self.new_empty(0), *args, **kwargs)
-
-    return called
 
 
 # A module's attribute while some of its tensors are exchanged: by name, the tensor that was there, and the view of a
@@ -115,6 +98,10 @@ def _watch_exchanges() -> None:
             own[_EXCHANGED] = exchanged | {name: (before, own.pop(name) if has_view else None)}
         return before
 
-    code = swapping.__code__.replace(co_filename=swap.__code__.co_filename)  # type: ignore[attr-defined]
-    swapping.__code__ = code  # type: ignore[attr-defined]  # Dynamo goes into torch's file, and leaves out ours
-    _named_member_accessor.swap_tensor = swapping
+    _named_member_accessor.swap_tensor = seen_as(swapping, swap)
+
+
+def seen_as(ours: Any, function: Any) -> Any:
+    """``ours``, which Dynamo goes into as into torch's ``function``: it leaves out our files."""
+    ours.__code__ = ours.__code__.replace(co_filename=function.__code__.co_filename)
+    return ours

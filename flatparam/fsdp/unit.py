@@ -313,6 +313,8 @@ class Unit:
             old.data = old.detach().clone()
             original.param = param
             self.step.adopt(k, i, param)
+            flat: Any = self.segments[k].flat
+            flat._params[i] = param
             replace_param(self, k, original.fqn, old, param)
             for place in original.names:
                 place.module._parameters[place.name] = param

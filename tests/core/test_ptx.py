@@ -67,14 +67,18 @@ RESULTS = {
 
 
 def launched(folder, lines, memory, blocks=1, threads=1):
-    """Run a kernel of these lines, for which %rd3 is the address of an array."""
+    """Whether a kernel of these lines runs, in both orders of threads and blocks. %rd3: the address of the memory."""
     lines = ["ld.param.u64 %rd2, [k_0];", "cvta.to.global.u64 %rd3, %rd2;", *lines, "ret;", "}", ""]
     program = folder / "k.ptx"
     program.write_text(HEAD + "\n".join(lines))
     library = ptx.library(program)
-    pointer = ctypes.c_void_p(ctypes.addressof(memory))
     entry = ctypes.c_char.in_dll(library, "ptx_entries")
-    return library.ptx_launch(ctypes.byref(entry), blocks, threads, ctypes.byref(pointer), 1)
+    found = []
+    for _ in range(2):
+        ctypes.memset(memory, 0, ctypes.sizeof(memory))
+        pointer = ctypes.c_void_p(ctypes.addressof(memory))
+        found.append(library.ptx_launch(ctypes.byref(entry), blocks, threads, ctypes.byref(pointer), 1))
+    return found == [0, 0]
 
 
 @pytest.mark.multiprocess
@@ -83,19 +87,21 @@ def test_results(tmp_path):
     for i, program in enumerate(RESULTS):
         lines += [program.replace("$after", f"$after{i}"), f"st.global.u64 [%rd3+{8 * i}], %rd1;"]
     results = (ctypes.c_uint64 * len(RESULTS))()
-    assert launched(tmp_path, lines, results) == 0
+    assert launched(tmp_path, lines, results)
     assert dict(zip(RESULTS, results, strict=True)) == RESULTS
 
 
-# Each block writes to its place; the one that comes last reads those of two blocks, in both of its threads.
+# The second thread of each block writes to the block's place; in the block that is last all threads read those of both.
 MEETING = """.shared .align 4 .b8 last[4];
 mov.u32 %r1, %tid.x;
-setp.ne.s32 %p1, %r1, 0;
+setp.eq.s32 %p1, %r1, 1;
 mov.u32 %r2, %ctaid.x;
 mul.wide.u32 %rd1, %r2, 4;
 add.s64 %rd2, %rd3, %rd1;
+@%p1 st.global.u32 [%rd2+8], %r2;
+bar.sync 0; // tells the first
+setp.ne.s32 %p1, %r1, 0;
 @%p1 bra $others;
-st.global.u32 [%rd2+8], %r2;
 membar.gl; // publishes
 atom.global.add.u32 %r1, [%rd3], 1; // counts
 membar.gl; // sees
@@ -103,6 +109,7 @@ mov.u64 %rd1, last;
 st.shared.u32 [%rd1], %r1;
 $others:
 bar.sync 0; // tells the block
+membar.gl; // once more, which changes nothing
 mov.u64 %rd1, last;
 ld.shared.u32 %r1, [%rd1];
 setp.eq.s32 %p2, %r1, 0;
@@ -110,15 +117,49 @@ setp.eq.s32 %p2, %r1, 0;
 ld.global.u32 %r1, [%rd3+8];
 ld.global.u32 %r2, [%rd3+12];
 $end:"""
+WITHOUT = ["tells the first", "publishes", "sees", "tells the block"]
+INSTEAD = {
+    "a fence before the barrier": (
+        "bar.sync 0; // tells the first",
+        "membar.gl;\nbar.sync 0;",
+        "membar.gl; // publishes\n",
+    ),
+    "another counter for each block": (
+        "atom.global.add.u32 %r1, [%rd3], 1;",
+        "atom.global.add.u32 %r1, [%rd2], 1;",
+        "",
+    ),
+}
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("lacks", ["publishes", "sees", "tells the block", None])
+@pytest.mark.parametrize("lacks", [*WITHOUT, *INSTEAD, None])
 def test_blocks_that_meet(tmp_path, capfd, lacks):
-    lines = [line for line in MEETING.split("\n") if lacks is None or not line.endswith(lacks)]
-    status = launched(tmp_path, lines, (ctypes.c_uint32 * 4)(), blocks=2, threads=2)
-    assert status == (0 if lacks is None else -1)
-    assert ("race: the first writes what the other one uses" in capfd.readouterr().err) == (lacks is not None)
+    old, new, left_out = INSTEAD.get(lacks, ("", "", ""))
+    lines = MEETING.replace(old, new).replace(left_out, "") if lacks in INSTEAD else MEETING
+    lines = [line for line in lines.split("\n") if lacks not in WITHOUT or not line.endswith(lacks)]
+    memory = (ctypes.c_uint32 * 4)()
+    if lacks == "another counter for each block":  # so that both read
+        lines = [line for line in lines if not line.startswith("@%p2")]
+    assert launched(tmp_path, lines, memory, blocks=2, threads=3) == (lacks is None)
+    assert ("race: the first" in capfd.readouterr().err) == (lacks is not None)
+
+
+READERS = """mov.u32 %r1, %ctaid.x;
+setp.ne.s32 %p1, %r1, 0;
+ld.global.u32 %r2, [%rd3];
+bar.sync 0;
+mov.u32 %r1, %tid.x;
+setp.ne.s32 %p2, %r1, 0;
+@%p2 bra $end;
+@%p1 st.global.u32 [%rd3], %r2;
+$end:"""
+
+
+@pytest.mark.multiprocess
+def test_readers_of_another_block_are_remembered(tmp_path):
+    assert launched(tmp_path, READERS.split("\n"), (ctypes.c_uint32 * 4)(), blocks=1, threads=3)
+    assert not launched(tmp_path, READERS.split("\n"), (ctypes.c_uint32 * 4)(), blocks=2, threads=3)
 
 
 # %rd2 is each thread's own place; the first thread has no %p1
@@ -138,7 +179,7 @@ def test_blocks_that_meet(tmp_path, capfd, lacks):
 )
 def test_threads_that_use_the_same_memory(tmp_path, access, races):
     own = "mov.u32 %r1, %tid.x;\nsetp.ne.s32 %p1, %r1, 0;\nmul.wide.u32 %rd1, %r1, 8;\nadd.s64 %rd2, %rd3, %rd1;"
-    assert launched(tmp_path, [own, access], (ctypes.c_uint64 * 8)(), threads=3) == (-1 if races else 0)
+    assert launched(tmp_path, [own, access], (ctypes.c_uint64 * 8)(), threads=3) != races
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.nn.utils import clip_grad_norm_  # bound before any model is wrapped
+from torch.nn.utils import clip_grad_norm_, get_total_norm  # bound before any model is wrapped
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
@@ -208,38 +208,21 @@ def test_clipping_of_what_is_whole():
         assert torch.equal(clip_grad_norm_(module.last.weight, 1.0), module.last.weight.grad.norm())
 
 
-def test_a_norm_of_shards_is_refused():
+@pytest.mark.parametrize("uo", [False, True])
+def test_a_norm_of_shards_is_refused(uo):
     """``get_total_norm`` takes gradients and asks no other rank."""
-    norm = getattr(nn.utils, "get_total_norm", None)
-    if norm is None:
-        pytest.skip("this torch has none")
-    for uo in (True, False):
-        with fake_world(2):
-            model, module = wrap_blocks(make(), use_orig_params=uo), make()
-            for one in (module, model):
-                loss_of(one, data(0)).backward()
-            grads = [param.grad for param in model.parameters() if param.grad is not None]
-            with pytest.raises(StateError, match=r"get_total_norm: a gradient of the unit of .* is this rank's shard"):
-                nn.utils.get_total_norm(grads)
-            with pytest.raises(StateError, match="clip_grad_norm_"):
-                nn.utils.get_total_norm(grads[-1])
-            others = [param.grad for param in module.parameters() if param.grad is not None]
-            assert nn.utils.get_total_norm(iter(others)) == torch.stack([grad.norm() for grad in others]).norm()
-            with FSDP.summon_full_params(model, with_grads=True):
-                whole = [param.grad for param in model.parameters() if param.grad is not None]
-                assert torch.equal(nn.utils.get_total_norm(whole), nn.utils.get_total_norm([g.clone() for g in whole]))
-
-
-def test_legacy_constructors_of_shards():
-    """``new`` and ``new_tensor``, by which old optimizers make their state, ask the dispatch keys for the device."""
-    for uo in (True, False):
-        with fake_world(2):
-            model = wrap_blocks(make(), use_orig_params=uo)
-            for param in model.parameters():
-                for one in (param, param.data, param.detach()):
-                    assert one.new(2, 3).shape == (2, 3)
-                    assert one.new([1.0, 2.0]).tolist() == [1.0, 2.0]
-                    assert one.new_tensor(0.5, requires_grad=True).requires_grad
-                    assert one.new().dtype == one.new_tensor([1]).dtype == param.dtype
-    with pytest.raises(TypeError):
-        torch.ones(1).new("a")
+    with fake_world(2):
+        model, module = wrap_blocks(make(), use_orig_params=uo), make()
+        for one in (module, model):
+            loss_of(one, data(0)).backward()
+        grads, others = ([p.grad for p in one.parameters() if p.grad is not None] for one in (model, module))
+        with pytest.raises(StateError, match=r"get_total_norm: a gradient of the unit of .* is this rank's shard"):
+            get_total_norm(grads)
+        with pytest.raises(StateError, match="clip_grad_norm_"):
+            get_total_norm(grads[-1])
+        wanted = torch.stack([grad.norm() for grad in others]).norm()
+        compiled = torch.compile(get_total_norm, backend="eager", fullgraph=True)
+        assert get_total_norm(iter(others)) == compiled(others) == wanted
+        with FSDP.summon_full_params(model, with_grads=True):
+            whole = [param.grad for param in model.parameters() if param.grad is not None]
+            assert get_total_norm(whole) == get_total_norm([grad.clone() for grad in whole])

@@ -258,3 +258,18 @@ def test_hooks_of_parameters_that_become_a_flat_one_are_missed_aloud():
         module.weight.register_hook(lambda grad: grad)
         with pytest.warns(UserWarning, match=r"hooks of `weight` .* use_orig_params=True"):
             FSDP(module)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_parameters_are_views_of_is_not_computed_with(uo):
+    class OfBase(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + self.weight._base.sum()
+
+    with fake_world(2):
+        model = FSDP(OfBase(3, 3), use_orig_params=uo)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"the unit of OfBase: what its parameters are views of \(`_base`\)"):
+                model(torch.ones(2, 3)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(2, 3))

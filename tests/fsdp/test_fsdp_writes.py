@@ -24,7 +24,7 @@ from fsdp_models import (
     make,
     wrap_blocks,
 )
-from gloo import note, run_ranks
+from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import stateless, vector_to_parameters
@@ -483,3 +483,12 @@ def averages(strategy, uo):
 @every_setting
 def test_averages_that_are_copied_into_weights(strategy, uo):
     run_ranks(averages, 2, strategy, uo)
+
+
+def test_what_torchs_tools_read_of_an_exchanged_parameter():
+    with fake_world(2):
+        model = FSDP(nn.Linear(3, 3), use_orig_params=True)
+        with FSDP.summon_full_params(model):
+            model.module.weight = nn.Parameter(torch.ones(3, 3))
+        model.cpu()
+        assert [id(param) for param in model._flat_param._params] == [id(param) for param in model.parameters()]

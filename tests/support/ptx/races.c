@@ -1,10 +1,11 @@
 /* races.c -- whether the threads of a launch race: one writes a byte that another one reads or writes, and nothing orders
- * the two. Threads take turns here, so this is found whatever the order in which they ran.
+ * the two in the order in which they ran here.
  *
  * Of two threads of one block a barrier between orders what they do. Across blocks a counter does: a thread's fence and then
- * an atomic addition publish what it did before, and what others of its block did before their last barrier; another thread
- * sees that after an atomic addition that came later and a fence of its own, and its block after the next barrier.
- * Source: the PTX ISA's memory consistency model (release and acquire patterns). One published state a block is kept. */
+ * an atomic addition to it publish what the thread did before the fence, and what others of its block did before the barrier
+ * before that; another thread sees it after a later addition and a fence of its own, and its block after the next barrier.
+ * Source: the PTX ISA's memory consistency model (release and acquire patterns). The first address that is added to is the
+ * counter, and what a block published last counts: more than that is taken for a race. */
 #include "races.h"
 
 #include <stdio.h>
@@ -21,9 +22,9 @@ typedef struct {
     uint16_t thread, is_atomic;
 } event;
 
-/* Of one byte: the last write, and the last reads by two different threads. */
+/* Of one byte: the last write, the last reads by two threads of the block that read it last, and by one of another block. */
 typedef struct {
-    event write, reads[2];
+    event write, reads[2], elsewhere;
 } history;
 
 typedef struct page {
@@ -40,10 +41,12 @@ static struct {
     uint16_t thread;
 } *published;
 
-/* Of the threads of the current block: times of the last fence and atomic addition; what was published until `seen` is seen. */
+/* Of the threads of the current block: when the last fence was, and behind how many barriers; when the last addition to the
+ * counter; what was published until `seen` is seen. */
 static struct {
-    uint32_t fenced, added, seen;
+    uint32_t fenced, fenced_barriers, added, seen;
 } threads[THREADS];
+static uint64_t counter; /* its address; 0: none yet */
 static uint32_t now, barriers;
 static int looking, found;
 
@@ -52,6 +55,7 @@ ptx_begin_launch(uint32_t blocks, int looks_for_races)
 {
     looking = looks_for_races;
     now = 0;
+    counter = 0;
     found = 0;
     published = calloc(blocks, sizeof *published);
 }
@@ -94,8 +98,10 @@ ptx_end_launch(void)
 void
 ptx_fence(const ptx_thread *self)
 {
-    threads[self->thread].fenced = ++now;
-    threads[self->thread].seen = threads[self->thread].added;
+    typeof(*threads) *mine = &threads[self->thread];
+    mine->fenced = ++now;
+    mine->fenced_barriers = barriers;
+    mine->seen = mine->added > mine->seen ? mine->added : mine->seen;
 }
 
 static void
@@ -104,7 +110,7 @@ added(const ptx_thread *self)
     threads[self->thread].added = now;
     published[self->block].at = now;
     published[self->block].fenced = threads[self->thread].fenced;
-    published[self->block].barriers = barriers;
+    published[self->block].barriers = threads[self->thread].fenced_barriers;
     published[self->block].thread = (uint16_t)self->thread;
 }
 
@@ -135,8 +141,8 @@ comes_before(const event *earlier, const event *event)
         return earlier->thread == event->thread || earlier->barriers < event->barriers;
     }
     const typeof(*published) *of = &published[earlier->block];
-    const int is_published = of->thread == earlier->thread ? earlier->time < of->fenced
-                                                           : of->fenced != 0 && earlier->barriers < of->barriers;
+    const int is_published =
+        of->thread == earlier->thread ? earlier->time < of->fenced : earlier->barriers < of->barriers;
     return is_published && of->at < threads[event->thread].seen;
 }
 
@@ -151,6 +157,19 @@ check(const event *earlier, const event *event, const char *did)
             earlier->thread, earlier->block, event->thread, event->block, did);
 }
 
+static void
+note_read(history *of, const event *event)
+{
+    if (of->reads[0].time != 0 && of->reads[0].block != event->block) {
+        of->elsewhere = of->reads[0];
+        memset(of->reads, 0, sizeof of->reads);
+    }
+    if (of->reads[0].thread != event->thread) {
+        of->reads[1] = of->reads[0];
+    }
+    of->reads[0] = *event;
+}
+
 void
 ptx_accessed(const ptx_thread *self, uint64_t address, uint64_t bytes, ptx_access access)
 {
@@ -162,18 +181,16 @@ ptx_accessed(const ptx_thread *self, uint64_t address, uint64_t bytes, ptx_acces
         history *of = history_of(address + i);
         check(&of->write, &event, "writes");
         if (access == PTX_READ) {
-            const int is_again = of->reads[0].time != 0 && of->reads[0].block == event.block && of->reads[0].thread == event.thread;
-            if (!is_again) {
-                of->reads[1] = of->reads[0];
-            }
-            of->reads[0] = event;
+            note_read(of, &event);
             continue;
         }
         check(&of->reads[0], &event, "reads");
         check(&of->reads[1], &event, "reads");
+        check(&of->elsewhere, &event, "reads");
         of->write = event;
     }
-    if (access == PTX_ATOMIC) {
+    if (access == PTX_ATOMIC && (counter == 0 || counter == address)) {
+        counter = address;
         added(self);
     }
 }

@@ -92,13 +92,17 @@ int
 ptx_launch(const ptx_entry *entry, uint32_t blocks, uint32_t threads, const void *arguments, int looks_for_races)
 {
     static int launches;
+    if (threads > MOST_THREADS) {
+        fprintf(stderr, "ptx: a launch of %u threads in a block, of at most %d\n", threads, MOST_THREADS);
+        return -1;
+    }
     pthread_mutex_lock(&one_at_a_time);
     const int backwards = launches++ % 2;
     unsigned char *copy = aligned_alloc(64, (entry->argument_bytes + 63) / 64 * 64);
     const size_t shared_bytes = (entry->shared_bytes + 64) / 64 * 64;
     unsigned char *shared = aligned_alloc(64, blocks * shared_bytes);
     ptx_thread thread = {.arguments = copy, .blocks = blocks};
-    int status = threads <= MOST_THREADS ? 0 : -1;
+    int status = 0;
     memcpy(copy, arguments, entry->argument_bytes);
     memset(shared, 0xA5, blocks * shared_bytes);
     ptx_begin_launch(blocks, looks_for_races);
@@ -106,7 +110,7 @@ ptx_launch(const ptx_entry *entry, uint32_t blocks, uint32_t threads, const void
         thread.block = backwards ? blocks - 1 - i : i;
         thread.shared = shared + i * shared_bytes;
         ptx_begin_block();
-        if (entry->shared_bytes != 0) {
+        if (entry->has_barriers) {
             status = run_fibers(entry, thread, threads, backwards);
         }
         else {

@@ -16,6 +16,7 @@ typedef struct {
     const char *name;
     void (*kernel)(const ptx_thread *);
     size_t argument_bytes, shared_bytes;
+    int has_barriers;
 } ptx_entry;
 
 extern const ptx_entry ptx_entries[];

@@ -43,7 +43,7 @@ class Kernel:
         if found is None:
             raise Unknown(argument)
         self.argument, self.argument_bytes = found.groups()
-        self.shared, self.shared_bytes = {}, 0
+        self.shared, self.shared_bytes, self.has_barriers = {}, 0, False
         registers, lines = [], []
         for line in re.sub(r"//[^\n]*", "", body).split("\n"):
             line = line.strip()
@@ -264,6 +264,7 @@ class Kernel:
 
     def put_bar(self, parts, barrier):
         require((parts, barrier) == (["sync"], "0"))
+        self.has_barriers = True
         return "ptx_barrier();"
 
     def put_membar(self, parts):
@@ -292,6 +293,6 @@ def kernels_of(text):
 def as_c(text):
     """The C of all kernels, and a table of them."""
     kernels = kernels_of(text)
-    rows = [f'    {{"{k.name}", {k.name}, {k.argument_bytes}, {k.shared_bytes}}},' for k in kernels]
+    rows = [f'    {{"{k.name}", {k.name}, {k.argument_bytes}, {k.shared_bytes}, {k.has_barriers:d}}},' for k in kernels]
     table = ["const ptx_entry ptx_entries[] = {", *rows, "    {0},", "};", ""]
     return "\n".join(['#include "ptx.h"\n', *(kernel.c for kernel in kernels), *table])
