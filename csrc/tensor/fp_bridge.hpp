@@ -228,10 +228,12 @@ is_low(at::ScalarType dtype)
     return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// Outside of autograd and of inference mode, whatever mode the caller is in.
+// Outside of autograd, of inference mode and of torch.func's transforms, whatever the caller is in.
 struct Plainly {
     c10::InferenceMode inference{false};
     at::NoGradGuard no_grad;
+    c10::impl::ExcludeDispatchKeyGuard no_transform{c10::DispatchKeySet(
+        {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
 // The GIL for a thread of autograd, which has none.

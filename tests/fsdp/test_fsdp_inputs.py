@@ -1,15 +1,19 @@
 """What goes into a wrapped module and comes out of it: containers and objects of any class, in any mode."""
 
 import collections
+import copy
 import functools
+import itertools
 
 import pytest
 import torch
-from gloo import fake_world
+from fsdp_models import assert_same
+from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
 from flatparam.fsdp.outputs import find_tensors, map_tensors, move_tensors
 
 
@@ -164,3 +168,25 @@ def test_a_first_forward_in_inference_mode_leaves_nothing_behind(orig):
         for _ in range(2):
             model.train()(torch.ones(2, 4)).sum().backward()
         assert model.module[1].num_batches_tracked == 2
+
+
+def transforms():
+    for strategy, orig in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1"), (True, False)):
+        note(f"{strategy} {orig}")
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        model = FSDP(copy.deepcopy(bare), sharding_strategy=ShardingStrategy[strategy], use_orig_params=orig)
+        x = torch.randn(5, 3)
+        for _ in range(2):
+            for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+                wanted, found = (transform(lambda x, one=one: one(x).square().sum())(x) for one in (bare, model))
+                assert torch.equal(found, wanted), transform
+            for one in (bare, model):
+                one(x).sum().backward()
+                torch.optim.SGD(one.parameters(), 0.1).step()
+        assert_same(model, bare)
+
+
+@pytest.mark.multiprocess
+def test_transforms_of_inputs():
+    run_ranks(transforms, 2)
