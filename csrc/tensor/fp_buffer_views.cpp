@@ -44,15 +44,17 @@ write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offs
 void
 set_base_requires_grad(const at::Tensor &base, bool requires_grad, const std::string &unit)
 {
-    if (requires_grad && !base.requires_grad()) {
-        base.set_requires_grad(true);
+    if (requires_grad == base.requires_grad()) {
+        return;
+    }
+    base.set_requires_grad(requires_grad);
+    if (requires_grad) {
         base.register_hook([unit](const at::Tensor &) {
             TORCH_CHECK(false, unit,
                         ": what its parameters are views of (`_base`) was computed with, and its gradient would be "
                         "lost: compute with the parameters");
         });
     }
-    base.set_requires_grad(requires_grad);
 }
 
 } // namespace
