@@ -241,8 +241,8 @@ def _exchange(function: Any, original: Any, ours: Any) -> bool:
 
 def _refuse_norms_of_shards() -> None:
     """Have ``torch.nn.utils.get_total_norm``, which takes gradients and is not collective, refuse those of shards."""
-    function: Any = nn.utils.clip_grad._get_total_norm
-    original = function.__wrapped__
+    function: Any = nn.utils.get_total_norm
+    original = getattr(function, "__wrapped__", function)
 
     @functools.wraps(original)
     def get_total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -252,19 +252,19 @@ def _refuse_norms_of_shards() -> None:
         result: Tensor = original(tensors, *args, **kwargs)
         return result
 
-    _exchange(function, original, get_total_norm)
+    if not _exchange(function, original, get_total_norm):
+        nn.utils.get_total_norm = get_total_norm
 
 
 def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
     given = {id(tensor) for tensor in tensors}
-    for unit in all_units():
-        for segment, param in unit.parameters():
-            if segment.is_sharded and unit.summoned is None and id(param.grad) in given:
-                raise StateError(
-                    f"torch.nn.utils.get_total_norm: a gradient of {unit.name} is this rank's shard, so each rank "
-                    "would clip by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), "
-                    "whose norm is over all ranks"
-                )
+    owners = (param for unit in all_units() for _, param in unit.parameters() if id(param.grad) in given)
+    for unit, _ in _sharded_now(owners):
+        raise StateError(
+            f"torch.nn.utils.get_total_norm: a gradient of {unit.name} is this rank's shard, so each rank would clip "
+            "by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), whose norm is over all "
+            "ranks"
+        )
 
 
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:

@@ -66,13 +66,24 @@ RESULTS = {
 }
 
 
+class Entry(ctypes.Structure):
+    """ptx_entry."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("kernel", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_size_t) for name in ("argument_bytes", "shared_bytes")]
+    _fields_ += [("has_barriers", ctypes.c_int)]
+
+
 def launched(folder, lines, memory, blocks=1, threads=1):
     """Whether a kernel of these lines runs, in both orders of threads and blocks. %rd3: the address of the memory."""
     lines = ["ld.param.u64 %rd2, [k_0];", "cvta.to.global.u64 %rd3, %rd2;", *lines, "ret;", "}", ""]
-    program = folder / "k.ptx"
-    program.write_text(HEAD + "\n".join(lines))
+    text, program = HEAD + "\n".join(lines), folder / "k.ptx"
+    program.write_text(text)
     library = ptx.library(program)
-    entry = ctypes.c_char.in_dll(library, "ptx_entries")
+    entry = Entry.in_dll(library, "ptx_entries")
+    shared_bytes = 4 if "\n.shared" in text else 0
+    assert (entry.name, entry.argument_bytes, entry.shared_bytes) == (b"k", 8, shared_bytes)
+    assert entry.has_barriers == ("bar.sync" in text)
     found = []
     for _ in range(2):
         ctypes.memset(memory, 0, ctypes.sizeof(memory))

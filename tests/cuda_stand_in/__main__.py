@@ -96,7 +96,10 @@ def compile_all(folder, torch, headers):
     driver = [HERE / "driver.c", folder / "missing_driver.o"]
     run(*cc, *COMMON, "-shared", "-Wl,-soname,libcuda.so.1", *driver, "-o", folder / "libcuda.so.1")
     runtime = [HERE / f"{name}.cpp" for name in ("device", "streams", "graphs", "memory", "kernels")]
-    for source in ptx.sources(ptx.compiled(folder / "ptx")["sm_90"]):
+    compiled = ptx.compiled(folder / "ptx")
+    if "sm_90" not in compiled:
+        raise SystemExit("cuda_stand_in: no nvcc that compiles for sm_90: it takes the toolkit of CUDA 13")
+    for source in ptx.sources(compiled["sm_90"]):
         runtime.append(folder / f"{source.stem}.o")
         run(*cc, *ptx.FLAGS, "-c", source, "-o", runtime[-1])
     versions = f"-Wl,--version-script={HERE / 'libcudart.map'}"

@@ -2,10 +2,10 @@
 #include "inside.hpp"
 
 #include <cstdlib>
-#include <cstring>
 #include <string>
 
 extern "C" {
+#include "cuda/fp_kernels.h"
 #include "ptx/run.h"
 }
 
@@ -27,7 +27,8 @@ launch(const void *function, dim3 grid, dim3 block, void **all, size_t shared, S
         std::fprintf(stderr, "stand-in for CUDA: no stand-in for the kernel %s\n", kernel.name.c_str());
         return told(cudaErrorNotSupported);
     }
-    if (grid.x == 0 || grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1 || shared != 0) {
+    if (block.x != FP_KERNEL_THREADS || block.y != 1 || block.z != 1 || grid.x == 0 || grid.y != 1 || grid.z != 1 ||
+        shared != 0) {
         return told(cudaErrorInvalidConfiguration);
     }
     const auto *given = static_cast<const char *>(all[0]);

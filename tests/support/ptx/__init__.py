@@ -1,7 +1,7 @@
 """The kernels as nvcc compiles them, on the host: their PTX is translated to C, behind the launches of fp_kernels.cu.
 
-What is left to a device then is what ptxas makes of PTX, and what happens at the same time: blocks, and the threads
-between two barriers of one, take turns here.
+Blocks, and the threads between two barriers of one, take turns here; races.c tells where a device might do otherwise.
+What is left to a device then is what ptxas makes of PTX.
 """
 
 import ctypes
