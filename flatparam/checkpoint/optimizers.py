@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.torch_private import is_traceable_wrapper_subclass
 from ..fsdp.held import Held
 from ..fsdp.originals import in_order
-from ..fsdp.states.values import keys_of_one_shape
+from ..fsdp.states.values import keys_of_one_shape, shapes_of
 from .errors import CheckpointError
 from .pieces import InHandle
 
@@ -72,7 +72,7 @@ class Named:
                 mine += self.held[id(param)]
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             self.groups.append((settings, mine))
-        states = ((tuple(param.shape), self.state_of(param)) for param, _ in self.params())
+        states = ((tuple(param.shape), shapes_of(self.state_of(param))) for param, _ in self.params())
         self.unlike = keys_of_one_shape(states)
 
     def params(self) -> Iterator[tuple[Tensor, list[Held]]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
-from .agreement import digest_of, groups_of_placement
+from .agreement import groups_of_placement
 from .held import Held, held_by, refuse_forms, unit_paths
 from .materialize import blank
 from .names import clean_tensor_name, join
@@ -64,7 +64,7 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
                 if names:  # into its place, if there are no values that a failure could take
                     read.append((one, torch.empty_like(one.flat, device="cpu") if one.has_values else one.flat))
                     _read_piece(one, [reader.entries[name] for name in names], names, read[-1][1])
-            shared = {name: unit for name, unit in _units_by_name(wanted).items() if name in reader.entries}
+            shared = {name: unit for name, unit in units_by_name(wanted).items() if name in reader.entries}
             values["the header"] = (None, reader.digest)
             values |= {name: (unit, sample_of(reader.entries[name])) for name, unit in shared.items()}
         except Exception as caught:
@@ -141,26 +141,6 @@ def _read_piece(one: Held, entries: list[Entry], names: list[str], out: Tensor) 
             raise ValueError(f"`{names[0]}` and `{name}` are one parameter, and have different values in the files")
 
 
-def check_kinds(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raises: RuntimeError for a tensor of ``state`` that ``module`` has in another kind of dtype, or that is cut off.
-
-    Kinds are those of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
-    """
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
-    dtypes |= {name: one.owner.dtype for one in held_by(module) for name in one.names}
-    for name, value in state.items():
-        dtype = dtypes.get(clean_tensor_name(name))
-        if dtype is None or not isinstance(value, Tensor) or value.dtype == dtype:
-            continue
-        if kind_of(value.dtype) != kind_of(dtype):
-            raise RuntimeError(
-                f"`{name}` has dtype {value.dtype}, which cannot be loaded into {dtype}: convert it first"
-            )
-        if kind_of(dtype) == "integer" and not torch.equal(value.to(dtype).to(value.dtype), value):
-            raise RuntimeError(f"`{name}` of {value.dtype} has values that {dtype} cannot hold")
-
-
 def kind_of(dtype: torch.dtype) -> str:
     """A value of one kind is never converted to another."""
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
@@ -171,19 +151,9 @@ def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
     return source == dtype or (source is not None and kind_of(source) == kind_of(dtype) != "integer")
 
 
-def _units_by_name(held: Iterable[Held]) -> dict[str, Unit]:
+def units_by_name(held: Iterable[Held]) -> dict[str, Unit]:
     """The unit of each parameter that has one, by its names in the unwrapped model."""
     return {name: one.unit for one in held if one.unit is not None for name in one.names}
-
-
-def values_of(module: nn.Module, state: Mapping[str, Any]) -> Values:
-    """What must be the same on all ranks that share a unit: of each parameter that ``state`` has."""
-    units = _units_by_name(held_by(module, buffers=False))
-    return {
-        name: (units[name], f"{value.dtype} {tuple(value.shape)} {digest_of(value.detach().cpu().contiguous())}")
-        for key, value in state.items()
-        if isinstance(value, Tensor) and (name := clean_tensor_name(key)) in units
-    }
 
 
 def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Values) -> None:

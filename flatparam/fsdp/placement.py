@@ -121,7 +121,7 @@ class Placement:
     @property
     def shards(self) -> int:
         """How many ranks share the optimizer's shard."""
-        return 1 if self.optim is None else dist.get_world_size(self.optim)
+        return 1 if self.optim is None else self.optim.size()  # asked often: a sixth of dist.get_world_size
 
     @property
     def rank(self) -> int:

@@ -177,8 +177,8 @@ class Unit:
         """Raises: RuntimeError from ``error``, which ended a forward, if that comes of a write in place."""
         if self.step.is_written and isinstance(error, RuntimeError) and "modified inplace" in str(error):
             raise RuntimeError(
-                f"{self.name}: a parameter was changed in place in the middle of its forward, where gradients are "
-                "recorded; the change is dropped. Set the parameter's .data there, or change it between steps"
+                f"{self.name}: a parameter was changed in place in the middle of its forward; the change is "
+                "dropped. Set the parameter's .data there, or change it between steps"
             ) from error
 
     def check_shards(self, error: BaseException) -> None:

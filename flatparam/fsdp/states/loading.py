@@ -53,14 +53,17 @@ def cut(
     if "param_groups" in full:
         result["param_groups"] = _param_groups(table, full["param_groups"], groups, keys, own)
     cut_state: dict[Stepped, dict[str, Any]] = {
-        one: {key: _own(value, one) for key, value in values.items()} for one, values in plan.items()
+        one: {key: _own(value, one) for key, value in values.items()}
+        for one, values in plan.items()
+        if one.is_flat or one.is_here
     }
     for (number, key, dtype), owners in by_gather(plan):
         owner_of = {param: one for one in owners for param in one.params if param.name in described}
         for param, piece in fetch(number, key, dtype, list(owner_of)):
-            _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
+            if owner_of[param] in cut_state:
+                _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
     for one in keys:
-        if one in cut_state and (one.is_flat or one.params[0].numel or not one.is_sharded):
+        if one in cut_state:
             result["state"][keys[one]] = cut_state[one]
     for key, value in full.get("state", {}).items():
         if key not in table.by_name:
@@ -190,7 +193,8 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
 
     def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
         for param in params:
-            yield param, piece_of(param, whole[param.name][key])
+            if param.numel or not param.is_sharded:
+                yield param, piece_of(param, whole[param.name][key])
 
     return fetch
 

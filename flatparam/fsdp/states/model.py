@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..agreement import digest_of
 from ..errors import StateError
 from ..held import Held
-from ..loading import Values, agree_on_loading, check_kinds, values_of
+from ..loading import Values, agree_on_loading
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..order import settle
 from ..originals import Original
@@ -25,6 +25,7 @@ from ..segment import Segment
 from ..summon import Summoned, summon
 from ..unit import Unit, units_of
 from .before import Before
+from .checked import checked_values
 from .entries import own_names, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .kinds import Kinds
 from .rows import (
@@ -134,9 +135,7 @@ class ModelStates(Kinds):
         try:
             try:
                 result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-                plain = {k: torch.empty(0, dtype=dtype_of(v)) if is_rows(v) else v for k, v in state_dict.items()}
-                check_kinds(self, plain)
-                values = values_of(self, {key: value for key, value in state_dict.items() if not is_rows(value)})
+                values = checked_values(self, state_dict)
             finally:
                 for wrapper in self.fsdp_modules(self):
                     wrapper._end_loading()
@@ -239,7 +238,9 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
     of_originals: dict[int, Held] = {}
     formed: dict[Held, Original] = {}
     for key, segment, original in own_names(unit, prefix):
-        value: Any = without_extension(segment, original, state.get(key))
+        if not is_rows(state.get(key)):
+            continue
+        value: Any = without_extension(segment, original, state[key])
         extension = segment.extension_of(original)
         if is_whole(original, value):
             continue

@@ -238,17 +238,19 @@ def plain_state(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
     state = {}
     for name, values in full.get("state", {}).items():
         param = table.by_name.get(name)
-        state[name] = values if param is None else {key: _plain(param, value) for key, value in values.items()}
+        if param is None or param.segment is None:
+            state[name] = values
+            continue
+        original, extension = param.original, param.segment.extension_of(param.original)
+        may_differ = original.form is not None or extension is not None
+        state[name] = {k: _plain(original, extension, v) for k, v in values.items()} if may_differ else values
     return {**full, "state": state} if "state" in full else dict(full)
 
 
-def _plain(param: Held, value: Any) -> Any:
-    if param.segment is None or not isinstance(value, Tensor | ShardedTensor):
-        return value
-    original = param.original
+def _plain(original: Original, extension: FSDPExtensions | None, value: Any) -> Any:
     if is_rows(value) and not is_whole(original, value):
-        cut_so = param.segment.extension_of(original) is not None and shape_of(value) == original.full_shape
-        return Like(param.shape, dtype_of(value)) if cut_so else value
+        cut_so = extension is not None and shape_of(value) == original.full_shape
+        return Like(tuple(original.shape), dtype_of(value)) if cut_so else value
     return original.plain(value) if isinstance(value, Tensor) else value
 
 

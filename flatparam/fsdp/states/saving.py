@@ -20,7 +20,7 @@ from ..order import gather_objects, settle
 from ..segment import Segment
 from .entries import Take
 from .table import Stepped, Table, settings_of_group
-from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same
+from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
 
 Place = tuple[int, int]  # which segment, which original; -1: all of them
 _NOTHING = "nothing"  # of a parameter lies on a rank
@@ -66,7 +66,7 @@ def unsharded_state(
 def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
     stepped = table.all_stepped()  # in the same order on all ranks, whatever the order in their optimizers
     at = {one.place: one for one in stepped if one.place is not None and one.is_sharded}
-    unlike = keys_of_one_shape((one.shape, values) for one, values in held.items())
+    unlike = keys_of_one_shape((one.shape, shapes_of(values)) for one, values in held.items())
     found = {one: _described(one, values, unlike) for one, values in held.items() if not one.is_sharded}
     for place, values in _agreed(table, at, held, unlike).items():
         found[at[place]] = values

@@ -16,11 +16,13 @@ from ..held import Held
 from ..originals import same_bytes
 from .table import Stepped, Table
 
+Shape = tuple[int, ...]
+
 
 class Like(NamedTuple):
     """A tensor that has an element for each of the parameter's."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
 
 
@@ -43,7 +45,7 @@ def copy_of(value: Tensor, to_cpu: bool) -> Tensor:
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
-def described(value: Any, whole: tuple[int, ...] | None) -> Any:
+def described(value: Any, whole: Shape | None) -> Any:
     """``value`` as other ranks are told of it. ``whole``: the shape of a tensor that is like the parameter, if any."""
     if not isinstance(value, Tensor):
         return value
@@ -54,15 +56,19 @@ def described(value: Any, whole: tuple[int, ...] | None) -> Any:
     return value.detach().cpu()
 
 
-def keys_of_one_shape(states: Iterable[tuple[tuple[int, ...], Mapping[str, Any]]]) -> set[str]:
+def shapes_of(values: Mapping[str, Any]) -> dict[str, Shape | None]:
+    """``shape_of`` each of what an optimizer keeps for a parameter."""
+    return {key: shape_of(value) for key, value in values.items()}
+
+
+def keys_of_one_shape(states: Iterable[tuple[Shape, Mapping[str, Shape | None]]]) -> set[str]:
     """Keys whose tensors have one shape for parameters of several: they are like none, though one may have that shape.
 
-    ``states``: for each parameter the shape of a tensor that is like it, and what an optimizer keeps for it.
+    ``states``: for each parameter the shape of a tensor that is like it, and ``shapes_of`` what is kept for it.
     """
-    shapes: dict[str, tuple[set[tuple[int, ...]], set[tuple[int, ...]]]] = {}
+    shapes: dict[str, tuple[set[Shape], set[Shape]]] = {}
     for shape, values in states:
-        for key, value in values.items():
-            found = shape_of(value)
+        for key, found in values.items():
             if found:
                 of_params, of_values = shapes.setdefault(key, (set(), set()))
                 of_params.add(shape)
@@ -97,16 +103,17 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     that is like another parameter.
     """
     held = {name: values for name, values in state.items() if name in table.by_name}
-    likes = _keys_like_params(table, held)
+    shapes = {name: shapes_of(values) for name, values in held.items() if table.by_name[name].segment is not None}
+    likes = _keys_like_params([(table.by_name[name].shape, of_keys) for name, of_keys in shapes.items()])
     found: dict[str, Described] = {}
     for name, values in held.items():
         param = table.by_name[name]
-        if param.segment is None:
-            found[name] = {key: _plain(value) for key, value in values.items()}
+        if name not in shapes:
+            found[name] = {key: _plain(value, shape_of(value)) for key, value in values.items()}
             continue
         found[name] = {}
         for key, value in values.items():
-            shape = shape_of(value)
+            shape = shapes[name][key]
             if shape is not None and key in likes and (shape or shape == param.shape):
                 if shape != param.shape:
                     raise StateError(
@@ -126,7 +133,7 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
                         f"optimizer state `{key}` of parameter `{name}` has shape {shape}, which does not fit the "
                         f"parameter's {param.shape}"
                     )
-                found[name][key] = _plain(value)
+                found[name][key] = _plain(value, shape)
     return found
 
 
@@ -140,7 +147,7 @@ def by_gather(found: Mapping[Stepped, Described]) -> list[tuple[tuple[int, str, 
     return sorted(members.items(), key=lambda item: (*item[0][:2], str(item[0][2])))
 
 
-def shape_of(value: Any) -> tuple[int, ...] | None:
+def shape_of(value: Any) -> Shape | None:
     """The shape of a tensor, or of what stands for one; None: it is another value."""
     if isinstance(value, ShardedTensor):  # whose attributes take 0.1 ms each
         return tuple(value.metadata().size)
@@ -155,26 +162,21 @@ def dtype_of(value: Any) -> torch.dtype:
     return found
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and shape_of(value) == ():
-        return described(value, (1,))
-    return value
+def _plain(value: Any, shape: Shape | None) -> Any:
+    return described(value, (1,)) if shape == () and isinstance(value, Tensor) else value
 
 
-def _keys_like_params(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[Any, set[str]]:
-    """Keys whose tensors have the shapes of parameters; under None: those that have one shape for all of them."""
-    shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for name, values in state.items():
-        param = table.by_name[name]
-        if param.segment is not None:
-            for key, value in values.items():
-                shape = shape_of(value)
-                if shape is not None:
-                    shapes.setdefault(key, []).append((param.shape, shape))
-    held = ((table.by_name[name], values) for name, values in state.items())
-    found: dict[Any, set[str]] = {
-        None: keys_of_one_shape((param.shape, values) for param, values in held if param.segment is not None)
-    }
+def _keys_like_params(states: list[tuple[Shape, dict[str, Shape | None]]]) -> dict[Any, set[str]]:
+    """Keys whose tensors have the shapes of parameters; under None: those that have one shape for all of them.
+
+    ``states``: as ``keys_of_one_shape`` takes them.
+    """
+    shapes: dict[str, list[tuple[Shape, Shape]]] = {}
+    for whole, values in states:
+        for key, shape in values.items():
+            if shape is not None:
+                shapes.setdefault(key, []).append((whole, shape))
+    found: dict[Any, set[str]] = {None: keys_of_one_shape(states)}
     for key, pairs in shapes.items():
         with_dims = [pair for pair in pairs if pair[0]]
         if key in found[None] or _are_factors(with_dims):
@@ -184,7 +186,7 @@ def _keys_like_params(table: Table, state: Mapping[str, Mapping[str, Any]]) -> d
     return found
 
 
-def _are_factors(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+def _are_factors(pairs: list[tuple[Shape, Shape]]) -> bool:
     """Whether all values are like their parameters but for the last dimension, or the one before, which is 1."""
     return any(one != other for one, other in pairs) and any(
         all(len(one) > 1 and other == (*one[: len(one) + d], 1, *one[len(one) + d + 1 :]) for one, other in pairs)
@@ -192,7 +194,7 @@ def _are_factors(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     )
 
 
-def _is_made_of(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def _is_made_of(shape: Shape, whole: Shape) -> bool:
     """Whether ``shape`` is ``whole`` with dimensions left out, or 1 in place of them."""
     sizes = iter(whole)
     kept = [one for one in shape if one != 1]
@@ -212,7 +214,7 @@ def _is_cut(param: Held) -> bool:
     return segment.is_sharded and not (segment.in_rows[param.number] and ends_there)
 
 
-def _may_be_other(param: Held, shape: tuple[int, ...], constant: Iterable[str], key: str) -> bool:
+def _may_be_other(param: Held, shape: Shape, constant: Iterable[str], key: str) -> bool:
     """Whether a tensor may be of another shape than its parameter by intent, and not that of another model."""
     if key in constant or len(shape) != len(param.shape):
         return True

@@ -1,0 +1,45 @@
+"""What must hold of a state dict's values besides keys and shapes, which torch checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ..agreement import digest_of
+from ..held import held_by
+from ..loading import Values, kind_of, units_by_name
+from ..names import clean_tensor_name
+from .rows import is_rows
+from .values import dtype_of
+
+
+def checked_values(module: nn.Module, state: Mapping[str, Any]) -> Values:
+    """What must be the same on all ranks that share a unit: of each parameter of which ``state`` has a whole value.
+
+    Raises: RuntimeError for a tensor that ``module`` has in another kind of dtype, or that is cut off. Kinds are those
+    of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
+    """
+    held = list(held_by(module))
+    units = units_by_name(held)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
+    dtypes |= {name: one.owner.dtype for one in held for name in one.names}
+    values: Values = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        name, in_rows = clean_tensor_name(key), is_rows(value)
+        has, dtype = dtype_of(value), dtypes.get(name)
+        if dtype is not None and has != dtype:
+            if kind_of(has) != kind_of(dtype):
+                raise RuntimeError(f"`{key}` has dtype {has}, which cannot be loaded into {dtype}: convert it first")
+            if kind_of(dtype) == "integer" and not in_rows and not torch.equal(value.to(dtype).to(has), value):
+                raise RuntimeError(f"`{key}` of {has} has values that {dtype} cannot hold")
+        if name in units and not in_rows:
+            digest = digest_of(value.detach().cpu().contiguous())
+            values[name] = (units[name], f"{has} {tuple(value.shape)} {digest}")
+    return values
