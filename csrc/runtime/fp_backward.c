@@ -246,6 +246,32 @@ before_accumulation(void *object, int index)
         begin_backward(unit) < 0 || fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ? -1 : 0);
 }
 
+/* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
+ * forwards a retained graph is gone through again nobody knows: then the end of the backward frees it. */
+static int
+inputs_done(void *object)
+{
+    fp_unit *unit = object;
+    const int is_again = unit->pending == 0;
+    unit->pending -= !is_again;
+    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
+        fp_unit_is_in_forward(unit) || !(unit->root->synchronize || unit->reshard_after_forward) ||
+        fp_iteration_is_elsewhere(unit->root)) {
+        return 0;
+    }
+    fp_root *entered = fp_iteration_enter_in_backward(unit->root);
+    int status = 0;
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if (flat_param->untracked) {
+            status =
+                fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0 ? -1 : 0;
+        }
+    }
+    fp_iteration_leave(entered);
+    return status;
+}
+
 static int
 finish_step_of(fp_unit *unit)
 {
@@ -335,6 +361,9 @@ finish(void *root_pointer, uint64_t ignored)
 }
 
 const fp_module_params_calls fp_backward_unit_calls = {
-    .before_backward = before_backward, .gradients_ready = gradients_ready, .before_accumulation = before_accumulation};
-const fp_module_params_calls fp_backward_root_calls = {
-    .before_backward = finish, .gradients_ready = NULL, .before_accumulation = NULL};
+    .before_backward = before_backward,
+    .gradients_ready = gradients_ready,
+    .before_accumulation = before_accumulation,
+    .inputs_done = inputs_done,
+};
+const fp_module_params_calls fp_backward_root_calls = {.before_backward = finish};

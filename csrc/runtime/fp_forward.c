@@ -211,40 +211,21 @@ fp_forward_post(fp_unit *unit, PyObject *output)
     return status < 0 ? NULL : Py_NewRef(output);
 }
 
-/* A forward with inputs that require grad begins. True if inputs_done is to be called when they have it. */
+/* A forward begins that needs what is frozen for the gradients of tensors, a list of its inputs. */
 PyObject *
-fp_forward_expect_inputs(fp_unit *unit, PyObject *ignored)
+fp_forward_expect_inputs(fp_unit *unit, PyObject *tensors)
 {
-    if (unit->root != NULL && unit->root->in_backward && unit->pending > 0) {
-        Py_RETURN_FALSE; /* recomputed: the forward that it repeats has said so */
+    if (!PyList_Check(tensors)) {
+        return PyErr_Format(PyExc_TypeError, "expected a list of tensors, got %s", Py_TYPE(tensors)->tp_name);
     }
-    unit->pending++;
-    Py_RETURN_TRUE;
-}
-
-/* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
- * forwards a retained graph is gone through again nobody knows: then the end of the backward frees it. */
-PyObject *
-fp_forward_inputs_done(fp_unit *unit, PyObject *ignored)
-{
-    const int is_again = unit->pending == 0;
-    unit->pending -= !is_again;
-    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
-        fp_unit_is_in_forward(unit) || !(unit->root->synchronize || unit->reshard_after_forward) ||
-        fp_iteration_is_elsewhere(unit->root)) {
-        Py_RETURN_NONE;
-    }
-    fp_root *entered = fp_iteration_enter_in_backward(unit->root);
-    int status = 0;
-    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
-        fp_flat_param *flat_param = &unit->flat_params[k];
-        if (flat_param->untracked) {
-            status =
-                fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0 ? -1 : 0;
+    if (unit->root == NULL || !unit->root->in_backward || unit->pending == 0) { /* else it repeats one that did this */
+        const int hooked = fp_graph_hook_inputs(tensors, unit->ref);
+        if (hooked < 0) {
+            return NULL;
         }
+        unit->pending += hooked;
     }
-    fp_iteration_leave(entered);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    Py_RETURN_NONE;
 }
 
 PyObject *

@@ -6,5 +6,4 @@
 PyObject *fp_forward_pre(fp_unit *unit, PyObject *ignored);
 PyObject *fp_forward_post(fp_unit *unit, PyObject *output);
 PyObject *fp_forward_abort(fp_unit *unit, PyObject *ignored);
-PyObject *fp_forward_expect_inputs(fp_unit *unit, PyObject *ignored);
-PyObject *fp_forward_inputs_done(fp_unit *unit, PyObject *ignored);
+PyObject *fp_forward_expect_inputs(fp_unit *unit, PyObject *tensors);

@@ -14,6 +14,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
 
 #include "tensor/fp_convert.hpp"
 
@@ -71,6 +74,73 @@ struct BeforeBackward final : torch::autograd::FunctionPreHook {
     {
         waits_no_more();
         call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit, began); });
+        return grads;
+    }
+};
+
+// The nodes that have computed the inputs of a forward, those that live: their hooks share it.
+struct Inputs {
+    std::mutex mutex; // nodes of one may run, and be deleted, in several threads
+    std::vector<const torch::autograd::Node *> nodes;
+    std::unordered_map<int, std::ptrdiff_t> left; // by graph task: to how many it has still to come
+
+    // The running graph task has come to one of them.
+    bool is_last()
+    {
+        const std::lock_guard lock(mutex);
+        const auto [place, is_first] = left.try_emplace(torch::autograd::get_current_graph_task_id(), 0);
+        if (is_first) {
+            place->second = std::count_if(nodes.begin(), nodes.end(), will_run);
+        }
+        if (place->second > 1) {
+            place->second--;
+            return false;
+        }
+        left.erase(place);
+        return true;
+    }
+
+    void forget(const torch::autograd::Node *node)
+    {
+        const std::lock_guard lock(mutex);
+        nodes.erase(std::remove(nodes.begin(), nodes.end(), node), nodes.end());
+    }
+
+    // As torch._C._will_engine_execute_node tells.
+    static bool will_run(const torch::autograd::Node *node)
+    {
+        auto *key = const_cast<torch::autograd::Node *>(node);
+        const auto &of_some = *torch::autograd::get_current_graph_task_exec_info(); // empty: all run
+        const auto info = of_some.find(key);
+        return torch::autograd::get_current_graph_task_nodes_in_graph()->count(key) != 0 &&
+               (of_some.empty() || (info != of_some.end() && info->second.should_execute()));
+    }
+};
+
+// On each of them: the gradients of what it has computed are there.
+struct AfterInputs final : torch::autograd::FunctionPreHook {
+    std::shared_ptr<UnitRef> ref;
+    std::shared_ptr<Inputs> inputs;
+    const torch::autograd::Node *node; // which has this hook
+
+    AfterInputs(std::shared_ptr<UnitRef> unit, std::shared_ptr<Inputs> shared, const torch::autograd::Node *hooked)
+        : ref(std::move(unit)), inputs(std::move(shared)), node(hooked)
+    {
+    }
+
+    ~AfterInputs() override
+    {
+        inputs->forget(node);
+    }
+
+    torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
+    {
+        if (inputs->is_last()) {
+            const WithGil gil;
+            if (ref->unit != nullptr) {
+                call_unit(*ref, [&](void *unit) { return ref->calls.inputs_done(unit); });
+            }
+        }
         return grads;
     }
 };
@@ -235,6 +305,31 @@ fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
         }
         node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared, std::move(graph), began));
         return 1;
+    });
+}
+
+int
+fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref)
+{
+    return fp::guarded(-1, [&] {
+        const auto inputs = std::make_shared<fp::Inputs>();
+        std::vector<torch::autograd::Node *> nodes;
+        for (const at::Tensor &tensor :
+             fp::unpack_all(PySequence_Fast_ITEMS(tensors), PySequence_Fast_GET_SIZE(tensors))) {
+            torch::autograd::Node *node = tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
+            const auto *behind_views = dynamic_cast<const fp::ViewsBackward *>(node);
+            if (tensor.requires_grad() && (node == nullptr || (behind_views != nullptr && behind_views->unit))) {
+                return 0;
+            }
+            if (node != nullptr && std::find(nodes.begin(), nodes.end(), node) == nodes.end()) {
+                nodes.push_back(node);
+            }
+        }
+        inputs->nodes.assign(nodes.begin(), nodes.end());
+        for (torch::autograd::Node *node : nodes) {
+            node->add_tensor_pre_hook(std::make_unique<fp::AfterInputs>(ref->shared, inputs, node));
+        }
+        return nodes.empty() ? 0 : 1;
     });
 }
 

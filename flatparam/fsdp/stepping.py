@@ -63,7 +63,7 @@ class Stepping(Wrapper):
         if self._casts_to is not None:
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
         if records and step.has_frozen:
-            self._watch_inputs((args, kwargs))
+            step.expect_inputs(find_tensors((args, kwargs)))
         under_way = enter_forward(records)
         try:
             step.pre_forward()
@@ -154,17 +154,6 @@ class Stepping(Wrapper):
             for wrapper, full_in_eval in zip(below, before, strict=True):
                 wrapper._full_in_eval = full_in_eval
                 wrapper._compute_in_full(False)
-
-    def _watch_inputs(self, inputs: Any) -> None:
-        """Free frozen parameters in backward as soon as the gradients that they are needed for are there.
-
-        With an input that nothing computed they are freed when backward ends: ``autograd.grad`` does not tell of those.
-        """
-        tensors = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
-        if tensors and all(tensor.grad_fn is not None for tensor in tensors) and self._unit.step.expect_inputs():
-            torch.autograd.graph.register_multi_grad_hook(
-                tensors, functools.partial(_inputs_done, weakref.ref(self._unit))
-            )
 
     def _lazy_init(self) -> None:
         """Join all units of the tree to one `_C.Root`; the first forward does it."""
@@ -358,12 +347,6 @@ def _refuse_backward(name: str, grad: Tensor) -> None:
         "their gradients would be neither sharded nor reduced. Call it outside of summon_full_params(), or under "
         "torch.no_grad()"
     )
-
-
-def _inputs_done(unit: weakref.ref[Unit], gradients: Any) -> None:
-    alive = unit()
-    if alive is not None:
-        alive.step.inputs_done()
 
 
 _OPTIMIZERS = "_in_backward_optimizers"  # torch's: a list of them, each for this parameter alone
