@@ -25,6 +25,7 @@ begin_backward(fp_unit *unit)
         return -1;
     }
     root->in_backward = 1;
+    root->keeps_graph = fp_graph_grad_enabled();
     root->caller = fp_graph_caller();
     return fp_reduce_order_begin(root);
 }
@@ -254,7 +255,7 @@ inputs_done(void *object)
     fp_unit *unit = object;
     const int is_again = unit->pending == 0;
     unit->pending -= !is_again;
-    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
+    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward || unit->root->keeps_graph ||
         fp_unit_is_in_forward(unit) || !(unit->root->synchronize || unit->reshard_after_forward) ||
         fp_iteration_is_elsewhere(unit->root)) {
         return 0;
@@ -306,11 +307,13 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
     }
-    if (fp_unit_is_full(unit) && !root->synchronize && !unit->reshard_after_forward) {
+    const int for_graph = root->keeps_graph && fp_unit_is_full(unit);
+    const int in_no_sync = !root->synchronize && !unit->reshard_after_forward;
+    if (for_graph || (in_no_sync && fp_unit_is_full(unit))) {
         if (fp_unshard_move(unit, FP_UNIT_KEEP) < 0) {
             return -1;
         }
-        unit->kept_steps = fp_optimizer_steps;
+        unit->kept_steps = in_no_sync ? fp_optimizer_steps : -1; /* -1: for backwards, and no forward */
     }
     else if (unit->state != FP_UNIT_SHARDED && fp_unshard_release(unit) < 0) {
         return -1;
@@ -323,7 +326,10 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
     }
-    return fp_unshard_show_params(unit) < 0 ? -1 : fp_unshard_take_requires_grad(unit);
+    const int shown = for_graph
+                          ? fp_unit_each(unit, fp_flat_param_list_params) /* the next one may recompute a forward */
+                          : fp_unshard_show_params(unit);
+    return shown < 0 ? -1 : fp_unshard_take_requires_grad(unit);
 }
 
 static int

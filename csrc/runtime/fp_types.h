@@ -43,6 +43,7 @@ typedef struct {
     int through_python;            /* for this pass */
     int always_python;             /* a hook is set */
     int in_backward;               /* between the first before_backward and the end of that pass */
+    int keeps_graph;               /* this backward's gradients may be differentiated: it frees nothing */
     int closed;                    /* during a recovery or refresh: nothing may begin */
     Py_ssize_t depth;              /* units whose forward is under way */
     uintptr_t caller;              /* the thread that the iteration runs for: see fp_graph_caller */

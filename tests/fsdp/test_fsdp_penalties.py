@@ -1,0 +1,204 @@
+"""Gradients over inputs that are differentiated again (create_graph=True): forces, gradient penalties. As unsharded.
+
+What a graph was made of stays gathered from a backward with create_graph=True to the next one.
+"""
+
+import copy
+
+import pytest
+import torch
+from fsdp_models import SETTINGS, data, full_grads, full_params, have_memory, make, wrap_blocks
+from gloo import fake_world, note, run_ranks
+from torch.utils.checkpoint import checkpoint
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+
+
+def slope(model, x):
+    """The output's sum, and its gradient over ``x`` with a history."""
+    x = x.clone().requires_grad_()
+    output = model(x).sum()
+    return output, torch.autograd.grad(output, x, create_graph=True)[0]
+
+
+def alone(model, step, rank):
+    slope(model, data(step, rank))[1].square().sum().backward()
+
+
+def beside_the_output(model, step, rank):
+    energy, force = slope(model, data(step, rank))
+    (energy.square() + (force.norm(dim=1) - 1).square().mean()).backward()
+
+
+def of_two_forwards(model, step, rank):
+    first, second = slope(model, data(step, rank)), slope(model, data(step + 50, rank))
+    (first[1].square().sum() + second[1].square().sum() + second[0]).backward()
+
+
+def of_the_third_order(model, step, rank):
+    x = data(step, rank).requires_grad_()
+    energy = model(x).sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    (curvature,) = torch.autograd.grad(force.square().sum(), x, create_graph=True)
+    (curvature.square().sum() + energy).backward()
+
+
+def in_no_sync(model, step, rank):
+    if isinstance(model, FSDP):
+        with model.no_sync():
+            beside_the_output(model, step + 50, rank)
+    else:
+        beside_the_output(model, step + 50, rank)
+    beside_the_output(model, step, rank)
+
+
+def around_state_dicts(model, step, rank):
+    _, force = slope(model, data(step, rank))
+    if isinstance(model, FSDP):
+        model.state_dict()
+        with FSDP.summon_full_params(model):
+            assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in make().parameters())
+    force.square().sum().backward()
+
+
+def after_one_that_is_not_gone_on_with(model, step, rank):
+    slope(model, data(step + 50, rank))
+    model(data(step, rank)).square().sum().backward()
+
+
+PATTERNS = (
+    alone,
+    beside_the_output,
+    of_two_forwards,
+    of_the_third_order,
+    in_no_sync,
+    around_state_dicts,
+    after_one_that_is_not_gone_on_with,
+)
+
+
+def made(kind):
+    module = make()
+    if kind == "frozen":
+        module.blocks[0].requires_grad_(False)
+        module.blocks[1].inner.requires_grad_(False)
+    for block in module.blocks if kind == "checkpointed" else ():
+        inner = type(block).forward
+        block.forward = lambda x, block=block, inner=inner: checkpoint(inner, block, x, use_reentrant=False)
+    return module
+
+
+def assert_equal(found, wanted, pattern, what):
+    """Bit for bit; what no_sync has kept is reduced by the first backward after it, and the second one's beside it."""
+    bounds = {"rtol": 1e-5, "atol": 1e-6} if pattern is in_no_sync else {"rtol": 0, "atol": 0}
+    for name, value in wanted.items():
+        if value is None:
+            assert found[name] is None or not found[name].any(), (what, name)
+        else:
+            torch.testing.assert_close(found[name], value.detach(), **bounds, msg=f"{what}, {name}")
+
+
+def trained(kind):
+    for strategy, uo in SETTINGS:
+        for pattern in PATTERNS:
+            what = f"{strategy} uo={uo} {pattern.__name__} {kind}"
+            note(what)
+            modules = [made(kind) for _ in range(2)]
+            model = wrap_blocks(
+                made(kind), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, segments=True
+            )
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, *modules)]
+            for step in range(2):
+                pattern(model, step, None)
+                for rank, module in enumerate(modules):
+                    pattern(module, step, rank)
+                for params in zip(*(m.parameters() for m in modules), strict=True):
+                    grads = [p.grad for p in params]
+                    for p in params if grads[0] is not None else ():
+                        p.grad = grads[0] / 2 + grads[1] / 2
+                assert_equal(full_grads(model), {n: p.grad for n, p in modules[0].named_parameters()}, pattern, what)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_equal(full_params(model), dict(modules[0].named_parameters()), pattern, what)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["plain", "frozen", "checkpointed"])
+def test_penalties_train_as_unsharded(kind):
+    run_ranks(trained, 2, kind)
+
+
+@pytest.fixture
+def model():
+    with fake_world(2):
+        yield wrap_blocks(make(), use_orig_params=True)
+
+
+def gathered(model):
+    return sum(any(have_memory(unit._unit.step)) for unit in FSDP.fsdp_modules(model))
+
+
+def test_what_is_kept_for_a_graph_is_freed_after_it(model):
+    def backward(pattern):
+        pattern(model, 0, 0)
+        return gathered(model)
+
+    assert backward(beside_the_output) == 0
+    slope(model, data(0, 0))
+    assert gathered(model) == 4
+    assert backward(after_one_that_is_not_gone_on_with) == 0
+    slope(model, data(0, 0))
+    with torch.no_grad():
+        model(data(0, 0))
+    assert gathered(model) == 0
+
+
+def test_between_the_two_backwards_parameters_are_shards(model):
+    names = dict(model.named_parameters()).keys()
+    shards = list(model.parameters())
+    _, force = slope(model, data(0, 0))
+    assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
+    assert dict(model.named_parameters()).keys() == names
+    twin = copy.deepcopy(model)
+    assert [p.shape for p in twin.parameters()] == [p.shape for p in shards]
+    model.zero_grad()
+    force.square().sum().backward()
+    beside_the_output(twin, 0, 0)
+    assert gathered(model) == gathered(twin) == 0
+
+
+@pytest.mark.parametrize("between", ["a forward", "a backward", "the same backward"])
+def test_a_graph_whose_weights_are_freed_says_so(model, between):
+    _, force = slope(model, data(0, 0))
+    loss = force.square().sum()
+    if between == "a forward":
+        with torch.no_grad():
+            model(data(1, 0))
+    elif between == "a backward":
+        model(data(1, 0)).sum().backward()
+    else:
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiated again \(create_graph=True\), after the unit was freed"):
+        loss.backward()
+    beside_the_output(model, 2, 0)
+    assert gathered(model) == 0
+
+
+def test_an_optimizer_that_steps_before_is_refused(model):
+    model(data(0, 0)).sum().backward()
+    _, force = slope(model, data(0, 0))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        force.square().sum().backward()
+    model.zero_grad()
+    beside_the_output(model, 2, 0)
+    assert gathered(model) == 0
+
+
+def test_gradients_of_parameters_have_no_history(model):
+    with pytest.raises(RuntimeError, match=r"cannot take part in backward\(create_graph=True\)"):
+        model(data(0, 0)).sum().backward(create_graph=True)
+    beside_the_output(model, 2, 0)
+    assert gathered(model) == 0
