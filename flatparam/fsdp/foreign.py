@@ -162,27 +162,38 @@ def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:
 
 def refuse_shards(state: Any) -> None:
     """Raises: StateError, if ``state`` has shards of parameters, or optimizer state of such, as if they were whole."""
-    shards: dict[int, str] = {}
-    for unit in all_units():
-        for segment in unit.segments:
-            if segment.is_sharded and unit.summoned is None:
-                shards[segment.flat.untyped_storage().data_ptr()] = f"parameters of {unit.name}"
-    if not shards:
-        return
-    for optimizer in [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]:
+    shards = {
+        segment.flat.untyped_storage().data_ptr(): f"parameters of {unit.name}"
+        for unit in all_units()
+        for segment in unit.segments
+        if segment.is_sharded and unit.summoned is None
+    }
+    plain = [(name, tensor) for name, tensor in _tensors("", state) if _C.is_plain_tensor(tensor)] if shards else []
+    _refuse_those_in(shards, plain)
+    if any(tensor.dim() > 0 for _, tensor in plain):  # all objects are looked at for it
+        _refuse_those_in(_states_of_shards(), plain)
+
+
+def _states_of_shards() -> dict[int, str]:
+    """The tensors that any optimizer keeps for shards: whose they are, by their address."""
+    found: dict[int, str] = {}
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
         for param, values in optimizer.state.items():
-            owner, of_param = owner_of_param(param), segment_of(param)
-            if owner is not None and of_param is not None and of_param.is_sharded:
+            owner, segment = owner_of_param(param), segment_of(param)
+            if owner is not None and segment is not None and segment.is_sharded:
                 tensors = (value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0)
                 what = f"the {type(optimizer).__name__} state of {owner[0].name}"
-                shards.update((value.untyped_storage().data_ptr(), what) for value in tensors)
-    shards.pop(0, None)
-    for name, tensor in _tensors("", state):
-        found = shards.get(tensor.untyped_storage().data_ptr()) if _C.is_plain_tensor(tensor) else None
-        if found is not None:
+                found.update((value.untyped_storage().data_ptr(), what) for value in tensors)
+    return found
+
+
+def _refuse_those_in(shards: dict[int, str], given: list[tuple[str, Tensor]]) -> None:
+    for name, tensor in given:
+        address = tensor.untyped_storage().data_ptr()
+        if address in shards and address != 0:
             raise StateError(
-                f"torch.distributed.checkpoint: `{name}` has this rank's shards of {found}, of which it would keep "
-                f"those of one rank for all. {_STATES}"
+                f"torch.distributed.checkpoint: `{name}` has this rank's shards of {shards[address]}, of which it "
+                f"would keep those of one rank for all. {_STATES}"
             )
 
 

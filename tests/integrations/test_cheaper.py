@@ -128,7 +128,7 @@ def test_a_step_is_cheaper_than_on_torchs_class(capsys, tmp_path, name):
 
 
 def saving_and_loading(folder, meshed):
-    """The same of a distributed checkpoint of model and optimizer, saved and loaded."""
+    """The least that a distributed checkpoint of model and optimizer takes, most of which is torch's own."""
     settings = {"device_mesh": init_device_mesh("cpu", (2,))} if meshed else {}
     found = {kind: [] for kind in KINDS}
     for turn in range(6):
@@ -146,7 +146,7 @@ def saving_and_loading(folder, meshed):
                 set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
                 found[kind].append(1000 * (time.thread_time() - start))
             dist.barrier()
-    return {kind: statistics.median(each[1:]) for kind, each in found.items()}
+    return {kind: min(each) for kind, each in found.items()}
 
 
 @pytest.mark.multiprocess

@@ -6,12 +6,14 @@ Rows are of a ``DTensor`` where the unit was made with a device mesh, else of a 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
@@ -37,6 +39,8 @@ from ..unit import Unit
 from .loading import Fetch, by_first_name, piece_of
 from .table import Table
 from .values import Like, copy_of, dtype_of, shape_of
+
+_places: weakref.WeakKeyDictionary[DeviceMesh, dict[int, list[int]]] = weakref.WeakKeyDictionary()  # of ranks in them
 
 
 def is_rows(value: Any) -> bool:
@@ -114,8 +118,11 @@ def _cuts_of(segment: Segment, rank: int) -> list[tuple[int, int]]:
     placement = segment.placement
     if placement.mesh is None:
         return [(placement.shards, dist.get_group_rank(placement.optim, rank))]  # type: ignore[arg-type]
-    places = (placement.mesh.mesh == rank).nonzero()[0].tolist()
-    return [(placement.mesh.size(i), places[i]) for i, split in enumerate(_splits(segment)) if isinstance(split, Split)]
+    places = _places.setdefault(placement.mesh, {})
+    if rank not in places:
+        places[rank] = (placement.mesh.mesh == rank).nonzero()[0].tolist()
+    splits = enumerate(_splits(segment))
+    return [(placement.mesh.size(i), places[rank][i]) for i, split in splits if isinstance(split, Split)]
 
 
 def _rows_of(rows: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
