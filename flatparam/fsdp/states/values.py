@@ -66,14 +66,22 @@ def keys_of_one_shape(states: Iterable[tuple[Shape, Mapping[str, Shape | None]]]
 
     ``states``: for each parameter the shape of a tensor that is like it, and ``shapes_of`` what is kept for it.
     """
-    shapes: dict[str, tuple[set[Shape], set[Shape]]] = {}
-    for shape, values in states:
-        for key, found in values.items():
-            if found:
-                of_params, of_values = shapes.setdefault(key, (set(), set()))
-                of_params.add(shape)
-                of_values.add(found)
-    return {key for key, (params, values) in shapes.items() if len(values) == 1 and len(params) > 1}
+    return _of_one_shape(_by_key(states))
+
+
+def _by_key(states: Iterable[tuple[Shape, Mapping[str, Shape | None]]]) -> dict[str, set[tuple[Shape, Shape]]]:
+    """Of the tensors under each key: of a parameter of which shape, and its own."""
+    found: dict[str, set[tuple[Shape, Shape]]] = {}
+    for whole, values in states:
+        for key, shape in values.items():
+            if shape is not None:
+                found.setdefault(key, set()).add((whole, shape))
+    return found
+
+
+def _of_one_shape(shapes: Mapping[str, set[tuple[Shape, Shape]]]) -> set[str]:
+    with_dims = {key: [pair for pair in pairs if pair[1]] for key, pairs in shapes.items()}
+    return {key for key, pairs in with_dims.items() if len({own for _, own in pairs}) == 1 < len(pairs)}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -104,7 +112,9 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     """
     held = {name: values for name, values in state.items() if name in table.by_name}
     shapes = {name: shapes_of(values) for name, values in held.items() if table.by_name[name].segment is not None}
-    likes = _keys_like_params([(table.by_name[name].shape, of_keys) for name, of_keys in shapes.items()])
+    by_key = _by_key((table.by_name[name].shape, of_keys) for name, of_keys in shapes.items())
+    constant = _of_one_shape(by_key)
+    likes = _keys_like_params(by_key, constant)
     found: dict[str, Described] = {}
     for name, values in held.items():
         param = table.by_name[name]
@@ -122,13 +132,13 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
                     )
                 found[name][key] = Like(shape, dtype_of(value))
             else:
-                if shape and key not in likes[None] and _is_cut(param) and _is_made_of(shape, param.shape):
+                if shape and key not in constant and _is_cut(param) and _is_made_of(shape, param.shape):
                     raise StateError(
                         f"optimizer state `{key}` of parameter `{name}` has shape {shape}, made of the parameter's "
                         f"{param.shape}, which is cut here: load it where the parameter lies whole on a rank "
                         "(NO_SHARD, or `atomic`), or without this state"
                     )
-                if shape and not _may_be_other(param, shape, likes[None], key):
+                if shape and not _may_be_other(param, shape, constant, key):
                     raise StateError(
                         f"optimizer state `{key}` of parameter `{name}` has shape {shape}, which does not fit the "
                         f"parameter's {param.shape}"
@@ -166,23 +176,15 @@ def _plain(value: Any, shape: Shape | None) -> Any:
     return described(value, (1,)) if shape == () and isinstance(value, Tensor) else value
 
 
-def _keys_like_params(states: list[tuple[Shape, dict[str, Shape | None]]]) -> dict[Any, set[str]]:
-    """Keys whose tensors have the shapes of parameters; under None: those that have one shape for all of them.
-
-    ``states``: as ``keys_of_one_shape`` takes them.
-    """
-    shapes: dict[str, list[tuple[Shape, Shape]]] = {}
-    for whole, values in states:
-        for key, shape in values.items():
-            if shape is not None:
-                shapes.setdefault(key, []).append((whole, shape))
-    found: dict[Any, set[str]] = {None: keys_of_one_shape(states)}
+def _keys_like_params(shapes: Mapping[str, set[tuple[Shape, Shape]]], constant: set[str]) -> set[str]:
+    """Keys whose tensors have the shapes of parameters. ``constant``: those that have one shape for all of them."""
+    found = set()
     for key, pairs in shapes.items():
         with_dims = [pair for pair in pairs if pair[0]]
-        if key in found[None] or _are_factors(with_dims):
+        if key in constant or _are_factors(with_dims):
             continue
         if any(one == other for one, other in with_dims) or (not with_dims and key != "step"):
-            found[key] = {key}
+            found.add(key)
     return found
 
 
