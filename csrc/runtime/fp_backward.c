@@ -25,9 +25,27 @@ begin_backward(fp_unit *unit)
         return -1;
     }
     root->in_backward = 1;
-    root->keeps_graph = fp_graph_grad_enabled();
+    root->create_graph = fp_graph_grad_enabled();
+    root->retain_graph = fp_graph_is_retained();
     root->caller = fp_graph_caller();
     return fp_reduce_order_begin(root);
+}
+
+/* Nodes of a graph that another backward has recorded may have run before any hook, so autograd cannot refuse them. */
+static int
+check_kept(const fp_unit *unit)
+{
+    for (Py_ssize_t k = 0; unit->for_graph && k < unit->n_flat_params; k++) {
+        if (fp_flat_param_versions(&unit->flat_params[k]) != unit->flat_params[k].versions) {
+            PyErr_Format(
+                PyExc_RuntimeError,
+                "%U: its parameters were changed between a backward with create_graph=True and that of what it "
+                "gave, which needs them as they were: step the optimizer, or write to them, after both",
+                unit->name);
+            return -1;
+        }
+    }
+    return 0;
 }
 
 /* Gather the unit that backward comes to next: where there is a reduce order, it may have passed those that no gradient came to,
@@ -70,7 +88,7 @@ before_backward_of(fp_unit *unit, uint64_t began)
         return -1;
     }
     unit->task = task;
-    if (fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
+    if (check_kept(unit) < 0 || fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
         fp_reduce_order_start_reload(root) < 0) {
         return -1;
     }
@@ -169,7 +187,8 @@ static int
 gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
     fp_root *root = unit->root;
-    if (begin_backward(unit) < 0) { /* no output of the unit had a hook: who called backward went around it */
+    if (begin_backward(unit) < 0 || /* no output of the unit had a hook: who called backward went around it */
+        check_kept(unit) < 0) {
         return -1;
     }
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
@@ -181,7 +200,7 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
         return -1;
     }
-    if (!more && (root->synchronize || unit->reshard_after_forward)) {
+    if (!more && !fp_unshard_is_for_graph(unit) && (root->synchronize || unit->reshard_after_forward)) {
         if (root->synchronize && flat_param->param_group != NULL &&
             fp_flat_buffer_forget_gathered(flat_param->flat) < 0) {
             return -1; /* the optimizer steps next: a copy of what it steps is of no use */
@@ -255,9 +274,9 @@ inputs_done(void *object)
     fp_unit *unit = object;
     const int is_again = unit->pending == 0;
     unit->pending -= !is_again;
-    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward || unit->root->keeps_graph ||
-        fp_unit_is_in_forward(unit) || !(unit->root->synchronize || unit->reshard_after_forward) ||
-        fp_iteration_is_elsewhere(unit->root)) {
+    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
+        fp_unshard_is_for_graph(unit) || fp_unit_is_in_forward(unit) ||
+        !(unit->root->synchronize || unit->reshard_after_forward) || fp_iteration_is_elsewhere(unit->root)) {
         return 0;
     }
     fp_root *entered = fp_iteration_enter_in_backward(unit->root);
@@ -307,9 +326,9 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
     }
-    const int for_graph = root->keeps_graph && fp_unit_is_full(unit);
+    unit->for_graph = fp_unshard_is_for_graph(unit) && fp_unit_is_full(unit);
     const int in_no_sync = !root->synchronize && !unit->reshard_after_forward;
-    if (for_graph || (in_no_sync && fp_unit_is_full(unit))) {
+    if (unit->for_graph || (in_no_sync && fp_unit_is_full(unit))) {
         if (fp_unshard_move(unit, FP_UNIT_KEEP) < 0) {
             return -1;
         }
@@ -326,7 +345,7 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
     }
-    const int shown = for_graph
+    const int shown = unit->for_graph
                           ? fp_unit_each(unit, fp_flat_param_list_params) /* the next one may recompute a forward */
                           : fp_unshard_show_params(unit);
     return shown < 0 ? -1 : fp_unshard_take_requires_grad(unit);

@@ -43,7 +43,8 @@ typedef struct {
     int through_python;            /* for this pass */
     int always_python;             /* a hook is set */
     int in_backward;               /* between the first before_backward and the end of that pass */
-    int keeps_graph;               /* this backward's gradients may be differentiated: it frees nothing */
+    int create_graph;              /* this backward's gradients may be differentiated: see fp_unshard_is_for_graph */
+    int retain_graph;              /* and its graph may be gone through again */
     int closed;                    /* during a recovery or refresh: nothing may begin */
     Py_ssize_t depth;              /* units whose forward is under way */
     uintptr_t caller;              /* the thread that the iteration runs for: see fp_graph_caller */
@@ -94,6 +95,7 @@ typedef struct fp_unit {
     Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
     Py_ssize_t entry;     /* which of all first forwards that was */
     int64_t kept_steps;   /* optimizer steps when it was KEPT */
+    int for_graph;        /* and that it is for a graph */
     int task;             /* graph task that came to this unit last */
     Py_ssize_t position;  /* in the order of this pass; -1: none */
 } fp_unit;

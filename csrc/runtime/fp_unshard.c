@@ -315,8 +315,15 @@ fp_unshard_is_fresh(const fp_unit *unit)
 }
 
 int
+fp_unshard_is_for_graph(const fp_unit *unit)
+{
+    return unit->root->create_graph || (unit->root->retain_graph && unit->for_graph);
+}
+
+int
 fp_unshard_make_full(fp_unit *unit)
 {
+    unit->for_graph = unit->for_graph && unit->root->in_backward; /* a forward gathers anew */
     if ((!fp_unshard_is_fresh(unit) && fp_unshard_start(unit) < 0) || fp_unshard_move(unit, FP_UNIT_USE) < 0) {
         return -1;
     }

@@ -13,7 +13,10 @@ int fp_unshard_move(fp_unit *unit, fp_unit_event event);
 int fp_unshard_start(fp_unit *unit);          /* start gathering */
 int fp_unshard_make_full(fp_unit *unit);      /* gather, unless what is there is of now, and wait */
 int fp_unshard_is_fresh(const fp_unit *unit); /* whether what is gathered has the values of now */
-int fp_unshard_prefetch(fp_unit *target);     /* start gathering what a backward comes to */
+/* Whether the backward that runs must leave what is gathered: the graph that it records needs it, or one that it goes through
+ * and keeps, which was recorded so. */
+int fp_unshard_is_for_graph(const fp_unit *unit);
+int fp_unshard_prefetch(fp_unit *target);                              /* start gathering what a backward comes to */
 int fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param); /* free the unsharded data of a flat parameter */
 int fp_unshard_release(fp_unit *unit);                                 /* of all */
 int fp_unshard_show_params(fp_unit *unit); /* let the modules have the original parameters */

@@ -400,6 +400,12 @@ fp_graph_grad_enabled(void) noexcept
     return at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
 }
 
+int
+fp_graph_is_retained(void) noexcept
+{
+    return torch::autograd::get_current_graph_task_keep_graph();
+}
+
 fp_range *
 fp_range_begin(const char *what, PyObject *name) noexcept
 {

@@ -47,6 +47,8 @@ int fp_graph_at_end(fp_params_ref *ref);
 /* Whether the graph task of the last fp_graph_at_end(ref) is under way, in whichever thread. */
 int fp_graph_is_running(const fp_params_ref *ref) FP_NOEXCEPT;
 int fp_graph_grad_enabled(void) FP_NOEXCEPT;
+/* Whether the graph task that runs in this thread keeps its graph for another one (retain_graph). */
+int fp_graph_is_retained(void) FP_NOEXCEPT;
 
 /* A range of time for profilers, from here to fp_range_end in the same thread; NULL when nobody measures. */
 typedef struct fp_range fp_range;
