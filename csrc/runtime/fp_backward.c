@@ -269,10 +269,10 @@ before_accumulation(void *object, int index)
 /* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
  * forwards a retained graph is gone through again nobody knows: then the end of the backward frees it. */
 static int
-inputs_done(void *object)
+inputs_done(void *object, int64_t when)
 {
     fp_unit *unit = object;
-    const int is_again = unit->pending == 0;
+    const int is_again = when != unit->rests || unit->pending == 0;
     unit->pending -= !is_again;
     if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
         fp_unshard_is_for_graph(unit) || fp_unit_is_in_forward(unit) ||
@@ -326,6 +326,7 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
     }
+    const int in_forward = fp_unit_is_in_forward(unit); /* which has called the backward, and goes on */
     unit->for_graph = fp_unshard_is_for_graph(unit) && fp_unit_is_full(unit);
     const int in_no_sync = !root->synchronize && !unit->reshard_after_forward;
     if (unit->for_graph || (in_no_sync && fp_unit_is_full(unit))) {
@@ -334,7 +335,7 @@ finish_step_of(fp_unit *unit)
         }
         unit->kept_steps = in_no_sync ? fp_optimizer_steps : -1; /* -1: for backwards, and no forward */
     }
-    else if (unit->state != FP_UNIT_SHARDED && fp_unshard_release(unit) < 0) {
+    else if (unit->state != FP_UNIT_SHARDED && !in_forward && fp_unshard_release(unit) < 0) {
         return -1;
     }
     for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* the optimizer steps next */
@@ -345,9 +346,12 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
     }
-    const int shown = unit->for_graph
-                          ? fp_unit_each(unit, fp_flat_param_list_params) /* the next one may recompute a forward */
-                          : fp_unshard_show_params(unit);
+    int shown = 0;
+    if (!in_forward) {
+        shown = unit->for_graph
+                    ? fp_unit_each(unit, fp_flat_param_list_params) /* the next one may recompute a forward */
+                    : fp_unshard_show_params(unit);
+    }
     return shown < 0 ? -1 : fp_unshard_take_requires_grad(unit);
 }
 

@@ -219,7 +219,7 @@ fp_forward_expect_inputs(fp_unit *unit, PyObject *tensors)
         return PyErr_Format(PyExc_TypeError, "expected a list of tensors, got %s", Py_TYPE(tensors)->tp_name);
     }
     if (unit->root == NULL || !unit->root->in_backward || unit->pending == 0) { /* else it repeats one that did this */
-        const int hooked = fp_graph_hook_inputs(tensors, unit->ref);
+        const int hooked = fp_graph_hook_inputs(tensors, unit->ref, unit->rests);
         if (hooked < 0) {
             return NULL;
         }

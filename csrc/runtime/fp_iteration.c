@@ -137,6 +137,7 @@ fp_iteration_rest(fp_unit *unit)
 {
     unit->position = -1;
     unit->pending = 0;
+    unit->rests++;
     return fp_iteration_move(unit, FP_PASS_FINISH_BACKWARD);
 }
 

@@ -89,6 +89,7 @@ typedef struct fp_unit {
     fp_unit_state state;     /* of its unsharded data; changed by fp_unshard_move() alone */
     Py_ssize_t depth;        /* forwards of this unit that are within each other */
     Py_ssize_t pending;      /* forwards whose inputs' gradients are waited for, to free what is frozen */
+    int64_t rests;           /* how often it has come to rest: what an earlier forward's inputs tell is of no use */
     uint64_t began;      /* the moment at which the forward that is under way, or the last one, did; see fp_graph_now */
     int64_t gather_pass; /* pass of the gather */
     int64_t entered_pass; /* of its last forward */

@@ -82,6 +82,7 @@ struct BeforeBackward final : torch::autograd::FunctionPreHook {
 struct Inputs {
     std::mutex mutex; // nodes of one may run, and be deleted, in several threads
     std::vector<const torch::autograd::Node *> nodes;
+    int64_t when = 0;                             // of the forward
     std::unordered_map<int, std::ptrdiff_t> left; // by graph task: to how many it has still to come
 
     // The running graph task has come to one of them.
@@ -138,7 +139,7 @@ struct AfterInputs final : torch::autograd::FunctionPreHook {
         if (inputs->is_last()) {
             const WithGil gil;
             if (ref->unit != nullptr) {
-                call_unit(*ref, [&](void *unit) { return ref->calls.inputs_done(unit); });
+                call_unit(*ref, [&](void *unit) { return ref->calls.inputs_done(unit, inputs->when); });
             }
         }
         return grads;
@@ -309,7 +310,7 @@ fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
 }
 
 int
-fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref)
+fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref, int64_t when)
 {
     return fp::guarded(-1, [&] {
         const auto inputs = std::make_shared<fp::Inputs>();
@@ -325,6 +326,7 @@ fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref)
                 nodes.push_back(node);
             }
         }
+        inputs->when = when;
         inputs->nodes.assign(nodes.begin(), nodes.end());
         for (torch::autograd::Node *node : nodes) {
             node->add_tensor_pre_hook(std::make_unique<fp::AfterInputs>(ref->shared, inputs, node));

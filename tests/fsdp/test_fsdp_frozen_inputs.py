@@ -109,6 +109,16 @@ def test_a_graph_that_is_gone_through_again_has_it_until_the_end():
         assert not any(have_memory(model._unit.step))
 
 
+def test_inputs_of_an_earlier_forward_tell_nothing():
+    model = FSDP(Sum(), use_orig_params=True)
+    looks = Looks(model)
+    last, first = looks.leaves[2].clone(), looks.leaves[0].clone()  # as backwards come to them
+    model(first).sum().backward(retain_graph=True)
+    looks.found.clear()
+    model(first, last).sum().backward()
+    assert looks.found == {0: True, 2: False}
+
+
 def test_of_an_input_that_is_a_parameter_of_a_unit_nothing_is_told():
     class Shares(nn.Module):
         def __init__(self):

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from fsdp_models import SETTINGS, data, full_grads, full_params, have_memory, make, wrap_blocks
+from fsdp_models import SETTINGS, Model, data, full_grads, full_params, have_memory, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -111,6 +111,13 @@ def assert_equal(found, wanted, pattern, what):
             torch.testing.assert_close(found[name], value.detach(), **bounds, msg=f"{what}, {name}")
 
 
+def average(modules):
+    for params in zip(*(m.parameters() for m in modules), strict=True):
+        grads = [p.grad for p in params]
+        for p in params if grads[0] is not None else ():
+            p.grad = grads[0] / 2 + grads[1] / 2
+
+
 def trained(kind):
     for strategy, uo in SETTINGS:
         for pattern in PATTERNS:
@@ -125,10 +132,7 @@ def trained(kind):
                 pattern(model, step, None)
                 for rank, module in enumerate(modules):
                     pattern(module, step, rank)
-                for params in zip(*(m.parameters() for m in modules), strict=True):
-                    grads = [p.grad for p in params]
-                    for p in params if grads[0] is not None else ():
-                        p.grad = grads[0] / 2 + grads[1] / 2
+                average(modules)
                 assert_equal(full_grads(model), {n: p.grad for n, p in modules[0].named_parameters()}, pattern, what)
                 for optimizer in optimizers:
                     optimizer.step()
@@ -140,6 +144,47 @@ def trained(kind):
 @pytest.mark.parametrize("kind", ["plain", "frozen", "checkpointed"])
 def test_penalties_train_as_unsharded(kind):
     run_ranks(trained, 2, kind)
+
+
+class Forces(Model):
+    """Takes them in its forward, which goes on with weights of its own."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=self.training)
+            return self.last(self.first(force))
+
+
+def forces_in_forward():
+    for strategy, uo in SETTINGS:
+        note(f"{strategy} uo={uo}")
+        modules = [make(cls=Forces) for _ in range(2)]
+        model = wrap_blocks(make(cls=Forces), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        rank = torch.distributed.get_rank()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, *modules)]
+        for step in range(3):
+            for one in (model, *modules):
+                one.eval()
+            assert torch.equal(model(data(step)), modules[rank](data(step)))
+            with torch.no_grad():
+                assert torch.equal(model(data(step)), modules[rank](data(step)))
+            for one in (model, *modules):
+                one.train()
+            model(data(step)).square().sum().backward()
+            for each, module in enumerate(modules):
+                module(data(step, each)).square().sum().backward()
+            average(modules)
+            assert_equal(full_grads(model), {n: p.grad for n, p in modules[0].named_parameters()}, None, strategy)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert strategy in ("NO_SHARD", "ZERO_1") or gathered(model) == 0
+
+
+@pytest.mark.multiprocess
+def test_forces_taken_in_a_forward_are_as_unsharded():
+    run_ranks(forces_in_forward, 2)
 
 
 @pytest.fixture
@@ -216,6 +261,7 @@ def stepping_before():
         beside_the_output(model, 2, None)
 
 
+@pytest.mark.multiprocess
 def test_an_optimizer_that_steps_before_is_refused():
     run_ranks(stepping_before, 2)
 
