@@ -388,9 +388,9 @@ static PyMethodDef unit_methods[] = {
     {"abort_forward", FP_METHOD(fp_forward_abort), METH_NOARGS,
      "abort_forward($self, /)\n--\n\nInstead of post_forward, or after it, when there was an exception."},
     {"expect_inputs", FP_METHOD(fp_forward_expect_inputs), METH_O,
-     "expect_inputs($self, tensors, /)\n--\n\nA forward with these inputs begins: free what is frozen when a backward "
-     "has "
-     "the gradients of all that require grad, or at its end where one of them was computed by nothing."},
+     "expect_inputs($self, tensors, /)\n--\n\nA forward with these inputs begins. What is frozen is freed when a "
+     "backward "
+     "has the gradients of all that require grad, or at its end where one of them was computed by nothing."},
     {"release", FP_METHOD(unit_release), METH_NOARGS,
      "release($self, /)\n--\n\nFree the unsharded data; the modules have their parameters again."},
     {"make_views", FP_METHOD(unit_make_views), METH_NOARGS,

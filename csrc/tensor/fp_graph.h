@@ -28,9 +28,9 @@ uint64_t fp_graph_now(void) FP_NOEXCEPT;
 /* Call ref's unit's before_backward, with began, when the first gradient of tensor is there. 1: done; 0: tensor has no
  * history. */
 int fp_graph_hook(PyObject *tensor, fp_params_ref *ref, uint64_t began);
-/* Call ref's unit's inputs_done, with when, when a backward has the gradients of all tensors that require grad and that it comes to; in
- * each backward through them. tensors: a list. 1: done; 0: none requires grad, or one was computed by nothing, or is a view
- * of a unit's parameter: of these nothing can be told. */
+/* In each backward through tensors, a list, call ref's unit's inputs_done(when) once it has the gradients of those that require
+ * grad and that it comes to. 1: done; 0: none requires grad, or one was computed by nothing, or is a view of a unit's
+ * parameter: of these nothing can be told. */
 int fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref, int64_t when);
 /* From now on call ref's unit before autograd adds to .grad of one of the params, those of flat index. It may be called
  * again: torch drops such hooks when the user registers one. */
