@@ -187,6 +187,31 @@ def test_forces_taken_in_a_forward_are_as_unsharded():
     run_ranks(forces_in_forward, 2)
 
 
+def by_functionals():
+    """These go through one graph several times."""
+    x = torch.ones(2, 3)
+    of_outputs = {"jvp": (x,), "vjp": (torch.ones(2, 1),), "jacobian": ()}
+    of_a_number = {"hvp": (x,), "vhp": (x,), "hessian": ()}
+    for strategy, uo in SETTINGS:
+        model = wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        for name, args in (of_outputs | of_a_number).items():
+            note(f"{strategy} uo={uo} {name}")
+            function = getattr(torch.autograd.functional, name)
+            ours, wanted = (
+                function(lambda x, one=one: one(x) if name in of_outputs else one(x).sum(), x, *args)  # noqa: B023
+                for one in (model, make())
+            )
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+        if strategy == "NO_SHARD":
+            _, product = torch.func.jvp(model, (x,), (x,))
+            assert torch.equal(product, torch.func.jvp(make(), (x,), (x,))[1])
+
+
+@pytest.mark.multiprocess
+def test_functionals_of_autograd_are_as_unsharded():
+    run_ranks(by_functionals, 2)
+
+
 @pytest.fixture
 def model():
     with fake_world(2):

@@ -252,21 +252,3 @@ def forwards_in_summon(strategy, orig, low):
 @pytest.mark.parametrize(("strategy", "orig", "low"), list(itertools.product(STRATEGIES, (True, False), (False, True))))
 def test_forwards_inside_summon_full_params(strategy, orig, low):
     run_ranks(forwards_in_summon, 2, strategy, orig, low)
-
-
-def test_differentiating_a_gradient_of_freed_parameters_names_them():
-    """Penalties on a gradient over the inputs, in both of their ways, and Jacobian-vector products of either mode."""
-    said = r"a parameter of the unit of Sequential.*`0\.weight`.*summon_full_params.*create_graph=True"
-    with fake_world(2):
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-            for orig in (True, False):
-                model = small(strategy, orig)
-                x = ONE.clone().requires_grad_()
-                (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
-                with pytest.raises(RuntimeError, match=said):
-                    slope.square().sum().backward()
-                model = small(strategy, orig)
-                with pytest.raises(RuntimeError, match=said):
-                    torch.autograd.functional.jvp(lambda x: model(x).tanh(), ONE, ONE)  # noqa: B023
-                _, product = torch.func.jvp(small("NO_SHARD", orig), (ONE,), (ONE,))
-                assert product.shape == (2, 4)
