@@ -200,14 +200,8 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
         fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
         return -1;
     }
-    if (!more && !fp_unshard_is_for_graph(unit) && (root->synchronize || unit->reshard_after_forward)) {
-        if (root->synchronize && flat_param->param_group != NULL &&
-            fp_flat_buffer_forget_gathered(flat_param->flat) < 0) {
-            return -1; /* the optimizer steps next: a copy of what it steps is of no use */
-        }
-        if (fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0) {
-            return -1;
-        }
+    if (!more && fp_unshard_pass(unit, flat_param) < 0) {
+        return -1;
     }
     if (!more && root->backward_prefetch == FP_PREFETCH_POST && prefetch_backward(unit) < 0) {
         return -1;
@@ -275,8 +269,7 @@ inputs_done(void *object, int64_t when)
     const int is_again = when != unit->rests || unit->pending == 0;
     unit->pending -= !is_again;
     if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
-        fp_unshard_is_for_graph(unit) || fp_unit_is_in_forward(unit) ||
-        !(unit->root->synchronize || unit->reshard_after_forward) || fp_iteration_is_elsewhere(unit->root)) {
+        !fp_unshard_frees_passed(unit) || fp_unit_is_in_forward(unit) || fp_iteration_is_elsewhere(unit->root)) {
         return 0;
     }
     fp_root *entered = fp_iteration_enter_in_backward(unit->root);

@@ -189,13 +189,8 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
         (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
         return -1;
     }
-    if (took && !flat_param->untracked && flat_param->gathered && !fp_unshard_is_for_graph(unit) &&
-        (root->synchronize || unit->reshard_after_forward)) {
-        if ((root->synchronize && flat_param->param_group != NULL &&
-             fp_flat_buffer_forget_gathered(flat_param->flat) < 0) ||
-            fp_unshard_release_part(unit, flat_param) < 0 || fp_flat_param_show_params(flat_param) < 0) {
-            return -1;
-        }
+    if (took && !flat_param->untracked && flat_param->gathered && fp_unshard_pass(unit, flat_param) < 0) {
+        return -1;
     }
     return fp_flat_buffer_drop_reload(flat_param->flat);
 }

@@ -379,6 +379,25 @@ fp_unshard_release(fp_unit *unit)
 }
 
 int
+fp_unshard_frees_passed(const fp_unit *unit)
+{
+    return !fp_unshard_is_for_graph(unit) && (unit->root->synchronize || unit->reshard_after_forward);
+}
+
+int
+fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param)
+{
+    if (!fp_unshard_frees_passed(unit)) {
+        return 0;
+    }
+    if (unit->root->synchronize && flat_param->param_group != NULL &&
+        fp_flat_buffer_forget_gathered(flat_param->flat) < 0) {
+        return -1;
+    }
+    return fp_unshard_release_part(unit, flat_param) < 0 ? -1 : fp_flat_param_show_params(flat_param);
+}
+
+int
 fp_unshard_show_params(fp_unit *unit)
 {
     return fp_unit_each(unit, fp_flat_param_show_params);

@@ -16,6 +16,10 @@ int fp_unshard_is_fresh(const fp_unit *unit); /* whether what is gathered has th
 /* Whether the backward that runs must leave what is gathered: the graph that it records needs it, or one that it goes through
  * and keeps, which was recorded so. */
 int fp_unshard_is_for_graph(const fp_unit *unit);
+int fp_unshard_frees_passed(const fp_unit *unit); /* whether the backward that runs frees what it needs no more */
+/* It has come to all gradients of a flat parameter: then free that, and forget the copy that it was gathered from if the
+ * optimizer steps next. */
+int fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param);
 int fp_unshard_prefetch(fp_unit *target);                              /* start gathering what a backward comes to */
 int fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param); /* free the unsharded data of a flat parameter */
 int fp_unshard_release(fp_unit *unit);                                 /* of all */

@@ -3,6 +3,7 @@
 What a graph was made of stays gathered from a backward with create_graph=True to the next one.
 """
 
+import contextlib
 import copy
 import itertools
 
@@ -46,10 +47,7 @@ def of_the_third_order(model, step, rank):
 
 
 def in_no_sync(model, step, rank):
-    if isinstance(model, FSDP):
-        with model.no_sync():
-            beside_the_output(model, step + 50, rank)
-    else:
+    with model.no_sync() if isinstance(model, FSDP) else contextlib.nullcontext():
         beside_the_output(model, step + 50, rank)
     beside_the_output(model, step, rank)
 
