@@ -310,7 +310,10 @@ class BuildExtension(build_ext):
         return Step(command, group, output, self.versions)
 
     def link_step(self, objects: list[str], module: Path) -> Step:
-        command = [*self.cxx, "-shared", "-pthread", *objects, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        # What comes from a static library is the module's own: where g++ links libstdc++ so, some of its names would be
+        # bound to another library's copy, and reading a number from a stream would crash.
+        command = [*self.cxx, "-shared", "-pthread", "-Wl,--exclude-libs,ALL", *objects]
+        command += shlex.split(os.environ.get("LDFLAGS", ""))
         command += SANITIZE if self.sanitize else []
         if any("/tensor/" in name for name in objects):
             # No run path: torch is always imported first, and its libraries are then found by their names.

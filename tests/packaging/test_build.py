@@ -282,6 +282,15 @@ def test_torch_is_linked_for_the_bridge_only(small):
     assert not [name for name in needed()[0] if "torch" in name or "c10" in name]
 
 
+def test_a_libstdcxx_that_is_linked_statically_is_the_modules_own(small):
+    replace(small / BRIDGE, 'extern "C"', '#include <sstream>\n\nextern "C"')
+    replace(small / BRIDGE, "return", 'int read = 0;\n    std::istringstream("4") >> read;\n    return read +')
+    build(small, LDFLAGS="-static-libstdc++")
+    [module] = (small / "flatparam").glob("_C.*.so")
+    for shown, has_facets in (["--defined-only"], True), (["--dynamic", "--defined-only"], False):
+        assert ("_ZNSt7num_get" in subprocess.check_output(["nm", *shown, str(module)], text=True)) is has_facets
+
+
 def test_the_sanitizer_build_is_apart(small):
     build(small)
     [module] = (small / "flatparam").glob("_C.*.so")
