@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 SOURCE = Path(__file__).with_name("simulated_device.cpp")
 SHARED = SOURCE.with_name("boxed.hpp")
-FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall"]
+FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall", "-Wl,--exclude-libs,ALL"]
 
 
 def build(source=SOURCE):
