@@ -353,6 +353,7 @@ def check_steps(here, eager, model, what):
 def bytes_left(here):
     gc.collect()
     here.synchronize()
+    here.drop_workspaces()
     return here.bytes()[0]
 
 

@@ -72,6 +72,10 @@ class _Cuda:
     def empty_cache(self):
         torch.cuda.empty_cache()
 
+    def drop_workspaces(self):
+        """Which cuBLAS has for each stream that it was used on, also by a capture that failed."""
+        torch._C._cuda_clearCublasWorkspaces()
+
     def allocations(self):
         """How often the device itself was asked for memory."""
         return torch.cuda.memory_stats()["num_device_alloc"]
@@ -164,6 +168,9 @@ class _Simulated:
         self.module.synchronize()
 
     def empty_cache(self):
+        pass
+
+    def drop_workspaces(self):
         pass
 
     def allocations(self):
