@@ -29,6 +29,8 @@ def lacks(target: str) -> str | None:
         return f"torch {torch.__version__} finds no GPU that it can use, or no driver"
     if target == "sanitize" and sanitizer() is None:
         return f"{SANITIZER} of the CUDA toolkit is not in CUDA_HOME, in CUDA_PATH, on PATH or in /usr/local/cuda"
+    if target == "sanitize" and built_kernels() is None:
+        return "make build has compiled no kernels"
     return None
 
 
@@ -41,15 +43,25 @@ def sanitizer() -> str | None:
     return shutil.which(SANITIZER, path=os.pathsep.join(folders))
 
 
-def machine() -> str:
-    """The device, its driver and torch, in one line."""
+def built_kernels() -> Path | None:
+    """The object that `make build` has made of csrc/cuda last, or None."""
+    found = ROOT.glob("build/temp*/strict*/csrc/cuda/fp_kernels.o")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def driver() -> str:
+    """The release of NVIDIA's driver, if nvidia-smi tells it."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
     except (OSError, subprocess.CalledProcessError):
-        driver = "unknown"
+        return "unknown"
+
+
+def machine() -> str:
+    """The device, its driver and torch, in one line."""
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"{names}; driver {driver}; torch {torch.__version__}, CUDA {torch.version.cuda}; {kernels()}"
+    return f"{names}; driver {driver()}; torch {torch.__version__}, CUDA {torch.version.cuda}; {kernels()}"
 
 
 def kernels() -> str:
@@ -70,8 +82,14 @@ def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:
         return [[python, "-m", "benchmarks.gpu", *arguments]]
     # what torch and NCCL ask the driver for in vain is no error of a kernel
     options = ["--kernel-name", KERNELS, "--report-api-errors", "no", "--error-exitcode", "1"]
-    checked = [*options, python, *RANKS, "packed", "converted", *arguments]
-    return [[sanitizer() or SANITIZER, "--tool", tool, *checked] for tool in ("memcheck", "racecheck")]
+    trained = [*options, python, *RANKS, "packed", "converted", *arguments]
+    compiler = str(Path(sanitizer() or SANITIZER).with_name("nvcc"))
+    alone = str(ROOT / "build" / "kernels")
+    return [
+        [sanitizer() or SANITIZER, "--tool", "memcheck", *trained],
+        [compiler, "-std=c++20", "-Icsrc", "tests/gpu/kernels.cpp", str(built_kernels()), "-o", alone],
+        [sanitizer() or SANITIZER, "--tool", "racecheck", "--error-exitcode", "1", alone],
+    ]
 
 
 def main(target: str, *arguments: str) -> int:

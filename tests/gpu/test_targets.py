@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerator
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def test_ranks_run_from_any_folder(tmp_path, launch):
     assert "rank 0 of 1: one_communicator passed" in done.stdout, done.stderr
 
 
-def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels_alone(tool, tmp_path, monkeypatch):
+def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels(tool, tmp_path, monkeypatch):
     for name in ("nvcc", "compute-sanitizer"):
         (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
@@ -85,10 +86,22 @@ def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels_alone(tool,
                 patch.delenv(name, raising=False)
             for name, value in way.items():
                 patch.setenv(name, value)
-            assert [command[:5] for command in tool.commands("sanitize", ())] == [
-                [str(tmp_path / "bin/compute-sanitizer"), "--tool", each, "--kernel-name", "kns=fp_"]
-                for each in ("memcheck", "racecheck")
-            ]
+            trained, compiled, alone = tool.commands("sanitize", ())
+            sanitizer = str(tmp_path / "bin/compute-sanitizer")
+            assert trained[:5] == [sanitizer, "--tool", "memcheck", "--kernel-name", "kns=fp_"]
+            assert compiled[0] == str(tmp_path / "bin/nvcc")
+            assert alone == [sanitizer, "--tool", "racecheck", "--error-exitcode", "1", compiled[-1]]
+
+
+@pytest.mark.skipif(not accelerator.ON_CUDA, reason="they run on CUDA")
+def test_the_kernels_pass_without_torch(tool):
+    """As racecheck has them."""
+    _, compiled, alone = tool.commands("sanitize", ())
+    subprocess.run([*compiled, "-cudart", "shared"], cwd=ROOT, check=True)
+    libraries = [os.environ.get("LD_LIBRARY_PATH", ""), str(Path(torch.__file__).parent / "lib")]  # of the stand-in
+    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(libraries)}
+    done = subprocess.run(alone[-1:], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "kernels passed\n"), done.stderr
 
 
 def test_the_kernels_that_are_tested_are_told(tool, tmp_path, monkeypatch):
@@ -127,6 +140,29 @@ def test_a_machine_without_pytest_and_matplotlib_runs_all(tmp_path):
     assert min(value for table in tables.values() for row in table.rows for value in row.values.values()) > 0
     draw(tables, tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").stat().st_size > 10_000
+
+
+LONE = """
+import torch, torch.distributed as dist
+from benchmarks.worlds import fake_world
+import lone
+with fake_world(4, 2) as world:
+    lone.use(world, "cpu", dist.ProcessGroupGloo)
+    gathered, reduced = torch.zeros(4, 2), torch.zeros(2)
+    dist.all_gather_into_tensor(gathered, torch.ones(2))
+    dist.reduce_scatter_tensor(reduced, torch.arange(8.0))
+    dist.all_reduce(reduced)
+    dist.barrier()
+    print(gathered.tolist(), reduced.tolist())
+"""
+
+
+@pytest.mark.thorough
+def test_a_lone_rank_has_its_part_of_collectives():
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    command = [sys.executable, "-W", "ignore", "-c", LONE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "[[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]] [4.0, 5.0]\n", done.stderr
 
 
 @pytest.mark.thorough
