@@ -118,11 +118,23 @@ class _Values:
 
 
 def _digests(originals: list[Original]) -> list[int]:
-    """One a parameter; 0 for what has no values yet."""
-    return [
-        0 if original.template is not None or lacks_memory(original.param) else digest_of(original.param)
-        for original in originals  # those that lack memory are refused by name when they are flattened
-    ]
+    """One a parameter; 0 for what has no values yet. Of a device one copy for each dtype is waited for."""
+    digests = [0] * len(originals)
+    on_device: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, original in enumerate(originals):
+        value = original.param
+        if original.template is not None or lacks_memory(value):
+            continue  # those that lack memory are refused by name when they are flattened
+        if value.is_cpu or not _C.is_plain_tensor(value):
+            digests[i] = digest_of(value)
+        else:
+            on_device.setdefault((value.device, value.dtype), []).append(i)
+    for indices in on_device.values():
+        parts = [_part(originals[i].param.detach()) for i in indices]
+        copies = torch.cat(parts).cpu().split([part.numel() for part in parts])
+        for i, copy in zip(indices, copies, strict=True):
+            digests[i] = _C.digest(copy)
+    return digests
 
 
 def digest_of(value: torch.Tensor) -> int:
@@ -130,13 +142,13 @@ def digest_of(value: torch.Tensor) -> int:
     try:
         return _C.digest(value)
     except TypeError:  # it is on a device, or not dense
-        return _C.digest(_on_host(value.detach())) if _C.is_plain_tensor(value) else 0
+        return _C.digest(_part(value.detach()).cpu()) if _C.is_plain_tensor(value) else 0
 
 
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy of what is compared of ``value``: all of it, of one on a device some ten thousand elements."""
+def _part(value: torch.Tensor) -> torch.Tensor:
+    """What is compared of ``value``, in one dimension: all of it, of one on a device some ten thousand elements."""
     ordered = in_storage_order(value)
-    return ordered.clone() if value.is_cpu else ordered[:: 1 + ordered.numel() // 2**15].cpu()
+    return ordered.contiguous() if value.is_cpu else ordered[:: 1 + ordered.numel() // 2**15]
 
 
 @contextlib.contextmanager
@@ -172,7 +184,7 @@ def _compare(
     for group in groups:
         everyone = _tell(said, group, bytes(8) if values is None else values.word)
         register = register_of(group)
-        register.life = register.life or f"{everyone[0][-1].item():x}"
+        register.life = register.life or f"{everyone[0][-1]:x}"
         numbers[register] = register.of_built()
         if not _is_same(everyone, slice(_SAID)):
             said = _explain(said, group)
@@ -181,7 +193,7 @@ def _compare(
     return said if isinstance(said, str) else None
 
 
-def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> list[torch.Tensor]:
+def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> list[list[int]]:
     """What each rank of ``group`` says: the digest of it, ``word``, and a number that no other rank has."""
     digest = hashlib.sha256(repr(said).encode()).digest()
     parts = (*(digest[8 * i : 8 * i + 8] for i in range(_SAID)), word, os.urandom(8))
@@ -190,16 +202,17 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
         dtype=torch.int64,
         device=dist.distributed_c10d._get_object_coll_device(group),
     )
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    work = issue(dist.all_gather, everyone, mine, group=group)
+    everyone = mine.new_empty(dist.get_world_size(group), len(mine))
+    work = issue(dist.all_gather, list(everyone), mine, group=group)
     if isinstance(said, str) and dist.get_backend(group) != "fake":  # whose work never says that it has ended
         _wait_with_an_error(work, said)
     wait(work, group, mine.device, is_read=True)
-    return everyone
+    told: list[list[int]] = everyone.tolist()
+    return told
 
 
-def _is_same(everyone: list[torch.Tensor], words: slice) -> bool:
-    return all(torch.equal(everyone[0][words], other[words]) for other in everyone)
+def _is_same(everyone: list[list[int]], words: slice) -> bool:
+    return all(everyone[0][words] == other[words] for other in everyone)
 
 
 def check_described(described: Described, problem: Exception | None, group: dist.ProcessGroup) -> None:

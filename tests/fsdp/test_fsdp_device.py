@@ -365,6 +365,23 @@ def test_bytes_on_the_device_are_those_planned(library, numels):
     run_ranks(peaks, 4, library, numels, timeout=240.0)
 
 
+def waits_for_wrapping(library):
+    device = simulated.use(library)
+    group = simulated.new_group()
+    counted = []
+    for many in (4, 40):
+        module = nn.ParameterList([nn.Parameter(torch.ones(3 + i % 2)) for i in range(many)]).to("sim")
+        before = device.waits()
+        FSDP(module, process_group=group, device_id=torch.device("sim", 0))
+        counted.append(device.waits() - before)
+    assert counted[0] == counted[1], counted
+
+
+@pytest.mark.multiprocess
+def test_wrapping_waits_as_often_for_many_parameters_as_for_few(library):
+    run_ranks(waits_for_wrapping, 2, library)
+
+
 def late_copies(library):
     """What the device puts off: or the tests above could not fail."""
     device = simulated.use(library)
