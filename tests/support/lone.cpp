@@ -1,5 +1,6 @@
 // lone.cpp -- collectives of a rank whose world has no others: each takes what one rank's does on the host and on the device, over
 // this rank's part, and leaves the parts of the others as they are.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -33,8 +34,9 @@ struct Lone final : c10d::Backend {
     // This rank's part of what all of them have, in the shape of what one has.
     at::Tensor part(const at::Tensor &all, const at::Tensor &of_one) const
     {
-        TORCH_CHECK(all.numel() == of_one.numel() * getSize());
-        return all.view({-1}).narrow(0, getRank() * of_one.numel(), of_one.numel()).view(of_one.sizes());
+        TORCH_CHECK(all.numel() == of_one.numel() * getSize() && all.is_contiguous() && of_one.is_contiguous());
+        const at::AutoDispatchBelowADInplaceOrView below; // one short call, as it is no part of what is measured
+        return all.as_strided(of_one.sizes(), of_one.strides(), all.storage_offset() + getRank() * of_one.numel());
     }
     c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor &output, at::Tensor &input,
                                                    const c10d::AllgatherOptions &options) override
@@ -62,7 +64,8 @@ struct Lone final : c10d::Backend {
 
 PYBIND11_MODULE(lone, m)
 {
-    m.def("collectives", [](c10::intrusive_ptr<c10d::Backend> one, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<Lone>(std::move(one), rank, size);
-    });
+    m.def("collectives",
+          [](c10::intrusive_ptr<c10d::Backend> one, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
+              return c10::make_intrusive<Lone>(std::move(one), rank, size);
+          });
 }
