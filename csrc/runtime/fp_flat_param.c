@@ -367,22 +367,12 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
     return shown < 0 ? -1 : status;
 }
 
-void
-fp_flat_param_note_frozen(fp_flat_param *flat_param, int anew)
-{
-    const fp_param_pieces owners = owners_of(flat_param);
-    for (Py_ssize_t i = 0; i < owners.n; i++) {
-        flat_param->frozen[i] = (char)((anew || flat_param->frozen[i]) && !fp_param_requires_grad(owners.params[i]));
-    }
-}
-
 int
-fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, int noted)
+fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced)
 {
     const fp_param_pieces owners = owners_of(flat_param);
     for (Py_ssize_t i = 0; i < owners.n; i++) {
-        const int trains = fp_param_requires_grad(owners.params[i]) && !(noted && flat_param->frozen[i]);
-        flat_param->gets[i] = (char)(trains || flat_param->owed[i]);
+        flat_param->gets[i] = (char)(fp_param_requires_grad(owners.params[i]) || flat_param->owed[i]);
         flat_param->owed[i] = 0;
     }
     return fp_gradients_add_pieces(&owners, flat_param->gets, reduced, 1);
@@ -513,7 +503,7 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
         PyErr_Format(PyExc_ValueError, "expected %zd pieces, got %zd", n, PyTuple_GET_SIZE(pieces));
         return -1;
     }
-    flat_param->cleared = fp_new_array(n, 6);
+    flat_param->cleared = fp_new_array(n, 5);
     flat_param->starts = flat_param->cleared == NULL ? NULL : fp_new_array(n, 2 * sizeof *flat_param->starts);
     if (flat_param->starts == NULL) {
         return -1;
@@ -522,8 +512,7 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
     flat_param->in_saved = flat_param->cleared + n;
     flat_param->owed = flat_param->in_saved + n;
     flat_param->gets = flat_param->owed + n;
-    flat_param->frozen = flat_param->gets + n;
-    flat_param->in_rows = flat_param->frozen + n;
+    flat_param->in_rows = flat_param->gets + n;
     for (Py_ssize_t i = 0; i < n; i++) {
         long long start, count;
         int in_rows;

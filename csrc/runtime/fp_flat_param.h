@@ -31,7 +31,6 @@ typedef struct {
     char *in_saved;           /* of the owners: which had one */
     char *owed;               /* of the owners: which are frozen, and have something in what is kept */
     char *gets;               /* of the owners: which get a piece of what was reduced */
-    char *frozen;             /* of the owners: which no graph that awaits its backward has trained */
     char *in_rows;            /* of the owners: whose piece here has the shape of whole rows, not one dimension */
     int is_sharded;
     int untracked;           /* no owner requires grad */
@@ -98,12 +97,8 @@ int fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name);
 int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
 /* The same between passes; what is left is shown again. */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name);
-/* A graph was made. anew: none awaits its backward beside it. What required no grad in any of them gets no gradient, though it may
- * require one when they are gone through. */
-void fp_flat_param_note_frozen(fp_flat_param *flat_param, int anew);
-/* Let the owners have their pieces of reduced, which is borrowed, added to what they have; their hooks see them. noted: the
- * graphs are those that were noted. */
-int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, int noted);
+/* Let the owners have their pieces of reduced, which is borrowed, added to what they have; their hooks see them. */
+int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
 int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);

@@ -170,9 +170,6 @@ post_forward(fp_unit *unit, PyObject *output)
         (hook_outputs(unit, output, &hooked, &found) < 0 || note_opaque(unit, output, found) < 0)) {
         return -1;
     }
-    for (Py_ssize_t k = 0; hooked && k < unit->n_flat_params; k++) {
-        fp_flat_param_note_frozen(&unit->flat_params[k], !root->in_backward && !fp_unit_awaits_backward(unit));
-    }
     if (root->in_backward) { /* recomputed: its backward comes at once */
         return 0;
     }
