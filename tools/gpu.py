@@ -19,6 +19,7 @@ LACKING = 3
 SANITIZER = "compute-sanitizer"
 KERNELS = "kns=fp_"  # a part of our kernels' names: others are not slowed down
 RANKS = ["tests/gpu/ranks.py"]
+ALONE = ROOT / "build" / "kernels"  # tests/gpu/kernels.cpp
 
 
 def lacks(target: str) -> str | None:
@@ -27,20 +28,21 @@ def lacks(target: str) -> str | None:
         return f"torch {torch.__version__} is built for the CPU: install one that is built for CUDA"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU that it can use, or no driver"
-    if target == "sanitize" and sanitizer() is None:
-        return f"{SANITIZER} of the CUDA toolkit is not in CUDA_HOME, in CUDA_PATH, on PATH or in /usr/local/cuda"
+    for name in (SANITIZER, "nvcc") if target == "sanitize" else ():
+        if tool(name) is None:
+            return f"{name} of the CUDA toolkit is not in CUDA_HOME, in CUDA_PATH, on PATH or in /usr/local/cuda"
     if target == "sanitize" and built_kernels() is None:
         return "make build has compiled no kernels"
     return None
 
 
-def sanitizer() -> str | None:
-    """The path of compute-sanitizer: of the toolkit that is named, on PATH, beside nvcc, or as installed."""
+def tool(name: str) -> str | None:
+    """The path of a tool of CUDA's: of the toolkit that is named, on PATH, beside nvcc, or as installed."""
     nvcc = shutil.which("nvcc")
-    named = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    named = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
     folders = [str(Path(folder, "bin")) for folder in named if folder] + [os.environ.get("PATH", os.defpath)]
     folders += [str(Path(found).resolve().parent) for found in (nvcc, "/usr/local/cuda/bin/nvcc") if found]
-    return shutil.which(SANITIZER, path=os.pathsep.join(folders))
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def built_kernels() -> Path | None:
@@ -83,12 +85,12 @@ def commands(target: str, arguments: tuple[str, ...]) -> list[list[str]]:
     # what torch and NCCL ask the driver for in vain is no error of a kernel
     options = ["--kernel-name", KERNELS, "--report-api-errors", "no", "--error-exitcode", "1"]
     trained = [*options, python, *RANKS, "packed", "converted", *arguments]
-    compiler = str(Path(sanitizer() or SANITIZER).with_name("nvcc"))
-    alone = str(ROOT / "build" / "kernels")
+    sanitizer = tool(SANITIZER) or SANITIZER
+    compiled = [tool("nvcc") or "nvcc", "-std=c++20", "-Icsrc", "tests/gpu/kernels.cpp", str(built_kernels())]
     return [
-        [sanitizer() or SANITIZER, "--tool", "memcheck", *trained],
-        [compiler, "-std=c++20", "-Icsrc", "tests/gpu/kernels.cpp", str(built_kernels()), "-o", alone],
-        [sanitizer() or SANITIZER, "--tool", "racecheck", "--error-exitcode", "1", alone],
+        [sanitizer, "--tool", "memcheck", *trained],
+        [*compiled, "-o", str(ALONE)],
+        [sanitizer, "--tool", "racecheck", "--error-exitcode", "1", str(ALONE)],
     ]
 
 
@@ -101,8 +103,9 @@ def main(target: str, *arguments: str) -> int:
     print(machine(), flush=True)
     environment = {**os.environ, "FLATPARAM_TEST_DEVICE": "cuda", "PYTHONPATH": str(ROOT)}
     environment.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler prints two lines for each measurement
-    if target == "sanitize":  # each tensor is a block of the device's own, so that its end is known
-        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    if target == "sanitize":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is a block of its own, whose end is known
+        ALONE.unlink(missing_ok=True)  # of another build
     status = [subprocess.run(command, cwd=ROOT, env=environment).returncode for command in commands(target, arguments)]
     return max(map(abs, status))
 

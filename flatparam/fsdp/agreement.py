@@ -118,9 +118,9 @@ class _Values:
 
 
 def _digests(originals: list[Original]) -> list[int]:
-    """One a parameter; 0 for what has no values yet. Of a device one copy for each dtype is waited for."""
+    """One a parameter; 0 for what has no values yet. A device is waited for once: parts of all are copied together."""
     digests = [0] * len(originals)
-    on_device: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    on_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for i, original in enumerate(originals):
         value = original.param
         if original.template is not None or lacks_memory(value):
@@ -128,27 +128,22 @@ def _digests(originals: list[Original]) -> list[int]:
         if value.is_cpu or not _C.is_plain_tensor(value):
             digests[i] = digest_of(value)
         else:
-            on_device.setdefault((value.device, value.dtype), []).append(i)
-    for indices in on_device.values():
-        parts = [_part(originals[i].param.detach()) for i in indices]
-        copies = torch.cat(parts).cpu().split([part.numel() for part in parts])
-        for i, copy in zip(indices, copies, strict=True):
+            ordered = in_storage_order(value.detach())
+            part = ordered[:: 1 + ordered.numel() // 2**15].contiguous()  # some ten thousand elements
+            on_device.setdefault(value.device, {})[i] = part.view(torch.uint8)
+    for parts in on_device.values():
+        copies = torch.cat(list(parts.values())).cpu().split([len(part) for part in parts.values()])
+        for i, copy in zip(parts, copies, strict=True):
             digests[i] = _C.digest(copy)
     return digests
 
 
 def digest_of(value: torch.Tensor) -> int:
-    """To tell values of one shape and dtype apart: of large ones it reads a part. 0 for what cannot be flattened."""
+    """To tell values of one shape and dtype on the host apart: of large ones it reads a part. 0 for no plain tensor."""
     try:
         return _C.digest(value)
-    except TypeError:  # it is on a device, or not dense
-        return _C.digest(_part(value.detach()).cpu()) if _C.is_plain_tensor(value) else 0
-
-
-def _part(value: torch.Tensor) -> torch.Tensor:
-    """What is compared of ``value``, in one dimension: all of it, of one on a device some ten thousand elements."""
-    ordered = in_storage_order(value)
-    return ordered.contiguous() if value.is_cpu else ordered[:: 1 + ordered.numel() // 2**15]
+    except TypeError:  # it is not dense
+        return _C.digest(in_storage_order(value.detach()).contiguous()) if _C.is_plain_tensor(value) else 0
 
 
 @contextlib.contextmanager

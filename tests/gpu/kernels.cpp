@@ -1,5 +1,6 @@
-// kernels.cpp -- our kernels without torch, for racecheck, which breaks off in torch's own: few and many tensors of each dtype are
-// packed, measured and scaled, and what comes out is compared with arithmetic. Prints the first that differs; returns 1 then.
+// kernels.cpp -- our kernels without torch. racecheck is run on this: in a process with torch it ends in kernels of torch's. Few and
+// many tensors of each dtype are packed, measured and scaled, and what comes out is compared with arithmetic. Prints the first that
+// differs; returns 1 then.
 #include <cstdio>
 #include <cstdlib>
 
@@ -32,7 +33,8 @@ check_equal(double found, double wanted, const char *what, int64_t at)
     }
 }
 
-// n tensors, each at a multiple of 16 bytes: of 1 + 13 * i % 257 elements, few of some thousands; those of tensor i are 1 + i % 7.
+// n tensors, each at a multiple of 16 bytes. A few have thousands of elements, many have 1 + 13 * i % 257. Every element of tensor i
+// is 1 + i % 7.
 struct Tensors {
     uint32_t n;
     fp_dtype dtype;

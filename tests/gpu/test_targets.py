@@ -89,13 +89,15 @@ def test_the_sanitizer_is_found_beside_nvcc_and_looks_at_our_kernels(tool, tmp_p
             trained, compiled, alone = tool.commands("sanitize", ())
             sanitizer = str(tmp_path / "bin/compute-sanitizer")
             assert trained[:5] == [sanitizer, "--tool", "memcheck", "--kernel-name", "kns=fp_"]
-            assert compiled[0] == str(tmp_path / "bin/nvcc")
+            assert Path(compiled[0]).resolve() == tmp_path / "bin/nvcc"
             assert alone == [sanitizer, "--tool", "racecheck", "--error-exitcode", "1", compiled[-1]]
 
 
 @pytest.mark.skipif(not accelerator.ON_CUDA, reason="they run on CUDA")
 def test_the_kernels_pass_without_torch(tool):
     """As racecheck has them."""
+    if tool.built_kernels() is None:
+        pytest.skip("make build has compiled none")
     _, compiled, alone = tool.commands("sanitize", ())
     subprocess.run([*compiled, "-cudart", "shared"], cwd=ROOT, check=True)
     libraries = [os.environ.get("LD_LIBRARY_PATH", ""), str(Path(torch.__file__).parent / "lib")]  # of the stand-in
