@@ -152,3 +152,38 @@ def test_what_would_be_lost_is_refused():
         with pytest.raises(RuntimeError, match="where it is a part of the flat parameter"):
             whole(torch.ones(3))
         assert not any(p.requires_grad for p in whole.parameters())
+
+
+class Inside(nn.Module):
+    """Goes backward itself, if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x, inside=False):
+        y = (x * self.weight + self.bias).sum()
+        if inside:
+            y.backward()
+        return y
+
+
+def test_what_trains_has_its_gradient_though_it_was_frozen_in_another_forward():
+    x = torch.ones(3)
+    with fake_world(2):
+        for strategy in STRATEGIES:
+            model = FSDP(Inside(), use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+            weight = model.module.weight
+            weight.requires_grad_(False)
+            model(x)  # an evaluation that forgot no_grad
+            weight.requires_grad_(True)
+            model(x, inside=True)
+            assert weight.grad.abs().sum() > 0, strategy
+            model.zero_grad()
+            with model.no_sync():
+                model(2 * x).backward()
+            weight.requires_grad_(False)
+            loss = model(x)
+            weight.requires_grad_(True)
+            loss.backward()
+            assert weight.grad.abs().sum() > 0, strategy
