@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _have_collectives(world: dist.ProcessGroup, device: torch.device) -> None:
-    """NCCL's, of one rank, over this rank's part: torch's fake group copies eight times in their place."""
+    """NCCL's, of one rank, over this rank's part: torch's fake group copies the shard seven times for a gather."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     importlib.import_module("lone").use(world, device)
 
