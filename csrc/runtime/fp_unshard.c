@@ -202,7 +202,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
         if (fp_unshard_make_views(unit, k) < 0) {
             return -1;
         }
-        if (goes_on && flat_param->gathered) {
+        if (goes_on && flat_param->gathered && (root->in_backward || fp_flat_param_is_as_gathered(flat_param))) {
             continue;
         }
         flat_param->gathered = 0;
@@ -304,10 +304,12 @@ fp_unshard_is_fresh(const fp_unit *unit)
     if (unit->has_secondary_shard) {
         return !unit->stale && unit->gather_pass == unit->root->pass; /* else requires_grad may have changed since */
     }
-    if (unit->gather_pass == unit->root->pass) {
+    const int is_of_this_pass = unit->gather_pass == unit->root->pass;
+    if (is_of_this_pass && unit->state != FP_UNIT_GATHERING) {
         return 1;
     }
-    int fresh = unit->state == FP_UNIT_KEPT && unit->kept_steps == fp_optimizer_steps;
+    /* one ahead, after which shards may have been changed; or in a pass before, and kept */
+    int fresh = is_of_this_pass || (unit->state == FP_UNIT_KEPT && unit->kept_steps == fp_optimizer_steps);
     for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {
         fresh = fp_flat_param_is_as_gathered(&unit->flat_params[k]);
     }

@@ -111,12 +111,18 @@ premultiplies(const fp_group &group, const at::Tensor &tensor)
            group.native->getBackend(tensor.device().type())->getBackendName() == "nccl";
 }
 
+bool
+registers(const fp_group &group, const c10::Device &device)
+{
+    return group.native && group.registers && group.device && !device.is_cpu() && wants_registered() &&
+           !is_captured(device);
+}
+
 at::Tensor
 registered(fp_group *group, int64_t numel, const at::TensorOptions &options)
 {
     const c10::Device device = options.device();
-    if (group == nullptr || !group->native || !group->registers || !group->device || device.is_cpu() ||
-        !wants_registered() || is_captured(device)) {
+    if (group == nullptr || !registers(*group, device)) {
         return at::Tensor();
     }
     std::string why_not;

@@ -34,9 +34,13 @@ void announce(fp_group &group, unsigned kind, uint32_t trained = 0);
 // the upper half of a wide factor, so there it is not asked to.
 bool premultiplies(const fp_group &group, const at::Tensor &tensor);
 
-// A 1-D tensor in memory that group's backend has registered, so that collectives take no copy; undefined where
-// FLATPARAM_REGISTERED=1 does not ask for that, or it cannot be: a line says so once. Before a group's first collective it
-// has no communicator to register memory with, and a captured graph has memory of its own, which NCCL registers itself.
+// Whether memory of device for group's collectives is to be registered with its backend: FLATPARAM_REGISTERED=1 asks for
+// that, and nothing is known to speak against it. Before a group's first collective it has no communicator to register
+// memory with, and a captured graph has memory of its own, which NCCL registers itself.
+bool registers(const fp_group &group, const c10::Device &device);
+
+// A 1-D tensor in registered memory, so that collectives take no copy; undefined where registers() is false, or it cannot be:
+// a line says so once.
 at::Tensor registered(fp_group *group, int64_t numel, const at::TensorOptions &options);
 
 // The same in the device's own memory otherwise.

@@ -85,10 +85,22 @@ make_room(fp_flat_buffer &flat)
     flat.home.move_in(flat.unsharded.device(), is_new);
 }
 
+// Whether group sends part from where it lies: no copy goes to its place in the gathered buffer first. One does on the host,
+// where an assignment to a shard may come while it is sent, and in registered memory, where only that place is registered.
+bool
+is_sent_from_its_place(const fp_flat_buffer &flat, const fp_group *group, const at::Tensor &part, PyObject *collectives)
+{
+    const at::Tensor &whole = flat.unsharded_data;
+    return has_streams(whole.device()) && collectives == nullptr && group != nullptr && group->native &&
+           !registers(*group, whole.device()) && part.device() == whole.device() && part.dtype() == whole.dtype() &&
+           part.is_contiguous() && !part.is_conj() && !part.is_neg() &&
+           part.numel() * group->native->getSize() == whole.numel();
+}
+
 // What is gathered is put to the current stream. refreshed: memory for the secondary shard, if that is gathered first.
 void
-put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool refreshes, const at::Tensor &refreshed,
-           PyObject *collectives)
+put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, bool refreshes,
+           const at::Tensor &refreshed, PyObject *collectives)
 {
     if (refreshes) {
         if (refreshed.defined()) {
@@ -106,6 +118,12 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool refreshes, const 
     }
     if (flat.secondary_shard.defined()) {
         gather_all(flat, *flat.param_group, flat.secondary_shard, collectives);
+        return;
+    }
+    if (from_its_place) {
+        check_memory(shard);
+        at::Tensor sent = alias(shard, flat.shard_numel, int64_t{1}, shard.storage_offset());
+        gather_all(flat, *flat.shard_group, sent, collectives);
         return;
     }
     at::Tensor slot = alias(flat.unsharded_data, flat.shard_numel, int64_t{1}, flat.rank * flat.shard_numel);
@@ -269,15 +287,24 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         }
         const c10::Device device = flat->unsharded.device();
         fp::make_room(*flat);
-        const fp::OnOwnStream gathering(device, fp::Purpose::gather); /* where no memory is made that outlives this */
+        const fp_group *const over = !from_shards ? flat->param_group : flat->shards > 1 ? flat->shard_group : nullptr;
+        const bool from_its_place =
+            !refreshes &&
+            fp::is_sent_from_its_place(*flat, over, from_shards ? shard : flat->secondary_shard, collectives);
+        std::optional<fp::OnOwnStream> gathering; /* where no memory is made that outlives this */
+        if (!from_its_place) {
+            gathering.emplace(device, fp::Purpose::gather);
+        }
         try {
-            fp::put_gather(*flat, shard, refreshes, copy, collectives);
+            fp::put_gather(*flat, shard, from_its_place, refreshes, copy, collectives);
         }
         catch (...) {
-            gathering.join(); /* which may be writing to memory that is freed now */
+            if (gathering) {
+                gathering->join(); /* which may be writing to memory that is freed now */
+            }
             throw;
         }
-        if (gathering && !flat->work) {
+        if (fp::has_streams(device) && !flat->work) {
             flat->was_filled.emplace(fp::recorded_now(device));
         }
         return from_shards ? 1 : 0;

@@ -153,6 +153,26 @@ def packing(library):
     return seen
 
 
+def sending(library):
+    """Launches of a forward: a copy of its shard for each unit whose shard is not sent from where it lies."""
+    simulated.use(library)
+    ways = {"process_group": simulated.new_group(), "device_id": SIM, "use_orig_params": True}
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    seen = []
+    for more in ({}, {"mixed_precision": low}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
+        model = wrap_blocks(make(cls=Mixed), **ways, **more)
+        before = calls()
+        with torch.no_grad():
+            model(data(1).to(SIM))
+        seen.append(calls()["pack"] - before["pack"])
+    return seen
+
+
+def test_shards_are_sent_from_where_they_lie(library):
+    units = 4
+    assert run_ranks(sending, 2, library) == [[0, units, 0]] * 2
+
+
 def many(library):
     """More gradients than a launch is told of: one for each table, and the same bits."""
     simulated.use(library)
