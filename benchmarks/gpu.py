@@ -167,8 +167,8 @@ class Block(nn.Module):
         return x + more
 
 
-def steps(device: torch.device, quick: bool) -> list[Table]:
-    """Forward and backward of a deep model on short sequences, one rank of many; its peak; its wrapping."""
+def steps(device: torch.device, quick: bool) -> Iterator[Table]:
+    """Forward and backward of a deep model on short sequences, one rank of many; peak, wrapping, and as CUDA graphs."""
     depth, width, tokens, repeats, rounds = (4, 64, 16, 2, 2) if quick else (48, 512, 128, 5, 20)
     size = f"{depth} blocks of {width}"
     models: dict[str, nn.Module] = {}
@@ -198,13 +198,33 @@ def steps(device: torch.device, quick: bool) -> list[Table]:
     targets = [Target(RUNTIME, 1.05)] if device.type == "cuda" else []
     step = Table("step", f"a step of {size}, {tokens} tokens, rank 0 of {WORLD}", "ms; times the bare module's")
     step.rows.append(Row.of("forward + backward", size, "ms", BARE, medians, 1e3, targets))
+    yield step
     others = Table("memory", "what a step takes on top, and wrapping", "MiB at the step's peak; ms to wrap")
     if peaks:
         others.rows.append(Row.of("peak of a step", size, "MiB", BARE, peaks))
     # the drop-in is installed for each wrapping, which would be what is measured
     wrapped = {name: values[1:] for name, values in wrapping.items() if name not in (BARE, OURS)}
     others.rows.append(Row.of("wrapping", size, "ms", FSDP1, wrapped, 1e3))
-    return [step, others]
+    yield others
+    if device.type != "cuda":
+        return
+    graphs = {name: _captured(models[name], x, device) for name in (BARE, RUNTIME)}
+    replays: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            replays[name].append(statistics.median(_timed(graph.replay, device) for _ in range(rounds)))
+    captured = Table("captured", "the same step, captured once as a CUDA graph and replayed", step.note)
+    captured.rows.append(Row.of("forward + backward", size, "ms", BARE, replays, 1e3, targets))
+    yield captured
+
+
+def _captured(model: nn.Module, x: Tensor, device: torch.device) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # so that no gradients are left of the stream of another step
+        _step(model, x, device)
+    with torch.cuda.graph(graph):
+        model(x).sum().backward()
+    return graph
 
 
 def _wait(device: torch.device) -> None:
@@ -212,12 +232,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _step(model: nn.Module, x: Tensor, device: torch.device) -> float:
+def _timed(call: Callable[[], object], device: torch.device) -> float:
     _wait(device)
     start = time.perf_counter()
-    model(x).sum().backward()
+    call()
     _wait(device)
-    taken = time.perf_counter() - start
+    return time.perf_counter() - start
+
+
+def _step(model: nn.Module, x: Tensor, device: torch.device) -> float:
+    taken = _timed(lambda: model(x).sum().backward(), device)
     model.zero_grad(set_to_none=True)
     return taken
 

@@ -383,11 +383,42 @@ auto &unused =
     for_good<std::multimap<std::pair<int64_t, size_t>, void *>>(); // by stream and size: blocks are never given back
 auto &streamed = for_good<std::unordered_set<void *>>(); // by record_stream: not used again, whatever becomes of it
 
+using Free = void (*)(void *);
+std::mutex &aside_mutex = for_good<std::mutex>();
+auto &aside = for_good<std::vector<std::pair<Free, void *>>>(); // what is to be freed
+
+// Nobody who frees memory waits for the mutex: the last reference may go in a thread of gloo's, for which its holder waits.
+template <Free now>
+void
+free_now_or_later(void *memory)
+{
+    check_not_ended();
+    const Tried locked(mutex, std::try_to_lock);
+    if (locked) {
+        now(memory);
+        return;
+    }
+    const std::lock_guard adding(aside_mutex);
+    aside.emplace_back(now, memory);
+}
+
+// The mutex is held.
+void
+free_what_is_aside()
+{
+    std::vector<std::pair<Free, void *>> taken;
+    {
+        const std::lock_guard taking(aside_mutex);
+        taken.swap(aside);
+    }
+    for (const auto &[now, memory] : taken) {
+        now(memory);
+    }
+}
+
 void
 free_block(void *memory)
 {
-    check_not_ended();
-    const Locked locked(mutex);
     const auto found = blocks.find(memory);
     const Block block = found->second;
     blocks.erase(found);
@@ -423,6 +454,7 @@ struct DeviceMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override
     {
         const Locked locked(mutex);
+        free_what_is_aside();
         if (bytes == 0) {
             return {nullptr, c10::Device(SIM, 0)};
         }
@@ -440,11 +472,11 @@ struct DeviceMemory final : c10::Allocator {
         blocks[memory] = {bytes, current};
         bytes_now += static_cast<int64_t>(bytes);
         bytes_peak = std::max(bytes_peak, bytes_now);
-        return {memory, memory, free_block, c10::Device(SIM, 0)};
+        return {memory, memory, free_now_or_later<free_block>, c10::Device(SIM, 0)};
     }
     c10::DeleterFnPtr raw_deleter() const override
     {
-        return free_block;
+        return free_now_or_later<free_block>;
     }
     void copy_data(void *target, const void *source, size_t bytes) const override
     {
@@ -459,7 +491,6 @@ auto &pinned = for_good<std::map<char *, size_t>>(); // ranges
 void
 free_pinned(void *memory)
 {
-    const Locked locked(mutex);
     pinned_now -= static_cast<int64_t>(pinned[static_cast<char *>(memory)]);
     pinned.erase(static_cast<char *>(memory));
     std::free(memory);
@@ -472,7 +503,7 @@ struct PinnedMemory final : c10::Allocator {
         void *memory = std::malloc(std::max<size_t>(bytes, 1));
         pinned[static_cast<char *>(memory)] = bytes;
         pinned_now += static_cast<int64_t>(bytes);
-        return {memory, memory, free_pinned, c10::Device(c10::kCPU)};
+        return {memory, memory, free_now_or_later<free_pinned>, c10::Device(c10::kCPU)};
     }
     void copy_data(void *target, const void *source, size_t bytes) const override
     {
@@ -1069,6 +1100,7 @@ PYBIND11_MODULE(simulated_device, m)
     });
     m.def("memory", [] {
         const Locked locked(mutex);
+        free_what_is_aside();
         return std::make_tuple(bytes_now, bytes_peak, pinned_now);
     });
     m.def("allocations", [] {
@@ -1077,6 +1109,7 @@ PYBIND11_MODULE(simulated_device, m)
     });
     m.def("reset_peak", [] {
         const Locked locked(mutex);
+        free_what_is_aside();
         bytes_peak = bytes_now;
     });
     const auto sets = [&m](const char *name, auto *variable) {
@@ -1122,6 +1155,7 @@ PYBIND11_MODULE(simulated_device, m)
         "synchronize",
         [](bool with_gil) {
             const Locked locked(mutex);
+            free_what_is_aside();
             waits++;
             keeps_gil = with_gil;
             const std::unique_ptr<bool, void (*)(bool *)> till_the_end(&keeps_gil, [](bool *keeps) { *keeps = false; });
