@@ -228,6 +228,8 @@ class Unit:
             self.adopt(k, i, original, now)
         for target, value in writes:
             target.copy_(value)
+            if value.device.type != "cpu":  # it may be of another stream, and goes now
+                value.record_stream(torch.accelerator.current_stream(value.device))
         self.step.point_params()
         if replaced:
             self.step.put(self.step.shows_views)

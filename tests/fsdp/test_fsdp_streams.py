@@ -475,3 +475,32 @@ def broken_off(library):
 
 def test_a_call_for_several_that_fails_is_ended(library):
     run_ranks(broken_off, 2, library)
+
+
+def let_go(library):
+    """Data that were assigned on one stream are taken over on another, and their memory used again at once."""
+    simulated.use(library)
+    sim = torch.device("sim", 0)
+    losses = []
+    for where, group in ((torch.device("cpu"), dist.group.WORLD), (sim, simulated.new_group())):
+        model = wrap_blocks(make(), use_orig_params=True, process_group=group, device_id=where)
+        for param in model.parameters():
+            param.data = param.data * 0.9
+        sizes = [param.numel() for param in model.parameters()]
+        x = data(0).to(where)
+        if where.type == "cpu":
+            losses.append(loss_of(model, x).item())
+            continue
+        first, other = torch.accelerator.current_stream(), torch.Stream(sim)
+        other.wait_stream(first)
+        with other:
+            loss = loss_of(model, x)
+        junk = [torch.full((n,), 1e9, device=sim) for n in sizes]
+        first.wait_stream(other)
+        losses.append(loss.item())
+        del junk
+    assert losses[0] == losses[1], losses
+
+
+def test_data_that_were_assigned_on_another_stream(library):
+    run_ranks(let_go, 2, library)

@@ -228,7 +228,7 @@ wait_for_stream(int64_t stream)
     force(stream, queues[stream].put);
 }
 
-void keep_for_stream(const c10::DataPtr &data);
+void keep_for_stream(const c10::DataPtr &data, const c10::Stream &stream);
 
 bool capturing = false; // as if, into a graph
 
@@ -363,9 +363,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         waits++;
         force_all();
     }
-    void recordDataPtrOnStream(const c10::DataPtr &data, const c10::Stream &) const override
+    void recordDataPtrOnStream(const c10::DataPtr &data, const c10::Stream &stream) const override
     {
-        keep_for_stream(data);
+        keep_for_stream(data, stream);
     }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -442,10 +442,11 @@ check_unused()
 }
 
 void
-keep_for_stream(const c10::DataPtr &data)
+keep_for_stream(const c10::DataPtr &data, const c10::Stream &stream)
 {
     const Locked locked(mutex);
-    if (data.get_context() != nullptr) {
+    const auto block = blocks.find(data.get_context());
+    if (block != blocks.end() && block->second.stream != stream.id()) {
         streamed.insert(data.get_context());
     }
 }
@@ -681,9 +682,9 @@ local_scalar(const at::Tensor &self)
 }
 
 void
-record_stream(at::Tensor &self, c10::Stream)
+record_stream(at::Tensor &self, c10::Stream stream)
 {
-    keep_for_stream(self.storage().mutable_data_ptr());
+    keep_for_stream(self.storage().mutable_data_ptr(), stream);
 }
 
 // Whether what an operator returns has sizes that do not depend on values, so that it can be run on others before.
