@@ -1,7 +1,7 @@
-/* runtime/fp_backward.c -- what autograd calls of a unit and of the model. The hook on a unit's output calls before_backward;
- * autograd comes to the node behind a unit's views when all their gradients are there and calls gradients_ready; the first
- * before_backward of an iteration has the engine call finish when the backward is over. Units that keep a copy are reduced in
- * an order that does not depend on which of them get gradients here (fp_reduce_order.c). */
+/* runtime/fp_backward.c -- what autograd calls of a unit and of the model. The hook on a unit's output calls
+ * fp_backward_come_to; autograd comes to the node behind a unit's views when all their gradients are there and calls
+ * gradients_ready; the first of these in a backward has the engine call finish when it is over. Units that keep a copy are
+ * reduced in an order that does not depend on which of them get gradients here (fp_reduce_order.c). */
 #include "runtime/fp_backward.h"
 
 #include "runtime/fp_iteration.h"
@@ -133,8 +133,8 @@ check_may_turn(const fp_unit *unit)
     return fp_iteration_check_joined(unit) < 0 ? -1 : fp_iteration_check_thread(unit);
 }
 
-static int
-before_backward(void *object, uint64_t began)
+int
+fp_backward_come_to(void *object, uint64_t began)
 {
     if (check_may_turn(object) < 0) {
         return -1;
@@ -261,14 +261,15 @@ before_accumulation(void *object, int index)
 }
 
 /* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
- * forwards a retained graph is gone through again nobody knows: then the end of the backward frees it. */
+ * forwards a retained graph is gone through again nobody knows, nor where one that was recorded still comes to it: then the end
+ * of the backward frees it. */
 static int
 inputs_done(void *object, int64_t when)
 {
     fp_unit *unit = object;
     const int is_again = when != unit->rests || unit->pending == 0;
     unit->pending -= !is_again;
-    if (is_again || unit->pending > 0 || unit->root == NULL || !unit->root->in_backward ||
+    if (is_again || unit->pending > 0 || unit->for_graph || unit->root == NULL || !unit->root->in_backward ||
         !fp_unshard_frees_passed(unit) || fp_unit_is_in_forward(unit) || fp_iteration_is_elsewhere(unit->root)) {
         return 0;
     }
@@ -321,12 +322,12 @@ finish_step_of(fp_unit *unit)
     }
     const int in_forward = fp_unit_is_in_forward(unit); /* which has called the backward, and goes on */
     unit->for_graph = fp_unshard_is_for_graph(unit) && fp_unit_is_full(unit);
+    unit->recorded = unit->for_graph ? fp_optimizer_steps : unit->recorded;
     const int in_no_sync = !root->synchronize && !unit->reshard_after_forward;
     if (unit->for_graph || (in_no_sync && fp_unit_is_full(unit))) {
-        if (fp_unshard_move(unit, FP_UNIT_KEEP) < 0) {
+        if (fp_unshard_keep(unit, in_no_sync ? fp_optimizer_steps : -1) < 0) {
             return -1;
         }
-        unit->kept_steps = in_no_sync ? fp_optimizer_steps : -1; /* -1: for backwards, and no forward */
     }
     else if (unit->state != FP_UNIT_SHARDED && !in_forward && fp_unshard_release(unit) < 0) {
         return -1;
@@ -383,7 +384,7 @@ finish(void *root_pointer, uint64_t ignored)
 }
 
 const fp_module_params_calls fp_backward_unit_calls = {
-    .before_backward = before_backward,
+    .before_backward = fp_backward_come_to,
     .gradients_ready = gradients_ready,
     .before_accumulation = before_accumulation,
     .inputs_done = inputs_done,

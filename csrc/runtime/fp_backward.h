@@ -4,3 +4,5 @@
 #include "runtime/fp_types.h"
 
 extern const fp_module_params_calls fp_backward_unit_calls, fp_backward_root_calls;
+/* The backward that runs in this thread comes to unit, a fp_unit, and to a graph of a forward that began then. */
+int fp_backward_come_to(void *unit, uint64_t began);

@@ -141,13 +141,19 @@ fp_flat_param_versions(const fp_flat_param *flat_param)
 }
 
 int
-fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
+fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param)
 {
     int untracked = 1;
     for (Py_ssize_t i = 0; untracked && i < PyTuple_GET_SIZE(flat_param->owners); i++) {
         untracked = !fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i));
     }
-    if (untracked != flat_param->untracked || flat_param->versions != fp_flat_param_versions(flat_param) ||
+    return untracked == flat_param->untracked && flat_param->versions == fp_flat_param_versions(flat_param);
+}
+
+int
+fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
+{
+    if (!fp_flat_param_counts_as_gathered(flat_param) ||
         fp_flat_buffer_is_written(flat_param->flat, fp_items(flat_param->views))) {
         return 0;
     }

@@ -64,7 +64,9 @@ int fp_flat_param_list_params(fp_flat_param *flat_param);
 /* A number that grows with each change of the master and of the owners that torch counts, and with each storage that the
  * master gets. */
 int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
-/* Whether what was gathered last still has the values of now, and views for who requires grad now. */
+/* Whether what was gathered last still has the values of now, and views for who requires grad now; counts: as far as versions
+ * tell, which are those of all ranks where all have done the same. */
+int fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);
 /* What modules have where they have views, borrowed: those, or what the extension made of them. */
 PyObject *fp_flat_param_attributes(const fp_flat_param *flat_param);

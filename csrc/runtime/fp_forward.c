@@ -2,6 +2,7 @@
  * calls what fp_backward.c does before the unit's backward. */
 #include "runtime/fp_forward.h"
 
+#include "runtime/fp_backward.h"
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_unshard.h"
 
@@ -84,6 +85,11 @@ PyObject *
 fp_forward_pre(fp_unit *unit, PyObject *ignored)
 {
     if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0) { /* not to wait for its turn */
+        return NULL;
+    }
+    /* What a backward has recorded comes to a checkpoint before any hook. */
+    if (unit->for_graph && !unit->root->in_backward && fp_graph_task() >= 0 &&
+        fp_backward_come_to(unit, unit->began) < 0) {
         return NULL;
     }
     fp_range *range = fp_range_begin("pre_forward", unit->name);
@@ -184,11 +190,7 @@ post_forward(fp_unit *unit, PyObject *output)
     if (is_inner) {
         return 0;
     }
-    const int stays = hooked && (is_outermost || !unit->reshard_after_forward);
-    if (!stays && fp_unshard_release(unit) < 0) {
-        return -1;
-    }
-    if ((!stays || unit->reshard_after_forward || !unit->sharded) && fp_unshard_show_params(unit) < 0) {
+    if (fp_unshard_end_forward(unit, hooked && (is_outermost || !unit->reshard_after_forward)) < 0) {
         return -1;
     }
     return is_outermost ? fp_root_each(root, list_params) : 0;

@@ -257,7 +257,7 @@ advance(fp_root *root, Py_ssize_t position)
         }
         fp_unit *unit = root->order[cursor];
         if (unit != NULL && unit->has_secondary_shard && !fp_unit_is_full(unit) && fp_unit_awaits_backward(unit) &&
-            fp_unshard_start(unit) < 0) {
+            (fp_unit_is_recorded(unit) ? fp_unshard_make_full(unit) : fp_unshard_start(unit)) < 0) {
             return -1;
         }
         fp_unit *next = cursor > 0 ? root->order[cursor - 1] : NULL;

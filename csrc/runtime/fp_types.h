@@ -95,8 +95,9 @@ typedef struct fp_unit {
     int64_t entered_pass; /* of its last forward */
     Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
     Py_ssize_t entry;     /* which of all first forwards that was */
-    int64_t kept_steps;   /* optimizer steps when it was KEPT */
+    int64_t kept_steps;   /* optimizer steps when it was gathered, or KEPT */
     int for_graph;        /* and that it is for a graph */
+    int64_t recorded;     /* optimizer steps when a backward with create_graph=True came to it last; -1: none has */
     int task;             /* graph task that came to this unit last */
     Py_ssize_t position;  /* in the order of this pass; -1: none */
 } fp_unit;
@@ -118,6 +119,13 @@ static inline int
 fp_unit_awaits_backward(const fp_unit *unit)
 {
     return unit->pass == FP_PASS_FORWARD_AGAIN || unit->pass == FP_PASS_AWAITING_BACKWARD;
+}
+
+/* A graph that a backward has recorded may use what is gathered before any hook of the unit is called. */
+static inline int
+fp_unit_is_recorded(const fp_unit *unit)
+{
+    return unit->recorded == fp_optimizer_steps;
 }
 
 /* RuntimeError that the unit cannot do what in the middle of a pass. */

@@ -141,7 +141,7 @@ unit_join(fp_unit *unit, PyObject *root_object)
     fp_free(root->units);
     root->units = units;
     unit->root = (fp_root *)Py_NewRef(root);
-    unit->gather_pass = unit->entered_pass = unit->kept_steps = -1;
+    unit->gather_pass = unit->entered_pass = unit->kept_steps = unit->recorded = -1;
     root->has_secondary_shards = root->has_secondary_shards || unit->has_secondary_shard;
     Py_XDECREF(left);
     Py_RETURN_NONE;

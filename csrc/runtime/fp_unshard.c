@@ -202,7 +202,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
         if (fp_unshard_make_views(unit, k) < 0) {
             return -1;
         }
-        if (goes_on && flat_param->gathered && (root->in_backward || fp_flat_param_is_as_gathered(flat_param))) {
+        if (goes_on && flat_param->gathered) {
             continue;
         }
         flat_param->gathered = 0;
@@ -265,12 +265,12 @@ start_gather(fp_unit *unit)
         return -1;
     }
     /* Only others were freed since, or could not be gathered when this was last tried. */
-    const int began = unit->state == FP_UNIT_PARTLY || unit->state == FP_UNIT_GATHERING;
-    const int goes_on = root->in_backward || (began && unit->gather_pass == root->pass);
+    const int goes_on = root->in_backward || (unit->state == FP_UNIT_PARTLY && unit->gather_pass == root->pass);
     if (fp_unshard_move(unit, FP_UNIT_BEGIN_GATHER) < 0) {
         return -1;
     }
     unit->gather_pass = root->pass;
+    unit->kept_steps = fp_optimizer_steps;
     if (gather_together(unit, goes_on, &gathered) < 0) {
         return -1;
     }
@@ -305,13 +305,15 @@ fp_unshard_is_fresh(const fp_unit *unit)
         return !unit->stale && unit->gather_pass == unit->root->pass; /* else requires_grad may have changed since */
     }
     const int is_of_this_pass = unit->gather_pass == unit->root->pass;
-    if (is_of_this_pass && unit->state != FP_UNIT_GATHERING) {
+    if (is_of_this_pass && unit->state == FP_UNIT_UNSHARDED) {
         return 1;
     }
-    /* one ahead, after which shards may have been changed; or in a pass before, and kept */
-    int fresh = is_of_this_pass || (unit->state == FP_UNIT_KEPT && unit->kept_steps == fp_optimizer_steps);
+    /* One ahead is looked at for what all ranks see alike: not for other data, which a rank without any is not told of. */
+    const int is_ahead = unit->state == FP_UNIT_GATHERING;
+    int fresh = unit->kept_steps == fp_optimizer_steps && (is_ahead ? is_of_this_pass : unit->state == FP_UNIT_KEPT);
     for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {
-        fresh = fp_flat_param_is_as_gathered(&unit->flat_params[k]);
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        fresh = is_ahead ? fp_flat_param_counts_as_gathered(flat_param) : fp_flat_param_is_as_gathered(flat_param);
     }
     return fresh;
 }
@@ -325,7 +327,6 @@ fp_unshard_is_for_graph(const fp_unit *unit)
 int
 fp_unshard_make_full(fp_unit *unit)
 {
-    unit->for_graph = unit->for_graph && unit->root->in_backward; /* a forward gathers anew */
     if ((!fp_unshard_is_fresh(unit) && fp_unshard_start(unit) < 0) || fp_unshard_move(unit, FP_UNIT_USE) < 0) {
         return -1;
     }
@@ -381,6 +382,25 @@ fp_unshard_release(fp_unit *unit)
 }
 
 int
+fp_unshard_keep(fp_unit *unit, int64_t steps)
+{
+    unit->kept_steps = steps;
+    return fp_unshard_move(unit, FP_UNIT_KEEP);
+}
+
+int
+fp_unshard_end_forward(fp_unit *unit, int awaits_backward)
+{
+    if (!awaits_backward && (unit->for_graph ? fp_unshard_keep(unit, -1) : fp_unshard_release(unit)) < 0) {
+        return -1;
+    }
+    if (awaits_backward && !unit->reshard_after_forward && unit->sharded) {
+        return 0;
+    }
+    return unit->for_graph ? fp_unit_each(unit, fp_flat_param_list_params) : fp_unshard_show_params(unit);
+}
+
+int
 fp_unshard_frees_passed(const fp_unit *unit)
 {
     return !fp_unshard_is_for_graph(unit) && (unit->root->synchronize || unit->reshard_after_forward);
@@ -419,5 +439,8 @@ fp_unshard_take_requires_grad(fp_unit *unit)
 int
 fp_unshard_prefetch(fp_unit *target)
 {
-    return fp_unshard_is_fresh(target) || !fp_unit_awaits_backward(target) ? 0 : fp_unshard_start(target);
+    return fp_unshard_is_fresh(target) || !fp_unit_awaits_backward(target) ||
+                   fp_unit_is_recorded(target) /* whose nodes would read what is not there yet */
+               ? 0
+               : fp_unshard_start(target);
 }

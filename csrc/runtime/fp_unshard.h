@@ -16,6 +16,10 @@ int fp_unshard_is_fresh(const fp_unit *unit); /* whether what is gathered has th
 /* Whether the backward that runs must leave what is gathered: the graph that it records needs it, or one that it goes through
  * and keeps, which was recorded so. */
 int fp_unshard_is_for_graph(const fp_unit *unit);
+/* Leave what is gathered as it is. steps: of optimizers, until there are more of which forwards may use it; -1: none may. */
+int fp_unshard_keep(fp_unit *unit, int64_t steps);
+/* A forward of the unit is over: what is gathered is freed, unless the backward of that forward or another graph needs it. */
+int fp_unshard_end_forward(fp_unit *unit, int awaits_backward);
 int fp_unshard_frees_passed(const fp_unit *unit); /* whether the backward that runs frees what it needs no more */
 /* It has come to all gradients of a flat parameter: then free that, and forget the copy that it was gathered from if the
  * optimizer steps next. */

@@ -85,16 +85,17 @@ make_room(fp_flat_buffer &flat)
     flat.home.move_in(flat.unsharded.device(), is_new);
 }
 
-// Whether group sends part from where it lies: no copy goes to its place in the gathered buffer first. One does on the host,
-// where an assignment to a shard may come while it is sent, and in registered memory, where only that place is registered.
+// Whether the group sends the shard from where it lies: no copy goes to its place in the gathered buffer first. One does where a
+// shard may be written to while it is sent, and what was caught then is used: on the host, and by strategies that gather once
+// a step; and in registered memory, where only that place is registered.
 bool
-is_sent_from_its_place(const fp_flat_buffer &flat, const fp_group *group, const at::Tensor &part, PyObject *collectives)
+is_sent_from_its_place(const fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
     const at::Tensor &whole = flat.unsharded_data;
-    return has_streams(whole.device()) && collectives == nullptr && group != nullptr && group->native &&
-           !registers(*group, whole.device()) && part.device() == whole.device() && part.dtype() == whole.dtype() &&
-           part.is_contiguous() && !part.is_conj() && !part.is_neg() &&
-           part.numel() * group->native->getSize() == whole.numel();
+    return flat.shards > 1 && !flat.stays_full && flat.param_group == nullptr && collectives == nullptr &&
+           flat.shard_group->native && has_streams(whole.device()) && !registers(*flat.shard_group, whole.device()) &&
+           shard.device() == whole.device() && shard.dtype() == whole.dtype() && shard.is_contiguous() &&
+           !shard.is_conj() && !shard.is_neg() && shard.numel() == flat.shard_numel;
 }
 
 // What is gathered is put to the current stream. refreshed: memory for the secondary shard, if that is gathered first.
@@ -287,10 +288,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         }
         const c10::Device device = flat->unsharded.device();
         fp::make_room(*flat);
-        const fp_group *const over = !from_shards ? flat->param_group : flat->shards > 1 ? flat->shard_group : nullptr;
-        const bool from_its_place =
-            !refreshes &&
-            fp::is_sent_from_its_place(*flat, over, from_shards ? shard : flat->secondary_shard, collectives);
+        const bool from_its_place = fp::is_sent_from_its_place(*flat, shard, collectives);
         std::optional<fp::OnOwnStream> gathering; /* where no memory is made that outlives this */
         if (!from_its_place) {
             gathering.emplace(device, fp::Purpose::gather);

@@ -1,6 +1,6 @@
 """Gradients over inputs that are differentiated again (create_graph=True): forces, gradient penalties. As unsharded.
 
-What a graph was made of stays gathered from a backward with create_graph=True to the next one.
+What a graph was made of stays gathered from a backward with create_graph=True to the next one, through forwards, too.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import copy
 import itertools
 
 import pytest
+import simulated
 import torch
 from fsdp_models import SETTINGS, Model, data, full_grads, full_params, have_memory, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
@@ -15,6 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+
+
+def seen(model, step, rank):
+    return data(step, rank).to(next(model.parameters()).device)
 
 
 def slope(model, x):
@@ -25,21 +30,36 @@ def slope(model, x):
 
 
 def alone(model, step, rank):
-    slope(model, data(step, rank))[1].square().sum().backward()
+    slope(model, seen(model, step, rank))[1].square().sum().backward()
 
 
 def beside_the_output(model, step, rank):
-    energy, force = slope(model, data(step, rank))
+    energy, force = slope(model, seen(model, step, rank))
     (energy.square() + (force.norm(dim=1) - 1).square().mean()).backward()
 
 
 def of_two_forwards(model, step, rank):
-    first, second = slope(model, data(step, rank)), slope(model, data(step + 50, rank))
+    first, second = slope(model, seen(model, step, rank)), slope(model, seen(model, step + 50, rank))
     (first[1].square().sum() + second[1].square().sum() + second[0]).backward()
 
 
+def before_forwards(model, step, rank):
+    """As penalties are, that come first; one of the forwards belongs to the loss, the other one to nothing."""
+    energy, force = slope(model, seen(model, step, rank))
+    with torch.no_grad():
+        model(seen(model, step + 50, rank))
+    (model(seen(model, step + 60, rank)).square().sum() + force.square().sum() + energy).backward()
+
+
+def after_an_unused_forward(model, step, rank):
+    _, force = slope(model, seen(model, step, rank))
+    unused = model(seen(model, step + 50, rank))
+    force.square().sum().backward()
+    assert unused.requires_grad
+
+
 def of_the_third_order(model, step, rank):
-    x = data(step, rank).requires_grad_()
+    x = seen(model, step, rank).requires_grad_()
     energy = model(x).sum()
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
     (curvature,) = torch.autograd.grad(force.square().sum(), x, create_graph=True)
@@ -54,7 +74,7 @@ def in_no_sync(model, step, rank):
 
 def of_a_hessian(model, step, rank):
     """Whose rows are backwards through one graph."""
-    x = data(step, rank).requires_grad_()
+    x = seen(model, step, rank).requires_grad_()
     (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     rows = [torch.autograd.grad(each, x, retain_graph=True)[0] for each in force[0]]
     loss = (force * torch.stack(rows).sum()).square().sum()
@@ -63,7 +83,7 @@ def of_a_hessian(model, step, rank):
 
 
 def around_state_dicts(model, step, rank):
-    _, force = slope(model, data(step, rank))
+    _, force = slope(model, seen(model, step, rank))
     if isinstance(model, FSDP):
         model.state_dict()
         with FSDP.summon_full_params(model):
@@ -72,14 +92,16 @@ def around_state_dicts(model, step, rank):
 
 
 def after_one_that_is_not_gone_on_with(model, step, rank):
-    slope(model, data(step + 50, rank))
-    model(data(step, rank)).square().sum().backward()
+    slope(model, seen(model, step + 50, rank))
+    model(seen(model, step, rank)).square().sum().backward()
 
 
 PATTERNS = (
     alone,
     beside_the_output,
     of_two_forwards,
+    before_forwards,
+    after_an_unused_forward,
     of_the_third_order,
     of_a_hessian,
     in_no_sync,
@@ -88,8 +110,28 @@ PATTERNS = (
 )
 
 
+class Twice(Model):
+    """Its first block is its last one, too."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.last(x)
+
+
+class CheckpointedUnits(Model):
+    """What is recomputed is a whole unit."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
 def made(kind):
-    module = make()
+    module = make(cls={"twice": Twice, "checkpointed units": CheckpointedUnits}.get(kind, Model))
     if kind == "frozen":
         module.blocks[0].requires_grad_(False)
         module.blocks[1].inner.requires_grad_(False)
@@ -99,14 +141,13 @@ def made(kind):
     return module
 
 
-def assert_equal(found, wanted, pattern, what):
-    """Bit for bit; what no_sync has kept is reduced by the first backward after it, and the second one's beside it."""
-    bounds = {"rtol": 1e-5, "atol": 1e-6} if pattern is in_no_sync else {"rtol": 0, "atol": 0}
+def assert_equal(found, wanted, exact, what):
+    bounds = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
     for name, value in wanted.items():
         if value is None:
             assert found[name] is None or not found[name].any(), (what, name)
         else:
-            torch.testing.assert_close(found[name], value.detach(), **bounds, msg=f"{what}, {name}")
+            torch.testing.assert_close(found[name].cpu(), value.detach(), **bounds, msg=f"{what}, {name}")
 
 
 def average(modules):
@@ -116,14 +157,21 @@ def average(modules):
             p.grad = grads[0] / 2 + grads[1] / 2
 
 
-def trained(kind):
-    for strategy, uo in SETTINGS:
+def trained(kind, library=None):
+    ways = {}
+    if library is not None:
+        simulated.use(library)
+        torch.sim.get_amp_supported_dtype = lambda: []  # which checkpoints ask for
+        ways = {"process_group": simulated.new_group(), "device_id": torch.device("sim", 0)}
+    for strategy, uo in SETTINGS if library is None else SETTINGS[:4]:
         for pattern in PATTERNS:
             what = f"{strategy} uo={uo} {pattern.__name__} {kind}"
             note(what)
+            # What no_sync has kept is reduced by the first backward after it, and the second one's beside it.
+            exact = pattern is not in_no_sync and not ways  # the simulated device adds up in another order
             modules = [made(kind) for _ in range(2)]
             model = wrap_blocks(
-                made(kind), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, segments=True
+                made(kind), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo, segments=True, **ways
             )
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, *modules)]
             for step in range(2):
@@ -131,17 +179,23 @@ def trained(kind):
                 for rank, module in enumerate(modules):
                     pattern(module, step, rank)
                 average(modules)
-                assert_equal(full_grads(model), {n: p.grad for n, p in modules[0].named_parameters()}, pattern, what)
+                assert_equal(full_grads(model), {n: p.grad for n, p in modules[0].named_parameters()}, exact, what)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            assert_equal(full_params(model), dict(modules[0].named_parameters()), pattern, what)
+            assert_equal(full_params(model), dict(modules[0].named_parameters()), exact, what)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["plain", "frozen", "checkpointed"])
+@pytest.mark.parametrize("kind", ["plain", "frozen", "twice", "checkpointed", "checkpointed units"])
 def test_penalties_train_as_unsharded(kind):
     run_ranks(trained, 2, kind)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["frozen", "twice", "checkpointed units"])
+def test_they_do_where_gathers_come_late(kind):
+    run_ranks(trained, 2, kind, str(simulated.build()))
 
 
 class Forces(Model):
@@ -232,6 +286,8 @@ def test_what_is_kept_for_a_graph_is_freed_after_it(model):
     slope(model, data(0, 0))
     with torch.no_grad():
         model(data(0, 0))
+    assert gathered(model) == 4
+    model(data(0, 0)).sum().backward()
     assert gathered(model) == 0
 
 
@@ -249,15 +305,10 @@ def test_between_the_two_backwards_parameters_are_shards(model):
     assert gathered(model) == gathered(twin) == 0
 
 
-@pytest.mark.parametrize("between", ["a forward", "a backward"])
-def test_a_graph_whose_weights_are_freed_says_so(model, between):
+def test_a_graph_whose_weights_are_freed_says_so(model):
     _, force = slope(model, data(0, 0))
     loss = force.square().sum()
-    if between == "a forward":
-        with torch.no_grad():
-            model(data(1, 0))
-    else:
-        model(data(1, 0)).sum().backward()
+    model(data(1, 0)).sum().backward()
     with pytest.raises(RuntimeError, match=r"differentiated again \(create_graph=True\), after the unit was freed"):
         loss.backward()
     beside_the_output(model, 2, 0)
