@@ -308,7 +308,8 @@ fp_unshard_is_fresh(const fp_unit *unit)
     if (is_of_this_pass && unit->state == FP_UNIT_UNSHARDED) {
         return 1;
     }
-    /* One ahead is looked at for what all ranks see alike: not for other data, which a rank without any is not told of. */
+    /* A gather one ahead is judged by what all ranks see alike. New data of a shard is no part of that: a rank whose shard is
+     * empty cannot tell. */
     const int is_ahead = unit->state == FP_UNIT_GATHERING;
     int fresh = unit->kept_steps == fp_optimizer_steps && (is_ahead ? is_of_this_pass : unit->state == FP_UNIT_KEPT);
     for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {

@@ -85,9 +85,9 @@ make_room(fp_flat_buffer &flat)
     flat.home.move_in(flat.unsharded.device(), is_new);
 }
 
-// Whether the group sends the shard from where it lies: no copy goes to its place in the gathered buffer first. One does where a
-// shard may be written to while it is sent, and what was caught then is used: on the host, and by strategies that gather once
-// a step; and in registered memory, where only that place is registered.
+// Whether the group sends the shard from where it lies, without a copy in its place in the gathered buffer. The copy is made on the
+// host and by strategies that gather once a step, as what is gathered there is used even if the shard was written to meanwhile;
+// and in registered memory, as only that place is registered.
 bool
 is_sent_from_its_place(const fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collectives)
 {
