@@ -98,9 +98,7 @@ class Shown(nn.Module):
 def device_seconds(device: torch.device, call: Callable[[], object], kernels: str = "") -> float:
     """What the kernels of a call take that have this in their names; on the CPU, and where there are none, the call."""
     if device.type == "cpu":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
+        return _timed(call, device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         begin.record()

@@ -481,25 +481,24 @@ def let_go(library):
     """Data that were assigned on one stream are taken over on another, and their memory used again at once."""
     simulated.use(library)
     sim = torch.device("sim", 0)
-    losses = []
-    for where, group in ((torch.device("cpu"), dist.group.WORLD), (sim, simulated.new_group())):
-        model = wrap_blocks(make(), use_orig_params=True, process_group=group, device_id=where)
+
+    def assigned(device, group):
+        model = wrap_blocks(make(), use_orig_params=True, process_group=group, device_id=device)
         for param in model.parameters():
             param.data = param.data * 0.9
-        sizes = [param.numel() for param in model.parameters()]
-        x = data(0).to(where)
-        if where.type == "cpu":
-            losses.append(loss_of(model, x).item())
-            continue
-        first, other = torch.accelerator.current_stream(), torch.Stream(sim)
-        other.wait_stream(first)
-        with other:
-            loss = loss_of(model, x)
-        junk = [torch.full((n,), 1e9, device=sim) for n in sizes]
-        first.wait_stream(other)
-        losses.append(loss.item())
-        del junk
-    assert losses[0] == losses[1], losses
+        return model
+
+    wanted = loss_of(assigned(CPU, dist.group.WORLD), data(0)).item()
+    model, x = assigned(sim, simulated.new_group()), data(0).to(sim)
+    numels = [param.numel() for param in model.parameters()]
+    first, other = torch.accelerator.current_stream(), torch.Stream(sim)
+    other.wait_stream(first)
+    with other:
+        loss = loss_of(model, x)
+    again = [torch.full((numel,), 1e9, device=sim) for numel in numels]
+    first.wait_stream(other)
+    del again
+    assert loss.item() == wanted, (loss.item(), wanted)
 
 
 def test_data_that_were_assigned_on_another_stream(library):
