@@ -15,6 +15,8 @@ fp_has_list_width(const fp_piece *piece, int64_t at)
 
 /* ---- norms: a list in blocks of fp_norm_share(), added up in a tree ---- */
 
+enum { FP_NORM_STEP = FP_KERNEL_THREADS * FP_LIST_WIDTH }; /* elements of a block's round */
+
 FP_BODY double
 fp_norm_join(double a, double b, int is_max)
 {
@@ -29,18 +31,46 @@ fp_norm_one(const void *source, fp_dtype dtype, int is_max)
     return !is_max ? value * value : value < 0 ? -value : value;
 }
 
-/* FP_LIST_WIDTH elements at an aligned address; dtype is a constant. */
+/* How many rounds of a thread are read before they are added up: 64 bytes of each. dtype is a constant. */
+FP_BODY int64_t
+fp_norm_rounds(fp_dtype dtype)
+{
+    return (int64_t)(sizeof(fp_registers) / (FP_LIST_WIDTH * fp_dtype_bytes(dtype)));
+}
+
+/* FP_LIST_WIDTH elements of each round, at aligned addresses; dtype and rounds are constants. */
 FP_BODY double
-fp_norm_vectors(const char *source, fp_dtype dtype, double sum, int is_max)
+fp_norm_vectors(const char *source, fp_dtype dtype, int64_t rounds, double sum, int is_max)
 {
     const size_t bytes = fp_dtype_bytes(dtype);
-    const fp_registers in = fp_read_vectors(source, FP_LIST_WIDTH * bytes);
+    fp_registers in[sizeof(fp_registers) / FP_VECTOR_BYTES];
     FP_UNROLL
-    for (size_t k = 0; k < FP_LIST_WIDTH; k++) {
-        const uint64_t value = fp_element(in, k, bytes);
-        sum = fp_norm_join(sum, fp_norm_one(&value, dtype, is_max), is_max);
+    for (int64_t round = 0; round < rounds; round++) {
+        in[round] = fp_read_vectors(source + round * FP_NORM_STEP * (int64_t)bytes, FP_LIST_WIDTH * bytes);
+    }
+    FP_UNROLL
+    for (int64_t round = 0; round < rounds; round++) {
+        FP_UNROLL
+        for (size_t k = 0; k < FP_LIST_WIDTH; k++) {
+            const uint64_t value = fp_element(in[round], k, bytes);
+            sum = fp_norm_join(sum, fp_norm_one(&value, dtype, is_max), is_max);
+        }
     }
     return sum;
+}
+
+/* The piece's elements in the rounds from `at` on, at aligned addresses: all of fp_norm_rounds(), or where it has fewer, one. Puts
+ * `at` to the last. dtype is a constant. */
+FP_BODY double
+fp_norm_piece(const fp_piece *piece, int64_t *at, int64_t stop, fp_dtype dtype, double sum, int is_max)
+{
+    const char *source = fp_place(piece, *at, dtype);
+    const int64_t rounds = fp_norm_rounds(dtype), last = *at + (rounds - 1) * FP_NORM_STEP;
+    if (last < stop && fp_covers(piece, *at, last + FP_LIST_WIDTH)) {
+        *at = last;
+        return fp_norm_vectors(source, dtype, rounds, sum, is_max);
+    }
+    return fp_norm_vectors(source, dtype, 1, sum, is_max);
 }
 
 /* The element there; dtype is a constant. */
@@ -68,10 +98,10 @@ fp_norm_thread(const fp_norm_job *job, const fp_piece *pieces, const fp_index *i
     const uint32_t n = index->n;
     double sum = 0;
     uint32_t i = fp_first_piece(pieces, index, block, begin);
-    for (int64_t at = begin + (int64_t)thread * FP_LIST_WIDTH; at < stop; at += FP_KERNEL_THREADS * FP_LIST_WIDTH) {
+    for (int64_t at = begin + (int64_t)thread * FP_LIST_WIDTH; at < stop; at += FP_NORM_STEP) {
         i = fp_find(pieces, i, n, at);
         if (i < n && fp_has_list_width(&pieces[i], at)) {
-#define FP_CALL(dtype) sum = fp_norm_vectors(fp_place(&pieces[i], at, dtype), dtype, sum, is_max)
+#define FP_CALL(dtype) sum = fp_norm_piece(&pieces[i], &at, stop, dtype, sum, is_max)
             FP_FOR_DTYPE((fp_dtype)pieces[i].dtype, FP_CALL)
 #undef FP_CALL
             continue;

@@ -227,6 +227,18 @@ def test_norms(kinds):
     assert _C_testing.kernel_norm(listed, True) == together.abs().max()
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_a_norm_of_millions_adds_each_up_once(name):
+    """So many that a thread has several rounds, which pieces begin and end in. Sums of integers are exact."""
+    numels = [5, 2_000_001, 7, 2_000_000, 20_000, 2_400_000]
+    generator = torch.Generator().manual_seed(3)
+    arrays = [shifted(torch.randint(-8, 9, (n,), generator=generator).to(DTYPES[name]), n % 8) for n in numels]
+    listed = [(memory(array), name, len(array)) for array in arrays]
+    assert _C_testing.kernel_norm(listed, False) == sum(array.double().square().sum().item() for array in arrays)
+    arrays[3][1_234_567] = -9
+    assert _C_testing.kernel_norm(listed, True) == 9
+
+
 @pytest.mark.parametrize("where", [0, 5, 4096, 99_999])
 def test_a_norm_with_a_nan_is_nan(where):
     array = torch.ones(100_000)
