@@ -112,6 +112,7 @@ BARE, DDP = "bare", "DDP"
 FSDP1, FSDP1_FLAT, FSDP2 = "FSDP1 orig", "FSDP1 flat", "FSDP2"
 OURS, OURS_FLAT, RUNTIME = "flatparam orig", "flatparam flat", "flatparam runtime"
 REPLICATED, ZERO_1 = "flatparam NO_SHARD", "flatparam ZERO_1"  # the runtime, beside DDP
+CALLS = "bare + collectives"  # of benchmarks.gpu
 FREE = "free handle"  # only of benchmarks.models
 # of benchmarks.bench_traced
 IN_UNITS, AROUND, TRACED = "runtime, units compiled", "runtime, compiled", "traced, compiled"

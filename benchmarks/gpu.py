@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import flatparam
 from benchmarks import document
-from benchmarks.contestants import BARE, CONTESTANTS, FSDP1, FSDP2, OURS, RUNTIME, Wrapping, current
+from benchmarks.contestants import BARE, CALLS, CONTESTANTS, FSDP1, FSDP2, OURS, RUNTIME, Wrap, Wrapping, bare, current
 from benchmarks.rows import Row, Table, Target
 from benchmarks.worlds import fake_world
 
@@ -41,7 +42,6 @@ SIZES = {
     "16 MiB": (1 << 22, 0.8),
 }  # fp32 elements, of the copy's rate
 KERNEL = "pack"  # in the name of ours
-NAMES = (BARE, FSDP1, FSDP2, OURS, RUNTIME)
 
 
 def main() -> int:
@@ -165,55 +165,124 @@ class Block(nn.Module):
         return x + more
 
 
+class Calling(nn.Module):
+    """Bare blocks, and between them the collectives of sharded ones: what a step takes if all else were free."""
+
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = blocks
+        params = [list(block.parameters()) for block in blocks.children()]
+        self.shards = [of_block[0].new_zeros(sum(p.numel() for p in of_block) // WORLD) for of_block in params]
+        self.full = [shard.new_zeros(shard.numel() * WORLD) for shard in self.shards]
+        self.world: Any = dist.group.WORLD  # torch.distributed's functions take the host some more time
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, full, shard in zip(self.blocks.children(), self.full, self.shards, strict=True):
+            self.world._allgather_base(full, shard).wait()
+            x = block(x)
+            x.register_hook(partial(self._before_backward, full, shard))
+        return x
+
+    def _before_backward(self, full: Tensor, shard: Tensor, _: Tensor) -> None:
+        self.world._allgather_base(full, shard).wait()
+        self.world._reduce_scatter_base(shard, full).wait()
+
+
+WRAPS: dict[str, Wrap] = {
+    BARE: bare,
+    CALLS: lambda model, how: Calling(bare(model, how)),
+    **{name: CONTESTANTS[name] for name in (FSDP1, FSDP2, OURS, RUNTIME)},
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    depth: int
+    width: int
+    tokens: int
+    low: torch.dtype = torch.float32  # to compute in
+    rounds: int = 20  # of a repeat
+    repeats: int = 5
+
+    def __str__(self) -> str:
+        low = "" if self.low == torch.float32 else f", {self.low}".replace("torch.", "")
+        return f"{self.depth} blocks of {self.width}, {self.tokens} tokens{low}"
+
+    def input(self, device: torch.device) -> Tensor:
+        return torch.ones(1, self.tokens, self.width, dtype=self.low, device=device)
+
+
+BY_HOST, BY_DEVICE = Size(48, 512, 128), Size(8, 4096, 4096, torch.bfloat16, rounds=5)  # whom a step is bound by
+TINY = Size(4, 64, 16, rounds=2, repeats=2)
+STEP = "ms; times the bare module's"
+BOUND = 1.05  # of the runtime's step, times the bare module's
+
+
 def steps(device: torch.device, quick: bool) -> Iterator[Table]:
-    """Forward and backward of a deep model on short sequences, one rank of many; peak, wrapping, and as CUDA graphs."""
-    depth, width, tokens, repeats, rounds = (4, 64, 16, 2, 2) if quick else (48, 512, 128, 5, 20)
-    size = f"{depth} blocks of {width}"
+    """Forward and backward of one rank of many; peak, wrapping, and as CUDA graphs."""
+    step = Table("step", f"a step, rank 0 of {WORLD}", STEP)
+    memory = Table("memory", "what a step takes on top, and wrapping", "MiB at the step's peak; ms to wrap")
+    sizes = [TINY, replace(TINY, low=torch.bfloat16)] if quick else [BY_HOST, BY_DEVICE]
+    models = [_rows(size, device, step, memory) for size in sizes]
+    yield step
+    yield memory
+    if device.type == "cuda":
+        yield _captured_steps(models[0], sizes[0], device)
+
+
+def _targets(device: torch.device) -> list[Target]:
+    return [Target(RUNTIME, BOUND)] if device.type == "cuda" else []
+
+
+def _rows(size: Size, device: torch.device, step: Table, memory: Table) -> dict[str, nn.Module]:
+    """Adds what is measured of a size to the tables; returns the models."""
+    how = Wrapping((Block,), None if size.low == torch.float32 else size.low, device.type)
     models: dict[str, nn.Module] = {}
-    wrapping: dict[str, list[float]] = {}
-    for name in NAMES:
-        wrapping[name] = []
+    wrapping: dict[str, list[float]] = {name: [] for name in WRAPS}
+    for name, wrap in WRAPS.items():
         for _ in range(4):
-            model = nn.Sequential(*(Block(width) for _ in range(depth))).to(device)
+            with device:
+                module = nn.Sequential(*(Block(size.width) for _ in range(size.depth)))
             _wait(device)
             start = time.perf_counter()
-            models[name] = CONTESTANTS[name](model, Wrapping((Block,), device=device.type))
+            models[name] = wrap(module, how)
             _wait(device)
             wrapping[name].append(time.perf_counter() - start)
-    x = torch.ones(1, tokens, width, device=device)
-    medians: dict[str, list[float]] = {name: [] for name in NAMES}
-    peaks: dict[str, list[float]] = {}
-    for repeat in range(repeats + 1):
-        for name in NAMES:
-            taken = [_step(models[name], x, device) for _ in range(rounds)]
+    x = size.input(device)
+    medians: dict[str, list[float]] = {name: [] for name in WRAPS}
+    for repeat in range(size.repeats + 1):
+        for name, model in models.items():
+            taken = [_step(model, x, device) for _ in range(size.rounds)]
             if repeat:
                 medians[name].append(statistics.median(taken))
-    for name in NAMES if device.type == "cuda" else ():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        _step(models[name], x, device)
-        peaks[name] = [(torch.cuda.max_memory_allocated() - before) / 2**20]
-    targets = [Target(RUNTIME, 1.05)] if device.type == "cuda" else []
-    step = Table("step", f"a step of {size}, {tokens} tokens, rank 0 of {WORLD}", "ms; times the bare module's")
-    step.rows.append(Row.of("forward + backward", size, "ms", BARE, medians, 1e3, targets))
-    yield step
-    others = Table("memory", "what a step takes on top, and wrapping", "MiB at the step's peak; ms to wrap")
-    if peaks:
-        others.rows.append(Row.of("peak of a step", size, "MiB", BARE, peaks))
+    step.rows.append(Row.of("forward + backward", str(size), "ms", BARE, medians, 1e3, _targets(device)))
+    if device.type == "cuda":
+        peaks = {name: [_peak(model, x, device)] for name, model in models.items() if name != CALLS}
+        memory.rows.append(Row.of("peak of a step", str(size), "MiB", BARE, peaks))
     # the drop-in is installed for each wrapping, which would be what is measured
-    wrapped = {name: values[1:] for name, values in wrapping.items() if name not in (BARE, OURS)}
-    others.rows.append(Row.of("wrapping", size, "ms", FSDP1, wrapped, 1e3))
-    yield others
-    if device.type != "cuda":
-        return
-    graphs = {name: _captured(models[name], x, device) for name in (BARE, RUNTIME)}
+    wrapped = {name: values[1:] for name, values in wrapping.items() if name not in (BARE, CALLS, OURS)}
+    memory.rows.append(Row.of("wrapping", str(size), "ms", FSDP1, wrapped, 1e3))
+    return models
+
+
+def _peak(model: nn.Module, x: Tensor, device: torch.device) -> float:
+    """MiB that a step takes on top."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _step(model, x, device)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _captured_steps(models: dict[str, nn.Module], size: Size, device: torch.device) -> Table:
+    x = size.input(device)
+    graphs = {name: _captured(models[name], x, device) for name in (BARE, CALLS, RUNTIME)}
     replays: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(repeats):
+    for _ in range(size.repeats):
         for name, graph in graphs.items():
-            replays[name].append(statistics.median(_timed(graph.replay, device) for _ in range(rounds)))
-    captured = Table("captured", "the same step, captured once as a CUDA graph and replayed", step.note)
-    captured.rows.append(Row.of("forward + backward", size, "ms", BARE, replays, 1e3, targets))
-    yield captured
+            replays[name].append(statistics.median(_timed(graph.replay, device) for _ in range(size.rounds)))
+    table = Table("captured", "a step, captured once as a CUDA graph and replayed", STEP)
+    table.rows.append(Row.of("forward + backward", str(size), "ms", BARE, replays, 1e3, _targets(device)))
+    return table
 
 
 def _captured(model: nn.Module, x: Tensor, device: torch.device) -> torch.cuda.CUDAGraph:
@@ -245,7 +314,7 @@ def _step(model: nn.Module, x: Tensor, device: torch.device) -> float:
 
 
 def draw(tables: dict[str, Table], path: Path) -> None:
-    """A panel of packing rates and one of step times."""
+    """A panel of packing rates, and one of steps beside the bare module's."""
     if find_spec("matplotlib") is None:
         print(f"no {path.name}: matplotlib is not installed")
         return
@@ -257,10 +326,11 @@ def draw(tables: dict[str, Table], path: Path) -> None:
         left.plot([row.size for row in rows], [row.values[name] for row in rows], ".-", label=name.lstrip("_"))
     left.legend(fontsize=picture.LABEL)
     left.set(title="packing (GB/s)", ylim=0)
-    [row] = tables["step"].rows
-    right.bar(list(row.values), list(row.values.values()), color=[picture.COLOURS[name] for name in row.values])
-    right.tick_params(axis="x", labelsize=picture.LABEL)
-    right.set(title="forward + backward (ms)")
+    rows = tables["step"].rows
+    ratios = [{name: ratio[0] for name, ratio in row.ratios.items()} for row in rows]
+    picture.bars(right, [row.size for row in rows], ratios, list(rows[0].ratios))
+    right.axhline(1.0, color=picture.COLOURS[BARE], lw=1)
+    right.set(title="forward + backward over the bare module (x)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=100)
 

@@ -7,13 +7,26 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.contestants import BARE, DDP, FSDP1, FSDP1_FLAT, FSDP2, OURS, OURS_FLAT, REPLICATED, RUNTIME, ZERO_1
+from benchmarks.contestants import (
+    BARE,
+    CALLS,
+    DDP,
+    FSDP1,
+    FSDP1_FLAT,
+    FSDP2,
+    OURS,
+    OURS_FLAT,
+    REPLICATED,
+    RUNTIME,
+    ZERO_1,
+)
 from benchmarks.handles import OURS as OUR_HANDLE
 from benchmarks.handles import TORCH, UNSAFE
 from benchmarks.rows import Row, Table
 
 COLOURS = {
     BARE: "#b0b0b0",
+    CALLS: "#8c8c8c",
     DDP: "#777777",
     FSDP1: "#e08a1e",
     FSDP1_FLAT: "#f2c27d",
@@ -56,7 +69,7 @@ def draw(tables: Mapping[str, Table], path: Path) -> None:
     figure.savefig(path, format="png", dpi=100)
 
 
-def _bars(axes: Axes, groups: list[str], rows: list[dict[str, float]], names: list[str]) -> None:
+def bars(axes: Axes, groups: list[str], rows: list[dict[str, float]], names: list[str]) -> None:
     width = 0.84 / len(names)
     for i, name in enumerate(names):
         places = [group + (i - (len(names) - 1) / 2) * width for group in range(len(groups))]
@@ -73,14 +86,14 @@ def _views(axes: Axes, rows: list[Row]) -> None:
         row.what.replace(" views, ", "\nviews,\n").replace(" check", "\ncheck").replace("after ", "after\n")
         for row in shown
     ]
-    _bars(axes, groups, [row.values for row in shown], [TORCH, UNSAFE, OUR_HANDLE])
+    bars(axes, groups, [row.values for row in shown], [TORCH, UNSAFE, OUR_HANDLE])
     axes.set(title=f"a. one parameter of {most} (us, lower is better)", yscale="log")
 
 
 def _steps(axes: Axes, rows: list[Row]) -> None:
     names = [name for name in COLOURS if name in rows[0].ratios]
     ratios = [{name: ratio[0] for name, ratio in row.ratios.items()} for row in rows]
-    _bars(axes, [f"{row.what.replace(', ', chr(10))}\n{row.size}" for row in rows], ratios, names)
+    bars(axes, [f"{row.what.replace(', ', chr(10))}\n{row.size}" for row in rows], ratios, names)
     axes.axhline(1.0, color=COLOURS[BARE], lw=1)
     axes.set(title="b. forward + backward over the bare module (x)")
 
@@ -88,7 +101,7 @@ def _steps(axes: Axes, rows: list[Row]) -> None:
 def _peaks(axes: Axes, rows: list[Row]) -> None:
     shown = [row for row in rows if row.unit == "MiB"]
     names = [name for name in COLOURS if name in shown[0].values]
-    _bars(axes, [row.size for row in shown], [row.values for row in shown], names)
+    bars(axes, [row.size for row in shown], [row.values for row in shown], names)
     for group, row in enumerate(shown):
         axes.plot([group - 0.45, group + 0.45], [row.facts["allowed"]] * 2, "k--", lw=1)
     axes.set(title="c. wrapping: peak (MiB; - -: target)")
