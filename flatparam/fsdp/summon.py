@@ -140,11 +140,12 @@ class Summoned:
         self._written: _Written | None = None
         self._tied: ValueError | None = None
         self.had_views = unit.step.shows_views
+        self._is_whole = False  # all of it is shown, and may be written back
 
     @torch.inference_mode(False)  # what parameters point to is used outside of it too
     @torch.no_grad()
     def enter(self) -> None:
-        """Gather, and let the modules have full parameters. A collective call."""
+        """Gather, and let the modules have full parameters, or after an exception what they had. A collective call."""
         unit = self.unit
         unit.look_over()
         having: list[list[bool]] = []
@@ -157,10 +158,18 @@ class Summoned:
                 having.append(has)
                 self.held.append([param.grad for param in _owners(unit, segment)])
             del whole, grad
-        unit.summoned = self
-        _active.append(self)
-        if not self.shown:
-            return
+        try:
+            unit.summoned = self
+            _active.append(self)
+            if self.shown:
+                self._show_all(having)
+            self._is_whole = True
+        except BaseException:
+            self.leave()
+            raise
+
+    def _show_all(self, having: list[list[bool]]) -> None:
+        unit = self.unit
         for segment, whole in zip(unit.segments, self.wholes, strict=True):
             if segment.is_sharded and whole.device == segment.flat.device and not self.loads:
                 self._shards.append((segment, segment.flat.data))
@@ -233,19 +242,31 @@ class Summoned:
     @torch.inference_mode(False)
     @torch.no_grad()
     def leave(self) -> None:
-        """Write back what was asked for, and let the modules have what they had before."""
+        """Write back what was asked for, and let the modules have what they had before.
+
+        Where an exception comes in between, Ctrl-C's say, call it again: it writes no more, and goes on.
+        """
+        if self.unit.summoned is not self:
+            return
+        misfit = None
+        if self._is_whole:
+            self._is_whole = False
+            misfit = self._write_back()
+        self._restore()
+        if misfit is not None:
+            raise misfit
+
+    def _write_back(self) -> ValueError | None:
+        """Have the shards and what is ``held`` be what was written; or why that cannot be."""
         unit = self.unit
-        unit.summoned = None
-        for segment, shard in self._shards:
-            segment.flat.data = shard
         if self.writeback:
             unit.apart = None  # on all ranks: what they have written is theirs
-        _active.remove(self)
         if not self.shown:
-            return
+            return None
         if self._written is None:
             self.note_written()
         misfit = self._take_written()
+        self._restore_flat()
         for segment, whole in zip(unit.segments, self.wholes, strict=True):
             if self._keeps(segment):
                 shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
@@ -255,22 +276,30 @@ class Summoned:
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
                     unit.filled(self.missing)
-        unit.step.point_params()
-        for k, segment in enumerate(unit.segments):
-            shown = [(original, _shown(original).grad) for original in segment.originals] if self.with_grads else []
-            grads = [None if grad is None else original.plain(grad) for original, grad in shown]
-            for original in segment.originals if not unit.options.use_orig_params else ():
-                for name in original.names:
-                    name.module._parameters.pop(name.name, None)
-            if self.with_grads and self._keeps(segment):
-                self._put_gradient_back(k, segment, self.gradients[k], grads)
-            elif self.with_grads:
-                for param, grad in zip(_owners(unit, segment), self.held[k], strict=True):
+        if self.with_grads:
+            self.held = [self._gradients_of(k, segment) for k, segment in enumerate(unit.segments)]
+        return misfit
+
+    def _restore_flat(self) -> None:
+        for segment, shard in self._shards:
+            segment.flat.data = shard
+
+    def _restore(self) -> None:
+        unit = self.unit
+        self._restore_flat()
+        if self.shown:
+            unit.step.point_params()
+            for segment, held in zip(unit.segments, self.held, strict=True):
+                for original in segment.originals if not unit.options.use_orig_params else ():
+                    for name in original.names:
+                        name.module._parameters.pop(name.name, None)
+                for param, grad in zip(_owners(unit, segment), held, strict=True) if self.with_grads else ():
                     _C.set_grad(param, grad)
-        unit.register_flat()
-        unit.step.put(self.had_views or not unit.options.use_orig_params)
-        if misfit is not None:
-            raise misfit
+            unit.register_flat()
+            unit.step.put(self.had_views or not unit.options.use_orig_params)
+        if self in _active:
+            _active.remove(self)
+        unit.summoned = None
 
     @torch.no_grad()
     def note_written(self) -> None:
@@ -319,15 +348,20 @@ class Summoned:
             place.copy_(value)
         return None
 
-    def _put_gradient_back(self, k: int, segment: Segment, whole: Tensor | None, grads: list[Tensor | None]) -> None:
-        """Let the owners have this rank's pieces of ``grads``, of the whole parameters; many lie in ``whole``."""
-        unit, flat = self.unit, segment.flat
+    def _gradients_of(self, k: int, segment: Segment) -> list[Tensor | None]:
+        """What the owners get: this rank's pieces of the gradients of the whole parameters, if those are kept.
+
+        Many of them lie in the whole gradient that was made for them.
+        """
+        whole, held = self.gradients[k], self.held[k]
+        shown = [(original, _shown(original).grad) for original in segment.originals]
+        grads = [None if grad is None else original.plain(grad) for original, grad in shown]
+        if not self._keeps(segment) or (whole is None and all(grad is None for grad in grads)):
+            return held
         if whole is None:
-            if all(grad is None for grad in grads):
-                return
             dtype = _widest(grad.dtype for grad in grads if grad is not None)
             whole = torch.zeros(segment.layout.padded_numel, dtype=dtype, device=segment.device)
-        if not unit.step.lie_in(k, grads, whole, False):
+        if not self.unit.step.lie_in(k, grads, whole, False):
             places = list(segment.unsharded(whole))
             values = [
                 grad.clone() if grad is not None and _lies_elsewhere_in(whole, grad, place) else grad
@@ -338,12 +372,13 @@ class Summoned:
                     place.zero_()
                 elif grad.data_ptr() != place.data_ptr() or grad.device != place.device:
                     place.copy_(grad)
-        shard = segment.own(whole).to(flat.device, copy=segment.is_sharded)
-        if not unit.options.use_orig_params:
-            _C.set_grad(flat, None if all(grad is None for grad in grads) else shard)
-            return
-        for here, grad in zip(segment.here(), grads, strict=True):
-            _C.set_grad(here.original.param, None if grad is None or here.numel < 0 else here.of(shard))
+        shard = segment.own(whole).to(segment.flat.device, copy=segment.is_sharded)
+        if not self.unit.options.use_orig_params:
+            return [None if all(grad is None for grad in grads) else shard]
+        return [
+            None if grad is None or here.numel < 0 else here.of(shard)
+            for here, grad in zip(segment.here(), grads, strict=True)
+        ]
 
 
 def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
@@ -407,9 +442,10 @@ def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
         entered: list[Summoned] = []
         for unit in units:
             state = Summoned(unit, **flags)
+            for _ in range(2):  # the second goes on where an exception has ended the first, Ctrl-C's say
+                leaving.callback(state.leave)
             state.enter()
             entered.append(state)
-            leaving.callback(state.leave)
         leaving.callback(_note_written, entered)
         yield
 

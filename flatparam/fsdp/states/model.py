@@ -134,27 +134,33 @@ class ModelStates(Kinds):
         values: Values = {}
         try:
             try:
-                result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-                values = checked_values(self, state_dict)
-            finally:
-                for wrapper in self.fsdp_modules(self):
-                    wrapper._end_loading()
-        except Exception as caught:
-            error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
-        try:
+                try:
+                    result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+                    values = checked_values(self, state_dict)
+                finally:
+                    for wrapper in self.fsdp_modules(self):
+                        wrapper._end_loading()
+            except Exception as caught:
+                error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
             said = None if error is None else f"{type(error).__name__}: {error}"
             agree_on_loading("load_state_dict", units, said, values)
-        except RuntimeError as told:
+        except BaseException as told:
             before.restore()
-            raise (told if error is None else error) from None
+            if error is None or not isinstance(told, RuntimeError):
+                raise
+            raise error from None
         finally:
             error = None  # it has this frame, which has the values from before
         return result
 
     def _end_loading(self) -> None:
         if self._loading is not None:
-            loading, self._loading = self._loading, None
-            loading.leave()
+            loading = self._loading
+            try:
+                loading.leave()
+            finally:
+                loading.leave()
+                self._loading = None
 
     # Names of torch 1.12
 
@@ -209,8 +215,8 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     on_host = unit.options.device is not None  # as the shards are
     loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
     loading.missing = unit.without(lambda fqn: prefix + FSDP_PREFIX + fqn in state_dict)
-    loading.enter()
     module._loading = loading
+    loading.enter()
 
 
 def after_load(module: nn.Module, incompatible: Any) -> None:

@@ -1,0 +1,102 @@
+"""An exception, as of Ctrl-C, at any line of summoning, saving and loading: the model is as before, and trains on.
+
+Oracle: the same steps of a model that nobody has interrupted.
+"""
+
+import linecache
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp_models import data, loss_of, make, wrap_blocks
+from gloo import fake_world
+from interrupting import Bomb, Interrupted, equal
+
+import flatparam
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+
+INSIDE = Path(flatparam.__file__).parent / "fsdp"
+FILES = [str(INSIDE / name) for name in ("summon.py", "full_params.py", "states/model.py")]
+NONE = torch.empty(0, 0, 0)
+STRIDE = 5  # of the places, so that this takes seconds
+
+
+def summon(model, values, **flags):
+    with FSDP.summon_full_params(model, **flags):
+        pass
+
+
+CALLS = {
+    "summon": lambda model, values: summon(model, values),
+    "with_grads": lambda model, values: summon(model, values, with_grads=True),
+    "rank0_only": lambda model, values: summon(model, values, with_grads=True, rank0_only=True, writeback=False),
+    "state_dict": lambda model, values: model.state_dict(),
+    "load_state_dict": lambda model, values: model.load_state_dict(values),
+}
+
+
+def start(**settings):
+    """A model with gradients, and its optimizer."""
+    model = wrap_blocks(make(), **settings)
+    loss_of(model, data(0)).backward()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def interrupted(model, call, values, bomb):
+    try:
+        with bomb:
+            CALLS[call](model, values)
+    except (Interrupted, KeyboardInterrupt):
+        return True
+    return False
+
+
+def go_on(model, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, data(1)).backward()
+    optimizer.step()
+    with FSDP.summon_full_params(model):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def now(model):
+    """Names, values and gradients."""
+    named = list(model.named_parameters())
+    return [(name, param.detach().clone(), NONE if param.grad is None else param.grad) for name, param in named]
+
+
+def is_end_of_with(place, places):
+    """A with statement has a second line event at its end: Python has not come to ``__exit__`` there."""
+    path, _, line, _ = place
+    first = next(other for other in places if other[2] == line)
+    return linecache.getline(path, line).lstrip().startswith("with ") and place != first
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("strategy", "orig"), [("FULL_SHARD", True), ("FULL_SHARD", False), ("NO_SHARD", True)])
+def test_the_model_is_as_before(strategy, orig, call):
+    settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": orig}
+    with fake_world(2):
+        model, optimizer = start(**settings)
+        values = {name: value + 1 for name, value in model.state_dict().items()}
+        expected = go_on(model, optimizer)
+        listing = Bomb(FILES)
+        assert not interrupted(start(**settings)[0], call, values, listing)
+        places = listing.places
+        chosen = [place for place in places[::STRIDE] if not is_end_of_with(place, places)]
+        assert len(chosen) > 30
+        for k, place in enumerate(chosen):
+            model, optimizer = start(**settings)
+            before = now(model)
+            bomb = Bomb(FILES, place, KeyboardInterrupt if k % 2 else Interrupted)
+            assert interrupted(model, call, values, bomb), place
+            after = now(model)
+            if call == "load_state_dict" and not torch.equal(before[0][1], after[0][1]):
+                assert place[1] == "load_state_dict", place  # it was loaded by all, and on its way back
+                continue
+            assert [name for name, *_ in before] == [name for name, *_ in after], place
+            assert equal([value for _, value, _ in before], [value for _, value, _ in after]), place
+            assert equal([grad for *_, grad in before], [grad for *_, grad in after]), place
+            assert equal(expected, go_on(model, optimizer)), place
