@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 SOURCE = Path(__file__).with_name("simulated_device.cpp")
-SHARED = SOURCE.with_name("boxed.hpp")
+SHARED = [SOURCE.with_name("boxed.hpp"), *sorted(SOURCE.with_name("sim").glob("*.hpp"))]
 FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-Wall", "-Wl,--exclude-libs,ALL"]
 
 
 def build(source=SOURCE):
     """Compile the device, or another source, unless that was done before; return the library's path."""
-    read = source.read_bytes() + SHARED.read_bytes() + f"{torch.__version__} {sys.version}".encode()
+    read = b"".join(path.read_bytes() for path in [source, *SHARED]) + f"{torch.__version__} {sys.version}".encode()
     key = hashlib.sha1(read).hexdigest()[:12]
     folder = source.parents[2] / "build" / f"{source.stem}-{key}"
     library = folder / f"{source.stem}.so"

@@ -1,0 +1,71 @@
+// lock.hpp -- the lock of all that the device has, and the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+
+namespace {
+
+constexpr auto SIM = c10::DeviceType::PrivateUse1;
+
+thread_local bool keeps_gil = false;
+
+// Call without the GIL, if this thread has it: gloo's threads take it to drop what they were given.
+template <class Call>
+void
+without_gil(const Call &call)
+{
+    if (!keeps_gil && Py_IsInitialized() && PyGILState_Check()) {
+        const pybind11::gil_scoped_release released;
+        call();
+    }
+    else {
+        call();
+    }
+}
+
+// What lives as long as the process: threads and static variables of others may come here when ours would be gone.
+template <class Value>
+Value &
+for_good()
+{
+    return *new Value;
+}
+
+// As a driver does: it may be gone before static variables are.
+bool ended = false;
+
+void
+check_not_ended()
+{
+    if (ended) {
+        std::fputs("the device is used after its end\n", stderr);
+        std::_Exit(3);
+    }
+}
+
+std::recursive_mutex &mutex = for_good<std::recursive_mutex>(); // of all that follows
+
+// Whoever has it may wait for gloo, so nobody waits for it with the GIL.
+struct Locked {
+    explicit Locked(std::recursive_mutex &)
+    {
+        if (!mutex.try_lock()) {
+            without_gil([] { mutex.lock(); });
+        }
+    }
+    Locked(const Locked &) = delete;
+    Locked &operator=(const Locked &) = delete;
+    ~Locked()
+    {
+        mutex.unlock();
+    }
+};
+
+// For those who only ask: if it is not there, another thread waits for the device.
+using Tried = std::unique_lock<std::recursive_mutex>;
+
+} // namespace
