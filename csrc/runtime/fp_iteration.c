@@ -4,6 +4,7 @@
 #include "runtime/fp_iteration.h"
 
 #include "core/fp_alloc.h"
+#include "python/fp_gil.h"
 #include "runtime/fp_consensus.h"
 #include "runtime/fp_trace_py.h"
 #include "runtime/fp_reduce_order.h"
@@ -98,9 +99,9 @@ fp_iteration_enter(fp_root *root)
     const unsigned long self = PyThread_get_thread_ident();
     if (root->held == 0 || root->holder != self) {
         if (PyThread_acquire_lock(root->lock, NOWAIT_LOCK) != PY_LOCK_ACQUIRED) {
-            Py_BEGIN_ALLOW_THREADS;
+            PyThreadState *state = PyEval_SaveThread();
             PyThread_acquire_lock(root->lock, WAIT_LOCK);
-            Py_END_ALLOW_THREADS;
+            fp_gil_restore(state);
         }
         root->holder = self;
     }

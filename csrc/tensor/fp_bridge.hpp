@@ -14,6 +14,9 @@
 #include <utility>
 #include <vector>
 
+extern "C" {
+#include "python/fp_gil.h"
+}
 #include "tensor/fp_torch.h"
 
 namespace fp {
@@ -238,7 +241,7 @@ struct Plainly {
 
 // The GIL for a thread of autograd, which has none.
 struct WithGil {
-    PyGILState_STATE state = PyGILState_Ensure();
+    PyGILState_STATE state = fp_gil_ensure();
     WithGil() = default;
     WithGil(const WithGil &) = delete;
     WithGil &operator=(const WithGil &) = delete;
@@ -256,7 +259,7 @@ struct WithoutGil {
     WithoutGil &operator=(const WithoutGil &) = delete;
     ~WithoutGil()
     {
-        PyEval_RestoreThread(state);
+        fp_gil_restore(state);
     }
 };
 

@@ -159,6 +159,7 @@ def is_told_later(device):
     model = reads_what_is_lost(device)
     with pytest.raises(OrderError):
         model(torch.ones(2, 3, device="sim"), ALL).sum().backward()
+    time.sleep(0.5)  # autograd's thread drops the error: torch aborts a process that ends while a thread frees tensors
 
 
 def differ(group, device):

@@ -1,10 +1,15 @@
 """Two threads in one model, backwards that end in an exception, graphs that outlive their model: right, or refused."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import fake_world
 from torch import nn
@@ -272,3 +277,31 @@ def test_an_inner_call_of_a_recursive_unit_that_raises(how):
             plain(x).sum().backward()
             torch.testing.assert_close(gradients(model), gradients(plain))
         module.unit.clear()
+
+
+def end_while_a_thread_waits(folder, rank):
+    """A rank whose thread is in a forward that the other rank does not come to."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    model = wrap_blocks(make())
+    loss_of(model, data(0)).backward()
+    if rank == 1:
+        sys.stdin.read()
+        os._exit(0)
+    threading.Thread(target=model, args=(data(1),), daemon=True).start()
+    time.sleep(1.0)
+
+
+@pytest.mark.multiprocess
+def test_a_process_may_end_while_a_thread_waits(tmp_path):
+    """The thread takes the GIL each second, to see Ctrl-C: where the process ends, that aborted it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    calls = [f"import test_fsdp_threads as test; test.end_while_a_thread_waits({str(tmp_path)!r}, {k})" for k in (0, 1)]
+    ending, other = (
+        subprocess.Popen([sys.executable, "-c", call], env=environment, stdin=subprocess.PIPE) for call in calls
+    )
+    try:
+        assert ending.wait(60.0) == 0
+    finally:
+        ending.kill()
+        other.communicate()
