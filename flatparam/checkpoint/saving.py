@@ -12,6 +12,7 @@ import secrets
 import shutil
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from .progress import Meter, Summary
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_under_way: set[Path] = set()  # folders that this process writes to
+# By the folder that it writes to. Weak: Ctrl-C may come where nothing here can catch it.
+_under_way: weakref.WeakValueDictionary[Path, _Saving] = weakref.WeakValueDictionary()
 _unheard: dict[Pending, BaseException] = {}  # saves that have failed, and that nobody has waited for
 
 
@@ -167,10 +169,14 @@ class _Saving:
         except Exception as caught:
             error = caught
         mine = [str(self.path), self.id, own, None if optimizer is None else list(labelled(optimizer))]
-        self.id, first = council.meet(mine, error, self._begin)
-        self.plan.keep_alone(council.rank, first != own)
-        self.folder = self._partial(self.id)
-        self.meter = Meter(f"save {self.path.name}", progress and council.is_first)
+        try:
+            self.id, first = council.meet(mine, error, self._begin)
+            self.plan.keep_alone(council.rank, first != own)
+            self.folder = self._partial(self.id)
+            self.meter = Meter(f"save {self.path.name}", progress and council.is_first)
+        except BaseException:
+            _under_way.pop(self._partial(self.id), None)
+            raise
 
     def _check_path(self) -> None:
         """Raises: CheckpointError for what is there and may not be replaced."""
@@ -206,7 +212,7 @@ class _Saving:
             raise
         for parent in missing:
             sync_folder(parent.parent)
-        _under_way.add(self._partial(name))
+        _under_way[self._partial(name)] = self
         return [name, digest]
 
     @torch.no_grad()
@@ -220,7 +226,7 @@ class _Saving:
         except Exception as error:
             self.error = error
         except BaseException:
-            _under_way.discard(self.folder)
+            _under_way.pop(self.folder, None)
             raise
         self.plan.held = []
 
@@ -230,7 +236,7 @@ class _Saving:
         try:
             total = self._write(mine)
         finally:
-            _under_way.discard(self.folder)
+            _under_way.pop(self.folder, None)
             self.plan = SavePlan()  # of async_save's, which the user may keep, the copies
             seconds = self.meter.close()
         return Summary(str(self.path), self.id, total, mine, seconds)
