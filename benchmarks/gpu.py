@@ -166,7 +166,7 @@ class Block(nn.Module):
 
 
 class Calling(nn.Module):
-    """Bare blocks, and between them the collectives of sharded ones: what a step takes if all else were free."""
+    """Bare blocks, and the collectives of sharded ones before the forward and before the backward of each."""
 
     def __init__(self, blocks: nn.Module) -> None:
         super().__init__()
@@ -223,11 +223,12 @@ def steps(device: torch.device, quick: bool) -> Iterator[Table]:
     step = Table("step", f"a step, rank 0 of {WORLD}", STEP)
     memory = Table("memory", "what a step takes on top, and wrapping", "MiB at the step's peak; ms to wrap")
     sizes = [TINY, replace(TINY, low=torch.bfloat16)] if quick else [BY_HOST, BY_DEVICE]
-    models = [_rows(size, device, step, memory) for size in sizes]
+    models = _rows(sizes[0], device, step, memory)
+    _rows(sizes[1], device, step, memory)
     yield step
     yield memory
     if device.type == "cuda":
-        yield _captured_steps(models[0], sizes[0], device)
+        yield _captured_steps(models, sizes[0], device)
 
 
 def _targets(device: torch.device) -> list[Target]:

@@ -256,6 +256,10 @@ class Summoned:
         if misfit is not None:
             raise misfit
 
+    def drop(self) -> None:
+        """Let nothing be written back."""
+        self._is_whole = False
+
     def _write_back(self) -> ValueError | None:
         """Have the shards and what is ``held`` be what was written; or why that cannot be."""
         unit = self.unit
@@ -276,7 +280,7 @@ class Summoned:
                 placement = unit.options.placement
                 if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
                     unit.filled(self.missing)
-        if self.with_grads:
+        if self.with_grads and misfit is None:
             self.held = [self._gradients_of(k, segment) for k, segment in enumerate(unit.segments)]
         return misfit
 

@@ -11,10 +11,12 @@ import torch
 from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import fake_world
 from interrupting import Bomb, Interrupted, equal
+from torch import nn
 
 import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+from flatparam.fsdp.summon import _active
 
 INSIDE = Path(flatparam.__file__).parent / "fsdp"
 FILES = [str(INSIDE / name) for name in ("summon.py", "full_params.py", "states/model.py")]
@@ -33,6 +35,7 @@ CALLS = {
     "rank0_only": lambda model, values: summon(model, values, with_grads=True, rank0_only=True, writeback=False),
     "state_dict": lambda model, values: model.state_dict(),
     "load_state_dict": lambda model, values: model.load_state_dict(values),
+    "of_outer": lambda model, values: nn.Sequential(model).load_state_dict({f"0.{k}": v for k, v in values.items()}),
 }
 
 
@@ -64,7 +67,7 @@ def go_on(model, optimizer):
 def now(model):
     """Names, values and gradients."""
     named = list(model.named_parameters())
-    return [(name, param.detach().clone(), NONE if param.grad is None else param.grad) for name, param in named]
+    return [(name, param.detach().clone(), NONE if param.grad is None else param.grad.clone()) for name, param in named]
 
 
 def is_end_of_with(place, places):
@@ -83,7 +86,10 @@ def test_the_model_is_as_before(strategy, orig, call):
         values = {name: value + 1 for name, value in model.state_dict().items()}
         expected = go_on(model, optimizer)
         listing = Bomb(FILES)
-        assert not interrupted(start(**settings)[0], call, values, listing)
+        model, _ = start(**settings)
+        unchanged = model.state_dict()
+        assert not interrupted(model, call, values, listing)
+        loaded = [value for _, value, _ in now(model)]
         places = listing.places
         chosen = [place for place in places[::STRIDE] if not is_end_of_with(place, places)]
         assert len(chosen) > 30
@@ -92,11 +98,43 @@ def test_the_model_is_as_before(strategy, orig, call):
             before = now(model)
             bomb = Bomb(FILES, place, KeyboardInterrupt if k % 2 else Interrupted)
             assert interrupted(model, call, values, bomb), place
+            if call == "of_outer":
+                CALLS[call](model, unchanged)  # in a module that is not ours nobody ends it: the next one does
             after = now(model)
-            if call == "load_state_dict" and not torch.equal(before[0][1], after[0][1]):
-                assert place[1] == "load_state_dict", place  # it was loaded by all, and on its way back
-                continue
+            assert not _active, place
+            if call == "load_state_dict" and equal(loaded, [value for _, value, _ in after]):
+                continue  # all ranks had loaded
             assert [name for name, *_ in before] == [name for name, *_ in after], place
             assert equal([value for _, value, _ in before], [value for _, value, _ in after]), place
             assert equal([grad for *_, grad in before], [grad for *_, grad in after]), place
             assert equal(expected, go_on(model, optimizer)), place
+
+
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
+def test_what_was_half_loaded_hides_no_exception(error):
+    """Data that do not fit are no reason to keep units below as they are loaded."""
+    with fake_world(2):
+        model, optimizer = start(use_orig_params=True)
+        values, before = model.state_dict(), now(model)
+
+        def spoil(module, *args):
+            module.first.weight.data = torch.zeros(2, 2)
+            raise error("on the way")
+
+        hook = model.blocks[0].module.register_load_state_dict_pre_hook(lambda *args: spoil(model.module))
+        with pytest.raises((Interrupted, KeyboardInterrupt), match="on the way"):
+            model.load_state_dict(values)
+        hook.remove()
+        assert not _active
+        assert equal([value for _, value, _ in before], [value for _, value, _ in now(model)])
+        go_on(model, optimizer)
+
+
+def test_a_tie_is_told_of_with_gradients_too():
+    with fake_world(2):
+        model, optimizer = start(use_orig_params=True)
+        before = now(model)
+        with pytest.raises(ValueError, match="was replaced by"), FSDP.summon_full_params(model, with_grads=True):
+            model.blocks[1].module.inner.weight = model.blocks[0].module.inner.weight
+        assert equal([grad for *_, grad in before], [grad for *_, grad in now(model)])
+        go_on(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections import OrderedDict
@@ -134,32 +135,42 @@ class ModelStates(Kinds):
         values: Values = {}
         try:
             try:
-                try:
-                    result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-                    values = checked_values(self, state_dict)
-                finally:
-                    for wrapper in self.fsdp_modules(self):
-                        wrapper._end_loading()
-            except Exception as caught:
-                error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
+                result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+                values = checked_values(self, state_dict)
+            except BaseException:
+                self._end_loadings(keeps=False)
+                raise
+            self._end_loadings(keeps=True)
+        except Exception as caught:
+            error = RuntimeError(str(caught).replace(FSDP_PREFIX, "")) if type(caught) is RuntimeError else caught
+        except BaseException:
+            before.restore()
+            raise
+        try:
             said = None if error is None else f"{type(error).__name__}: {error}"
             agree_on_loading("load_state_dict", units, said, values)
-        except BaseException as told:
+        except RuntimeError as told:
             before.restore()
-            if error is None or not isinstance(told, RuntimeError):
-                raise
-            raise error from None
+            raise (told if error is None else error) from None
         finally:
             error = None  # it has this frame, which has the values from before
         return result
 
-    def _end_loading(self) -> None:
+    def _end_loadings(self, keeps: bool) -> None:
+        with contextlib.ExitStack() as ending:
+            for wrapper in self.fsdp_modules(self):
+                ending.callback(wrapper._end_loading, keeps)
+
+    def _end_loading(self, keeps: bool = True) -> None:
+        """``keeps``: what was loaded; else the shards stay as they are."""
         if self._loading is not None:
             loading = self._loading
             try:
+                if not keeps:
+                    loading.drop()
                 loading.leave()
             finally:
-                loading.leave()
+                loading.leave()  # goes on where an exception has ended the first
                 self._loading = None
 
     # Names of torch 1.12
@@ -203,6 +214,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     assert isinstance(module, ModelStates)
     put_units_in(state_dict, prefix)
     unit, kind = module._unit, module._settings.state_dict_type
+    module._end_loading(keeps=False)  # of a module around this one: an exception has ended it
     if unit.summoned is not None:
         return
     if kind is StateDictType.LOCAL_STATE_DICT and all(segment.is_sharded for segment in unit.segments):

@@ -1,6 +1,7 @@
 // lock.hpp -- the lock of all that the device has, and the GIL.
 #pragma once
 
+#include <c10/core/DeviceType.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdio>
