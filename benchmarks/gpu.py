@@ -200,12 +200,12 @@ class Size:
     depth: int
     width: int
     tokens: int
-    low: torch.dtype = torch.float32  # to compute in
+    low: torch.dtype | None = None  # to compute in, if not fp32
     rounds: int = 20  # of a repeat
     repeats: int = 5
 
     def __str__(self) -> str:
-        low = "" if self.low == torch.float32 else f", {self.low}".replace("torch.", "")
+        low = "" if self.low is None else f", {self.low}".replace("torch.", "")
         return f"{self.depth} blocks of {self.width}, {self.tokens} tokens{low}"
 
     def input(self, device: torch.device) -> Tensor:
@@ -237,7 +237,7 @@ def _targets(device: torch.device) -> list[Target]:
 
 def _rows(size: Size, device: torch.device, step: Table, memory: Table) -> dict[str, nn.Module]:
     """Adds what is measured of a size to the tables; returns the models."""
-    how = Wrapping((Block,), None if size.low == torch.float32 else size.low, device.type)
+    how = Wrapping((Block,), size.low, device.type)
     models: dict[str, nn.Module] = {}
     wrapping: dict[str, list[float]] = {name: [] for name in WRAPS}
     for name, wrap in WRAPS.items():
@@ -328,9 +328,7 @@ def draw(tables: dict[str, Table], path: Path) -> None:
     left.legend(fontsize=picture.LABEL)
     left.set(title="packing (GB/s)", ylim=0)
     rows = tables["step"].rows
-    ratios = [{name: ratio[0] for name, ratio in row.ratios.items()} for row in rows]
-    picture.bars(right, [row.size for row in rows], ratios, list(rows[0].ratios))
-    right.axhline(1.0, color=picture.COLOURS[BARE], lw=1)
+    picture.over_bare(right, [row.size for row in rows], rows)
     right.set(title="forward + backward over the bare module (x)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=100)

@@ -69,7 +69,7 @@ def draw(tables: Mapping[str, Table], path: Path) -> None:
     figure.savefig(path, format="png", dpi=100)
 
 
-def bars(axes: Axes, groups: list[str], rows: list[dict[str, float]], names: list[str]) -> None:
+def _bars(axes: Axes, groups: list[str], rows: list[dict[str, float]], names: list[str]) -> None:
     width = 0.84 / len(names)
     for i, name in enumerate(names):
         places = [group + (i - (len(names) - 1) / 2) * width for group in range(len(groups))]
@@ -86,22 +86,27 @@ def _views(axes: Axes, rows: list[Row]) -> None:
         row.what.replace(" views, ", "\nviews,\n").replace(" check", "\ncheck").replace("after ", "after\n")
         for row in shown
     ]
-    bars(axes, groups, [row.values for row in shown], [TORCH, UNSAFE, OUR_HANDLE])
+    _bars(axes, groups, [row.values for row in shown], [TORCH, UNSAFE, OUR_HANDLE])
     axes.set(title=f"a. one parameter of {most} (us, lower is better)", yscale="log")
 
 
-def _steps(axes: Axes, rows: list[Row]) -> None:
+def over_bare(axes: Axes, groups: list[str], rows: list[Row]) -> None:
+    """The ratios of each row to the bare module, a group of bars."""
     names = [name for name in COLOURS if name in rows[0].ratios]
     ratios = [{name: ratio[0] for name, ratio in row.ratios.items()} for row in rows]
-    bars(axes, [f"{row.what.replace(', ', chr(10))}\n{row.size}" for row in rows], ratios, names)
+    _bars(axes, groups, ratios, names)
     axes.axhline(1.0, color=COLOURS[BARE], lw=1)
+
+
+def _steps(axes: Axes, rows: list[Row]) -> None:
+    over_bare(axes, [f"{row.what.replace(', ', chr(10))}\n{row.size}" for row in rows], rows)
     axes.set(title="b. forward + backward over the bare module (x)")
 
 
 def _peaks(axes: Axes, rows: list[Row]) -> None:
     shown = [row for row in rows if row.unit == "MiB"]
     names = [name for name in COLOURS if name in shown[0].values]
-    bars(axes, [row.size for row in shown], [row.values for row in shown], names)
+    _bars(axes, [row.size for row in shown], [row.values for row in shown], names)
     for group, row in enumerate(shown):
         axes.plot([group - 0.45, group + 0.45], [row.facts["allowed"]] * 2, "k--", lw=1)
     axes.set(title="c. wrapping: peak (MiB; - -: target)")

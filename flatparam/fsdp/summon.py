@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -241,24 +241,20 @@ class Summoned:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def leave(self) -> None:
-        """Write back what was asked for, and let the modules have what they had before.
+    def leave(self, keeps: bool = True) -> None:
+        """Write back what was asked for, unless ``keeps`` is False, and let the modules have what they had before.
 
-        Where an exception comes in between, Ctrl-C's say, call it again: it writes no more, and goes on.
+        Where an exception comes in between, Ctrl-C's say, call it again (``surely``): it writes no more, and goes on.
         """
         if self.unit.summoned is not self:
             return
         misfit = None
         if self._is_whole:
             self._is_whole = False
-            misfit = self._write_back()
+            misfit = self._write_back() if keeps else None
         self._restore()
         if misfit is not None:
             raise misfit
-
-    def drop(self) -> None:
-        """Let nothing be written back."""
-        self._is_whole = False
 
     def _write_back(self) -> ValueError | None:
         """Have the shards and what is ``held`` be what was written; or why that cannot be."""
@@ -436,6 +432,12 @@ def _gradient_of(unit: Unit, segment: Segment, dtype: torch.dtype) -> Tensor:
     return shard
 
 
+def surely(stack: contextlib.ExitStack, callback: Callable[..., object], *args: Any) -> None:
+    """Have ``stack`` call it twice: the second goes on where an exception has ended the first, Ctrl-C's say."""
+    for _ in range(2):
+        stack.callback(callback, *args)
+
+
 @contextlib.contextmanager
 def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
     """Full parameters of ``units`` within the block. A collective call."""
@@ -446,8 +448,7 @@ def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
         entered: list[Summoned] = []
         for unit in units:
             state = Summoned(unit, **flags)
-            for _ in range(2):  # the second goes on where an exception has ended the first, Ctrl-C's say
-                leaving.callback(state.leave)
+            surely(leaving, state.leave)
             state.enter()
             entered.append(state)
         leaving.callback(_note_written, entered)

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ import simulated
 import torch
 import torch.distributed as dist
 from fsdp_models import wrap_blocks
-from gloo import ends_of_ranks, meet_in_a_server, note
+from gloo import ends_of_ranks, meet_in_a_server, note, script
 from test_fsdp_order import ALL, Chosen
 from torch.distributed.fsdp import StateDictType
 
@@ -112,8 +111,7 @@ def test_what_came_of_values_that_are_lost_is_not_saved(strategy, save):
 
 
 def as_a_script(*arguments):
-    call = f"import test_fsdp_lost_values as test; test.end{arguments}"
-    return subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    return script(end, *arguments)
 
 
 class AsAChild:

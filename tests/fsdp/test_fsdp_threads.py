@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import data, loss_of, make, wrap_blocks
-from gloo import fake_world
+from gloo import fake_world, script
 from torch import nn
 
 from flatparam import _C
@@ -295,11 +295,7 @@ def end_while_a_thread_waits(folder, rank):
 @pytest.mark.multiprocess
 def test_a_process_may_end_while_a_thread_waits(tmp_path):
     """The thread takes the GIL each second, to see Ctrl-C: where the process ends, that aborted it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    calls = [f"import test_fsdp_threads as test; test.end_while_a_thread_waits({str(tmp_path)!r}, {k})" for k in (0, 1)]
-    ending, other = (
-        subprocess.Popen([sys.executable, "-c", call], env=environment, stdin=subprocess.PIPE) for call in calls
-    )
+    ending, other = (script(end_while_a_thread_waits, str(tmp_path), rank, stdin=subprocess.PIPE) for rank in range(2))
     try:
         assert ending.wait(60.0) == 0
     finally:

@@ -15,6 +15,8 @@ import os
 import pathlib
 import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -77,6 +79,13 @@ def run_ranks(fn, world_size, *args, timeout=120.0, environment=None):
         finally:
             for rank in ranks:
                 rank.end()
+
+
+def script(function, *arguments, **settings):
+    """A process that makes this call and ends as a script does, unlike a rank of ``run_ranks``."""
+    call = f"import {function.__module__} as module; module.{function.__name__}{arguments}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, "-c", call], env=environment, **settings)
 
 
 def ends_of_ranks(fn, world_size, *args, timeout=60.0, environment=None):

@@ -23,7 +23,7 @@ from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..order import settle
 from ..originals import Original
 from ..segment import Segment
-from ..summon import Summoned, summon
+from ..summon import Summoned, summon, surely
 from ..unit import Unit, units_of
 from .before import Before
 from .checked import checked_values
@@ -159,19 +159,13 @@ class ModelStates(Kinds):
     def _end_loadings(self, keeps: bool) -> None:
         with contextlib.ExitStack() as ending:
             for wrapper in self.fsdp_modules(self):
-                ending.callback(wrapper._end_loading, keeps)
+                surely(ending, wrapper._end_loading, keeps)
 
     def _end_loading(self, keeps: bool = True) -> None:
         """``keeps``: what was loaded; else the shards stay as they are."""
         if self._loading is not None:
-            loading = self._loading
-            try:
-                if not keeps:
-                    loading.drop()
-                loading.leave()
-            finally:
-                loading.leave()  # goes on where an exception has ended the first
-                self._loading = None
+            self._loading.leave(keeps)
+            self._loading = None
 
     # Names of torch 1.12
 
