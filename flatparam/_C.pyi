@@ -24,6 +24,7 @@ EVENT_SCALES: int
 EVENT_KINDS: int
 TRACE_BROKEN: int
 TRACE_LOST: int
+TRACE_MISSED: int
 GROUP_SHARD: int
 GROUP_REPLICATE: int
 GROUP_PARAM: int
@@ -228,7 +229,10 @@ class CollectiveTrace:
     always: int
     count: Final[int]
     passes: Final[int]
+    missed: Final[tuple[int, int] | None]
     def note(self, event: SupportsIndex, new_pass: bool, /) -> None: ...
+    def begin(self) -> None: ...
+    def settle(self) -> None: ...
     def join(self, other: CollectiveTrace, /) -> None: ...
     def at(self, index: SupportsIndex, /) -> tuple[int, bool] | None: ...
 

@@ -44,6 +44,9 @@ struct fp_trace {
     uint64_t history;                 /* of all of those */
     uint64_t last;
     int64_t passes;
+    int64_t open;    /* index of the event that was noted and did not begin yet; -1: none */
+    int64_t missed;  /* of the first that was missed; -1: none */
+    uint64_t digest; /* of all that were */
     _Atomic int64_t count;
     _Atomic uint64_t recent[RING];
     mark *mark;
@@ -157,6 +160,7 @@ fp_trace_new(void)
     }
     order->table = fp_calloc(FIRST_ROOM, sizeof *order->table);
     order->room = FIRST_ROOM;
+    order->open = order->missed = -1;
     order->mark = fp_calloc(1, sizeof *order->mark);
     if (order->mark != NULL) {
         order->mark->owners = 1;
@@ -168,9 +172,25 @@ fp_trace_new(void)
     return order;
 }
 
+/* If the event that was noted last did not begin: another one stands in its place. */
+static void
+take_missed(fp_trace *order)
+{
+    if (order->open < 0) {
+        return;
+    }
+    if (order->missed < 0) {
+        order->missed = order->open;
+        order->digest = 0;
+    }
+    order->digest = mix(order->digest, order->last);
+    atomic_store_explicit(&order->recent[order->open % RING], stored(FP_TRACE_MISSED, 0), memory_order_release);
+}
+
 static void
 advance(fp_trace *order, uint64_t next, bool new_pass)
 {
+    take_missed(order);
     if (new_pass) {
         order->before[order->passes % FP_ORDER_PASSES] = order->pass;
         order->passes++;
@@ -182,7 +202,7 @@ advance(fp_trace *order, uint64_t next, bool new_pass)
     }
     order->pass = mix(order->pass, next);
     order->last = next;
-    const int64_t count = fp_trace_count(order);
+    const int64_t count = order->open = fp_trace_count(order);
     atomic_store_explicit(&order->recent[count % RING], next, memory_order_release);
     atomic_store_explicit(&order->count, count + 1, memory_order_release);
 }
@@ -190,7 +210,7 @@ advance(fp_trace *order, uint64_t next, bool new_pass)
 fp_status
 fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *verdict)
 {
-    if (event >> 62 != 0) {
+    if (event >= FP_TRACE_MISSED) {
         return FP_EINVAL;
     }
     const uint64_t next = stored(event, new_pass);
@@ -214,6 +234,29 @@ fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *v
     *verdict = expected == 0 ? FP_ORDER_NEW : expected == next ? FP_ORDER_EXPECTED : FP_ORDER_OTHER;
     advance(order, next, new_pass != 0);
     return FP_OK;
+}
+
+void
+fp_trace_begin(fp_trace *order)
+{
+    order->open = -1;
+}
+
+int
+fp_trace_missed(const fp_trace *order, int64_t *index, uint64_t *digest)
+{
+    if (order->missed < 0) {
+        return 0;
+    }
+    *index = order->missed;
+    *digest = order->digest;
+    return 1;
+}
+
+void
+fp_trace_settle(fp_trace *order)
+{
+    order->missed = -1;
 }
 
 int64_t

@@ -12,6 +12,9 @@
 
 #include "core/fp_status.h"
 
+/* What stands in the place of an event that was noted and did not begin. */
+#define FP_TRACE_MISSED ((UINT64_C(1) << 62) - 1)
+
 enum {
     FP_ORDER_PASSES = 16,   /* how far back the longest memory goes */
     FP_ORDER_RECENT = 4095, /* events that fp_trace_at() finds */
@@ -30,9 +33,17 @@ typedef struct fp_trace fp_trace;
 fp_trace *fp_trace_new(void); /* NULL: no memory */
 void fp_trace_free(fp_trace *order);
 
-/* Take note of an event, below 2**62. new_pass: the first of a pass. *verdict is written with FP_OK only; FP_EINVAL,
- * FP_ENOMEM: nothing has changed. */
+/* Take note of an event, below FP_TRACE_MISSED, that is about to begin. new_pass: the first of a pass. *verdict is written
+ * with FP_OK only; FP_EINVAL, FP_ENOMEM: nothing has changed. */
 fp_status fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *verdict);
+/* The event that was noted last has begun. If this is not said before the next one is noted, the event was missed: an
+ * exception came between. What is expected follows from it all the same, as if it had begun. */
+void fp_trace_begin(fp_trace *order);
+/* Events that were missed since the last fp_trace_settle(): 1, and *index of the first of them and a *digest of all are
+ * written; 0: none. */
+int fp_trace_missed(const fp_trace *order, int64_t *index, uint64_t *digest);
+/* It is known that no process has begun them. */
+void fp_trace_settle(fp_trace *order);
 
 int64_t fp_trace_passes(const fp_trace *order); /* passes that they began */
 

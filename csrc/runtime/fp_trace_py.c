@@ -36,10 +36,13 @@ note(trace_object *self, uint64_t event, int new_pass)
             PyErr_NoMemory();
             return -1;
         default:
-            PyErr_Format(PyExc_ValueError, "expected an event below 2**62, got %llu", (unsigned long long)event);
+            PyErr_Format(PyExc_ValueError, "expected an event below TRACE_MISSED, got %llu", (unsigned long long)event);
             return -1;
     }
-    if (verdict == FP_ORDER_EXPECTED && !fp_trace_broken(self->trace) && !self->always) {
+    int64_t first;
+    uint64_t digest;
+    if (verdict == FP_ORDER_EXPECTED && !fp_trace_broken(self->trace) && !self->always &&
+        !fp_trace_missed(self->trace, &first, &digest)) {
         return 0;
     }
     return call(self->agree, Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass,
@@ -125,6 +128,20 @@ trace_note(trace_object *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
+trace_begin(trace_object *self, PyObject *ignored)
+{
+    fp_trace_begin(self->trace);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+trace_settle(trace_object *self, PyObject *ignored)
+{
+    fp_trace_settle(self->trace);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 trace_at(trace_object *self, PyObject *argument)
 {
     int64_t index;
@@ -149,6 +166,17 @@ static PyObject *
 trace_passes(trace_object *self, void *ignored)
 {
     return PyLong_FromLongLong(fp_trace_passes(self->trace));
+}
+
+static PyObject *
+trace_missed(trace_object *self, void *ignored)
+{
+    int64_t index;
+    uint64_t digest;
+    if (!fp_trace_missed(self->trace, &index, &digest)) {
+        Py_RETURN_NONE;
+    }
+    return Py_BuildValue("LK", (long long)index, (unsigned long long)digest);
 }
 
 static PyObject *
@@ -189,6 +217,12 @@ set_trace_broken(trace_object *self, PyObject *value, void *ignored)
 static PyMethodDef trace_methods[] = {
     {"note", FP_METHOD(trace_note), METH_FASTCALL,
      "note($self, event, new_pass, /)\n--\n\nAn event comes: ask the other ranks, unless all expect it."},
+    {"begin", FP_METHOD(trace_begin), METH_NOARGS,
+     "begin($self, /)\n--\n\nThe event that was noted last has begun. An event of which this was not said when the "
+     "next "
+     "one comes was missed."},
+    {"settle", FP_METHOD(trace_settle), METH_NOARGS,
+     "settle($self, /)\n--\n\nIt is known that no rank has begun what this one has missed."},
     {"at", FP_METHOD(trace_at), METH_O,
      "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
     {"join", FP_METHOD(trace_join), METH_O,
@@ -199,6 +233,11 @@ static PyMethodDef trace_methods[] = {
 static PyGetSetDef trace_getset[] = {
     {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
     {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
+    {"missed", FP_GETTER(trace_missed), NULL,
+     "Events that were missed since the last settle(): (index of the first, digest of all); None: none. Each event "
+     "asks "
+     "then.",
+     NULL},
     {"broken", FP_GETTER(trace_broken), (setter)(void (*)(void))set_trace_broken,
      "TRACE_BROKEN: the ranks do not agree, or one is lost; each event asks then. TRACE_LOST: and something waited for "
      "a collective that was aborted, and has no values. Else 0.",
@@ -252,6 +291,12 @@ before(PyObject *watcher, uint64_t event)
                 new_pass);
 }
 
+static void
+begun(PyObject *watcher)
+{
+    fp_trace_begin(((model_trace_object *)watcher)->trace->trace);
+}
+
 static int
 waiting(PyObject *watcher)
 {
@@ -274,7 +319,7 @@ is_broken(PyObject *watcher)
 }
 
 const fp_group_calls fp_model_trace_calls = {
-    .before = before, .waiting = waiting, .failed = failed, .is_broken = is_broken};
+    .before = before, .begun = begun, .waiting = waiting, .failed = failed, .is_broken = is_broken};
 
 void
 fp_model_trace_begin_pass(PyObject *trace)

@@ -58,6 +58,17 @@ explained(const fp_group *group, Call &&call)
     }
 }
 
+// The collective that was announced is under way, or has ended.
+void
+tell_begun(const fp_group &group)
+{
+    for (PyObject *watcher : group.watchers) {
+        if (watcher != nullptr) {
+            group.calls->begun(watcher);
+        }
+    }
+}
+
 // The work that start begins on the C++ group, or on the one for the host, under the names this torch has. Without the GIL:
 // gloo's threads take it under the lock of the queue that these calls wait for.
 template <class Start>
@@ -67,7 +78,7 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
     TORCH_CHECK(group.device || !is_captured(tensor.device()),
                 "flatparam: a CUDA graph is captured before the first "
                 "collective over a process group, which makes its communicator: run a few steps before");
-    return explained(&group, [&] {
+    c10::intrusive_ptr<c10d::Work> begun = explained(&group, [&] {
         const WithoutGil released;
         const bool on_host = group.host && tensor.is_cpu();
         if (on_host) {
@@ -79,6 +90,8 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
         note_begun(*group.native, work);
         return work;
     });
+    tell_begun(group);
+    return begun;
 }
 
 c10d::ReduceOp
@@ -217,6 +230,7 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
         throw python_error();
     }
     Py_DECREF(result);
+    tell_begun(group);
 }
 
 // Wait for a while; whether the work has ended. What it raises is raised.

@@ -203,9 +203,9 @@ class Segment:
         shard = shard.to(self.device)
         placement = self.placement
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
-        sequence = order.before(self, _C.EVENT_GATHERS_OUTSIDE, self.device)
         for group in groups:
             assert group is not None
+            sequence = order.before(self, _C.EVENT_GATHERS_OUTSIDE, self.device)
             whole = shard.new_empty(shard.numel() * dist.get_world_size(group))
             collectives.all_gather(
                 whole, shard.contiguous(), group, None if sequence is None else sequence.wait_for_values

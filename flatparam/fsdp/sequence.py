@@ -4,7 +4,8 @@ The C core (``_C.CollectiveTrace``) predicts the next collective from those befo
 one asks nobody. Where it comes to another, or nothing is known yet, it asks the others here, through the group's store:
 
 - nothing is known yet, so every rank asks: who comes first says what it does; the others compare, nobody waits;
-- another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked.
+- another one was expected: ranks that do as expected will not ask, so it goes on when all ranks have asked;
+- an exception has kept this rank from a collective that it had come to: it goes on when all ranks say the same.
 
 A rank that did as expected then waits for ranks that never come; a few times a second it looks into the store. Where
 the device waits, as with NCCL, a thread in C looks, and aborts the communicator.
@@ -57,6 +58,7 @@ _WATCHING = 0.5  # seconds between two looks of the thread that looks where wait
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
+_KEPT = "was kept from a collective by an exception"
 _DIFFERENT = ". Every rank must run the same units in the same order, as often"
 _LOST = "What the device was waiting for has no values"
 _TRAINED = ". Set requires_grad alike on every rank"
@@ -173,7 +175,8 @@ class Sequence:
             self._end_without_store(error)
 
     def wait(self, work: dist.Work) -> None:
-        """For a collective. Raises: OrderError, when another rank does not come to it."""
+        """For a collective that has begun. Raises: OrderError, when another rank does not come to it."""
+        self.order.begin()
         board, name = self._board, self._name
         if self.sliced or board is None or name is None:
             self._explained(lambda: wait_in_slices(work, self.sliced, self._look))
@@ -182,6 +185,7 @@ class Sequence:
 
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
+        self.order.begin()
         if self.is_by_device:
             begin = time.monotonic()
 
@@ -233,6 +237,8 @@ class Sequence:
                 one._told_of_loss = True
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
+        if event == _C.TRACE_MISSED:
+            return _Post(self._ranks[self._me], step, event * 2, _KEPT)
         number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
         segment = self.register.segment(number) if event >= _EVENTS else None
         return _Post(
@@ -248,6 +254,10 @@ class Sequence:
         self.raise_if_closed()
         mine = self._post(event, new_pass, self.order.passes)
         try:
+            if self.order.missed is not None:
+                self._settle(*self.order.missed, mine)
+                if alone == 2 and not self.order.always:
+                    return
             first = self._first(index, mine)
             if (first.step, first.event) != (mine.step, mine.event):
                 self._differ(first, mine)
@@ -273,8 +283,30 @@ class Sequence:
             self._store.compare_set("pending", str(index), "")
             self._store.set(f"{index}/go", "1")
             return
+        self._wait_for_keys([f"{index}/go"], index, mine)
+
+    def _settle(self, index: int, digest: int, mine: _Post) -> None:
+        """An exception has kept this rank from collectives, the first at ``index``: no rank may have begun them."""
+        keys = [f"{index}/missed by {rank}" for rank in self._ranks]
+        missed = str(digest)
+        self._store.set(str(index), json.dumps(self._post(_C.TRACE_MISSED, 0, self.order.passes)))
+        self._store.set(keys[self._me], missed)
+        try:
+            self._point_at(index)
+            self._wait_for_keys(keys, index, mine)
+        except BaseException:
+            self._store.delete_key(keys[self._me])  # it will have missed one more
+            raise
+        if any(self._store.compare_set(key, missed, missed).decode() != missed for key in keys):
+            self._break("exceptions have kept the ranks from different collectives")
+        self.order.settle()
+        if self._me == 0:
+            self._asked.append([str(index), *keys])
+
+    def _wait_for_keys(self, keys: list[str], index: int, mine: _Post) -> None:
+        """Until all ranks have answered what is asked at ``index``."""
         begin = looked = now = time.monotonic()
-        while not self._store.check([f"{index}/go"]):
+        while not self._store.check(keys):
             time.sleep(min(_SELDOM, 0.0005 + (now - begin) / 10, max(0.05, begin + self._seconds() - now)))
             self._raise_if_broken()
             now = time.monotonic()
@@ -381,6 +413,9 @@ class Sequence:
 
     def _differ(self, first: _Post, mine: _Post) -> NoReturn:
         one, other = sorted((first, mine))
+        if _KEPT in (one.what, other.what):
+            kept, other = sorted((first, mine), key=lambda post: post.what != _KEPT)
+            self._break(f"{kept}, and {other}")
         if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
             self._break(self._trained_by_one(one, other), _TRAINED)
         forward = self.register.is_in_forward(mine.event // 2 % _EVENTS // _C.EVENT_KINDS)

@@ -1,4 +1,5 @@
-/* test_order.c -- what is expected after what: passes that alternate, repeat in cycles and change; memory that ends. */
+/* test_trace.c -- what is expected after what: passes that alternate, repeat in cycles and change; what was missed; memory that
+ * ends. */
 #include "core/fp_trace.h"
 
 #include "check.h"
@@ -9,6 +10,7 @@ note(fp_trace *order, uint64_t event, int new_pass)
 {
     fp_trace_verdict verdict = FP_ORDER_OTHER;
     CHECK_EQ(fp_trace_note(order, event, new_pass, &verdict), FP_OK);
+    fp_trace_begin(order);
     return verdict;
 }
 
@@ -155,6 +157,56 @@ test_recent_events_are_found(void)
 }
 
 static void
+miss(fp_trace *order, uint64_t event)
+{
+    fp_trace_verdict verdict;
+    CHECK_EQ(fp_trace_note(order, event, 0, &verdict), FP_OK);
+}
+
+static void
+test_what_does_not_begin_was_missed(void)
+{
+    fp_trace *order = fp_trace_new(), *same = fp_trace_new(), *other = fp_trace_new();
+    int64_t index = 77;
+    uint64_t digest = 77, event;
+    int new_pass;
+    CHECK_EQ(pass(order, 0, 3), 4);
+    CHECK_EQ(pass(order, 0, 3), 1);
+    miss(order, 4);
+    CHECK_EQ(fp_trace_missed(order, &index, &digest), 0); /* it may begin yet */
+    CHECK_EQ(index, 77);
+    CHECK(fp_trace_at(order, 8, &event, &new_pass) == 1 && event == 4);
+    note(order, 5, 0);
+    CHECK_EQ(fp_trace_missed(order, &index, &digest), 1);
+    CHECK_EQ(index, 8);
+    CHECK(fp_trace_at(order, 8, &event, &new_pass) == 1 && event == FP_TRACE_MISSED && new_pass == 0);
+    CHECK(fp_trace_at(order, 9, &event, &new_pass) == 1 && event == 5);
+    note(order, 6, 0);
+    uint64_t later = digest;
+    CHECK(fp_trace_missed(order, &index, &later) == 1 && index == 8 && later == digest);
+    fp_trace_settle(order);
+    CHECK_EQ(fp_trace_missed(order, &index, &digest), 0);
+
+    for (uint64_t i = 1; i < 3;
+         i++) { /* those who have missed the same find that they have, and others that they have not */
+        miss(order, i);
+        miss(same, i);
+        miss(other, i == 1 ? 1 : 3);
+    }
+    miss(order, 9);
+    note(same, 9, 0);
+    note(other, 9, 0);
+    uint64_t of_same, of_other;
+    CHECK_EQ(fp_trace_missed(order, &index, &digest), 1);
+    CHECK_EQ(index, 11);
+    CHECK(fp_trace_missed(same, &index, &of_same) && index == 0 && of_same == digest);
+    CHECK(fp_trace_missed(other, &index, &of_other) && of_other != digest);
+    fp_trace_free(order);
+    fp_trace_free(same);
+    fp_trace_free(other);
+}
+
+static void
 test_what_was_joined_breaks_too(void)
 {
     fp_trace *order = fp_trace_new(), *other = fp_trace_new(), *third = fp_trace_new();
@@ -189,7 +241,7 @@ test_what_does_not_fit_changes_nothing(void)
     fp_alloc_fail_at(0);
     fp_trace *order = fp_trace_new();
     fp_trace_verdict verdict = FP_ORDER_EXPECTED;
-    CHECK_EQ(fp_trace_note(order, UINT64_C(1) << 62, 0, &verdict), FP_EINVAL);
+    CHECK_EQ(fp_trace_note(order, FP_TRACE_MISSED, 0, &verdict), FP_EINVAL);
     fp_alloc_fail_at(1); /* the first time that the table grows */
     int64_t i = 0;
     while (fp_trace_note(order, (uint64_t)i, 0, &verdict) == FP_OK && i < 1000) {
@@ -213,6 +265,7 @@ main(void)
     test_what_is_left_out_at_random_costs_a_question_or_two();
     test_verdicts_follow_from_the_events();
     test_recent_events_are_found();
+    test_what_does_not_begin_was_missed();
     test_what_was_joined_breaks_too();
     test_what_does_not_fit_changes_nothing();
     CHECK_EQ(fp_alloc_live(), 0);

@@ -572,26 +572,31 @@ def test_gradients_are_not_given_in_the_middle_of_a_pass():
 
 def test_an_order_asks_before_what_was_not_to_be_expected():
     asked, waits = [], []
+
+    def begin(event, new_pass):
+        order.note(event, new_pass)
+        order.begin()
+
     order = _C.CollectiveTrace(lambda *question: asked.append(question), lambda: waits.append(1), print)
     for _ in range(3):
         for event in range(4):
-            order.note(event, event == 0)
+            begin(event, event == 0)
     assert asked == [(0, 0, 1, 0), (1, 1, 0, 0), (2, 2, 0, 0), (3, 3, 0, 0), (4, 0, 1, 0)]
-    order.note(2, True)
+    begin(2, True)
     assert asked[5:] == [(12, 2, 1, 1)]
     assert (order.count, order.passes, order.at(12), order.at(13)) == (13, 4, (2, True), None)
     assert not waits
     order.broken = 1
-    order.note(3, False)
-    order.note(0, True)
+    begin(3, False)
+    begin(0, True)
     assert len(asked) == 8  # from then on always
 
     order.broken, order.always = 0, 1
-    order.note(1, False)
-    order.note(2, False)
-    order.note(3, False)
-    order.note(0, True)
-    order.note(1, False)
+    begin(1, False)
+    begin(2, False)
+    begin(3, False)
+    begin(0, True)
+    begin(1, False)
     assert asked[-1] == (19, 1, 0, 2)  # though it was expected
 
     def refuse(*question):
@@ -601,6 +606,31 @@ def test_an_order_asks_before_what_was_not_to_be_expected():
     with pytest.raises(KeyError):
         order.note(5, True)
     assert order.count == 1
+
+
+def test_an_order_asks_after_what_did_not_begin_until_it_is_settled():
+    asked = []
+    order = _C.CollectiveTrace(lambda *question: asked.append(question), print, print)
+    for event in (0, 1) * 3:
+        order.note(event, event == 0)
+        order.begin()
+    asked.clear()
+    order.note(0, True)
+    assert (asked, order.missed) == ([], None)  # not yet
+    order.note(1, False)
+    order.begin()
+    index, digest = order.missed
+    assert (index, asked) == (6, [(7, 1, 0, 2)])
+    assert (order.at(6), order.at(7)) == ((_C.TRACE_MISSED, False), (1, False))
+    order.note(0, True)
+    order.note(1, False)
+    assert order.missed[0] == 6
+    assert order.missed[1] != digest
+    order.begin()
+    order.settle()
+    asked.clear()
+    order.note(0, True)
+    assert (asked, order.missed) == ([], None)
 
 
 def test_orders_that_are_refused():
@@ -613,8 +643,8 @@ def test_orders_that_are_refused():
     ):
         with pytest.raises(TypeError):
             call()
-    for event in (-1, 2**62):
-        with pytest.raises(ValueError, match=r"below 2\*\*62"):
+    for event in (-1, _C.TRACE_MISSED):
+        with pytest.raises(ValueError, match="below TRACE_MISSED"):
             order.note(event, False)
     with pytest.raises(TypeError):
         order.at("1")

@@ -1,0 +1,209 @@
+"""An exception between a rank's coming to a collective and its beginning: the others may have begun it, or not.
+
+Where all ranks were kept from it they go on, and train as a model that nobody has interrupted. Where one has begun it
+all ranks are told so before collectives of different units meet.
+"""
+
+import contextlib
+import functools
+import re
+import time
+
+import pytest
+import simulated
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from interrupting import Interrupted
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+from flatparam.fsdp import order
+from flatparam.fsdp.errors import OrderError
+from flatparam.fsdp.sequence import Sequence
+
+pytestmark = pytest.mark.multiprocess
+
+SOON = 8.0  # seconds in which a difference is told
+
+
+class Chain(nn.Module):
+    """Layers of one size, and nothing else: a gather of one fits that of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def made(strategy="FULL_SHARD", **settings):
+    torch.manual_seed(0)
+    chain = Chain()
+    settings |= {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+    for i, layer in enumerate(chain.layers):
+        chain.layers[i] = FSDP(layer, **settings)
+    model = FSDP(chain, **settings)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer, clip=False):
+    optimizer.zero_grad()
+    device = next(model.parameters()).device
+    model(torch.full((2, 4), 1.0 + dist.get_rank(), device=device)).sum().backward()
+    if clip:
+        model.clip_grad_norm_(0.1)
+    optimizer.step()
+
+
+@contextlib.contextmanager
+def raising(where, name, call=1, after=False):
+    """The ``call``-th of ``where.name`` raises; after it has done what it does, or instead."""
+    function, calls = getattr(where, name), []
+
+    @functools.wraps(function)
+    def raises(*args, **kwargs):
+        calls.append(args)
+        if after or len(calls) != call:
+            result = function(*args, **kwargs)
+        if len(calls) == call:
+            raise Interrupted
+        return result
+
+    setattr(where, name, raises)
+    try:
+        with pytest.raises(Interrupted):
+            yield
+    finally:
+        setattr(where, name, function)
+
+
+def in_a_question(model, optimizer):
+    """In the first step ranks ask each other before each collective: rank 1 does not come to its third one."""
+    with raising(Sequence, "_first", 3, after=True) if dist.get_rank() else raising(Sequence, "_look"):
+        step(model, optimizer)
+
+
+def in_clipping(model, optimizer):
+    """Later on only what is new is asked: a step that clips, the second time."""
+    for clip in (False, True, True):
+        step(model, optimizer, clip)
+    with raising(order, "before", after=True) if dist.get_rank() else raising(Sequence, "_look"):
+        step(model, optimizer, clip=True)
+
+
+def on_one_alone(model, optimizer):
+    """The other rank waits for it, and is not interrupted."""
+    for _ in range(3):
+        step(model, optimizer, clip=True)
+    if dist.get_rank():
+        with raising(order, "before", after=True):
+            step(model, optimizer, clip=True)
+        time.sleep(0.5)
+    else:
+        step(model, optimizer, clip=True)
+
+
+def and_the_next_one(model, optimizer):
+    """Rank 1 is interrupted again in what it does next: it has missed two, and rank 0 one."""
+    for _ in range(3):
+        step(model, optimizer, clip=True)
+    with raising(order, "before", after=True):
+        step(model, optimizer, clip=True)
+    if dist.get_rank():
+        with raising(Sequence, "_point_at"):
+            step(model, optimizer)
+
+
+def told(scenario, strategy):
+    begin = time.monotonic()
+    with pytest.raises(OrderError) as raised:  # noqa: PT012
+        model, optimizer = made(strategy, process_group=dist.new_group())  # nobody can use it afterwards
+        scenario(model, optimizer)
+        for _ in range(3):
+            step(model, optimizer)
+    return str(raised.value), time.monotonic() - begin
+
+
+KEPT = "rank 1 was kept from a collective by an exception, and rank 0 "
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO_1"])
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        (in_a_question, KEPT + r".*`layers\.\d`, in step 1"),
+        (in_clipping, KEPT + "clips the gradients of .*, in step 4"),
+        (on_one_alone, KEPT + "clips the gradients of .*, in step 4"),
+        (and_the_next_one, "exceptions have kept the ranks from different collectives"),
+    ],
+)
+def test_all_ranks_are_told_that_one_has_missed_what_another_has_begun(scenario, expected, strategy):
+    results = run_ranks(told, 2, scenario, strategy, timeout=60.0)
+    for text, seconds in results:
+        assert re.search(expected, text), text
+        assert seconds < SOON
+
+
+def told_on_a_device(library):
+    simulated.use(library)
+    model, optimizer = made(process_group=simulated.new_group(), device_id=torch.device("sim", 0))
+    for _ in range(3):
+        step(model, optimizer, clip=True)
+    begin = time.monotonic()
+
+    def go_on():
+        if dist.get_rank():
+            with raising(order, "before", after=True):
+                step(model, optimizer, clip=True)
+        for _ in range(3):
+            step(model, optimizer)
+            sum(param.sum() for param in model.parameters()).item()
+
+    with pytest.raises(OrderError) as raised:
+        go_on()
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_so_they_are_where_the_device_waits():
+    """Rank 0 does as it expects, and its host waits for nothing: a thread finds it."""
+    for text, seconds in run_ranks(told_on_a_device, 2, str(simulated.build()), timeout=60.0):
+        assert re.search(KEPT, text), text
+        assert seconds < SOON
+
+
+WHERE = {
+    "in a question": (Sequence, "_first", 3, False),
+    "after a question": (Sequence, "_first", 3, True),
+    "in the next question": (Sequence, "_point_at", 1, False),
+    "in clipping": (order, "before", 1, True),
+}
+
+
+def going_on(first, then):
+    """``then``: how often it is interrupted."""
+    [model, optimizer], [other, of_other] = made(), made()
+    if first != "in a question":
+        for _ in range(3):
+            step(model, optimizer, clip=True)
+            step(other, of_other, clip=True)
+    for k in range(then):
+        where = first if k == 0 else "in the next question"
+        with raising(*WHERE[where]):
+            step(model, optimizer, clip=first == "in clipping")
+    for k in range(4):
+        step(model, optimizer, clip=k % 2)
+        step(other, of_other, clip=k % 2)
+    with FSDP.summon_full_params(model), FSDP.summon_full_params(other):
+        for param, expected in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("first", ["in a question", "in clipping"])
+@pytest.mark.parametrize("then", [1, 2, 3])
+def test_what_all_ranks_have_missed_they_go_on_after(first, then):
+    run_ranks(going_on, 2, first, then, timeout=60.0)
