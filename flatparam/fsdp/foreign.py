@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .. import _C
 from ..common.after_import import after_import
 from ..common.torch_private import REGISTRY_KEY, TorchsFSDP
-from . import order, torch_calls
+from . import backward_inputs, order, torch_calls
 from .clip import by_group, clip
 from .errors import StateError
 from .names import join
@@ -104,6 +104,7 @@ def watch() -> None:
     _clip_over_ranks()
     _refuse_norms_of_shards()
     torch_calls.watch()
+    backward_inputs.watch()
     _refuse_roots()
     GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
 

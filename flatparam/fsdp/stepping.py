@@ -184,7 +184,8 @@ class Stepping(Wrapper):
         paths = {id(inner): path for path, inner in root.named_modules()}
         for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
-            wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__} at `{path}`")
+            where = f" at `{path}`" if path else ""
+            wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__}{where}")
             if wrapper._unit.apart is not None:
                 raise ValueError(wrapper._unit.apart)
             wrapper._unit.check_filled()

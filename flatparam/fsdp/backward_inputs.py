@@ -1,0 +1,99 @@
+"""Parameters that are given to ``backward(inputs=...)`` and ``torch.autograd.grad``.
+
+A graph has the views of a unit's unsharded data, and no shard: autograd finds no way from a loss to a parameter, and
+would give nothing, in silence. So a parameter stands for the views that its unit has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .owners import owner_of_param, segment_of
+
+if TYPE_CHECKING:
+    from .segment import Segment
+
+
+@functools.cache
+def watch() -> None:
+    """From the first model that is wrapped on."""
+    run: Any = torch.autograd._engine_run_backward
+
+    @functools.wraps(run)
+    def running(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
+        params = [each for each in inputs if isinstance(each, Tensor) and owner_of_param(each) is not None]
+        if not params:
+            return run(outputs, grads, keep, create, inputs, *args, **kwargs)
+        edges = [(param, edge) for param in params for edge in _edges(param)]
+        both = (*inputs, *(edge for _, edge in edges))
+        if kwargs.get("accumulate_grad"):
+            with _no_others(params):
+                return run(outputs, grads, keep, create, both, *args, **kwargs)
+        [allow_unused] = args
+        found = run(outputs, grads, keep, create, both, True, **kwargs)
+        asked, in_units = found[: len(inputs)], found[len(inputs) :]
+        for (param, _), grad in zip(edges, in_units, strict=True):
+            if grad is not None:
+                raise RuntimeError(_refusal(param))
+        unused = [i for i, grad in enumerate(asked) if grad is None]
+        if unused and not allow_unused:
+            raise RuntimeError(
+                f"The differentiated Tensor at index {unused[0]} appears to not have been used in the graph. Set "
+                "allow_unused=True if this is the desired behavior."
+            )
+        return asked
+
+    torch.autograd._engine_run_backward = running  # type: ignore[assignment]
+
+
+def _edges(param: Tensor) -> list[GradientEdge]:
+    """Where the gradients of ``param``, an original or a flat one, come to: views of its unit that have a history."""
+    owner = owner_of_param(param)
+    segment = segment_of(param)
+    assert owner is not None
+    assert segment is not None
+    views = owner[0].step.views()[owner[0].segments.index(segment)]
+    its = zip(segment.originals, views or (), strict=bool(views))
+    return [
+        GradientEdge(view.grad_fn, view.output_nr)
+        for original, view in its
+        if (original.param is param or segment.flat is param) and view.grad_fn is not None
+    ]
+
+
+@contextlib.contextmanager
+def _no_others(params: Sequence[Tensor]) -> Iterator[None]:
+    """The others of a unit, whose gradients come with theirs, are frozen until the backward has ended."""
+    segments: dict[Segment, None] = dict.fromkeys(filter(None, map(segment_of, params)))
+    given = {id(param) for param in params}
+    others = [
+        original.param
+        for segment in segments
+        if id(segment.flat) not in given
+        for original in segment.originals
+        if original.param.requires_grad and id(original.param) not in given
+    ]
+    for param in others:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in others:
+            param.requires_grad_(True)
+
+
+def _refusal(param: Tensor) -> str:
+    owner = owner_of_param(param)
+    assert owner is not None
+    unit, fqn = owner
+    return (
+        f"torch.autograd.grad() was asked for the gradient of `{fqn}` of {unit.name}, which is reduced over ranks into "
+        "the parameter's .grad and given nowhere else: call backward(inputs=[...]) with these parameters"
+    )
