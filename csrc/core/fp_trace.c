@@ -44,9 +44,10 @@ struct fp_trace {
     uint64_t history;                 /* of all of those */
     uint64_t last;
     int64_t passes;
-    int64_t open;    /* index of the event that was noted and did not begin yet; -1: none */
-    int64_t missed;  /* of the first that was missed; -1: none */
-    uint64_t digest; /* of all that were */
+    _Atomic int64_t open; /* index of the event that was noted and did not begin yet; -1: none */
+    bool launched;        /* see fp_trace_launch */
+    int64_t missed;       /* of the first that was missed; -1: none */
+    uint64_t digest;      /* of all that were */
     _Atomic int64_t count;
     _Atomic uint64_t recent[RING];
     mark *mark;
@@ -160,7 +161,8 @@ fp_trace_new(void)
     }
     order->table = fp_calloc(FIRST_ROOM, sizeof *order->table);
     order->room = FIRST_ROOM;
-    order->open = order->missed = -1;
+    atomic_store(&order->open, -1);
+    order->missed = -1;
     order->mark = fp_calloc(1, sizeof *order->mark);
     if (order->mark != NULL) {
         order->mark->owners = 1;
@@ -176,15 +178,16 @@ fp_trace_new(void)
 static void
 take_missed(fp_trace *order)
 {
-    if (order->open < 0) {
+    const int64_t open = atomic_load(&order->open);
+    if (open < 0) {
         return;
     }
     if (order->missed < 0) {
-        order->missed = order->open;
-        order->digest = 0;
+        order->missed = open;
+        order->digest = 1;
     }
-    order->digest = mix(order->digest, order->last);
-    atomic_store_explicit(&order->recent[order->open % RING], stored(FP_TRACE_MISSED, 0), memory_order_release);
+    order->digest = order->launched || order->digest == 0 ? 0 : mix(order->digest, order->last) | 1;
+    atomic_store_explicit(&order->recent[open % RING], stored(FP_TRACE_MISSED, 0), memory_order_release);
 }
 
 static void
@@ -202,7 +205,9 @@ advance(fp_trace *order, uint64_t next, bool new_pass)
     }
     order->pass = mix(order->pass, next);
     order->last = next;
-    const int64_t count = order->open = fp_trace_count(order);
+    order->launched = false;
+    const int64_t count = fp_trace_count(order);
+    atomic_store(&order->open, count);
     atomic_store_explicit(&order->recent[count % RING], next, memory_order_release);
     atomic_store_explicit(&order->count, count + 1, memory_order_release);
 }
@@ -239,7 +244,13 @@ fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *v
 void
 fp_trace_begin(fp_trace *order)
 {
-    order->open = -1;
+    atomic_store(&order->open, -1);
+}
+
+void
+fp_trace_launch(fp_trace *order)
+{
+    order->launched = true;
 }
 
 int
@@ -284,6 +295,15 @@ fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass
     *event = value >> 1;
     *new_pass = (int)(value & 1);
     return 1;
+}
+
+int
+fp_trace_has_begun(const fp_trace *order, int64_t index)
+{
+    uint64_t event;
+    int new_pass;
+    return fp_trace_at(order, index, &event, &new_pass) && event != FP_TRACE_MISSED &&
+           atomic_load(&order->open) != index;
 }
 
 fp_trace_state

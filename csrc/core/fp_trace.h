@@ -39,8 +39,10 @@ fp_status fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_
 /* The event that was noted last has begun. If this is not said before the next one is noted, the event was missed: an
  * exception came between. What is expected follows from it all the same, as if it had begun. */
 void fp_trace_begin(fp_trace *order);
+/* It is begun by code that an exception may leave before or after that. If it was missed, nobody knows whether it has begun. */
+void fp_trace_launch(fp_trace *order);
 /* Events that were missed since the last fp_trace_settle(): 1, and *index of the first of them and a *digest of all are
- * written; 0: none. */
+ * written, which is 0 if one was launched; 0: none. */
 int fp_trace_missed(const fp_trace *order, int64_t *index, uint64_t *digest);
 /* It is known that no process has begun them. */
 void fp_trace_settle(fp_trace *order);
@@ -52,6 +54,9 @@ int64_t fp_trace_count(const fp_trace *order); /* events so far */
 
 /* The event with this index, counted from 0: 1, and *event and *new_pass are written; 0: not yet, or too long ago. */
 int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass);
+
+/* Whether that event has begun. 0 also of one that is not found. */
+int fp_trace_has_begun(const fp_trace *order, int64_t index);
 
 typedef enum {
     FP_TRACE_WHOLE,

@@ -135,6 +135,20 @@ trace_begin(trace_object *self, PyObject *ignored)
 }
 
 static PyObject *
+trace_launch(trace_object *self, PyObject *ignored)
+{
+    fp_trace_launch(self->trace);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+trace_has_begun(trace_object *self, PyObject *argument)
+{
+    int64_t index;
+    return fp_as_int64(argument, &index) < 0 ? NULL : PyBool_FromLong(fp_trace_has_begun(self->trace, index));
+}
+
+static PyObject *
 trace_settle(trace_object *self, PyObject *ignored)
 {
     fp_trace_settle(self->trace);
@@ -221,6 +235,10 @@ static PyMethodDef trace_methods[] = {
      "begin($self, /)\n--\n\nThe event that was noted last has begun. An event of which this was not said when the "
      "next "
      "one comes was missed."},
+    {"launch", FP_METHOD(trace_launch), METH_NOARGS,
+     "launch($self, /)\n--\n\nIt is begun by code that an exception may leave before or after that."},
+    {"has_begun", FP_METHOD(trace_has_begun), METH_O,
+     "has_begun($self, index, /)\n--\n\nWhether the event with this index has begun; False also: not yet or too old."},
     {"settle", FP_METHOD(trace_settle), METH_NOARGS,
      "settle($self, /)\n--\n\nIt is known that no rank has begun what this one has missed."},
     {"at", FP_METHOD(trace_at), METH_O,
@@ -234,7 +252,8 @@ static PyGetSetDef trace_getset[] = {
     {"count", FP_GETTER(trace_count), NULL, "Events so far.", NULL},
     {"passes", FP_GETTER(trace_passes), NULL, "Passes that they began.", NULL},
     {"missed", FP_GETTER(trace_missed), NULL,
-     "Events that were missed since the last settle(): (index of the first, digest of all); None: none. Each event "
+     "Events that were missed since the last settle(): (index of the first, digest of all, 0: one was launched); None: "
+     "none. Each event "
      "asks "
      "then.",
      NULL},

@@ -85,14 +85,19 @@ class Watch {
                            [&](int64_t rank) { return said.count(static_cast<int>(rank)) != 0; });
     }
 
-    // Whether this rank has come to another collective than a rank that asks about it.
+    // Whether this rank has come to another collective than a rank that asks about it, or has begun one that an exception has
+    // kept that rank from.
     bool differs()
     {
         const std::string pending = value_at(*store_, "pending");
         uint64_t event, asked;
         int new_pass;
-        if (pending.empty() || !fp_trace_at(trace_, std::stoll(pending), &event, &new_pass)) {
+        if (pending.empty() || !fp_trace_at(trace_, std::stoll(pending), &event, &new_pass) ||
+            event == FP_TRACE_MISSED) {
             return false;
+        }
+        if (!value_at(*store_, pending + "/kept").empty() && fp_trace_has_begun(trace_, std::stoll(pending))) {
+            return true;
         }
         const std::string post = value_at(*store_, pending); /* [rank, step, event, ... */
         return std::sscanf(post.c_str(), "[%*d, %*d, %" SCNu64, &asked) == 1 &&

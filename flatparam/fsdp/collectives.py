@@ -5,7 +5,7 @@ The C core calls them as ``name(output, input, group)`` and waits for nothing af
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from ..common.collectives import NAMES, torchs
 from ..common.switches import Fakes
 from ..common.torch_private import default_hooks
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
 
 # (namespace, name, torch's function): once one of them is another, the Python way is taken.
 WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
@@ -28,18 +31,21 @@ def _function(kind: str) -> Callable[..., Any]:
     return function
 
 
-def all_gather(
-    output: Tensor, shard: Tensor, group: dist.ProcessGroup, wait: Callable[[dist.Work], None] | None = None
-) -> None:
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, sequence: "Sequence | None" = None) -> None:
     """``shard`` ``[n]`` of every rank into ``output`` ``[world size * n]``, in rank order.
 
-    ``wait``: how to wait for it, where no function of torch's was replaced.
+    ``sequence``: was told of it, and waits for it where no function of torch's was replaced.
     """
     function = _function("all_gather")
-    if wait is not None and any(function is known for _, _, known in WATCHED):
-        wait(function(output, shard, group=group, async_op=True))
+    if sequence is None:
+        function(output, shard, group=group)
+        return
+    sequence.order.launch()
+    if any(function is known for _, _, known in WATCHED):
+        sequence.wait_for_values(function(output, shard, group=group, async_op=True))
     else:
         function(output, shard, group=group)
+        sequence.order.begin()
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:

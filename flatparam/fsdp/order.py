@@ -87,6 +87,7 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
     if sequence is None:
         wait(issue(dist.all_reduce, tensor, op=op, group=group), group, tensor.device)
     else:
+        sequence.order.launch()
         sequence.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 

@@ -207,9 +207,7 @@ class Segment:
             assert group is not None
             sequence = order.before(self, _C.EVENT_GATHERS_OUTSIDE, self.device)
             whole = shard.new_empty(shard.numel() * dist.get_world_size(group))
-            collectives.all_gather(
-                whole, shard.contiguous(), group, None if sequence is None else sequence.wait_for_values
-            )
+            collectives.all_gather(whole, shard.contiguous(), group, sequence)
             shard = whole
         return shard
 

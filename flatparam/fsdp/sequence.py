@@ -14,6 +14,7 @@ the device waits, as with NCCL, a thread in C looks, and aborts the communicator
 import contextlib
 import functools
 import json
+import math
 import re
 import sys
 import threading
@@ -58,10 +59,10 @@ _WATCHING = 0.5  # seconds between two looks of the thread that looks where wait
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
-_KEPT = "was kept from a collective by an exception"
+_KEPT_FOR = 1.0  # seconds before one who asks about what another was kept from is told: it may be kept from it, too
 _DIFFERENT = ". Every rank must run the same units in the same order, as often"
 _LOST = "What the device was waiting for has no values"
-_TRAINED = ". Set requires_grad alike on every rank"
+_TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
 
@@ -237,8 +238,6 @@ class Sequence:
                 one._told_of_loss = True
 
     def _post(self, event: int, new_pass: int, step: int) -> _Post:
-        if event == _C.TRACE_MISSED:
-            return _Post(self._ranks[self._me], step, event * 2, _KEPT)
         number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
         segment = self.register.segment(number) if event >= _EVENTS else None
         return _Post(
@@ -287,25 +286,29 @@ class Sequence:
 
     def _settle(self, index: int, digest: int, mine: _Post) -> None:
         """An exception has kept this rank from collectives, the first at ``index``: no rank may have begun them."""
+        if digest == 0:
+            self._break(f"an exception came as rank {mine.rank} began a collective: nobody knows whether it has")
         keys = [f"{index}/missed by {rank}" for rank in self._ranks]
         missed = str(digest)
-        self._store.set(str(index), json.dumps(self._post(_C.TRACE_MISSED, 0, self.order.passes)))
+        self._store.set(f"{index}/kept", str(mine.rank))
         self._store.set(keys[self._me], missed)
         try:
             self._point_at(index)
-            self._wait_for_keys(keys, index, mine)
+            self._wait_for_keys(keys, index, mine, asks=False)
+            if any(self._store.compare_set(key, missed, missed).decode() != missed for key in keys):
+                self._break("exceptions have kept the ranks from different collectives")
+            self.order.settle()
         except BaseException:
-            self._store.delete_key(keys[self._me])  # it will have missed one more
+            if self.order.missed is not None:
+                self._store.delete_key(keys[self._me])  # it will have missed one more
             raise
-        if any(self._store.compare_set(key, missed, missed).decode() != missed for key in keys):
-            self._break("exceptions have kept the ranks from different collectives")
-        self.order.settle()
         if self._me == 0:
-            self._asked.append([str(index), *keys])
+            self._asked.append([f"{index}", f"{index}/kept", *keys])
 
-    def _wait_for_keys(self, keys: list[str], index: int, mine: _Post) -> None:
-        """Until all ranks have answered what is asked at ``index``."""
+    def _wait_for_keys(self, keys: list[str], index: int, mine: _Post, asks: bool = True) -> None:
+        """Until all ranks have answered what is asked at ``index``, or have been kept from it."""
         begin = looked = now = time.monotonic()
+        kept_since = math.inf
         while not self._store.check(keys):
             time.sleep(min(_SELDOM, 0.0005 + (now - begin) / 10, max(0.05, begin + self._seconds() - now)))
             self._raise_if_broken()
@@ -315,6 +318,10 @@ class Sequence:
                 self._raise_if_lost(now - begin)
                 self._point_at(index)
                 self._answer()
+                if asks and self._store.check([f"{index}/kept"]):
+                    kept_since = min(kept_since, now)
+                    if now - kept_since > _KEPT_FOR:
+                        self._tell_kept(f"{index}", mine)
             if now - begin > self._seconds():
                 self._late(mine)
         self._store.compare_set("pending", str(index), "")  # it may have been pointed at after the answer
@@ -330,12 +337,21 @@ class Sequence:
     def _compare(self, index: str) -> None:
         """Whether this rank did what is asked about, if it has come to it. Raises: OrderError, on every rank."""
         passed = self.order.at(int(index))
-        if passed is not None and self._store.check([index]):
+        if passed is None or passed[0] == _C.TRACE_MISSED:
+            return
+        since = (self.order.at(later) for later in range(int(index) + 1, self.order.count))
+        mine = self._post(*passed, self.order.passes - sum(new_pass for _, new_pass in filter(None, since)))
+        if self.order.has_begun(int(index)) and self._store.check([f"{index}/kept"]):
+            self._tell_kept(index, mine)
+        if self._store.check([index]):
             first = _Post(*json.loads(self._store.get(index)))
-            since = (self.order.at(later) for later in range(int(index) + 1, self.order.count))
-            mine = self._post(*passed, self.order.passes - sum(new_pass for _, new_pass in filter(None, since)))
             if first.event != mine.event:
                 self._differ(first, mine)
+
+    def _tell_kept(self, index: str, mine: _Post) -> NoReturn:
+        """A rank was kept from what this one has begun, or waits for."""
+        rank = self._store.get(f"{index}/kept").decode()
+        self._break(f"rank {rank} was kept from a collective by an exception, and {mine}")
 
     def _forget(self, index: int) -> None:
         """Every rank has asked about ``index``, so nobody will look at what was asked before it."""
@@ -413,9 +429,6 @@ class Sequence:
 
     def _differ(self, first: _Post, mine: _Post) -> NoReturn:
         one, other = sorted((first, mine))
-        if _KEPT in (one.what, other.what):
-            kept, other = sorted((first, mine), key=lambda post: post.what != _KEPT)
-            self._break(f"{kept}, and {other}")
         if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
             self._break(self._trained_by_one(one, other), _TRAINED)
         forward = self.register.is_in_forward(mine.event // 2 % _EVENTS // _C.EVENT_KINDS)

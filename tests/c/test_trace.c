@@ -186,6 +186,8 @@ test_what_does_not_begin_was_missed(void)
     CHECK(fp_trace_missed(order, &index, &later) == 1 && index == 8 && later == digest);
     fp_trace_settle(order);
     CHECK_EQ(fp_trace_missed(order, &index, &digest), 0);
+    CHECK(fp_trace_has_begun(order, 7) && !fp_trace_has_begun(order, 8) && fp_trace_has_begun(order, 10));
+    CHECK(!fp_trace_has_begun(order, 11) && !fp_trace_has_begun(order, -1));
 
     for (uint64_t i = 1; i < 3;
          i++) { /* those who have missed the same find that they have, and others that they have not */
@@ -201,6 +203,17 @@ test_what_does_not_begin_was_missed(void)
     CHECK_EQ(index, 11);
     CHECK(fp_trace_missed(same, &index, &of_same) && index == 0 && of_same == digest);
     CHECK(fp_trace_missed(other, &index, &of_other) && of_other != digest);
+    CHECK_EQ(fp_trace_has_begun(order, 13), 0);
+    fp_trace_launch(order); /* the one that may yet begin */
+    note(order, 9, 0);
+    CHECK(fp_trace_missed(order, &index, &digest) && index == 11 && digest == 0);
+    miss(order, 5);
+    note(order, 9, 0);
+    CHECK(fp_trace_missed(order, &index, &digest) && digest == 0); /* and stays unknown */
+    fp_trace_settle(order);
+    miss(order, 5);
+    note(order, 9, 0);
+    CHECK(fp_trace_missed(order, &index, &digest) && digest != 0);
     fp_trace_free(order);
     fp_trace_free(same);
     fp_trace_free(other);

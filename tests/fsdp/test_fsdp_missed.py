@@ -129,6 +129,32 @@ def told(scenario, strategy):
     return str(raised.value), time.monotonic() - begin
 
 
+def where_the_other_one_asks_too(model, optimizer):
+    """What comes is unexpected, so that rank 0 waits for all who ask, and rank 1 was kept from asking."""
+    for _ in range(4):
+        step(model, optimizer)
+    model.eval()
+    if dist.get_rank():
+        with raising(Sequence, "_first"):
+            loss_of_two(model)
+    loss_of_two(model)
+
+
+def loss_of_two(model):
+    """The layers in another order."""
+    layers = model.module.layers
+    return layers[0](layers[2](torch.ones(2, 4))).sum()
+
+
+def as_it_begins(model, optimizer):
+    """Rank 1 has begun it, and rank 0 has not, and to both the exception comes outside of flatparam."""
+    for _ in range(3):
+        step(model, optimizer, clip=True)
+    where = (Sequence, "wait") if dist.get_rank() else (order, "before", 1, True)
+    with raising(*where):
+        step(model, optimizer, clip=True)
+
+
 KEPT = "rank 1 was kept from a collective by an exception, and rank 0 "
 
 
@@ -139,6 +165,8 @@ KEPT = "rank 1 was kept from a collective by an exception, and rank 0 "
         (in_a_question, KEPT + r".*`layers\.\d`, in step 1"),
         (in_clipping, KEPT + "clips the gradients of .*, in step 4"),
         (on_one_alone, KEPT + "clips the gradients of .*, in step 4"),
+        (where_the_other_one_asks_too, KEPT + r".*`layers\.\d`, in step 5"),
+        (as_it_begins, "an exception came as rank 1 began a collective: nobody knows whether it has"),
         (and_the_next_one, "exceptions have kept the ranks from different collectives"),
     ],
 )
@@ -178,7 +206,6 @@ def test_so_they_are_where_the_device_waits():
 
 WHERE = {
     "in a question": (Sequence, "_first", 3, False),
-    "after a question": (Sequence, "_first", 3, True),
     "in the next question": (Sequence, "_point_at", 1, False),
     "in clipping": (order, "before", 1, True),
 }
@@ -207,3 +234,48 @@ def going_on(first, then):
 @pytest.mark.parametrize("then", [1, 2, 3])
 def test_what_all_ranks_have_missed_they_go_on_after(first, then):
     run_ranks(going_on, 2, first, then, timeout=60.0)
+
+
+def failing(late):
+    """Each rank's first reduction raises, by code of the user, late on rank 1."""
+    model, optimizer = made()
+    failed = []
+
+    def hook(state, gradient, output):
+        if not failed:
+            failed.append(True)
+            time.sleep(late * dist.get_rank())
+            raise ValueError("not yet")
+        dist.reduce_scatter_tensor(output, gradient)
+
+    model.register_comm_hook(None, hook)
+    with pytest.raises(ValueError, match="not yet"):
+        step(model, optimizer)
+    for _ in range(4):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.4, 1.5])
+def test_what_fails_on_all_ranks_they_go_on_after_whoever_is_first(late):
+    run_ranks(failing, 2, late, timeout=60.0)
+
+
+def counted(on):
+    """A user's own function around torch's gathers, on one rank."""
+    model, optimizer = made()
+    step(model, optimizer)
+    names = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
+    before = {name: getattr(dist, name) for name in names}
+    if dist.get_rank() in on:
+        for name, function in before.items():
+            setattr(dist, name, functools.partial(function))
+    values = [model.state_dict() for _ in range(3)]
+    for name, function in before.items():
+        setattr(dist, name, function)
+    step(model, optimizer)
+    assert values[0].keys() == values[2].keys()
+
+
+@pytest.mark.parametrize("on", [(0,), (0, 1)])
+def test_what_functions_of_the_user_begin_is_begun(on):
+    run_ranks(counted, 2, on, timeout=60.0)

@@ -230,7 +230,7 @@ def gathered_rows(segment: Segment, values: Mapping[Held, Any], dtype: torch.dty
         whole.view(torch.uint8) if as_bytes else whole,
         mine.view(torch.uint8) if as_bytes else mine,
         group,
-        None if sequence is None else sequence.wait_for_values,
+        sequence,
     )
     for param, ranges in parts.items():
         found = torch.empty(param.shape, dtype=dtype, device=segment.device)
