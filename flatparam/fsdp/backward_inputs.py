@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
 from .owners import owner_of_param, segment_of
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 @functools.cache
 def watch() -> None:
     """From the first model that is wrapped on."""
-    run: Any = torch.autograd._engine_run_backward
+    run: Any = graph._engine_run_backward
 
     @functools.wraps(run)
     def running(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
-        params = [each for each in inputs if isinstance(each, Tensor) and owner_of_param(each) is not None]
+        params = [param for param in map(_leaf_of, inputs) if param is not None and owner_of_param(param) is not None]
         if not params:
             return run(outputs, grads, keep, create, inputs, *args, **kwargs)
         edges = [(param, edge) for param in params for edge in _edges(param)]
@@ -50,7 +51,13 @@ def watch() -> None:
             )
         return asked
 
-    torch.autograd._engine_run_backward = running  # type: ignore[assignment]
+    for module in (torch.autograd, graph):  # torch.compiler exchanges both, and puts the one of the latter back
+        vars(module)["_engine_run_backward"] = running
+
+
+def _leaf_of(each: Any) -> Tensor | None:
+    """The tensor that is asked for, by itself or by the edge of its gradient, if that may be a parameter."""
+    return each if isinstance(each, Tensor) else getattr(getattr(each, "node", None), "variable", None)
 
 
 def _edges(param: Tensor) -> list[GradientEdge]:

@@ -3,6 +3,8 @@
 Oracle: the same call of the unsharded module, whose gradients are averaged over the ranks.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,3 +148,28 @@ def test_what_is_not_given_stays_as_it_was_after_an_exception():
         loss_of(model, x).backward(inputs=[weight])
         with FSDP.summon_full_params(model, with_grads=True):
             assert [name for name, param in named(model).items() if param.grad is not None] == ["blocks.1.inner.weight"]
+
+
+def edges(params):
+    return [torch.autograd.graph.get_gradient_edge(param) for param in params]
+
+
+def by_edges():
+    """The same by the edges of gradients; and after torch has exchanged, and put back, what runs backwards."""
+    module, model = make(), wrap_blocks(make(), use_orig_params=True)
+    averaged(module, "a unit", 0)
+    loss_of(model, data(0)).backward(inputs=edges(chosen(model, "a unit")))
+    assert_same_grads(model, module)
+    exchange = getattr(torch.compiler, "_patch_engine_backward", contextlib.nullcontext)
+    with exchange():
+        pass
+    averaged(module, "one", 1)
+    loss_of(model, data(1)).backward(inputs=chosen(model, "one"))
+    assert_same_grads(model, module)
+    with pytest.raises(RuntimeError, match="call backward"):
+        torch.autograd.grad(loss_of(model, data(2)), edges(chosen(model, "one")), allow_unused=True)
+
+
+@pytest.mark.multiprocess
+def test_edges_and_what_torch_puts_back():
+    run_ranks(by_edges, 2)
