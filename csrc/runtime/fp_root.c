@@ -121,6 +121,35 @@ root_refresh(fp_root *root, PyObject *ignored)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+/* Whether gradients are reduced follows from how many blocks of no_sync are open. A block is open if its list has an item. */
+static PyObject *
+set_open(fp_root *root, PyObject *block, int open)
+{
+    if (!PyList_Check(block)) {
+        return PyErr_Format(PyExc_TypeError, "expected a list, got %.200s", Py_TYPE(block)->tp_name);
+    }
+    const int before = PyList_GET_SIZE(block) > 0;
+    if (before != open &&
+        (open ? PyList_Append(block, Py_True) : PyList_SetSlice(block, 0, PY_SSIZE_T_MAX, NULL)) < 0) {
+        return NULL;
+    }
+    root->blocks += open - before;
+    root->synchronize = root->blocks == 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+root_begin_no_sync(fp_root *root, PyObject *block)
+{
+    return set_open(root, block, 1);
+}
+
+static PyObject *
+root_end_no_sync(fp_root *root, PyObject *block)
+{
+    return set_open(root, block, 0);
+}
+
 static PyObject *
 root_state(const fp_root *root, void *ignored)
 {
@@ -132,6 +161,10 @@ root_state(const fp_root *root, void *ignored)
 static PyMethodDef root_methods[] = {
     {"tell", FP_METHOD(root_tell), METH_O,
      "tell($self, followers, /)\n--\n\nFrom now on tell these, a tuple of ModelTrace, where passes begin and end."},
+    {"begin_no_sync", FP_METHOD(root_begin_no_sync), METH_O,
+     "begin_no_sync($self, block, /)\n--\n\nGradients are kept and not reduced until block, an empty list, is ended."},
+    {"end_no_sync", FP_METHOD(root_end_no_sync), METH_O,
+     "end_no_sync($self, block, /)\n--\n\nWhat begin_no_sync() began with block ends, if it has not ended yet."},
     {"recover", FP_METHOD(root_recover), METH_NOARGS,
      "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
      "then."},
@@ -148,8 +181,6 @@ static PyGetSetDef root_getset[] = {
 };
 
 static PyMemberDef root_members[] = {
-    {"blocks", Py_T_INT, offsetof(fp_root, blocks), 0, "How many blocks of no_sync are open."},
-    {"synchronize", Py_T_INT, offsetof(fp_root, synchronize), 0, "0: gradients are kept and not reduced."},
     {"always_python", Py_T_INT, offsetof(fp_root, always_python), 0, "1: every collective goes through collectives."},
     {"gathers", Py_T_LONGLONG, offsetof(fp_root, gathers), Py_READONLY, "Gathers of sharded units so far."},
     {"refreshes", Py_T_LONGLONG, offsetof(fp_root, refreshes), Py_READONLY,

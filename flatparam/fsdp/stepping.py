@@ -24,7 +24,7 @@ from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
 from .owners import segment_of
 from .placement import is_grid
-from .summon import Summoned, refuse_unreduced
+from .summon import Summoned, refuse_unreduced, surely
 from .torch_calls import enter_forward, is_never_recomputed
 from .unit import Unit, units_of
 from .wrapper import Wrapper
@@ -248,13 +248,11 @@ class Stepping(Wrapper):
         if self._unit.step.root is None:
             self._lazy_init()
         root: Any = self._unit.step.root
-        root.blocks += 1
-        root.synchronize = 0
-        try:
+        block: list[object] = []
+        with contextlib.ExitStack() as leaving:
+            surely(leaving, root.end_no_sync, block)
+            root.begin_no_sync(block)
             yield
-        finally:
-            root.blocks -= 1
-            root.synchronize = int(root.blocks == 0)
 
     def sync_params(self) -> None:
         """Gather the parameters anew wherever they have changed, into what forward and backward gather from.

@@ -3,6 +3,7 @@
 Oracle: the same steps of a model that nobody has interrupted.
 """
 
+import contextlib
 import linecache
 from pathlib import Path
 
@@ -138,3 +139,28 @@ def test_a_tie_is_told_of_with_gradients_too():
             model.blocks[1].module.inner.weight = model.blocks[0].module.inner.weight
         assert equal([grad for *_, grad in before], [grad for *_, grad in now(model)])
         go_on(model, optimizer)
+
+
+def test_no_sync_ends():
+    def keep(model, bomb):
+        with bomb, model.no_sync(), model.no_sync():
+            pass
+
+    files = [str(INSIDE / "stepping.py")]
+    with fake_world(2):
+        model, optimizer = start()
+        expected = go_on(model, optimizer)
+        listing = Bomb(files)
+        keep(model, listing)
+        chosen = [place for place in listing.places if not is_end_of_with(place, listing.places)]
+        assert len(chosen) > 10
+        for place in chosen:
+            model, optimizer = start()
+            with contextlib.suppress(Interrupted):
+                keep(model, Bomb(files, place))
+            assert equal(expected, go_on(model, optimizer)), place
+        root = model._unit.step.root
+        for call in (root.begin_no_sync, root.end_no_sync):
+            with pytest.raises(TypeError, match="expected a list, got str"):
+                call("no list")
+        assert equal(expected, go_on(*start()))

@@ -622,6 +622,7 @@ def test_an_order_asks_after_what_did_not_begin_until_it_is_settled():
     index, digest = order.missed
     assert (index, asked) == (6, [(7, 1, 0, 2)])
     assert (order.at(6), order.at(7)) == ((_C.TRACE_MISSED, False), (1, False))
+    assert [order.has_begun(i) for i in (5, 6, 7, 8)] == [True, False, True, False]
     order.note(0, True)
     order.note(1, False)
     assert order.missed[0] == 6
@@ -631,6 +632,9 @@ def test_an_order_asks_after_what_did_not_begin_until_it_is_settled():
     asked.clear()
     order.note(0, True)
     assert (asked, order.missed) == ([], None)
+    order.launch()
+    order.note(1, False)
+    assert order.missed[1] == 0  # nobody knows whether it has begun
 
 
 def test_orders_that_are_refused():
@@ -720,7 +724,7 @@ def test_profilers_see_each_unit(capfd):
         phases = ("pre_forward", "forward", "post_forward", "end of backward")
         # the outermost has no parameters, so nothing comes to it after its backward
         for phase in (*phases, "pre_backward", *(("post_backward",) if path else ())):
-            assert names.count(f"flatparam {phase}: the unit of {kind} at `{path}`") == 1, (phase, path, names)
+            assert names.count(f"flatparam {phase}: the unit of {kind}" + f" at `{path}`" * bool(path)) == 1, (phase, path, names)
 
 
 def in_another_thread(call):
