@@ -720,11 +720,11 @@ def test_profilers_see_each_unit(capfd):
     capfd.readouterr()  # the profiler tells when it starts and stops
     names = [event.name for event in taken.events() if event.name.startswith("flatparam ")]
     for path in ("", "0", "1"):
-        kind = "Linear" if path else "Sequential"
+        name = f"the unit of Linear at `{path}`" if path else "the unit of Sequential"
         phases = ("pre_forward", "forward", "post_forward", "end of backward")
         # the outermost has no parameters, so nothing comes to it after its backward
         for phase in (*phases, "pre_backward", *(("post_backward",) if path else ())):
-            assert names.count(f"flatparam {phase}: the unit of {kind}" + f" at `{path}`" * bool(path)) == 1, (phase, path, names)
+            assert names.count(f"flatparam {phase}: {name}") == 1, (phase, path, names)
 
 
 def in_another_thread(call):

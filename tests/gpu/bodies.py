@@ -6,6 +6,7 @@ The oracles: arithmetic on exact values, the same training on the CPU, torch's F
 import contextlib
 import functools
 import gc
+import itertools
 
 import accelerator
 import torch
@@ -127,6 +128,44 @@ def like_others(library):
         where, others = (here.device, group) if accelerator.ON_CUDA else (CPU, dist.group.WORLD)
         model = wrapped(others, where, wrapper=FSDP1, sharding_strategy=Strategy1[strategy.name])
         assert torch.equal(found, losses_of(model, where)), strategy
+
+
+def layered(library):
+    """LAYER_ZERO over inner groups of two ranks gives the CPU's losses, and the same with gradients in host memory."""
+    here = accelerator.use(library)
+    wide = here.new_group(on_host=True), dist.group.WORLD
+    pairs = [[rank, rank + 1] for rank in range(0, dist.get_world_size(), 2)]
+    inner = [(here.new_group(pair), dist.new_group(pair)) for pair in pairs][dist.get_rank() // 2]
+    there, on_cpu = zip(inner, wide, strict=True)
+    modes = (ShardingStrategy.LAYER_ZERO, ShardingStrategy.LAYER_ZERO_NESTED)
+    for strategy, precision in itertools.product(modes, (None, LOW)):
+        settings = {"sharding_strategy": strategy, "mixed_precision": precision}
+        wanted = micro_batches(wrapped(on_cpu, CPU, **settings), CPU)
+        for offload in (False, True):
+            model = wrapped(there, here.device, offload_grads=offload, **settings)
+            found = micro_batches(model, here.device, contextlib.nullcontext if offload else here.no_host_waits)
+            if not offload:
+                on_device = found
+            assert torch.equal(found, on_device), (strategy, precision)
+            close = {"rtol": 1e-4, "atol": 1e-6} if precision is None else {"rtol": 2e-2, "atol": 1e-3}
+            torch.testing.assert_close(found, wanted, **close)
+
+
+def micro_batches(model, device, watched=contextlib.nullcontext, steps=4, count=3):
+    """The losses of steps of some micro-batches each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        inputs = [batch(count * step + k).to(device) for k in range(count)]
+        with watched() if step > 1 else contextlib.nullcontext():
+            for k, x in enumerate(inputs):
+                with model.no_sync() if k < count - 1 else contextlib.nullcontext():
+                    loss = model(x).square().mean()
+                    (loss / count).backward()
+                    losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses).cpu()
 
 
 def beside_each_other(library):
@@ -440,6 +479,7 @@ def one_communicator(library):
 BODIES = (
     steady,
     like_others,
+    layered,
     beside_each_other,
     beside_a_capture,
     packed,
@@ -449,11 +489,14 @@ BODIES = (
     broken_off,
     one_communicator,
 )
-EVERY = [*((body, ranks) for body in BODIES for ranks in (1, 2)), (like_others, 3)]  # which divide by no power of two
+EVERY = [(body, ranks) for body in BODIES for ranks in (1, 2)]
+EVERY += [(like_others, 3), (layered, 4)]  # which divide by no power of two; inner groups that are not all
 
 
 def runs(body, ranks):
-    """What the host does between ranks that share a GPU cannot be captured."""
+    """Inner groups are of two. What the host does between ranks that share a GPU cannot be captured."""
+    if body is layered:
+        return ranks > 2 and ranks % 2 == 0
     return body not in (beside_a_capture, replayed, broken_off) or not accelerator.shared(ranks)
 
 
