@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
 from .owners import owner_of_param, segment_of
-
-if TYPE_CHECKING:
-    from .segment import Segment
+from .summon import surely
 
 
 @functools.cache
@@ -32,7 +30,7 @@ def watch() -> None:
         params = [param for param in map(_leaf_of, inputs) if param is not None and owner_of_param(param) is not None]
         if not params:
             return run(outputs, grads, keep, create, inputs, *args, **kwargs)
-        edges = [(param, edge) for param in params for edge in _edges(param)]
+        edges = _edges(params)
         both = (*inputs, *(edge for _, edge in edges))
         if kwargs.get("accumulate_grad"):
             with _no_others(params):
@@ -60,40 +58,38 @@ def _leaf_of(each: Any) -> Tensor | None:
     return each if isinstance(each, Tensor) else getattr(getattr(each, "node", None), "variable", None)
 
 
-def _edges(param: Tensor) -> list[GradientEdge]:
-    """Where the gradients of ``param``, an original or a flat one, come to: views of its unit that have a history."""
-    owner = owner_of_param(param)
-    segment = segment_of(param)
-    assert owner is not None
-    assert segment is not None
-    views = owner[0].step.views()[owner[0].segments.index(segment)]
-    its = zip(segment.originals, views or (), strict=bool(views))
-    return [
-        GradientEdge(view.grad_fn, view.output_nr)
-        for original, view in its
-        if (original.param is param or segment.flat is param) and view.grad_fn is not None
-    ]
+def _edges(params: Sequence[Tensor]) -> list[tuple[Tensor, GradientEdge]]:
+    """Where the gradients of ``params`` come to: the views of their units that have a history."""
+    given = {id(param) for param in params}
+    found: list[tuple[Tensor, GradientEdge]] = []
+    for unit in dict.fromkeys(owner[0] for owner in map(owner_of_param, params) if owner is not None):
+        for segment, views in zip(unit.segments, unit.step.views(), strict=True):
+            for original, view in zip(segment.originals, views or (), strict=views is not None):
+                param = segment.flat if id(segment.flat) in given else original.param
+                if id(param) in given and view.grad_fn is not None:
+                    found.append((param, GradientEdge(view.grad_fn, view.output_nr)))
+    return found
 
 
 @contextlib.contextmanager
 def _no_others(params: Sequence[Tensor]) -> Iterator[None]:
     """The others of a unit, whose gradients come with theirs, are frozen until the backward has ended."""
-    segments: dict[Segment, None] = dict.fromkeys(filter(None, map(segment_of, params)))
     given = {id(param) for param in params}
     others = [
         original.param
-        for segment in segments
-        if id(segment.flat) not in given
+        for segment in dict.fromkeys(segment for segment in map(segment_of, params) if segment is not None)
         for original in segment.originals
-        if original.param.requires_grad and id(original.param) not in given
+        if original.param.requires_grad and not given & {id(segment.flat), id(original.param)}
     ]
-    for param in others:
-        param.requires_grad_(False)
-    try:
+    with contextlib.ExitStack() as leaving:
+        surely(leaving, _require_grad, others, True)
+        _require_grad(others, False)
         yield
-    finally:
-        for param in others:
-            param.requires_grad_(True)
+
+
+def _require_grad(params: Sequence[Tensor], requires: bool) -> None:
+    for param in params:
+        param.requires_grad_(requires)
 
 
 def _refusal(param: Tensor) -> str:
