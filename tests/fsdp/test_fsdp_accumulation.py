@@ -27,7 +27,9 @@ from flatparam import ShardingStrategy
 
 LAYER_ZERO = ("LAYER_ZERO", "LAYER_ZERO_NESTED")
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO_1")
-TO_DO = r"the unit of \w+( at `.*`)? come from no_sync\(\) and are not reduced .* run the last micro-batch outside of"
+TO_DO = (
+    r"the unit of (Model|\w+ at `.+`) come from no_sync\(\) and are not reduced .* run the last micro-batch outside of"
+)
 CLEARED = {
     "zero_grad": lambda model: model.zero_grad(),
     "zero_grad in place": lambda model: model.zero_grad(set_to_none=False),

@@ -300,7 +300,7 @@ def late():
     begin = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(
-            OrderError, match=r"rank 0 gathers the unit of Chosen.*, in step 4 .* rank 1 came to no collective"
+            OrderError, match=r"rank 0 gathers the unit of Chosen, in step 4 .* rank 1 came to no collective"
         ):
             step(model)
     return time.monotonic() - begin

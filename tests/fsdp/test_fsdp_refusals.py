@@ -232,7 +232,7 @@ def calls():
         with refused("not wrapped to the end", *idle):
             Kept.made[0](torch.ones(1, 2))
         with refused(
-            "the unit of Model.* on cpu, and got an input of shape .4, 3. on the meta device|meta", *idle[::2]
+            "the unit of Model computes on cpu, and got an input of shape .4, 3. on the meta device|meta", *idle[::2]
         ):
             model(data(0).to("meta"))
         with refused("input of shape .2, 3. on the meta device", *idle[::2]):
