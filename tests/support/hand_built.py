@@ -1,0 +1,63 @@
+"""_C.Root and _C.Unit that no model made, with one argument or another changed."""
+
+import torch
+from torch import nn
+
+from flatparam import _C
+from flatparam.fsdp import collectives
+from flatparam.fsdp.outputs import find_tensors
+
+
+def run_of(**changes):
+    arguments = {
+        "backward_prefetch": 1,
+        "forward_prefetch": False,
+        "collectives": collectives,
+        "watched": collectives.WATCHED,
+        "find_tensors": find_tensors,
+    }
+    return _C.Root(**{**arguments, **changes})
+
+
+def part_of(module, **changes):
+    flat = nn.Parameter(torch.arange(8.0))
+    fields = {
+        "entries": ((module, "weight", (2, 3), None, 0), (module, "bias", (2,), None, 6)),
+        "shared": (),
+        "master": flat,
+        "params": None,
+        "pieces": ((0, 8, False),),
+        "numel": 8,
+        "shard_numel": 8,
+        "rank": 0,
+        "shards": 1,
+        "shard_group": None,
+        "replicate_group": None,
+        "before": 1.0,
+        "after": 1.0,
+        "compute": None,
+        "reduce": None,
+        "keep": False,
+        "stays_full": False,
+        "param_rank": 0,
+        "param_shards": 1,
+        "param_group": None,
+        "refresh_group": None,
+        "offloads": False,
+        "full_precision": False,
+        "device": None,
+        "extension": None,
+    }
+    return tuple({**fields, **changes}.values())
+
+
+def step_of(*parts, **changes):
+    arguments = {"name": "unit", "parts": parts, "reshard_after_forward": True, "moved": print, "reason": "freed"}
+    return _C.Unit(**{**arguments, **changes})
+
+
+def module_with(weight=None):
+    module = nn.Linear(3, 2)
+    if weight is not None:
+        module.weight = weight
+    return module
