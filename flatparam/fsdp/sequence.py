@@ -22,7 +22,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,44 +39,17 @@ from ..common.collectives import (
 )
 from . import peers
 from .errors import OrderError, without_store
-from .names import listed
+from .posts import IN_ONE_ORDER, Post, difference, post_of
 from .register import Register, register_of
 
-_KINDS = {
-    _C.EVENT_GATHERS: "gathers",
-    _C.EVENT_REDUCES: "reduces the gradients of",
-    _C.EVENT_GATHERS_OUTSIDE: "gathers, to show or to save it,",
-    _C.EVENT_REDUCES_KEPT: "reduces the gradients, and those kept in no_sync, of",
-    _C.EVENT_AGREES: "compares changes of",
-    _C.EVENT_AGREES_ON_GRADIENTS: "compares, to reduce them, which gradients there are of",
-    _C.EVENT_CLIPS: "clips the gradients of",
-    _C.EVENT_SHOWS_GRADIENTS: "compares, to show them, which gradients there are of",
-    _C.EVENT_SCALES: "looks for infinite gradients of",
-}
-_EVENTS = 2**32 * _C.EVENT_KINDS  # of all units; above them a reduction has a hash of who requires grad
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _WATCHING = 0.5  # seconds between two looks of the thread that looks where waits cannot be cut
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
 _KEPT_FOR = 1.0  # seconds before one who asks about what another was kept from is told: it may be kept from it, too
-_DIFFERENT = ". Every rank must run the same units in the same order, as often"
 _LOST = "What the device was waiting for has no values"
-_TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
-
-
-class _Post(NamedTuple):
-    """What one rank says of its next collective."""
-
-    rank: int
-    step: int
-    event: int
-    what: str
-    trained: str = ""  # of a reduction: whether each parameter requires grad, 1 or 0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.what}"
 
 
 class Sequence:
@@ -237,16 +210,8 @@ class Sequence:
             for one in (self, *self._peers):
                 one._told_of_loss = True
 
-    def _post(self, event: int, new_pass: int, step: int) -> _Post:
-        number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
-        segment = self.register.segment(number) if event >= _EVENTS else None
-        return _Post(
-            self._ranks[self._me],
-            step,
-            event * 2 + new_pass,
-            f"{_KINDS[kind]} {self.register.name(number)}, in step {step}",
-            "" if segment is None else "".join(str(int(segment.trains(each))) for each in segment.originals),
-        )
+    def _post(self, event: int, new_pass: int, step: int) -> Post:
+        return post_of(self.register, self._ranks[self._me], step, event, new_pass)
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
         """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
@@ -272,11 +237,11 @@ class Sequence:
         if alone == 1:
             self._tell(mine)
 
-    def _first(self, index: int, mine: _Post) -> _Post:
+    def _first(self, index: int, mine: Post) -> Post:
         """What the first rank to ask has said."""
-        return _Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
+        return Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
 
-    def _wait_for_all(self, index: int, mine: _Post) -> None:
+    def _wait_for_all(self, index: int, mine: Post) -> None:
         self._point_at(index)
         if self._store.add(f"{index}/asked", 1) == len(self._ranks):
             self._store.compare_set("pending", str(index), "")
@@ -284,7 +249,7 @@ class Sequence:
             return
         self._wait_for_keys([f"{index}/go"], index, mine)
 
-    def _settle(self, index: int, digest: int, mine: _Post) -> None:
+    def _settle(self, index: int, digest: int, mine: Post) -> None:
         """An exception has kept this rank from collectives, the first at ``index``: no rank may have begun them."""
         if digest == 0:
             self._break(f"an exception came as rank {mine.rank} began a collective: nobody knows whether it has")
@@ -305,7 +270,7 @@ class Sequence:
         if self._me == 0:
             self._asked.append([f"{index}", f"{index}/kept", *keys])
 
-    def _wait_for_keys(self, keys: list[str], index: int, mine: _Post, asks: bool = True) -> None:
+    def _wait_for_keys(self, keys: list[str], index: int, mine: Post, asks: bool = True) -> None:
         """Until all ranks have answered what is asked at ``index``, or have been kept from it."""
         begin = looked = now = time.monotonic()
         kept_since = math.inf
@@ -344,11 +309,11 @@ class Sequence:
         if self.order.has_begun(int(index)) and self._store.check([f"{index}/kept"]):
             self._tell_kept(index, mine)
         if self._store.check([index]):
-            first = _Post(*json.loads(self._store.get(index)))
+            first = Post(*json.loads(self._store.get(index)))
             if first.event != mine.event:
                 self._differ(first, mine)
 
-    def _tell_kept(self, index: str, mine: _Post) -> NoReturn:
+    def _tell_kept(self, index: str, mine: Post) -> NoReturn:
         """A rank was kept from what this one has begun, or waits for."""
         rank = self._store.get(f"{index}/kept").decode()
         self._break(f"rank {rank} was kept from a collective by an exception, and {mine}")
@@ -427,30 +392,10 @@ class Sequence:
         if self._store.check(["broken"]):
             self._break(json.loads(self._store.get("broken"))[0])
 
-    def _differ(self, first: _Post, mine: _Post) -> NoReturn:
-        one, other = sorted((first, mine))
-        if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
-            self._break(self._trained_by_one(one, other), _TRAINED)
-        forward = self.register.is_in_forward(mine.event // 2 % _EVENTS // _C.EVENT_KINDS)
-        what = "Forward order differs across ranks" if forward else "the ranks run units in different orders"
-        which = ", of another model" if one.what == other.what and one.event // 2 != other.event // 2 else ""
-        self._break(f"{what}: {one}; {other}{which}")
+    def _differ(self, first: Post, mine: Post) -> NoReturn:
+        self._break(*difference(self.register, first, mine))
 
-    def _trained_by_one(self, one: _Post, other: _Post) -> str:
-        number = one.event // 2 % _EVENTS // _C.EVENT_KINDS
-        segment = self.register.segment(number)
-        names = ["a parameter"] if segment is None else [f"`{original.fqn}`" for original in segment.originals]
-        found = []
-        for post, less in ((one, other), (other, one)):
-            flags = zip(names, post.trained, less.trained, strict=False)
-            alone = [name for name, *trained in flags if trained == ["1", "0"]]
-            if alone:
-                verb = "requires" if len(alone) == 1 else "require"
-                found.append(f"{', '.join(listed(alone))} {verb} grad on rank {post.rank} and not on rank {less.rank}")
-        what = "; ".join(found) or f"requires_grad was not the same on ranks {one.rank} and {other.rank}"
-        return f"the ranks train different parameters of {self.register.name(number)}, in step {one.step}: {what}"
-
-    def _late(self, mine: _Post) -> NoReturn:
+    def _late(self, mine: Post) -> NoReturn:
         """Name the ranks that wait for nothing here: they answer no call."""
         before, begin, limit = self._answers(), time.monotonic(), self._seconds()
         self._calls += 1
@@ -493,7 +438,7 @@ class Sequence:
         limit = _limit(self._backend())
         return max(limit - _LAST_MOMENT, limit / 2)
 
-    def _break(self, reason: str, what_to_do: str = _DIFFERENT, absent: int = 0) -> NoReturn:
+    def _break(self, reason: str, what_to_do: str = IN_ONE_ORDER, absent: int = 0) -> NoReturn:
         """Who is first to find a reason gives it to all, and goes when they have read it: the store may go with it.
 
         ``absent``: how many will not read it, besides those that have ended.
@@ -521,7 +466,7 @@ class Sequence:
     def _is_read(self) -> bool:
         return self._store.check(["readers"]) and int(self._store.get("readers")) >= self._readers
 
-    def _tell(self, mine: _Post) -> None:
+    def _tell(self, mine: Post) -> None:
         """All ranks do another thing than was to be expected: that is legal, and may be what a user looks for."""
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told != mine.step:
             self._told = mine.step

@@ -1,0 +1,79 @@
+"""What a rank says of a collective that it comes to, and, in words, how what two ranks say differs."""
+
+from typing import NamedTuple
+
+from .. import _C
+from .names import listed
+from .register import Register
+
+_KINDS = {
+    _C.EVENT_GATHERS: "gathers",
+    _C.EVENT_REDUCES: "reduces the gradients of",
+    _C.EVENT_GATHERS_OUTSIDE: "gathers, to show or to save it,",
+    _C.EVENT_REDUCES_KEPT: "reduces the gradients, and those kept in no_sync, of",
+    _C.EVENT_AGREES: "compares changes of",
+    _C.EVENT_AGREES_ON_GRADIENTS: "compares, to reduce them, which gradients there are of",
+    _C.EVENT_CLIPS: "clips the gradients of",
+    _C.EVENT_SHOWS_GRADIENTS: "compares, to show them, which gradients there are of",
+    _C.EVENT_SCALES: "looks for infinite gradients of",
+}
+_EVENTS = 2**32 * _C.EVENT_KINDS  # of all units; above them a reduction has a hash of who requires grad
+IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
+_TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
+
+
+class Post(NamedTuple):
+    """What one rank says of a collective that it comes to: ``event`` is twice C's, and 1 more in a new pass."""
+
+    rank: int
+    step: int
+    event: int
+    what: str
+    trained: str = ""  # of a reduction: whether each parameter requires grad, 1 or 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.what}"
+
+
+def post_of(register: Register, rank: int, step: int, event: int, new_pass: int) -> Post:
+    """Of an event of ``_C.CollectiveTrace``, whose units are in ``register``."""
+    number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
+    segment = register.segment(number) if event >= _EVENTS else None
+    return Post(
+        rank,
+        step,
+        event * 2 + new_pass,
+        f"{_KINDS[kind]} {register.name(number)}, in step {step}",
+        "" if segment is None else "".join(str(int(segment.trains(each))) for each in segment.originals),
+    )
+
+
+def difference(register: Register, first: Post, second: Post) -> tuple[str, str]:
+    """How two posts of one collective differ, and what to do."""
+    one, other = sorted((first, second))
+    if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
+        return _trained_by_one(register, one, other), _TRAINED
+    forward = register.is_in_forward(_number(second))
+    what = "Forward order differs across ranks" if forward else "the ranks run units in different orders"
+    which = ", of another model" if one.what == other.what and one.event // 2 != other.event // 2 else ""
+    return f"{what}: {one}; {other}{which}", IN_ONE_ORDER
+
+
+def _trained_by_one(register: Register, one: Post, other: Post) -> str:
+    number = _number(one)
+    segment = register.segment(number)
+    names = ["a parameter"] if segment is None else [f"`{original.fqn}`" for original in segment.originals]
+    found = []
+    for post, less in ((one, other), (other, one)):
+        flags = zip(names, post.trained, less.trained, strict=False)
+        alone = [name for name, *trained in flags if trained == ["1", "0"]]
+        if alone:
+            verb = "requires" if len(alone) == 1 else "require"
+            found.append(f"{', '.join(listed(alone))} {verb} grad on rank {post.rank} and not on rank {less.rank}")
+    what = "; ".join(found) or f"requires_grad was not the same on ranks {one.rank} and {other.rank}"
+    return f"the ranks train different parameters of {register.name(number)}, in step {one.step}: {what}"
+
+
+def _number(post: Post) -> int:
+    """Of the unit, in the register."""
+    return post.event // 2 % _EVENTS // _C.EVENT_KINDS
