@@ -48,6 +48,7 @@ _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than 
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
 _KEPT_FOR = 1.0  # seconds before one who asks about what another was kept from is told: it may be kept from it, too
+_AGAIN = "0"  # said by a rank which an exception has kept from what it said, too
 _LOST = "What the device was waiting for has no values"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
@@ -247,7 +248,7 @@ class Sequence:
             self._store.compare_set("pending", str(index), "")
             self._store.set(f"{index}/go", "1")
             return
-        self._wait_for_keys([f"{index}/go"], index, mine)
+        self._wait_until(lambda: self._store.check([f"{index}/go"]), index, mine)
 
     def _settle(self, index: int, digest: int, mine: Post) -> None:
         """An exception has kept this rank from collectives, the first at ``index``: no rank may have begun them."""
@@ -255,26 +256,35 @@ class Sequence:
             self._break(f"an exception came as rank {mine.rank} began a collective: nobody knows whether it has")
         keys = [f"{index}/missed by {rank}" for rank in self._ranks]
         missed = str(digest)
+        differ_since = math.inf
+
+        def all_have_missed_the_same() -> bool:
+            nonlocal differ_since
+            said = {value.decode() for value in self._store.multi_get(keys)} if self._store.check(keys) else {_AGAIN}
+            now = time.monotonic()
+            differ_since = math.inf if _AGAIN in said or len(said) == 1 else min(differ_since, now)
+            if now - differ_since > _KEPT_FOR:  # until then it may be kept from this one, too
+                self._break("exceptions have kept the ranks from different collectives")
+            return said == {missed}
+
         self._store.set(f"{index}/kept", str(mine.rank))
         self._store.set(keys[self._me], missed)
         try:
             self._point_at(index)
-            self._wait_for_keys(keys, index, mine, asks=False)
-            if any(self._store.compare_set(key, missed, missed).decode() != missed for key in keys):
-                self._break("exceptions have kept the ranks from different collectives")
+            self._wait_until(all_have_missed_the_same, index, mine, asks=False)
             self.order.settle()
         except BaseException:
             if self.order.missed is not None:
-                self._store.delete_key(keys[self._me])  # it will have missed one more
+                self._store.set(keys[self._me], _AGAIN)
             raise
         if self._me == 0:
             self._asked.append([f"{index}", f"{index}/kept", *keys])
 
-    def _wait_for_keys(self, keys: list[str], index: int, mine: Post, asks: bool = True) -> None:
+    def _wait_until(self, answered: Callable[[], bool], index: int, mine: Post, asks: bool = True) -> None:
         """Until all ranks have answered what is asked at ``index``, or have been kept from it."""
         begin = looked = now = time.monotonic()
         kept_since = math.inf
-        while not self._store.check(keys):
+        while not answered():
             time.sleep(min(_SELDOM, 0.0005 + (now - begin) / 10, max(0.05, begin + self._seconds() - now)))
             self._raise_if_broken()
             now = time.monotonic()

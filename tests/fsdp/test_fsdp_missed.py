@@ -61,8 +61,11 @@ def step(model, optimizer, clip=False):
 
 
 @contextlib.contextmanager
-def raising(where, name, call=1, after=False):
-    """The ``call``-th of ``where.name`` raises; after it has done what it does, or instead."""
+def raising(where, name, call=1, after=False, late=0.0):
+    """The ``call``-th of ``where.name`` raises; after it has done what it does, or instead.
+
+    ``late``: for how many seconds it does nothing before.
+    """
     function, calls = getattr(where, name), []
 
     @functools.wraps(function)
@@ -71,6 +74,7 @@ def raising(where, name, call=1, after=False):
         if after or len(calls) != call:
             result = function(*args, **kwargs)
         if len(calls) == call:
+            time.sleep(late)
             raise Interrupted
         return result
 
@@ -211,16 +215,16 @@ WHERE = {
 }
 
 
-def going_on(first, then):
-    """``then``: how often it is interrupted."""
+def going_on(first, then, late):
+    """``then``: how often it is interrupted. ``late``: by how many seconds on rank 0, from the second time on."""
     [model, optimizer], [other, of_other] = made(), made()
     if first != "in a question":
         for _ in range(3):
             step(model, optimizer, clip=True)
             step(other, of_other, clip=True)
     for k in range(then):
-        where = first if k == 0 else "in the next question"
-        with raising(*WHERE[where]):
+        where, seconds = (first, 0.0) if k == 0 else ("in the next question", late * (1 - dist.get_rank()))
+        with raising(*WHERE[where], seconds):
             step(model, optimizer, clip=first == "in clipping")
     for k in range(4):
         step(model, optimizer, clip=k % 2)
@@ -231,9 +235,9 @@ def going_on(first, then):
 
 
 @pytest.mark.parametrize("first", ["in a question", "in clipping"])
-@pytest.mark.parametrize("then", [1, 2, 3])
-def test_what_all_ranks_have_missed_they_go_on_after(first, then):
-    run_ranks(going_on, 2, first, then, timeout=60.0)
+@pytest.mark.parametrize(("then", "late"), [(1, 0.0), (2, 0.0), (3, 0.0), (3, 0.4)])
+def test_what_all_ranks_have_missed_they_go_on_after(first, then, late):
+    run_ranks(going_on, 2, first, then, late, timeout=60.0)
 
 
 def failing(late):
