@@ -302,8 +302,9 @@ fp_trace_has_begun(const fp_trace *order, int64_t index)
 {
     uint64_t event;
     int new_pass;
-    return fp_trace_at(order, index, &event, &new_pass) && event != FP_TRACE_MISSED &&
-           atomic_load(&order->open) != index;
+    return fp_trace_at(order, index, &event, &new_pass) && atomic_load(&order->open) != index &&
+           fp_trace_at(order, index, &event, &new_pass) && /* again: MISSED is written before open */
+           event != FP_TRACE_MISSED;
 }
 
 fp_trace_state

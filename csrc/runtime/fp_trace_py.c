@@ -316,6 +316,12 @@ begun(PyObject *watcher)
     fp_trace_begin(((model_trace_object *)watcher)->trace->trace);
 }
 
+static void
+launched(PyObject *watcher)
+{
+    fp_trace_launch(((model_trace_object *)watcher)->trace->trace);
+}
+
 static int
 waiting(PyObject *watcher)
 {
@@ -337,8 +343,12 @@ is_broken(PyObject *watcher)
     return fp_trace_broken(((model_trace_object *)watcher)->trace->trace);
 }
 
-const fp_group_calls fp_model_trace_calls = {
-    .before = before, .begun = begun, .waiting = waiting, .failed = failed, .is_broken = is_broken};
+const fp_group_calls fp_model_trace_calls = {.before = before,
+                                             .begun = begun,
+                                             .launched = launched,
+                                             .waiting = waiting,
+                                             .failed = failed,
+                                             .is_broken = is_broken};
 
 void
 fp_model_trace_begin_pass(PyObject *trace)

@@ -8,7 +8,9 @@ namespace fp {
 std::string
 value_at(c10d::Store &store, const std::string &key)
 {
-    return store.check({key}) ? store.get_to_str(key) : "";
+    const std::string nothing = "-";
+    std::string said = store.compareSet(key, nothing, nothing); /* which changes nothing, and does not wait for key */
+    return said == nothing ? "" : said;
 }
 
 std::map<int, std::string>

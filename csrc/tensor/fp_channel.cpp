@@ -58,13 +58,13 @@ explained(const fp_group *group, Call &&call)
     }
 }
 
-// The collective that was announced is under way, or has ended.
+// Of the collective that was announced.
 void
-tell_begun(const fp_group &group)
+tell(const fp_group &group, void (*fp_group_calls::*what)(PyObject *watcher))
 {
     for (PyObject *watcher : group.watchers) {
         if (watcher != nullptr) {
-            group.calls->begun(watcher);
+            (group.calls->*what)(watcher);
         }
     }
 }
@@ -90,7 +90,7 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
         note_begun(*group.native, work);
         return work;
     });
-    tell_begun(group);
+    tell(group, &fp_group_calls::begun);
     return begun;
 }
 
@@ -227,10 +227,13 @@ call_python(PyObject *collectives, const char *name, const at::Tensor &output, c
     Py_XDECREF(out);
     Py_XDECREF(in);
     if (result == nullptr) {
+        if (PyErr_ExceptionMatches(PyExc_Exception) == 0) { /* Ctrl-C comes to each rank at another place */
+            tell(group, &fp_group_calls::launched);
+        }
         throw python_error();
     }
     Py_DECREF(result);
-    tell_begun(group);
+    tell(group, &fp_group_calls::begun);
 }
 
 // Wait for a while; whether the work has ended. What it raises is raised.

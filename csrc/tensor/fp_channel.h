@@ -14,14 +14,16 @@ typedef struct fp_group fp_group;
 fp_group *fp_group_new(PyObject *group, const char *name, const char *host_name);
 void fp_group_free(fp_group *group); /* NULL is allowed */
 
-/* What is told of a group's collectives: before each, which it is (see fp_event); that it has begun; and a few times a second
- * while one is waited for, if sliced. before and waiting are called with the GIL held and give 0, or -1 with an exception: then
- * the collective does not begin, or the wait ends. failed: one has, with this message; -1 with an exception to raise instead. is_broken: 1 if
- * those under way may never end. watcher is kept; number: in the events.
+/* What is told of a group's collectives: before each, which it is (see fp_event); that it has begun; that nobody knows
+ * whether it has (launched); and a few times a second while one is waited for, if sliced. before and waiting are called
+ * with the GIL held and give 0, or -1 with an exception: then the collective does not begin, or the wait ends. failed: one
+ * has, with this message; -1 with an exception to raise instead. is_broken: 1 if those under way may never end. watcher is
+ * kept; number: in the events.
  * A group has a first watcher, and may have another one, which is told before it. */
 typedef struct {
     int (*before)(PyObject *watcher, uint64_t event);
     void (*begun)(PyObject *watcher);
+    void (*launched)(PyObject *watcher);
     int (*waiting)(PyObject *watcher);
     int (*failed)(PyObject *watcher, const char *message);
     int (*is_broken)(PyObject *watcher);

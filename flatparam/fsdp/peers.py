@@ -25,6 +25,7 @@ from ..common.collectives import name_in_cpp
 from ..common.torch_private import torch_flat_param
 from .errors import OrderError, without_store
 
+_NOTHING = "-"
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 WITHOUT_STORE = ("fake", "threaded")  # backends of groups whose ranks are not processes
 READING = 2.0  # seconds in which the others read what a rank has to say before it goes
@@ -153,6 +154,12 @@ def own_connection(store: dist.Store) -> dist.Store:
         return store.clone()  # type: ignore[attr-defined, no-any-return]
     except RuntimeError:  # a kind that has none
         return store
+
+
+def value_at(store: dist.Store, key: str) -> str:
+    """What ``store`` has there; empty: nothing. In one call, as another rank may delete it between two."""
+    said = store.compare_set(key, _NOTHING, _NOTHING).decode()  # which changes nothing, and waits for nobody
+    return "" if said == _NOTHING else said
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int], *, takes_long: bool = False) -> None:

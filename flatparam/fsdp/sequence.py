@@ -48,7 +48,7 @@ _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than 
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
 _KEPT_FOR = 1.0  # seconds before one who asks about what another was kept from is told: it may be kept from it, too
-_AGAIN = "0"  # said by a rank which an exception has kept from what it said, too
+_AGAIN = b"0"  # said by a rank which an exception has kept from what it said, too
 _LOST = "What the device was waiting for has no values"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
@@ -71,7 +71,6 @@ class Sequence:
         self.sliced = can_be_cut(backend)
         self._board = peers.board()
         self._unreachable: float | None = None  # since when the store is gone
-        self._questions = 0
         self._asked: list[list[str]] = []  # the keys of those that this rank deletes, oldest first
         self._answered = ""  # the last call of one who is late
         self._calls = 0
@@ -105,6 +104,9 @@ class Sequence:
                 look = functools.partial(self._watch, self._board.native, self._name, prefix)
                 peers.watch(self._board, look, self.has_lost)
         return self._own_store
+
+    def _said(self, key: str) -> str:
+        return peers.value_at(self._store, key)
 
     def _watch(self, board: _C.Board, name: str, prefix: str) -> None:
         """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread in C does.
@@ -227,8 +229,7 @@ class Sequence:
             if (first.step, first.event) != (mine.step, mine.event):
                 self._differ(first, mine)
             waits = alone or self.order.always
-            self._questions += 1
-            if self._questions % len(self._ranks) == self._me:  # each rank deletes its share, once nobody looks at it
+            if index % len(self._ranks) == self._me:  # each rank deletes its share, once nobody looks at it
                 self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
             if waits:
                 self._wait_for_all(index, mine)
@@ -255,27 +256,28 @@ class Sequence:
         if digest == 0:
             self._break(f"an exception came as rank {mine.rank} began a collective: nobody knows whether it has")
         keys = [f"{index}/missed by {rank}" for rank in self._ranks]
-        missed = str(digest)
-        differ_since = math.inf
+        before, since = [b""], math.inf  # what all said in the last look, since when
 
         def all_have_missed_the_same() -> bool:
-            nonlocal differ_since
-            said = {value.decode() for value in self._store.multi_get(keys)} if self._store.check(keys) else {_AGAIN}
-            now = time.monotonic()
-            differ_since = math.inf if _AGAIN in said or len(said) == 1 else min(differ_since, now)
-            if now - differ_since > _KEPT_FOR:  # until then it may be kept from this one, too
+            nonlocal before, since
+            said, now = self._store.multi_get(keys) if self._store.check(keys) else [_AGAIN], time.monotonic()
+            if said != before:
+                before, since = said, now
+            differ = len(set(said)) > 1 and _AGAIN not in said
+            if differ and now - since > _KEPT_FOR:
                 self._break("exceptions have kept the ranks from different collectives")
-            return said == {missed}
+            return not differ and _AGAIN not in said
 
-        self._store.set(f"{index}/kept", str(mine.rank))
-        self._store.set(keys[self._me], missed)
         try:
+            self._store.set(f"{index}/kept", str(mine.rank))
+            self._store.set(keys[self._me], str(digest))
             self._point_at(index)
             self._wait_until(all_have_missed_the_same, index, mine, asks=False)
             self.order.settle()
         except BaseException:
             if self.order.missed is not None:
-                self._store.set(keys[self._me], _AGAIN)
+                with contextlib.suppress(*peers.STORE_ERRORS):
+                    self._store.set(keys[self._me], _AGAIN.decode())
             raise
         if self._me == 0:
             self._asked.append([f"{index}", f"{index}/kept", *keys])
@@ -293,10 +295,10 @@ class Sequence:
                 self._raise_if_lost(now - begin)
                 self._point_at(index)
                 self._answer()
-                if asks and self._store.check([f"{index}/kept"]):
+                if asks and (kept := self._said(f"{index}/kept")):
                     kept_since = min(kept_since, now)
                     if now - kept_since > _KEPT_FOR:
-                        self._tell_kept(f"{index}", mine)
+                        self._tell_kept(kept, mine)
             if now - begin > self._seconds():
                 self._late(mine)
         self._store.compare_set("pending", str(index), "")  # it may have been pointed at after the answer
@@ -311,21 +313,26 @@ class Sequence:
 
     def _compare(self, index: str) -> None:
         """Whether this rank did what is asked about, if it has come to it. Raises: OrderError, on every rank."""
-        passed = self.order.at(int(index))
-        if passed is None or passed[0] == _C.TRACE_MISSED:
+        mine = self._post_at(int(index))
+        if mine is None:
             return
-        since = (self.order.at(later) for later in range(int(index) + 1, self.order.count))
-        mine = self._post(*passed, self.order.passes - sum(new_pass for _, new_pass in filter(None, since)))
-        if self.order.has_begun(int(index)) and self._store.check([f"{index}/kept"]):
-            self._tell_kept(index, mine)
-        if self._store.check([index]):
-            first = Post(*json.loads(self._store.get(index)))
+        if self.order.has_begun(int(index)) and (kept := self._said(f"{index}/kept")):
+            self._tell_kept(kept, mine)
+        if said := self._said(index):
+            first = Post(*json.loads(said))
             if first.event != mine.event:
                 self._differ(first, mine)
 
-    def _tell_kept(self, index: str, mine: Post) -> NoReturn:
-        """A rank was kept from what this one has begun, or waits for."""
-        rank = self._store.get(f"{index}/kept").decode()
+    def _post_at(self, index: int) -> Post | None:
+        """Of what this rank came to there; None: it has not, was kept from it, or it is long ago."""
+        passed = self.order.at(index)
+        if passed is None or passed[0] == _C.TRACE_MISSED:
+            return None
+        since = (self.order.at(later) for later in range(index + 1, self.order.count))
+        return self._post(*passed, self.order.passes - sum(new_pass for _, new_pass in filter(None, since)))
+
+    def _tell_kept(self, rank: str, mine: Post) -> NoReturn:
+        """``rank`` was kept from what this one has begun, or waits for."""
         self._break(f"rank {rank} was kept from a collective by an exception, and {mine}")
 
     def _forget(self, index: int) -> None:
@@ -369,7 +376,7 @@ class Sequence:
                 self._late(self._post(*last, self.order.passes))
 
     def _look_at_question(self) -> None:
-        if self._store.check(["pending"]) and (pending := self._store.get("pending").decode()):
+        if pending := self._said("pending"):
             self._compare(pending)
 
     def _failed(self, message: str) -> None:
@@ -399,8 +406,8 @@ class Sequence:
         raise OrderError(self._reason) from error
 
     def _raise_if_broken(self) -> None:
-        if self._store.check(["broken"]):
-            self._break(json.loads(self._store.get("broken"))[0])
+        if broken := self._said("broken"):
+            self._break(json.loads(broken)[0])
 
     def _differ(self, first: Post, mine: Post) -> NoReturn:
         self._break(*difference(self.register, first, mine))
@@ -423,21 +430,21 @@ class Sequence:
 
     def _raise_if_absent(self) -> None:
         """If a thread in C has found some that are. The host may have come further than the device that waits."""
-        if self._store.check(["absent"]):
-            last = self.order.at(self.order.count - 1)
-            mine = f"rank {self._ranks[self._me]}" if last is None else self._post(*last, self.order.passes)
-            absent = json.loads(self._store.get("absent"))
-            self._break_without(absent, f"{mine}; the device has waited for the others almost until the time-out")
+        if absent := self._said("absent"):
+            last = self.order.count - 1  # what has not begun the device does not wait for
+            mine = self._post_at(last if self.order.has_begun(last) else last - 1)
+            who = mine or f"rank {self._ranks[self._me]}"
+            what = f"{who}; the device has waited for the others almost until the time-out"
+            self._break_without(json.loads(absent), what)
 
     def _answer(self) -> None:
         """Say that this rank waits, if one who is late has asked since."""
-        if self._store.check(["call"]) and (call := self._store.get("call").decode()) != self._answered:
+        if (call := self._said("call")) != self._answered:
             self._answered = call
             self._store.set(f"answer of {self._me}", call)
 
-    def _answers(self) -> list[bytes]:
-        keys = [f"answer of {i}" for i in range(len(self._ranks))]
-        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+    def _answers(self) -> list[str]:
+        return [self._said(f"answer of {i}") for i in range(len(self._ranks))]
 
     def _backend(self) -> Any:
         group = self._group()
@@ -474,7 +481,7 @@ class Sequence:
             self.order.broken = _C.TRACE_BROKEN
 
     def _is_read(self) -> bool:
-        return self._store.check(["readers"]) and int(self._store.get("readers")) >= self._readers
+        return int(self._said("readers") or 0) >= self._readers
 
     def _tell(self, mine: Post) -> None:
         """All ranks do another thing than was to be expected: that is legal, and may be what a user looks for."""

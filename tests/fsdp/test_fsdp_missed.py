@@ -61,8 +61,8 @@ def step(model, optimizer, clip=False):
 
 
 @contextlib.contextmanager
-def raising(where, name, call=1, after=False, late=0.0):
-    """The ``call``-th of ``where.name`` raises; after it has done what it does, or instead.
+def raising(where, name, call=1, after=False, late=0.0, counts=lambda *args: True):
+    """The ``call``-th of ``where.name`` that ``counts`` raises; after it has done what it does, or instead.
 
     ``late``: for how many seconds it does nothing before.
     """
@@ -70,10 +70,12 @@ def raising(where, name, call=1, after=False, late=0.0):
 
     @functools.wraps(function)
     def raises(*args, **kwargs):
-        calls.append(args)
-        if after or len(calls) != call:
+        raises_now = len(calls) == call - 1 and counts(*args)
+        if counts(*args):
+            calls.append(args)
+        if after or not raises_now:
             result = function(*args, **kwargs)
-        if len(calls) == call:
+        if raises_now:
             time.sleep(late)
             raise Interrupted
         return result
@@ -88,7 +90,11 @@ def raising(where, name, call=1, after=False, late=0.0):
 
 def in_a_question(model, optimizer):
     """In the first step ranks ask each other before each collective: rank 1 does not come to its third one."""
-    with raising(Sequence, "_first", 3, after=True) if dist.get_rank() else raising(Sequence, "_look"):
+    if dist.get_rank():
+        interrupted = raising(Sequence, "_first", 3, after=True)
+    else:
+        interrupted = raising(Sequence, "_look", counts=lambda sequence: sequence.order.count == 3)
+    with interrupted:
         step(model, optimizer)
 
 
@@ -159,6 +165,20 @@ def as_it_begins(model, optimizer):
         step(model, optimizer, clip=True)
 
 
+def in_a_hook(model, optimizer):
+    """Of the user, before rank 1 has begun the reduction, and after rank 0 has."""
+    group = model.process_group
+
+    def hook(state, gradient, output):
+        if dist.get_rank() == 0:
+            dist.reduce_scatter_tensor(output, gradient, group=group, async_op=True)
+        raise KeyboardInterrupt
+
+    model.register_comm_hook(None, hook)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer)
+
+
 KEPT = "rank 1 was kept from a collective by an exception, and rank 0 "
 
 
@@ -171,6 +191,7 @@ KEPT = "rank 1 was kept from a collective by an exception, and rank 0 "
         (on_one_alone, KEPT + "clips the gradients of .*, in step 4"),
         (where_the_other_one_asks_too, KEPT + r".*`layers\.\d`, in step 5"),
         (as_it_begins, "an exception came as rank 1 began a collective: nobody knows whether it has"),
+        (in_a_hook, "an exception came as rank [01] began a collective: nobody knows whether it has"),
         (and_the_next_one, "exceptions have kept the ranks from different collectives"),
     ],
 )
@@ -211,21 +232,26 @@ def test_so_they_are_where_the_device_waits():
 WHERE = {
     "in a question": (Sequence, "_first", 3, False),
     "in the next question": (Sequence, "_point_at", 1, False),
+    "as it says what it has missed": (dist.PrefixStore, "set", 2, True),
     "in clipping": (order, "before", 1, True),
 }
 
 
-def going_on(first, then, late):
-    """``then``: how often it is interrupted. ``late``: by how many seconds on rank 0, from the second time on."""
+def going_on(first, then, late, away, where="in the next question"):
+    """``then``: how often it is interrupted, from the second time on ``where``.
+
+    There rank 0 comes to it ``late``, and is ``away`` after it, in seconds.
+    """
     [model, optimizer], [other, of_other] = made(), made()
     if first != "in a question":
         for _ in range(3):
             step(model, optimizer, clip=True)
             step(other, of_other, clip=True)
     for k in range(then):
-        where, seconds = (first, 0.0) if k == 0 else ("in the next question", late * (1 - dist.get_rank()))
-        with raising(*WHERE[where], seconds):
+        again = k > 0 and dist.get_rank() == 0
+        with raising(*WHERE[where if k else first], late * again):
             step(model, optimizer, clip=first == "in clipping")
+        time.sleep(away * again)
     for k in range(4):
         step(model, optimizer, clip=k % 2)
         step(other, of_other, clip=k % 2)
@@ -235,9 +261,17 @@ def going_on(first, then, late):
 
 
 @pytest.mark.parametrize("first", ["in a question", "in clipping"])
-@pytest.mark.parametrize(("then", "late"), [(1, 0.0), (2, 0.0), (3, 0.0), (3, 0.4)])
-def test_what_all_ranks_have_missed_they_go_on_after(first, then, late):
-    run_ranks(going_on, 2, first, then, late, timeout=60.0)
+@pytest.mark.parametrize(
+    ("then", "others"),
+    [
+        *((n, (0.0, 0.0)) for n in (1, 2, 3)),
+        (6, (0.4, 0.0)),
+        (2, (0.0, 2.0)),
+        (2, (0.0, 2.0, "as it says what it has missed")),
+    ],
+)
+def test_what_all_ranks_have_missed_they_go_on_after(first, then, others):
+    run_ranks(going_on, 2, first, then, *others, timeout=60.0)
 
 
 def failing(late):
