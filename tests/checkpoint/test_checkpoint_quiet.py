@@ -82,9 +82,9 @@ def slow(folder):
         counts.append(store.num_keys())
         dist.barrier()
     assert len(set(counts)) == 1, counts
-    store.set_timeout(datetime.timedelta(seconds=1))
+    store.set_timeout(datetime.timedelta(seconds=2))
     if dist.get_rank() == 1:
-        saving.write_file = lambda *arguments: (time.sleep(3), write(*arguments))[1]
+        saving.write_file = lambda *arguments: (time.sleep(5), write(*arguments))[1]
     checkpoint.save(folder / "one", module)
     saving.write_file = write
     checkpoint.load(folder / "one", module)

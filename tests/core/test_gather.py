@@ -1,11 +1,9 @@
 """``_C.Gather``: all-gathers that Python begins without torch's Python, against the ranks' own numbers."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
-from support.gloo import fake_world, run_ranks
+from support.gloo import fake_world, run_ranks, say, wait_until_said
 
 from flatparam import _C
 from flatparam.common.collectives import name_in_cpp
@@ -22,13 +20,14 @@ def _gathers():
     output, shard = torch.zeros(2 * world_size), torch.full((2,), float(rank))
     if rank == 0:
         gather.begin(output, shard)
-        assert not gather.wait()  # the other rank sleeps
+        assert not gather.wait()  # for the other rank, which waits
         assert not gather.is_completed()
         with pytest.raises(RuntimeError, match="under way"):
             gather.begin(output, shard)
         shard.data = torch.full((2,), -1.0)  # what is sent stays what it was
+        say("rank 0 has waited")
     else:
-        time.sleep(1.5)
+        wait_until_said("rank 0 has waited")
         gather.begin(output, shard)
     while not gather.wait():
         pass

@@ -227,7 +227,7 @@ def _stepping_optimizers_of_other_parameters(setting):
 
 
 def test_steps_of_other_optimizers_do_not_count():
-    first, second = run_ranks(_stepping_optimizers_of_other_parameters, 2, Setting("SHARD_GRAD_OP"), timeout=30)
+    first, second = run_ranks(_stepping_optimizers_of_other_parameters, 2, Setting("SHARD_GRAD_OP"), timeout=60)
     assert first == second
 
 

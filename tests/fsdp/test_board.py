@@ -21,8 +21,12 @@ ORDER = (lambda *args: None,) * 3
 def told():
     """A board, and the store that its ranks share."""
     with fake_world(3, store=dist.HashStore()) as world:
-        store = dist.distributed_c10d._get_default_store()
-        yield _C.Board(world.group_name, "here", 2.0, True), dist.PrefixStore("here", store)
+        yield told_in(world)
+
+
+def told_in(world):
+    store = dist.distributed_c10d._get_default_store()
+    return _C.Board(world.group_name, "here", 2.0, True), dist.PrefixStore("here", store)
 
 
 def write_post(store, rank, text):
@@ -94,12 +98,13 @@ def test_one_who_waits_for_long_calls_and_posts_for_all_who_gives_no_sign_of_lif
     store.set("answer of 2", "none yet")
     board.look(0.1, False)
     assert not store.check(["call"])
+    begin = time.monotonic()
     board.look(1.0, False)
     store.set("answer of 2", store.get("call"))
-    board.look(1.0, False)
-    assert board.said() == {}
-    time.sleep(0.9)
-    board.look(1.0, False)
+    while not board.said() and time.monotonic() - begin < 30.0:
+        board.look(1.0, False)
+        time.sleep(0.02)
+    assert time.monotonic() - begin > 0.8  # in which they may answer
     said = "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach"
     assert board.said() == {1: said}
     assert store.get("post 1").decode() == f"1 {said}"
@@ -150,91 +155,26 @@ def test_a_group_without_a_store_is_refused(told):
         dist.distributed_c10d._unregister_process_group("without a store")
 
 
-class Watch:
-    """A thread that watches the world, whose ranks are here in one process."""
-
-    def __init__(self, board, interval=0.01):
-        self.order, self.found = _C.CollectiveTrace(*ORDER), []
-        name = dist.group.WORLD.group_name
-        watched = (self.order, name, "cpu", "there", [0, 1, 2], interval)
-        self._thread = threading.Thread(target=lambda: self.found.append(board.watch(*watched)))
-        self._thread.start()
-        time.sleep(0.1)
-
-    def end(self):
-        self._thread.join(10.0)
-        return self.found
-
-
-def test_a_watch_ends_with_the_board(told):
-    board, _ = told
-    watch = Watch(board)
-    board.stop()
-    assert watch.end() == [False]
-    assert not watch.order.broken
-
-
-def test_a_watch_ends_with_its_group_also_if_another_has_its_name_and_address(told):
-    board, _ = told
-    store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
-    watch = Watch(board)
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
-    store.set("broken", "in the world before")
-    assert watch.end() == [False]
-    assert not watch.order.broken
-
-
-def test_what_a_watch_finds_breaks_all_orders_of_a_model(told):
-    board, _ = told
-    watch, other = Watch(board), _C.CollectiveTrace(*ORDER)
-    watch.order.join(other)
-    dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
-    assert watch.end() == [True]
-    assert watch.order.broken
-    assert other.broken
-
-
-def test_a_watch_finds_a_rank_that_has_come_to_another_collective(told):
-    board, _ = told
-    watch = Watch(board)
-    for event in (7, 8):
-        watch.order.note(event, event == 7)
-    store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
-    store.set("1", '[1, 0, 16, "rank 1 does the same", ""]')
-    store.set("pending", "1")
-    time.sleep(0.1)
-    assert not watch.order.broken
-    store.set("1", '[1, 0, 18, "rank 1 does another thing", ""]')
-    assert watch.end() == [True]
-    assert watch.order.broken
-
-
-def test_a_rank_that_is_lost_is_no_reason_while_nothing_waits_for_it(told):
-    board, store = told
-    watch = Watch(board)
-    write_post(store, 1, "batch 17 is bad")
-    time.sleep(0.1)
-    assert board.said() == {1: "batch 17 is bad"}
-    assert not watch.order.broken
-    board.stop()
-    assert watch.end() == [False]
-
-
-class Flaky(dist.Store):
-    """Cannot be reached when ``fails`` says so; all that a watch asks of a store without numbers to read."""
+class Watched(dist.Store):
+    """Counts a watch's looks, of which the next ``failing`` fail; all that is asked of a store without numbers."""
 
     def __init__(self, store):
         super().__init__()
-        self.store, self.fails = store, False
+        self.store, self.looks, self.failing = store, 0, 0
 
     def check(self, keys):
-        if self.fails:
-            raise RuntimeError("out of reach")
+        if keys[0].endswith("there/broken"):  # first of all
+            self.looks += 1
+            if self.failing > 0:
+                self.failing -= 1
+                raise RuntimeError("out of reach")
         return self.store.check(keys)
 
     def set(self, key, value):
         self.store.set(key, value)
+
+    def compare_set(self, key, expected, desired):
+        return self.store.compare_set(key, expected.decode(), desired.decode())
 
     def add(self, key, number):
         return self.store.add(key, number)
@@ -242,28 +182,110 @@ class Flaky(dist.Store):
     def get(self, key):
         return self.store.get(key)
 
+    def wait_for_looks(self, n):
+        """Until so many more have begun; when the second one has, the first has ended."""
+        begin, wanted = time.monotonic(), self.looks + n
+        while self.looks < wanted:
+            assert time.monotonic() - begin < 30.0
+            time.sleep(0.001)
 
-def test_a_store_that_was_out_of_reach_for_a_moment_is_asked_again():
-    store = Flaky(dist.HashStore())
+
+@pytest.fixture
+def watched():
+    """A board, the store that its ranks share, and what that store is made of."""
+    store = Watched(dist.HashStore())
     with fake_world(3, store=store) as world:
-        watch = Watch(_C.Board(world.group_name, "here", 2.0, True))
-        store.fails = True
-        time.sleep(0.2)
-        store.fails = False
+        yield (*told_in(world), store)
+
+
+class Watch:
+    """A thread that watches the world, whose ranks are here in one process, and has begun to look."""
+
+    def __init__(self, board, store, interval=0.01):
+        self.order, self.found = _C.CollectiveTrace(*ORDER), []
+        name = dist.group.WORLD.group_name
+        watched = (self.order, name, "cpu", "there", [0, 1, 2], interval)
+        self._thread = threading.Thread(target=lambda: self.found.append(board.watch(*watched)))
+        self._thread.start()
+        store.wait_for_looks(1)
+
+    def end(self):
+        self._thread.join(30.0)
+        return self.found
+
+
+def test_a_watch_ends_with_the_board(watched):
+    board, _, store = watched
+    watch = Watch(board, store)
+    board.stop()
+    assert watch.end() == [False]
+    assert not watch.order.broken
+
+
+def test_a_watch_ends_with_its_group_also_if_another_has_its_name_and_address(watched):
+    board, _, of_both = watched
+    store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
+    watch = Watch(board, of_both)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
+    store.set("broken", "in the world before")
+    assert watch.end() == [False]
+    assert not watch.order.broken
+
+
+def test_what_a_watch_finds_breaks_all_orders_of_a_model(watched):
+    board, _, store = watched
+    watch, other = Watch(board, store), _C.CollectiveTrace(*ORDER)
+    watch.order.join(other)
+    dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
+    assert watch.end() == [True]
+    assert watch.order.broken
+    assert other.broken
+
+
+def test_a_watch_finds_a_rank_that_has_come_to_another_collective(watched):
+    board, _, of_both = watched
+    watch = Watch(board, of_both)
+    for event in (7, 8):
+        watch.order.note(event, event == 7)
+    store = dist.PrefixStore("there", dist.distributed_c10d._get_default_store())
+    store.set("1", '[1, 0, 16, "rank 1 does the same", ""]')
+    store.set("pending", "1")
+    of_both.wait_for_looks(2)
+    assert not watch.order.broken
+    store.set("1", '[1, 0, 18, "rank 1 does another thing", ""]')
+    assert watch.end() == [True]
+    assert watch.order.broken
+
+
+def test_a_rank_that_is_lost_is_no_reason_while_nothing_waits_for_it(watched):
+    board, posts, store = watched
+    watch = Watch(board, store)
+    write_post(posts, 1, "batch 17 is bad")
+    store.wait_for_looks(2)
+    assert board.said() == {1: "batch 17 is bad"}
+    assert not watch.order.broken
+    board.stop()
+    assert watch.end() == [False]
+
+
+def test_a_store_that_was_out_of_reach_for_a_moment_is_asked_again(watched):
+    board, _, store = watched
+    watch = Watch(board, store)
+    for _ in range(2):
+        store.failing = 3
+        store.wait_for_looks(4)
         time.sleep(1.2)
-        dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
-        assert watch.end() == [True]
+    dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
+    assert watch.end() == [True]
 
 
-def test_a_store_is_asked_again_however_late_the_next_look_comes():
-    store = Flaky(dist.HashStore())
-    with fake_world(3, store=store) as world:
-        store.fails = True
-        watch = Watch(_C.Board(world.group_name, "here", 2.0, True), interval=1.5)
-        time.sleep(2.0)  # in which it looks once
-        store.fails = False
-        dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
-        assert watch.end() == [True]
+def test_a_store_is_asked_again_however_late_the_next_look_comes(watched):
+    board, _, store = watched
+    store.failing = 1
+    watch = Watch(board, store, interval=1.5)
+    dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
+    assert watch.end() == [True]
 
 
 def test_bad_calls(told):

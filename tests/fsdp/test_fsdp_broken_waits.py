@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Block, data, full_grads, make
-from gloo import note, run_ranks
+from gloo import note, run_ranks, say, wait_until_said
 from layer_zero_ranks import pair
 from torch import nn
 
@@ -19,7 +19,6 @@ from flatparam import ShardingStrategy
 from flatparam.fsdp import peers
 
 pytestmark = pytest.mark.multiprocess
-LATE = 0.8  # seconds
 
 
 class Impatient(nn.Module):
@@ -46,22 +45,28 @@ class Impatient(nn.Module):
 
 @contextlib.contextmanager
 def interrupted():
-    """Rank 0 waits for the others, which are late, and gets a signal meanwhile."""
+    """Rank 0 waits for the others, and gets a signal meanwhile; they come a moment later."""
+    what = f"rank 0 was interrupted, {next(numbers)}"
 
     def interrupt(number, frame):
         raise TimeoutError
 
     if dist.get_rank() > 0:
-        time.sleep(LATE)
+        wait_until_said(what)
+        time.sleep(0.3)
         yield
         return
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, LATE / 8)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        say(what)
+
+
+numbers = itertools.count()
 
 
 def signals():
@@ -102,14 +107,15 @@ def test_a_wait_that_a_signal_ends_goes_on_in_the_next_call():
 
 
 def failures():
-    """A group whose gathers fail after a second, and nobody who says so before."""
+    """A group whose gathers fail after a second, once there are units, and nobody who says so before."""
     peers.WITHOUT_STORE = (*peers.WITHOUT_STORE, "gloo")
     for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (False, True)):
-        group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+        group = dist.new_group(timeout=datetime.timedelta(seconds=30))
         model = make(cls=Impatient)
         arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo, "process_group": group}
         model.block = FSDP(model.block, segments=True, **arguments)
         model = FSDP(model, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=uo)
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)
         dist.barrier()
         if dist.get_rank() == 0:
             with torch.no_grad(), pytest.raises(RuntimeError, match=r"(?i)timeout|timed out|closed"):

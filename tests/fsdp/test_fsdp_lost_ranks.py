@@ -63,7 +63,7 @@ def let_go():
 
 
 def test_a_group_goes_while_a_collective_is_under_way():
-    assert run_ranks(let_go, 2, timeout=20.0) == [True, True]
+    assert run_ranks(let_go, 2, timeout=60.0) == [True, True]
 
 
 def lose(how, who):
@@ -130,7 +130,7 @@ def test_the_others_are_told_why_a_rank_does_not_come(how, who, debug):
         if rank != who or how == "does another thing":
             assert code == 3, ends
             told[rank], seconds = json.loads(said)
-            assert seconds < (5.0 if how == "stops" else 2.0), (seconds, ends)
+            assert seconds < (10.0 if how == "stops" else 6.0), (seconds, ends)  # 3 or 1, but for a busy machine
     assert re.search(LOST[how, who, debug], told[1 if who == 0 else 0]), told
     if (how, who) != ("dies", 0):  # whose process has the store
         assert len(set(told.values())) == 1, told
@@ -153,7 +153,7 @@ def lose_on_a_grid():
 
 
 def test_all_ranks_of_a_grid_are_told_of_an_error_of_one():
-    ends = ends_of_ranks(lose_on_a_grid, 4, timeout=20.0)
+    ends = ends_of_ranks(lose_on_a_grid, 4, timeout=60.0)
     assert [code for code, _, _ in ends] == [3, 3, 3, 1]
     for _, _, said in ends[:3]:
         assert re.match(RAISED.replace("rank 0", "rank 3"), said), ends
@@ -164,12 +164,12 @@ def hold_the_gil():
     model = made(limit=30.0)
     step(model)
     if dist.get_rank():
-        ctypes.PyDLL(None).usleep(3_000_000)
+        ctypes.PyDLL(None).usleep(6_000_000)
     step(model)
 
 
 def test_a_rank_that_is_busy_is_waited_for():
-    run_ranks(hold_the_gil, 2, environment={"FLATPARAM_HEARTBEAT": "1"})
+    run_ranks(hold_the_gil, 2, environment={"FLATPARAM_HEARTBEAT": "3"})
 
 
 def test_a_heartbeat_that_is_no_number_of_seconds_is_refused(monkeypatch):

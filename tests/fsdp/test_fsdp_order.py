@@ -25,7 +25,7 @@ from flatparam.fsdp.sequence import Sequence, _limit
 pytestmark = pytest.mark.multiprocess
 
 LIMIT = 30.0  # seconds that a collective of these groups may take
-SOON = 8.0  # seconds in which a difference is told
+SOON = 12.0  # seconds in which a difference is told
 
 
 class Chosen(nn.Module):

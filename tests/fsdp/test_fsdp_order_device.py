@@ -25,6 +25,8 @@ from flatparam.fsdp.sequence import _WATCHING
 
 pytestmark = pytest.mark.multiprocess
 
+SOON = 10.0  # seconds in which a difference or a loss is told: 1 to 3, but for a busy machine
+
 
 def on_a_device(library, scenario):
     """The device waits, as for NCCL: a thread finds that the ranks differ, and what has been put to it is aborted."""
@@ -49,10 +51,11 @@ def on_a_device(library, scenario):
 @pytest.mark.parametrize("scenario", [1, 2, 4])
 def test_where_the_device_waits_all_ranks_are_told(scenario):
     library = str(simulated.build())
-    assert max(run_ranks(on_a_device, 2, library, scenario)) < 5.0
+    assert max(run_ranks(on_a_device, 2, library, scenario)) < SOON
 
 
-TIME_OUT = 5.0  # seconds, set after a first step: a store may be slow to take a connection
+# Seconds, 2 more than it takes to name who does not come; set after a first step, as a store may be slow to connect to
+TIME_OUT = 8.0
 WAITS = {
     "for the device": lambda device, loss: loss.item(),
     "for the device, with the GIL": lambda device, loss: device.synchronize(with_gil=True),  # as torch.save() does
@@ -106,7 +109,7 @@ def test_where_the_device_waits_for_a_rank_that_is_lost_the_others_are_told(how,
     assert code == 3, ends
     reason, seconds = json.loads(said)
     assert re.search(told, reason), reason
-    assert seconds < 5.0, seconds
+    assert seconds < SOON, seconds
 
 
 def do_not_come(library, before):
@@ -120,7 +123,7 @@ def do_not_come(library, before):
     device.synchronize()
     device.set_time_out(group._get_backend(sim), TIME_OUT)
     if dist.get_rank() == 1:
-        time.sleep(2 * TIME_OUT)
+        time.sleep(TIME_OUT + 5.0)
         os._exit(0)
     begin = time.monotonic()
     try:
@@ -143,7 +146,7 @@ def test_where_the_device_waits_for_a_rank_that_does_not_come_the_others_are_tol
     (reason, seconds), (same, as_long) = json.loads(one), json.loads(other)
     assert re.search(f"rank [02] {before} .*; the device has waited .*: rank 1 came to no collective", reason), reason
     assert same == reason
-    assert max(seconds, as_long) < 2 * TIME_OUT, (seconds, as_long)  # 4.5 s, but for a busy machine
+    assert max(seconds, as_long) < TIME_OUT + 5.0, (seconds, as_long)  # 6 s, but for a busy machine
 
 
 def do_not_come_on_a_grid(library, how):
@@ -167,7 +170,7 @@ def do_not_come_on_a_grid(library, how):
     if me == 3:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(2 * TIME_OUT)
+        time.sleep(TIME_OUT + 5.0)
         os._exit(0)
     begin = time.monotonic()
     try:
@@ -192,14 +195,14 @@ def test_on_a_grid_nobody_is_named_who_waits_for_another(how, told):
     assert [code for code, _, _ in ends] == [3, 3, 3, -9 if how == "dies" else 0], ends
     for reason, seconds in (json.loads(said) for _, _, said in ends[:3]):
         assert re.search(told, reason), ends
-        assert seconds < 2 * TIME_OUT, ends
+        assert seconds < TIME_OUT + 5.0, ends
 
 
 def wait_or_compute(library, waits):
     """What a watch finds within 7 s while the device waits in a wait for a collective, or computes before it."""
     device = simulated.use(library, late="computing")
     sim, group = torch.device("sim", 0), simulated.new_group()
-    device.set_time_out(group._get_backend(sim), TIME_OUT)
+    device.set_time_out(group._get_backend(sim), 5.0)
     board = _C.Board(dist.group.WORLD.group_name, "here", 0.0, True)
     found, name = [], group.group_name
     watched = (_C.CollectiveTrace(*(lambda *args: None,) * 3), name, "sim", "there", [0, 1], 0.1)
@@ -297,4 +300,4 @@ def test_a_rank_that_is_lost_leaves_no_values_to_save(before):
     assert code == 3, said
     reason, seconds = json.loads(said)
     assert re.search("rank 1 has raised an error of its own .*ValueError: batch 17 is bad", reason), reason
-    assert seconds < 5.0, seconds
+    assert seconds < SOON, seconds

@@ -230,7 +230,7 @@ def one_rank_is_wrong(case):
         else:
             with pytest.raises(ValueError, match=rf"rank 1 could not build its unit: \w+: .*{message}"):
                 FSDP(**arguments)
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 10.0
     model = FSDP(nn.Linear(3, 3), sync_module_states=True)
     model(torch.ones(1, 3)).sum().backward()
 
@@ -284,7 +284,7 @@ def nobody_comes():
         ):
             FSDP(nn.Linear(3, 3), mixed_precision=3)
     else:
-        time.sleep(3.0)
+        time.sleep(6.0)
         with pytest.raises(ValueError, match="rank 1 could not build its unit"):
             FSDP(nn.Linear(3, 3))
 

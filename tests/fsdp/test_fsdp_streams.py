@@ -305,7 +305,7 @@ def beside_other_ranks(library):
 
 
 def test_ranks_meet_on_the_host_whatever_else_each_has(library):
-    run_ranks(beside_other_ranks, 2, library, timeout=30.0)
+    run_ranks(beside_other_ranks, 2, library, timeout=60.0)
 
 
 def ends_before_they_meet(library):
@@ -323,7 +323,7 @@ def ends_before_they_meet(library):
 
 
 def test_a_rank_that_ends_before_ranks_meet_on_the_host_is_missed(library):
-    (code, _, told), (lost, _, _) = ends_of_ranks(ends_before_they_meet, 2, library, timeout=30.0)
+    (code, _, told), (lost, _, _) = ends_of_ranks(ends_before_they_meet, 2, library, timeout=60.0)
     assert (code, lost) == (3, 7), told
     assert re.search("the process of rank 1 .* has ended", told)
 

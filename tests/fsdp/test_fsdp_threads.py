@@ -297,7 +297,7 @@ def test_a_process_may_end_while_a_thread_waits(tmp_path):
     """The thread takes the GIL each second, to see Ctrl-C: where the process ends, that aborted it."""
     ending, other = (script(end_while_a_thread_waits, str(tmp_path), rank, stdin=subprocess.PIPE) for rank in range(2))
     try:
-        assert ending.wait(60.0) == 0
+        assert ending.wait(120.0) == 0
     finally:
         ending.kill()
         other.communicate()

@@ -57,6 +57,18 @@ def note(text):
         _note_to.send_bytes(pickle.dumps(("note", str(text))))
 
 
+def say(what):
+    """Let ranks go on that wait until this is said. Through the world's store: no collective takes part."""
+    dist.distributed_c10d._get_default_store().set(f"said: {what}", "")
+
+
+def wait_until_said(what):
+    """Without the store's own wait, which would keep other threads of this rank from it."""
+    store = dist.distributed_c10d._get_default_store()
+    while not store.check([f"said: {what}"]):
+        time.sleep(0.01)
+
+
 checks = []  # what a rank calls when its function has returned
 
 
@@ -88,7 +100,7 @@ def script(function, *arguments, **settings):
     return subprocess.Popen([sys.executable, "-c", call], env=environment, **settings)
 
 
-def ends_of_ranks(fn, world_size, *args, timeout=60.0, environment=None):
+def ends_of_ranks(fn, world_size, *args, timeout=120.0, environment=None):
     """The same for ranks that may raise or die: for each ``(exit code, result or None, what it noted last)``.
 
     Those that are stopped or do not end in time have None for a code.
