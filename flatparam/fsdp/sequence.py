@@ -48,7 +48,7 @@ _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than 
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
 _KEPT_FOR = 1.0  # seconds before one who asks about what another was kept from is told: it may be kept from it, too
-_AGAIN = b"0"  # said by a rank which an exception has kept from what it said, too
+_AGAIN = "0"  # said by a rank which an exception has kept from what it said, too
 _LOST = "What the device was waiting for has no values"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
@@ -256,17 +256,19 @@ class Sequence:
         if digest == 0:
             self._break(f"an exception came as rank {mine.rank} began a collective: nobody knows whether it has")
         keys = [f"{index}/missed by {rank}" for rank in self._ranks]
-        before, since = [b""], math.inf  # what all said in the last look, since when
+        before, since = [""], 0.0  # what all said in the last look, since when
 
         def all_have_missed_the_same() -> bool:
             nonlocal before, since
-            said, now = self._store.multi_get(keys) if self._store.check(keys) else [_AGAIN], time.monotonic()
+            said = [value.decode() for value in self._store.multi_get(keys)] if self._store.check(keys) else [_AGAIN]
             if said != before:
-                before, since = said, now
-            differ = len(set(said)) > 1 and _AGAIN not in said
-            if differ and now - since > _KEPT_FOR:
+                before, since = said, time.monotonic()
+            if _AGAIN in said:
+                return False
+            agree = len(set(said)) == 1
+            if not agree and time.monotonic() - since > _KEPT_FOR:
                 self._break("exceptions have kept the ranks from different collectives")
-            return not differ and _AGAIN not in said
+            return agree
 
         try:
             self._store.set(f"{index}/kept", str(mine.rank))
@@ -277,7 +279,7 @@ class Sequence:
         except BaseException:
             if self.order.missed is not None:
                 with contextlib.suppress(*peers.STORE_ERRORS):
-                    self._store.set(keys[self._me], _AGAIN.decode())
+                    self._store.set(keys[self._me], _AGAIN)
             raise
         if self._me == 0:
             self._asked.append([f"{index}", f"{index}/kept", *keys])
@@ -369,11 +371,11 @@ class Sequence:
         self._raise_if_broken()
         self._raise_if_lost(waited, is_absent)
         self._look_at_question()
-        last = self.order.at(self.order.count - 1)
-        if last is not None:
+        mine = self._post_at(self.order.count - 1)
+        if mine is not None:
             self._answer()
             if waited > self._seconds():
-                self._late(self._post(*last, self.order.passes))
+                self._late(mine)
 
     def _look_at_question(self) -> None:
         if pending := self._said("pending"):

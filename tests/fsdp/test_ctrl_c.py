@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import itertools
 import os
 import pathlib
 import re
@@ -77,17 +76,13 @@ def after_ctrl_c(call, begins=0.3):
 
 def interrupted_first(call, others):
     """Rank 0 is interrupted in ``call``, and goes on; a second later the others come, to ``others``."""
-    what = f"rank 0 was interrupted, {next(numbers)}"
     if dist.get_rank():
-        wait_until_said(what)
+        wait_until_said("rank 0 was interrupted")
         time.sleep(1.0)
         others()
     else:
         after_ctrl_c(call, begins=1.0)
-        say(what)
-
-
-numbers = itertools.count()
+        say("rank 0 was interrupted")
 
 
 def in_vain(waits):

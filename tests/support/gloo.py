@@ -6,6 +6,7 @@ FileStore in a temporary folder and talk over the loopback device: no port is ch
 one thread, because BLAS adds in another order with more.
 """
 
+import collections
 import contextlib
 import ctypes
 import datetime
@@ -57,15 +58,20 @@ def note(text):
         _note_to.send_bytes(pickle.dumps(("note", str(text))))
 
 
+_said = collections.Counter()  # how often each was, or was waited for
+
+
 def say(what):
-    """Let ranks go on that wait until this is said. Through the world's store: no collective takes part."""
-    dist.distributed_c10d._get_default_store().set(f"said: {what}", "")
+    """Let ranks go on that wait until this is said, as often. Through the world's store: no collective takes part."""
+    _said[what] += 1
+    dist.distributed_c10d._get_default_store().set(f"said: {what}, {_said[what]}", "")
 
 
 def wait_until_said(what):
     """Without the store's own wait, which would keep other threads of this rank from it."""
+    _said[what] += 1
     store = dist.distributed_c10d._get_default_store()
-    while not store.check([f"said: {what}"]):
+    while not store.check([f"said: {what}, {_said[what]}"]):
         time.sleep(0.01)
 
 
