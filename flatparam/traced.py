@@ -24,9 +24,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from . import _C
 from .common.layout import FlatLayout
 from .common.torch_private import _pytree
+from .fsdp.foreign import refuse_wrapped
 from .fsdp.names import join
 from .fsdp.placement import averaging_factors
 from .fsdp.wrap import check_not_tied, replace_modules, targets_of
+from .fsdp.wrapper import Wrapper
 
 __all__ = ["TracedUnit", "full_state_dict", "load_full_state_dict", "shard"]
 
@@ -49,9 +51,20 @@ def shard(
     ``parameters()`` are 1-D, one a unit, DTensors sharded over the group: torch's optimizers, ``clip_grad_norm_`` and
     distributed checkpoints take them as they are. Gradients are averaged over the ranks.
     Raises: ValueError naming the parameter, before anything is changed, unless all of a unit are real floating-point
-    ones on one device, of one dtype, and all or none require grad; and for a parameter that two units share.
+    ones on one device, of one dtype, and all or none require grad; for a parameter that two units share, and for a
+    module that holds units already. TypeError for a dtype that is none of floating point.
     """
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"expected {name} to be a floating-point torch.dtype or None, got {dtype!r}")
+    refuse_wrapped(module, ())
+    for path, each in module.named_modules():
+        if isinstance(each, Wrapper | TracedUnit):
+            where = f"`{path}` in it" if path else "it"
+            raise ValueError(f"expected a module without units, {where} is a {type(each).__name__}: shard it as it was")
     group: Any = dist.group.WORLD if process_group is None else process_group
+    if group is None:
+        raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
     targets = {} if auto_wrap_policy is None else targets_of(module, auto_wrap_policy, set(), set(), {})
     check_not_tied(module, targets, set(), set())
     paths: dict[nn.Module, list[str]] = {each: [] for each in module.modules()}
@@ -118,6 +131,7 @@ class TracedUnit(nn.Module):
             self._param_dtype, self._reduce_dtype = param_dtype, reduce_dtype
             self._group = group.group_name, self._ranks
             self._factors = averaging_factors(self._ranks)
+        self._removed = [(owner, name, index[places[key][2]]) for (owner, name), key in named.items()]
         for owner, name in named:
             del owner._parameters[name]
 
@@ -131,6 +145,15 @@ class TracedUnit(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)  # type: ignore[operator]
+
+    def __repr__(self) -> str:
+        for owner, name, i in self._removed:  # modules look at them for what they print
+            owner._parameters[name] = nn.Parameter(torch.empty(self._shapes[i], device="meta"))
+        try:
+            return super().__repr__()
+        finally:
+            for owner, name, _ in self._removed:
+                del owner._parameters[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's."""

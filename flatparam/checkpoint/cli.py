@@ -21,13 +21,13 @@ def parser() -> Parser:
     )
     commands = made.add_subparsers(dest="command", required=True, parser_class=Parser)
     show = commands.add_parser("show", help="print its tensors, where they lie, and how it was saved")
-    check = commands.add_parser("verify", help="read all of it and compare it with its checksums")
+    check = commands.add_parser("verify", help="read all of it, compare it with its checksums if it has any")
     check.add_argument("--finite", action="store_true", help="refuse NaN and infinities, too")
     write = commands.add_parser("export", help="write its model as one safetensors file")
     for command in (show, check, write):
         command.add_argument("path", type=Path, metavar="PATH", help="a folder, a safetensors file or an index")
         command.add_argument("--trusted", action="store_true", help="read torch's .metadata, a pickle: it can run code")
-    write.add_argument("file", type=Path, metavar="FILE", help="the file to write")
+    write.add_argument("file", type=Path, metavar="FILE", help="the file to write; one that is there is replaced")
     write.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
 
@@ -71,7 +71,9 @@ def main(arguments: list[str]) -> int:
         if options.command == "show":
             print(show(options.path, options.trusted))
         elif options.command == "verify":
-            print(f"{verify(options.path, check_finite=options.finite, trusted=options.trusted)}: as it was saved")
+            summary = verify(options.path, check_finite=options.finite, trusted=options.trusted)
+            without_sums = "every byte can be read; it has no checksums, so whether a value has changed is not known"
+            print(f"{summary}: {without_sums if summary.id is None else 'as it was saved'}")
         else:
             print(export(options.path, options.file, trusted=options.trusted, progress=not options.quiet))
     except (CheckpointError, FileError, OSError) as error:

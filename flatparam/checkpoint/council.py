@@ -62,7 +62,11 @@ class Council:
         """
         failed: BaseException | None = None
         if self._store is None:
-            answer = [None, decide([mine]) if error is None else None]
+            answer = [None, None]
+            try:
+                answer[1] = decide([mine]) if error is None else None
+            except Exception as failure:
+                failed = failure
         else:
             told = None if error is None else f"rank {self._me}: {_said(error)}"
             answer, failed = self._exchange(self._store, [told, mine], decide)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from .boxes import check_whole
+from .errors import CheckpointError
 from .files import Chunk, Part, sync_folder, write_file
 from .foreign import open_foreign
 from .index import NAME
@@ -35,11 +36,14 @@ def tensors_of(source: Source) -> Iterator[tuple[str, str, list[Chunk]]]:
 def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted: bool = False) -> Summary:
     """Read every byte of a checkpoint and compare it with its checksums. No collective call.
 
-    Raises: CheckpointError naming file and tensor, FileError, OSError.
+    Files of others have no checksums: that they can be read is all that is known of them then, and the result has no
+    ``id``. Raises: CheckpointError naming file and tensor, FileError, OSError.
     """
     meter = Meter("verify", False)
     source = open_source(path, trusted)
     look: Look | None = partial(refuse_not_finite, source) if check_finite else None
+    if source.index is None and look is None:
+        look = _only_read
     try:
         for _, name, chunks in tensors_of(source):
             check_whole(name, chunks)
@@ -58,9 +62,14 @@ def export(
 ) -> Summary:
     """Write the model of a checkpoint as one safetensors file of whole tensors, one tensor in memory at a time.
 
-    No collective call. The file is there when it is complete. Raises: CheckpointError, FileError, OSError.
+    No collective call. The file is there when it is complete; one that was there is replaced.
+    Raises: CheckpointError, FileError, OSError.
     """
     target = Path(os.path.abspath(file))
+    if target.is_dir():
+        raise CheckpointError(f"{target}: is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent}: there is no such folder; make it first")
     source = open_source(path, trusted)
     meter = Meter("export", progress)
     try:
@@ -85,6 +94,10 @@ def export(
         source.close()
         seconds = meter.close()
     return Summary(str(target), source.index.id if source.index else None, meter.bytes, meter.bytes, seconds)
+
+
+def _only_read(chunk: Chunk, values: torch.Tensor) -> None:
+    pass
 
 
 def _bytes(name: str, chunk: Chunk) -> int:

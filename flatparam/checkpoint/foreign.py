@@ -157,11 +157,20 @@ class Pickled(Foreign):
 
     def __init__(self, folder: Path):
         self._folder = folder
-        with open(folder / METADATA, "rb") as file:
-            metadata: Any = pickle.load(file)
         self._stored: dict[tuple[str, int], Any] = {}
         self._last: tuple[tuple[str, int], Tensor] | None = None
         self._groups: dict[int, dict[str, Any]] = {}
+        try:
+            with open(folder / METADATA, "rb") as file:
+                tensors = self._tensors_of(pickle.load(file))
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # a pickle can raise anything
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{folder / METADATA}: is not what torch writes: {what}") from error
+        self.take(tensors)
+
+    def _tensors_of(self, metadata: Any) -> dict[str, list[Chunk]]:
         tensors: dict[str, list[Chunk]] = {}
         storage = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
         for name, told in metadata.state_dict_metadata.items():
@@ -177,7 +186,7 @@ class Pickled(Foreign):
                 )
                 self._stored[chunk.file, chunk.begin] = info
                 tensors.setdefault(name, []).append(chunk)
-        self.take(tensors)
+        return tensors
 
     def _take_value(self, place: tuple[Any, ...], info: Any) -> bool:
         """Of a group of an optimizer, as ``get_optimizer_state_dict`` names it, flattened or not; else False."""

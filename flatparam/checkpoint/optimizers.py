@@ -42,7 +42,8 @@ class Named:
         self.optimizers = optimizers = labelled(given)
         for label, one in optimizers.items():
             if not (hasattr(one, "param_groups") and hasattr(one, "state")):
-                raise CheckpointError(f"optimizer `{label}` is a {type(one).__name__}, expected an optimizer")
+                which = f"optimizer `{label}`" if isinstance(given, dict | list | tuple) else "optimizer="
+                raise CheckpointError(f"expected {which} to be an optimizer, got a {type(one).__name__}")
         if not optimizers:
             raise CheckpointError("there is no optimizer in the list of them: pass None to have none saved or loaded")
         self.param_groups = [group for one in optimizers.values() for group in one.param_groups]

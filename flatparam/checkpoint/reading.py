@@ -50,6 +50,7 @@ class Source:
                 some = torch.empty(min(SUM_BYTES, end - first) // entry.dtype.itemsize, dtype=entry.dtype, device="cpu")
                 entry.read(first // entry.dtype.itemsize, some)
                 look(chunk, some)
+            return end - begin
         return 0
 
     def name_of(self, chunk: Chunk) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from ..common.torch_private import _init_utils
@@ -31,6 +32,7 @@ def placement_of(
     strategy: ShardingStrategy, process_group: Any, device_mesh: Any, sharding_strategy: Any, placement: Any
 ) -> Placement:
     """The placement that the arguments say. Raises: ValueError for both ways at once."""
+    check_types(device_mesh=device_mesh)
     if placement is None:
         placed = place(strategy, groups_of(strategy, process_group, device_mesh))
         return placed if device_mesh is None else dataclasses.replace(placed, mesh=device_mesh)
@@ -123,6 +125,7 @@ _CLASSES: dict[str, type] = {
     "cpu_offload": CPUOffload,
     "mixed_precision": MixedPrecision,
     "placement": Placement,
+    "device_mesh": DeviceMesh,
 }
 
 

@@ -214,6 +214,8 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
         raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one.")
     if device_mesh is not None:
         return _groups_of_mesh(strategy, device_mesh)
+    if process_group is None and dist.group.WORLD is None:
+        raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
     if is_grid(strategy):
         wide = takes_a_wide_group(strategy)
         lengths = (2, 3) if TABLE[strategy].nested else (2,)
@@ -234,12 +236,9 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
         check_pair(process_group[0], process_group[1], strategy.name)
         return dict(zip(("inner", "wide", "outer"), process_group, strict=False))
     if isinstance(process_group, Sequence):
-        raise TypeError(
-            f"{strategy.name} takes one process group, got {len(process_group)}; a pair is for HYBRID_SHARD"
-        )
-    group = dist.group.WORLD if process_group is None else process_group
-    if group is None:
-        raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
+        got = f"the text {process_group!r}" if isinstance(process_group, str) else len(process_group)
+        raise TypeError(f"{strategy.name} takes one process group, got {got}; a pair is for HYBRID_SHARD")
+    group: Any = dist.group.WORLD if process_group is None else process_group
     if isinstance(group, dist.ProcessGroup) or getattr(group, "size", int)() != 1:  # of one rank, nothing is asked
         _check_groups(group)
     return {"wide": group}
@@ -252,11 +251,16 @@ def groups_of_machine(strategy: ShardingStrategy) -> tuple[Any, Any] | None:
     many ranks as the launcher has started on a machine; if it says nothing, one a device, as torch's class takes it.
     """
     world: Any = dist.group.WORLD
+    if not is_grid(strategy) or world is None:
+        return None
     accelerator = torch.accelerator.current_accelerator()
     devices = getattr(torch, "cpu" if accelerator is None else accelerator.type).device_count()
     said = os.environ.get("LOCAL_WORLD_SIZE")
-    size = int(said or devices)
-    if not is_grid(strategy) or world is None or size < (1 if said else 2) or world.size() % size:
+    try:
+        size = int(said or devices)
+    except ValueError:
+        raise ValueError(f"expected LOCAL_WORLD_SIZE to be the number of this machine's ranks, got {said!r}") from None
+    if size < (1 if said else 2) or world.size() % size:
         return None
     known = _made.setdefault(world, {})
     if ("node", (size,)) not in known:

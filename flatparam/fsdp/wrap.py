@@ -24,6 +24,9 @@ def targets_of(
     """
     if isinstance(policy, _Policy):
         targets = policy._run_policy(root, ignored_modules, dict(arguments))
+    elif isinstance(policy, type):
+        instead = f"ModuleWrapPolicy({{{policy.__name__}}})" if issubclass(policy, nn.Module) else "an object of it"
+        raise TypeError(f"auto_wrap_policy is the class {policy.__name__}: pass {instead}")
     elif callable(policy):
         targets = {
             module: dict(arguments) for module in _ask(root, _with_count(policy), ignored_modules, ignored_params)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import threading
 import time
@@ -178,6 +179,26 @@ def test_new_parents_are_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     checkpoint.save(tmp_path / "a" / "b" / "one", nn.Linear(2, 2))
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(synced)
+
+
+def test_a_file_that_no_export_can_write_is_refused_before_it_reads(tmp_path):
+    checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
+    for file, why in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "no" / "x", "there is no such folder")):
+        with pytest.raises(CheckpointError, match=why):
+            checkpoint.export(tmp_path / "one", file)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_where_nothing_can_be_written_one_process_raises_as_several_do(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"checkpoint.save: .*file"):
+        checkpoint.save(tmp_path / "file" / "one", nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"another": "thing"})])
+def test_metadata_of_others_behind_a_pickle(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    refused(tmp_path, nn.Linear(2, 2), r"\.metadata: is not what torch writes: \w+: ", trusted=True)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path):

@@ -73,7 +73,7 @@ def refused(folder):
             r"`first\.weight` is in .*`a` and in .*`b`",
         ),
         ([both["muon"], both["muon"]], r"`first\.weight` is in the optimizers `0` and in `1`"),
-        ({"a": both["muon"], "b": None}, "`b` is a NoneType, expected an optimizer"),
+        ({"a": both["muon"], "b": None}, "expected optimizer `b` to be an optimizer, got a NoneType"),
         ([], "no optimizer"),
         (both if dist.get_rank() else both["muon"], r"saves the optimizers .* rank 0 "),
     ):

@@ -215,6 +215,10 @@ def test_commands_show_verify_and_export(tmp_path):
     assert (status, "as it was saved" in out) == (0, True)
     status, out, err = command("export", tmp_path / "one", tmp_path / "whole.safetensors", "--quiet")
     assert (status, err) == (0, "")
+    status, out, _ = command("verify", tmp_path / "whole.safetensors")
+    read = sum(tensor.nbytes for tensor in load_file(tmp_path / "whole.safetensors").values())
+    assert (status, "as it was saved" in out, "it has no checksums" in out) == (0, False, True)
+    assert checkpoint.verify(tmp_path / "whole.safetensors").bytes == read
     module = Odd()
     module.load_state_dict(load_file(tmp_path / "whole.safetensors"))
     for name, value in wanted.items():

@@ -380,6 +380,11 @@ def refusals_of_grids():
             pytest.raises(ValueError, match=r"shard group, replicate group.*LOCAL_WORLD_SIZE"),
         ):
             FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=always_wrap_policy)
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "many"}),
+        pytest.raises(ValueError, match=r"expected LOCAL_WORLD_SIZE .* got 'many'"),
+    ):
+        FSDP(make(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=always_wrap_policy)
     with pytest.raises(ValueError, match="LAYER_ZERO: the zero1 group must hold the zero3 group"):
         FSDP(make(), sharding_strategy=ShardingStrategy.LAYER_ZERO, process_group=groups)
     with pytest.raises(ValueError, match="Placement: the zero1 group must hold the zero3 group"):

@@ -83,10 +83,27 @@ def arguments():
         FSDP(make(), backward_prefetch="pre")
     with refused("auto_wrap_policy", TypeError):
         FSDP(make(), auto_wrap_policy={Block})
+    with refused(r"auto_wrap_policy is the class Block: pass ModuleWrapPolicy\({Block}\)", TypeError):
+        FSDP(make(), auto_wrap_policy=Block)
+    with refused("auto_wrap_policy is the class CustomPolicy: pass an object of it", TypeError):
+        FSDP(make(), auto_wrap_policy=CustomPolicy)
+    with refused("expected device_mesh to be torch's DeviceMesh or None, got 'x'", TypeError):
+        FSDP(make(), device_mesh="x")
+    with refused("FULL_SHARD takes one process group, got the text 'world'", TypeError):
+        FSDP(make(), process_group="world")
+    for bound in (-1.0, float("nan")):
+        with refused(f"expected max_norm to be at least 0, got {bound}", ValueError):
+            FSDP(make()).clip_grad_norm_(bound)
     with refused("3 to be callable", ValueError):
         FSDP(make(), param_init_fn=3)
     with refused("False/True or a kwarg dict, but it returned 3", ValueError):
         FSDP(make(), auto_wrap_policy=CustomPolicy(lambda module: 3))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO"])
+def test_without_a_process_group(strategy):
+    with pytest.raises(ValueError, match=r"torch.distributed is not initialized: call .*init_process_group\(\) first"):
+        FSDP(make(), sharding_strategy=ShardingStrategy[strategy])
 
 
 def parameters():

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.two_tensor import TwoTensor
 
+from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import traced
 
 pytestmark = pytest.mark.multiprocess
@@ -208,11 +209,51 @@ def shared(module):
     return "`blocks.1.inner.weight` of the unit of Block .* is shared with `blocks.0.inner.weight`"
 
 
-@pytest.mark.parametrize("spoil", [frozen, integers, halves, without_values, of_a_subclass, empty, shared])
+def sharded(module):
+    module.blocks[0] = FSDP(module.blocks[0])
+    return "expected a module without units, `blocks.0` in it is a FullyShardedDataParallel: shard it as it was"
+
+
+def traced_already(module):
+    module.blocks[1] = traced.shard(module.blocks[1])
+    return "expected a module without units, `blocks.1` in it is a TracedUnit"
+
+
+def replicated(module):
+    module.last = torch.nn.parallel.DistributedDataParallel(module.last)
+    return r"would hold a DistributedDataParallel of torch \(at `last`\)"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [frozen, integers, halves, without_values, of_a_subclass, empty, shared, sharded, traced_already, replicated],
+)
 def test_what_cannot_be_a_unit_is_refused_before_anything_is_changed(spoil):
-    module = make()
-    message = spoil(module)
-    names = [name for name, _ in module.named_parameters()]
-    with fake_world(), pytest.raises(ValueError, match=message):
-        traced.shard(module, auto_wrap_policy=POLICY)
+    with fake_world():
+        module = make()
+        message = spoil(module)
+        names = [name for name, _ in module.named_parameters()]
+        with pytest.raises(ValueError, match=message):
+            traced.shard(module, auto_wrap_policy=POLICY)
     assert [name for name, _ in module.named_parameters()] == names
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"torch.distributed is not initialized"):
+        traced.shard(make())
+    with fake_world():
+        for name, dtype in (("param_dtype", "bf16"), ("reduce_dtype", torch.int8)):
+            with pytest.raises(TypeError, match=f"expected {name} to be a floating-point torch.dtype or None"):
+                traced.shard(make(), **{name: dtype})
+
+
+def test_a_model_prints_as_its_module_with_the_units_around():
+    module = make()
+    layers = [line for line in repr(module).splitlines() if "Linear" in line]
+    with fake_world():
+        model = traced.shard(module, auto_wrap_policy=POLICY)
+    names = [name for name, _ in model.named_parameters()]
+    printed = repr(model)
+    assert "(0-2): 3 x TracedUnit(" in printed
+    assert [line.strip() for line in printed.splitlines() if "Linear" in line] == [line.strip() for line in layers]
+    assert [name for name, _ in model.named_parameters()] == names
