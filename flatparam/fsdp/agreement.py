@@ -30,7 +30,6 @@ from .placement import Placement
 from .register import Register, register_of
 
 _SAID = 4  # words of 8 bytes in the digest of what a rank says
-_APART = 1  # instead of a digest of values: this rank knows that others have other values
 _TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
 _PATIENCE = 2.0  # seconds in which the others are expected
 
@@ -39,10 +38,10 @@ Described = list[tuple[str, str]]  # (name, what it is) of everything that must 
 
 
 class Agreed(NamedTuple):
-    """What ranks have found out about a unit: its numbers, and which of its values differ between them."""
+    """What ranks have found out about a unit: its numbers, and which of its values differ, see ``Unit.apart``."""
 
     numbers: dict[Register, int]
-    apart: str | None
+    apart: dict[str, list[int]]
 
 
 def check_same_unit(name: str, originals: list[Original], options: Options, compare_values: bool) -> Agreed:
@@ -55,7 +54,7 @@ def check_same_unit(name: str, originals: list[Original], options: Options, comp
     for original in originals[:1]:
         _check_device(name, original, options.device or original.param.device, groups)
     alone = all(dist.get_world_size(group) == 1 for group in groups)
-    values = _Values(name, [o.fqn for o in originals], _digests(originals) if compare_values and not alone else [])
+    values = _Values([o.fqn for o in originals], _digests(originals) if compare_values and not alone else [])
     numbers: dict[Register, int] = {}
     problem = _compare(_describe(name, originals, options), groups, numbers, values)
     if problem is not None:
@@ -86,35 +85,28 @@ def _check_device(name: str, original: Original, device: torch.device, groups: S
 
 
 class _Values:
-    """The values that a unit's parameters have at the beginning, as digests. ``apart``: how ranks' values differ."""
+    """The values that a unit's parameters have at the beginning, as digests. ``apart``: those that differ."""
 
-    def __init__(self, name: str, names: list[str], digests: list[int]):
-        self.apart: str | None = None
-        self._name, self._names, self._digests = name, names, digests
+    def __init__(self, names: list[str], digests: list[int]):
+        self.apart: dict[str, list[int]] = {}
+        self._names, self._digests = names, digests
 
     @property
     def word(self) -> bytes:
-        """The same on all ranks that know of no difference, and have the same values."""
-        if self.apart is not None:
-            return _APART.to_bytes(8, "little")
-        return hashlib.sha256(repr(self._digests).encode()).digest()[:8]
+        """The same on all ranks that have the same values, and know of the same differences."""
+        return hashlib.sha256(repr((self._digests, sorted(self.apart))).encode()).digest()[:8]
 
     def explain(self, group: dist.ProcessGroup) -> None:
-        """Find the first parameter that differs from that of the group's first rank. A collective call."""
+        """Find the parameters that differ from those of the group's first rank. A collective call."""
         ranks = dist.get_process_group_ranks(group)
         everyone: list[Any] = gather_objects((self.apart, self._digests), group)
         for apart, _ in everyone:
-            self.apart = self.apart or apart
+            self.apart = apart | self.apart
         first = everyone[0][1]
         for rank, (_, digests) in zip(ranks, everyone, strict=True):
             for fqn, one, other in zip(self._names, first, digests, strict=False):
                 if one != other:
-                    self.apart = self.apart or (
-                        f"parameter `{fqn}` of {self._name} has other values on rank {rank} than on rank {ranks[0]}: "
-                        "each rank keeps a shard of its own, so the whole would be a mixture. Build the model from one "
-                        "seed on all ranks, load one checkpoint after it was wrapped, or pass sync_module_states=True; "
-                        "check_values=False turns this comparison off"
-                    )
+                    self.apart.setdefault(fqn, [rank, ranks[0]])
 
 
 def _digests(originals: list[Original]) -> list[int]:

@@ -204,8 +204,9 @@ class FullyShardedDataParallel(
             self._unit = Unit(module, originals, options, name)
             enroll(self._unit, agreed.numbers)
             self._unit.apart = agreed.apart
-            if agreed.apart is not None:
-                warnings.warn(f"{agreed.apart}. The first forward raises this, unless values are loaded", stacklevel=2)
+            if agreed.apart:
+                why = self._unit.why_apart()
+                warnings.warn(f"{why}. The first forward raises this, unless values are loaded", stacklevel=2)
             close(self._unit, [self, *own], ignored_params)
             warn_of_padding(self._unit)
             self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")

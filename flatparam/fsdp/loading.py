@@ -93,8 +93,9 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
 def note_filled(module: nn.Module, names: Container[str]) -> None:
     """Have the units in ``module`` know that their parameters called ``names``, as when unwrapped, have values."""
     for unit, paths in unit_paths(module).items():
-        unit.filled(unit.without(partial(_is_in, names, paths)))
-        unit.apart = None
+        others = unit.without(partial(_is_in, names, paths))
+        unit.filled(others)
+        unit.loaded(others)
 
 
 def _is_in(names: Container[str], paths: list[str], fqn: str) -> bool:

@@ -186,8 +186,8 @@ class Stepping(Wrapper):
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
             where = f" at `{path}`" if path else ""
             wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__}{where}")
-            if wrapper._unit.apart is not None:
-                raise ValueError(wrapper._unit.apart)
+            if wrapper._unit.apart:
+                raise ValueError(wrapper._unit.why_apart())
             wrapper._unit.check_filled()
             step_in_backward(wrapper._unit)
             wrapper._unit.step.join(shared)

@@ -260,7 +260,7 @@ class Summoned:
         """Have the shards and what is ``held`` be what was written; or why that cannot be."""
         unit = self.unit
         if self.writeback:
-            unit.apart = None  # on all ranks: what they have written is theirs
+            unit.loaded(self.missing)  # on all ranks: what they have written is theirs
         if not self.shown:
             return None
         if self._written is None:

@@ -53,7 +53,7 @@ class Unit:
         if not options.use_orig_params:
             self._hide_originals()
         self.summoned: Any = None  # what summon.py keeps while the full parameters are there
-        self.apart: str | None = None  # how ranks' values differ, as no values were given to all of them since
+        self.apart: dict[str, list[int]] = {}  # names that two ranks had other values for and were not loaded since
         self._make_step()
 
     def _make_step(self) -> None:
@@ -146,6 +146,22 @@ class Unit:
                 if id(original) not in others:
                     original.template = None
         self.step.invalidate()
+
+    def loaded(self, but: Iterable[Original] = ()) -> None:
+        """Note that ranks have loaded the same. ``but``: all but these parameters."""
+        left = {original.fqn for original in but}
+        self.apart = {fqn: ranks for fqn, ranks in self.apart.items() if fqn in left}
+
+    def why_apart(self) -> str | None:
+        """Words for a parameter that ranks have other values for, if there is one."""
+        for fqn, (rank, other) in self.apart.items():
+            return (
+                f"parameter `{fqn}` of {self.name} has other values on rank {rank} than on rank {other}: "
+                "each rank keeps a shard of its own, so the whole would be a mixture. Build the model from one "
+                "seed on all ranks, load one checkpoint after it was wrapped, or pass sync_module_states=True; "
+                "check_values=False turns this comparison off"
+            )
+        return None
 
     def check_filled(self) -> None:
         """Raises: ValueError naming a parameter that has no values yet."""

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from flatparam import _C, ShardingStrategy, load_safetensors
+from flatparam import _C, ShardingStrategy, checkpoint, load_safetensors
 from flatparam import FullyShardedDataParallel as FSDP
 
-APART = r"parameter `{}` of the unit of {} has other values on rank 1 than on rank 0.*check_values=False"
+APART = r"parameter `{}` of the unit of {}(?: at `.*`)? has other values on rank 1 than on rank 0.*check_values=False"
 
 
 def apart(name, kind, **settings):
@@ -67,6 +67,41 @@ def starting_apart():
     strided.weight = nn.Parameter((torch.arange(12.0) + dist.get_rank()).view(3, 4)[:, :2])
     with pytest.warns(UserWarning, match="`weight` of the unit of Module has other values on rank 1"):
         FSDP(strided)
+
+
+def loading_a_part(folder):
+    """What was not loaded is told as before; what was is as the others' now."""
+    state = make().state_dict()
+    path = f"{folder}/part{dist.get_rank()}.safetensors"
+    for strategy, use_orig_params in itertools.product(("FULL_SHARD", "NO_SHARD"), (False, True)):
+        settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
+
+        def load_state(model, part):
+            model.load_state_dict(part, strict=False)
+
+        def load_file(model, part):
+            save_file(part, path)
+            load_safetensors(model, path, strict=False)
+
+        def load_checkpoint(model, part):
+            save_file(part, path)
+            checkpoint.load(path, model, strict=False)
+
+        for load in (load_state, load_file, load_checkpoint):
+            note(f"{strategy} {use_orig_params} {load.__name__}")
+            model = apart("inner.weight", "Block", **settings)
+            names = list(state)
+            for others in (names[:-1], names[1:]):
+                with pytest.raises(ValueError, match="has other values"):
+                    model(data(0))
+                load(model, {name: state[name] for name in others})
+            loss_of(model, data(0)).backward()
+            assert_same(model, make())
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_start_apart_and_load_a_part(tmp_path):
+    run_ranks(loading_a_part, 2, tmp_path)
 
 
 @pytest.mark.multiprocess

@@ -230,6 +230,7 @@ def after_load(module: nn.Module, incompatible: Any) -> None:
     assert isinstance(module, ModelStates)
     if module._loading is None and module._unit.summoned is None:
         module._unit.filled(module._missing)
+        module._unit.loaded(module._missing)
     module._end_loading()
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [without_units(key) for key in keys]
