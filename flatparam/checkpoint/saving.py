@@ -219,10 +219,11 @@ class _Saving:
     def copy(self) -> None:
         """Take the values as they are now. An error is raised by ``write``, on all ranks alike."""
         try:
+            devices = {part.tensor.device for parts in self.plan.parts.values() for part in parts}
             for parts in self.plan.parts.values():
                 parts[:] = [part._replace(tensor=_on_host(part)) for part in parts]
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            for device in devices - {torch.device("cpu")}:
+                torch.accelerator.synchronize(device)
         except Exception as error:
             self.error = error
         except BaseException:

@@ -124,6 +124,7 @@ def into_optimizer(
             found.groups.append(values)
     if strict:
         _check_wanted(named, told)
+    loaded = {id(group): values for group, values in zip(named.param_groups, found.groups, strict=False)}
     for param, held in named.params():
         here = [one for one in held if one.numel]
         keys = _keys(here, told["states"])
@@ -143,7 +144,9 @@ def into_optimizer(
             if kinds[0] == "box":
                 state[key] = _like_param(found, param, here, key, before.get(key), chunks_of, source.model)
             else:
-                state[key] = _one(named, param, here[: len(kinds)], key, kinds, before.get(key), source)
+                value = _one(named, param, here[: len(kinds)], key, kinds, source)
+                group = named.group_of[id(param)]
+                state[key] = _placed({**group, **loaded.get(id(group), {})}, param, key, value, before.get(key))
         if here:
             found.state.append((param, state))
     for param, held in itertools.chain(named.params(), named.others()):
@@ -249,7 +252,6 @@ def _one(
     here: list[Held],
     key: str,
     kinds: list[Any],
-    before: Any,
     source: Source,
 ) -> Any:
     """A value that all parameters in ``param`` share."""
@@ -278,16 +280,26 @@ def _one(
             f"the optimizer's `{key}` of `{here[0].name}` has shape {tuple(other.shape)}, which has no element for "
             "each of the parameter: it fits where the parameter lies whole on a rank, as with NO_SHARD"
         )
-    return _placed(named, param, key, first, before)
+    return first
 
 
-def _placed(named: Named, param: Tensor, key: str, value: Any, before: Any) -> Any:
-    """``value`` on the device where its optimizer has it."""
+def _placed(group: Mapping[str, Any], param: Tensor, key: str, value: Any, before: Any) -> Any:
+    """``value`` on the device where an optimizer with the settings ``group`` has it, which has ``before`` there.
+
+    Source: torch 2.13 ``Optimizer._process_value_according_to_param_policy``, for tensors in containers too.
+    """
+    if isinstance(value, dict):
+        old = before if isinstance(before, dict) else {}
+        return {name: _placed(group, param, name, one, old.get(name)) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        fits = isinstance(before, list | tuple) and len(before) == len(value)
+        pairs = zip(value, before if fits else [None] * len(value), strict=True)
+        return type(value)(_placed(group, param, "", one, was) for one, was in pairs)
     if not isinstance(value, Tensor):
         return value
-    group = named.group_of[id(param)]
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return value.to(before.device if isinstance(before, Tensor) else param.device if on_device else value.device)
+    if key == "step" and (group.get("capturable") or group.get("fused")):
+        return value.to(param.device)
+    return value.to(before.device if isinstance(before, Tensor) else value.device if key == "step" else param.device)
 
 
 def _check_layout(named: Named, param: Tensor, first: Held, key: str, pieces: list[dict[str, Any]]) -> None:
