@@ -28,6 +28,7 @@ from .boxes import Read
 from .errors import CheckpointError
 from .files import NAMES, Chunk
 from .reading import Look, Source
+from .values import encode
 
 METADATA = ".metadata"  # torch's, a pickle
 _MODEL, _OPTIMIZER = ("model.",), ("optim.", "optimizer.")  # what is before names where a program saved both
@@ -160,6 +161,8 @@ class Pickled(Foreign):
         self._stored: dict[tuple[str, int], Any] = {}
         self._last: tuple[tuple[str, int], Tensor] | None = None
         self._groups: dict[int, dict[str, Any]] = {}
+        self._values: dict[str, dict[str, Any]] = {}  # where states that are no tensors are, by parameter and key
+        self._nested = ""  # a state in a container
         try:
             with open(folder / METADATA, "rb") as file:
                 tensors = self._tensors_of(pickle.load(file))
@@ -176,7 +179,10 @@ class Pickled(Foreign):
         for name, told in metadata.state_dict_metadata.items():
             boxes = getattr(told, "chunks", ())  # another value has none
             first = storage.get((name, boxes[0].offsets if boxes else None))
-            if self._take_value(metadata.planner_data.get(name, ()), first):
+            place = metadata.planner_data.get(name, ())
+            if len(place) > 4 and place[1] == "state":
+                self._nested = name
+            if self._take_value(place, first) or (not boxes and self._take_state(place, first)):
                 continue
             for box in boxes:
                 info = storage[name, box.offsets]
@@ -201,10 +207,35 @@ class Pickled(Foreign):
             return True
         return False
 
+    def _take_state(self, place: tuple[Any, ...], info: Any) -> bool:
+        """The same for a value in a parameter's state."""
+        if info is not None and len(place) == 4 and place[1] == "state":
+            self._values.setdefault(place[2], {})[place[3]] = info
+            return True
+        if info is not None and len(place) == 2 and str(place[1]).startswith("state."):
+            name, _, key = place[1].partition(".")[2].rpartition(".")
+            self._values.setdefault(name, {})[key] = info
+            return True
+        return False
+
     def told_of_optimizer(self) -> dict[str, Any] | None:
-        told = super().told_of_optimizer()
+        if self._nested:
+            raise CheckpointError(
+                f"{self._folder}: `{self._nested}` is in a list or dict of an optimizer's state, which is not read from "
+                "torch's files: load the model alone, or save with flatparam.checkpoint"
+            )
+        told = super().told_of_optimizer() or {"groups": None, "states": {}}
+        for name, infos in self._values.items():
+            for key, info in infos.items():
+                tensors: dict[str, Tensor] = {}
+                value = encode(self._load(info), f"state.{name}.{key}", tensors)
+                if tensors:
+                    raise CheckpointError(f"{self._folder}: `{min(tensors)}` is pickled together with other values")
+                told["states"].setdefault(name, {})[key] = [value, 0]
+        if not told["states"]:
+            return None
         groups = list(self._groups.values())
-        if told is not None and groups and all("params" in group for group in groups):
+        if groups and all("params" in group for group in groups):
             left_out = ("params", "param_names")
             told["groups"] = [
                 [{key: value for key, value in group.items() if key not in left_out}, group["params"]]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import Odd, adam, differing, full_state, train, wrapped
 from fsdp_models import Model, make, wrap_blocks
-from gloo import run_ranks
+from gloo import fake_world, run_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -182,6 +182,64 @@ def torch_is_read(folder):
 
 def test_ours_reads_torchs(tmp_path):
     run_ranks(torch_is_read, 2, tmp_path)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps its number of steps as a plain int, and sums of gradients in a list if there is one."""
+
+    def __init__(self, params, listed=False):
+        super().__init__(params, {"lr": 0.1})
+        self.listed = listed
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state.setdefault("step", 0)
+            total = state.setdefault("sums" if self.listed else "sum", torch.zeros_like(param))
+            total = total[0] if isinstance(total, list) else total
+            state["step"] += 1
+            total.add_(param.grad)
+            param.sub_(total / state["step"], alpha=0.1)
+            if self.listed:
+                state["sums"] = [total]
+
+
+@pytest.fixture
+def world():
+    with fake_world():
+        yield
+
+
+def save_by_torch(path, model, optimizer, options=None):
+    states = get_optimizer_state_dict(model, optimizer, options=options)
+    dcp.save({"model": model.state_dict(), "optim": states}, checkpoint_id=str(path), no_dist=True)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_states_that_are_no_tensors_are_read_from_torchs_files(world, tmp_path, flat):
+    model, again = make(), make()
+    optimizer, of_again = Counting(model.parameters()), Counting(again.parameters())
+    train(model, optimizer, 0, 3)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    save_by_torch(tmp_path / "one", model, optimizer, options)
+    checkpoint.load(tmp_path / "one", again, of_again, trusted=True)
+    train(model, optimizer, 3, 6)
+    train(again, of_again, 3, 6)
+    assert of_again.state[again.first.weight]["step"] == 9
+    assert not differing(dict(again.named_parameters()), dict(model.named_parameters()))
+
+
+def test_states_in_containers_of_torchs_files_are_refused_by_name(world, tmp_path):
+    model = make()
+    optimizer = Counting(model.parameters(), listed=True)
+    train(model, optimizer, 0, 1)
+    save_by_torch(tmp_path / "one", model, optimizer)
+    again = make()
+    with pytest.raises(CheckpointError, match=r"`optim\.state\..*\.sums\.0` is in a list or dict"):
+        checkpoint.load(tmp_path / "one", again, Counting(again.parameters()), trusted=True)
+    checkpoint.load(tmp_path / "one", again, trusted=True)
+    assert not differing(dict(again.named_parameters()), dict(model.named_parameters()))
 
 
 def command(*arguments):
