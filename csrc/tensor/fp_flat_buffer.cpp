@@ -62,6 +62,7 @@ set_storage(fp_flat_buffer &flat, const at::Tensor &source, bool borrowed)
     at::Tensor unsharded = alias(source, total, int64_t{1}, offset);
     at::Tensor unsharded_data = alias(source, total, int64_t{1}, offset);
     move(flat, borrowed ? FP_DATA_BORROW : FP_DATA_PREPARE);
+    flat.is_hidden = false;
     flat.unsharded = std::move(unsharded);
     flat.unsharded_data = std::move(unsharded_data);
     flat.shown_version = flat.seen_version = flat.unsharded._version();

@@ -28,7 +28,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tenso
 void
 gather_all(fp_flat_buffer &flat, fp_group &group, at::Tensor &input, PyObject *collectives)
 {
-    if (gather_over(flat, group, flat.unsharded_data, input, collectives)) {
+    if (gather_over(flat, group, flat.filling.defined() ? flat.filling : flat.unsharded_data, input, collectives)) {
         move(flat, FP_DATA_GATHER);
         return;
     }
@@ -38,10 +38,64 @@ gather_all(fp_flat_buffer &flat, fp_group &group, at::Tensor &input, PyObject *c
     move(flat, FP_DATA_FILL);
 }
 
+// The same memory as whole by a storage of its own, which keeps whole's.
+at::Tensor
+by_own_storage(const at::Tensor &whole)
+{
+    c10::StorageImpl *const storage = storage_of(whole);
+    auto owner = std::make_unique<c10::Storage>(whole.storage());
+    c10::DataPtr memory(const_cast<void *>(address_of(storage)), owner.get(),
+                        [](void *kept) { delete static_cast<c10::Storage *>(kept); }, storage->device());
+    owner.release();
+    at::Tensor made = alias(whole, whole.sizes(), whole.strides(), whole.storage_offset());
+    made.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), storage->nbytes(), std::move(memory), nullptr, /*resizable=*/false)));
+    return made;
+}
+
+// Nobody writes by that storage any more. A backend may have kept the tensor: it finds no memory there.
+void
+end_filling(fp_flat_buffer &flat)
+{
+    if (flat.filling.defined()) {
+        c10::StorageImpl *const storage = storage_of(flat.filling);
+        storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+        set_freed_reason(storage, "flatparam: the collective that wrote to this tensor has ended");
+        flat.filling.reset();
+    }
+}
+
+// Until the gather under way was waited for nobody reads by a view what is not there yet: a graph that comes to the unit by
+// another way than its output, say.
+void
+hide(fp_flat_buffer &flat, const char *reason)
+{
+    if (flat.filling.defined() && (flat.work || flat.was_filled)) {
+        set_freed_reason(storage_of(flat.unsharded), reason);
+        flat.is_hidden = reason != nullptr;
+    }
+    else {
+        end_filling(flat);
+    }
+}
+
+// Where the values are there.
+void
+show(fp_flat_buffer &flat)
+{
+    if (flat.data == FP_DATA_UNSHARDED) {
+        end_filling(flat);
+        if (std::exchange(flat.is_hidden, false)) {
+            set_freed_reason(storage_of(flat.unsharded), nullptr);
+        }
+    }
+}
+
 // The gather under way has failed.
 void
 fail(fp_flat_buffer &flat)
 {
+    end_filling(flat);
     flat.work.reset();
     flat.next_secondary_shard.reset();
     move(flat, FP_DATA_FAIL);
@@ -82,6 +136,7 @@ make_room(fp_flat_buffer &flat)
     }
     resize_storage(storage, bytes, nullptr, false,
                    made.defined() ? storage_of(made)->set_data_ptr(c10::DataPtr()) : c10::DataPtr());
+    flat.is_hidden = false;
     flat.home.move_in(flat.unsharded.device(), is_new);
 }
 
@@ -127,7 +182,8 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, b
         gather_all(flat, *flat.shard_group, sent, collectives);
         return;
     }
-    at::Tensor slot = alias(flat.unsharded_data, flat.shard_numel, int64_t{1}, flat.rank * flat.shard_numel);
+    const at::Tensor &whole = flat.filling.defined() ? flat.filling : flat.unsharded_data;
+    at::Tensor slot = alias(whole, flat.shard_numel, int64_t{1}, flat.rank * flat.shard_numel);
     fill(flat, slot, shard);
     if (flat.shards > 1) {
         gather_all(flat, *flat.shard_group, slot, collectives);
@@ -185,6 +241,7 @@ wait_for_gather(fp_flat_buffer &flat)
     wait_for_fill(flat);
     drop_void(flat);
     if (!flat.work) {
+        show(flat);
         return;
     }
     try {
@@ -199,6 +256,7 @@ wait_for_gather(fp_flat_buffer &flat)
     if (!flat.work && flat.is_under_way()) { // else another thread has waited for it too
         move(flat, FP_DATA_ARRIVE);
     }
+    show(flat);
 }
 
 } // namespace fp
@@ -260,7 +318,7 @@ fp_flat_buffer_gathers_ahead(const fp_flat_buffer *flat) noexcept
 
 int
 fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *const *views, PyObject *collectives,
-                      int changed, int refresh, int goes_on)
+                      int changed, int refresh, int goes_on, const char *reason)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -288,6 +346,9 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         }
         const c10::Device device = flat->unsharded.device();
         fp::make_room(*flat);
+        if (collectives == nullptr && (flat->shards > 1 || fp::has_streams(device))) {
+            flat->filling = fp::by_own_storage(flat->unsharded_data);
+        }
         const bool from_its_place = fp::is_sent_from_its_place(*flat, shard, collectives);
         std::optional<fp::OnOwnStream> gathering; /* where no memory is made that outlives this */
         if (!from_its_place) {
@@ -300,11 +361,13 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             if (gathering) {
                 gathering->join(); /* which may be writing to memory that is freed now */
             }
+            fp::end_filling(*flat);
             throw;
         }
         if (fp::has_streams(device) && !flat->work) {
             flat->was_filled.emplace(fp::recorded_now(device));
         }
+        fp::hide(*flat, reason);
         return from_shards ? 1 : 0;
     });
 }

@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -47,7 +48,7 @@ call_unit(const UnitRef &ref, Call &&call)
 struct BeforeBackward final : torch::autograd::FunctionPreHook {
     std::shared_ptr<UnitRef> ref;
     std::shared_ptr<Graph> graph; // or null: it is not waited for
-    uint64_t began;
+    std::atomic<uint64_t> began;
     bool waits;
 
     BeforeBackward(std::shared_ptr<UnitRef> unit, std::shared_ptr<Graph> hooked, uint64_t since)
@@ -73,10 +74,34 @@ struct BeforeBackward final : torch::autograd::FunctionPreHook {
     torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
     {
         waits_no_more();
-        call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit, began); });
+        call_unit(*ref, [&](void *unit) { return ref->calls.before_backward(unit, began.load()); });
         return grads;
     }
 };
+
+// Have node call ref's unit before it runs.
+void
+hook(torch::autograd::Node &node, const std::shared_ptr<UnitRef> &ref, uint64_t began)
+{
+    const auto *behind_views = dynamic_cast<const ViewsBackward *>(&node);
+    if (behind_views == nullptr || !behind_views->unit) {
+        std::shared_ptr<Graph> graph = ref->graph.lock();
+        if (graph == nullptr) {
+            graph = std::make_shared<Graph>();
+            ref->graph = graph;
+        }
+        node.add_tensor_pre_hook(std::make_unique<BeforeBackward>(ref, std::move(graph), began));
+        return;
+    }
+    for (const auto &each : node.tensor_pre_hooks()) { // it lives as long as its unit: once is enough
+        auto *known = dynamic_cast<BeforeBackward *>(each.get());
+        if (known != nullptr && known->ref == ref) {
+            known->began = began;
+            return;
+        }
+    }
+    node.add_tensor_pre_hook(std::make_unique<BeforeBackward>(ref, nullptr, began));
+}
 
 // The nodes that have computed the inputs of a forward, those that live: their hooks share it.
 struct Inputs {
@@ -295,16 +320,14 @@ fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
         if (!node) {
             return 0;
         }
-        std::shared_ptr<fp::Graph> graph; // none where the output is a view, whose node lives as long as its unit
-        const auto *behind_views = dynamic_cast<const fp::ViewsBackward *>(node.get());
-        if (behind_views == nullptr || !behind_views->unit) {
-            graph = ref->shared->graph.lock();
-            if (graph == nullptr) {
-                graph = std::make_shared<fp::Graph>();
-                ref->shared->graph = graph;
+        fp::hook(*node, ref->shared, began);
+        if (tensor.is_view()) { // a change in place gives it another node, behind which that of its base stays
+            const auto &of_base = tensor._base().grad_fn();
+            const bool is_later = of_base && of_base->sequence_nr() >= began && of_base->sequence_nr() != UINT64_MAX;
+            if (is_later && of_base != node) { // UINT64_MAX: it is a parameter
+                fp::hook(*of_base, ref->shared, began);
             }
         }
-        node->add_tensor_pre_hook(std::make_unique<fp::BeforeBackward>(ref->shared, std::move(graph), began));
         return 1;
     });
 }
