@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._version import __version__
+from ..fsdp import peers
 from ..fsdp.order import settle
 from ..fsdp.unit import units_of
 from .council import Council
@@ -35,6 +36,7 @@ _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 # By the folder that it writes to. Weak: Ctrl-C may come where nothing here can catch it.
 _under_way: weakref.WeakValueDictionary[Path, _Saving] = weakref.WeakValueDictionary()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of saves in the background
 _unheard: dict[Pending, BaseException] = {}  # saves that have failed, and that nobody has waited for
 
 
@@ -46,6 +48,8 @@ class Pending:
         self._summary: Summary | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="flatparam checkpoint")
+        _threads.add(self._thread)
+        peers.before_silence(_end_all)
         try:
             self._thread.start()
         except RuntimeError as error:  # there are too many: the other ranks wait to hear of it
@@ -90,6 +94,14 @@ def _tell_unheard() -> None:
     said = _take_unheard()
     if said is not None:
         warnings.warn(f"{said}; nobody has called wait()", RuntimeWarning, stacklevel=1)
+
+
+def _end_all() -> None:
+    """In a child: nobody joins its threads before the others take it for dead, and nobody may call what is above."""
+    for thread in list(_threads):
+        if thread.is_alive():
+            thread.join()
+    _tell_unheard()
 
 
 def save(

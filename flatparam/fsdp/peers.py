@@ -127,8 +127,7 @@ def enter() -> None:
         if (ours := board()) is not None:
             ours.enter()
             _watch_excepthook()
-            if multiprocessing.parent_process() is not None:  # it may have imported this itself
-                _children.join_in()
+            _children.join_in()
     except STORE_ERRORS as error:
         raise OrderError(without_store(error)) from error
 
@@ -297,6 +296,12 @@ def stop_answering() -> None:
         thread.join(READING)  # one that comes to the interpreter after its end would abort the process
 
 
+def before_silence(call: Callable[[], object]) -> None:
+    """Have a child of multiprocessing make this call when it ends, while it answers: it joins threads only later."""
+    _children.join_in()
+    _children.calls.add(call)
+
+
 def _has_lost() -> bool:
     """Whether this process may not end as if all were well. A thread may not have come back from an abort yet."""
     return any(one.has_lost() for one in [*_ended, *_watching.values()])
@@ -330,6 +335,7 @@ class _Children:
 
     def __init__(self) -> None:
         self._process = 0
+        self.calls: set[Callable[[], object]] = set()  # while it answers
 
     def begin(self) -> None:
         global _rank_process
@@ -340,13 +346,16 @@ class _Children:
             self.join_in()
 
     def join_in(self) -> None:
-        if self._process != os.getpid():
+        if multiprocessing.parent_process() is not None and self._process != os.getpid():
             self._process = os.getpid()
+            self.calls = set()  # not those of the process that has forked it
             multiprocessing.util.Finalize(None, self._end, exitpriority=100)
             multiprocessing.util.Finalize(None, self._end_with_status, exitpriority=-100)  # after those of others
 
     def _end(self) -> None:
-        _ends_with(sys.exc_info()[1])
+        _ends_with(sys.exc_info()[1])  # first: the others shall not wait for what this one waits for
+        for call in self.calls:
+            call()
         stop_answering()
 
     def _end_with_status(self) -> None:

@@ -1,0 +1,96 @@
+"""Processes that end right after their last save."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import ends_of_ranks, note, say, wait_until_said
+from torch import nn
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import checkpoint
+from flatparam.checkpoint import saving
+from flatparam.fsdp.errors import OrderError
+
+pytestmark = pytest.mark.multiprocess
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def exit_codes(start, world_size, main, *arguments):
+    """Of children that call ``main(rank, *arguments)``, as torch.multiprocessing starts them."""
+    context = multiprocessing.get_context(start)
+    children = [context.Process(target=main, args=(rank, *arguments)) for rank in range(world_size)]
+    for child in children:
+        child.start()
+    try:
+        for child in children:
+            child.join(120.0)
+        return [child.exitcode for child in children]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def save_last(rank, folder):
+    """Rank 1 writes for longer than ranks are waited for that give no sign of life."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", FLATPARAM_HEARTBEAT="2")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    module, write = FSDP(linear()), saving.write_file
+    if rank == 1:
+        saving.write_file = lambda *arguments: (time.sleep(6.0), write(*arguments))[1]
+    checkpoint.async_save(folder / "last", module)
+
+
+def test_a_childs_last_save_in_the_background_is_made(tmp_path):
+    assert exit_codes("forkserver", 2, save_last, tmp_path) == [0, 0]
+    module = nn.Linear(4, 4)
+    checkpoint.load(tmp_path / "last", module)
+    assert torch.equal(module.weight, linear().weight)
+
+
+def fail_last(rank, folder):
+    def fail(*arguments):
+        time.sleep(0.5)  # the rest of this process has ended
+        raise OSError("no room")
+
+    os.dup2(os.open(folder / "said", os.O_CREAT | os.O_WRONLY), 2)
+    saving.write_file = fail
+    checkpoint.async_save(folder / "last", nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])  # without exit functions, and with them
+def test_a_child_warns_of_its_last_save_once(start, tmp_path):
+    assert exit_codes(start, 1, fail_last, tmp_path) == [0]
+    said = (tmp_path / "said").read_text()
+    assert said.count(f"the save to {tmp_path / 'last'} in the background has failed: ") == 1, said
+    assert said.count("no room") == 1, said
+
+
+def raise_while_saving(folder):
+    """Rank 1 raises; its save goes on until rank 0 was told why it does not come."""
+    module, write = FSDP(linear()), saving.write_file
+    if dist.get_rank() == 1:
+        saving.write_file = lambda *arguments: (wait_until_said("rank 0 was told"), write(*arguments))[1]
+    pending = checkpoint.async_save(folder / "last", module)
+    if dist.get_rank() == 1:
+        raise ValueError("batch 17 is bad")
+    with pytest.raises(OrderError, match=r"rank 1 has raised an error of its own .*ValueError: batch 17 is bad"):
+        module(torch.ones(2, 4))
+    with pytest.raises(checkpoint.CheckpointError, match="ValueError: batch 17 is bad"):
+        pending.wait()
+    note("rank 1 was not waited for")
+    say("rank 0 was told")
+    os._exit(3)
+
+
+def test_a_child_that_raises_says_so_before_it_waits_for_its_save(tmp_path):
+    (code, _, said), (other, _, _) = ends_of_ranks(raise_while_saving, 2, tmp_path, timeout=60.0)
+    assert (code, said, other) == (3, "rank 1 was not waited for", 1)
+    assert not list(tmp_path.iterdir())
