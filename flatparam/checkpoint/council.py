@@ -53,11 +53,11 @@ class Council:
         return self.rank == 0
 
     def meet(
-        self, mine: Any, error: BaseException | None, decide: Callable[[list[Any]], Any] = lambda said: None
+        self, mine: Any, error: BaseException | None, decide: Callable[[list[Any]], Any], *, is_last: bool = False
     ) -> Any:
         """What ``decide`` makes, on the first rank, of what all ranks say; every rank gets it.
 
-        ``mine`` and the result are for JSON. ``error``: why this rank cannot go on.
+        ``mine`` and the result are for JSON. ``error``: why this rank cannot go on. ``is_last``: they meet no more.
         Raises: ``error``; CheckpointError on every rank for that of another rank, or of ``decide``.
         """
         failed: BaseException | None = None
@@ -69,7 +69,7 @@ class Council:
                 failed = failure
         else:
             told = None if error is None else f"rank {self._me}: {_said(error)}"
-            answer, failed = self._exchange(self._store, [told, mine], decide)
+            answer, failed = self._exchange(self._store, [told, mine], decide, is_last)
         error = error or failed
         try:
             if error is not None:
@@ -81,7 +81,7 @@ class Council:
         return answer[1]
 
     def _exchange(
-        self, store: dist.Store, mine: list[Any], decide: Callable[[list[Any]], Any]
+        self, store: dist.Store, mine: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
     ) -> tuple[list[Any], BaseException | None]:
         """Why nothing was decided, or None, and what was, as the first rank has written; and what failed on it."""
         self._round += 1
@@ -92,8 +92,8 @@ class Council:
             answer = json.loads(store.get(verdict))
             readers = f"{self._round}/readers"
             if store.add(readers, 1) == self.size - 1:
-                store.delete_key(verdict)
                 store.delete_key(readers)
+                store.delete_key(verdict)
             return answer, None
         keys = [f"{self._round}/{rank}" for rank in self.ranks]
         answer = [None, None]
@@ -109,6 +109,8 @@ class Council:
         store.set(verdict, json.dumps(answer))
         for key in keys:
             store.delete_key(key)
+        if is_last or answer[0] is not None:  # this process may end now, and with it the store
+            peers.wait_until(lambda: not store.check([verdict]))
         try:
             return answer, failed
         finally:

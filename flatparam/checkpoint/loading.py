@@ -92,7 +92,7 @@ def load(
         except Exception as caught:
             error = CheckpointError(f"{caught}; the model is loaded in part: load it again")
             error.__cause__ = caught
-        read = council.meet(loading.bytes, error, sum)
+        read = council.meet(loading.bytes, error, sum, is_last=True)
     finally:
         error = None  # it has this frame, which has the model
         loading.close()

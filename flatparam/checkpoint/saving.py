@@ -276,7 +276,7 @@ class _Saving:
         except Exception as caught:
             error = caught
         try:
-            total: int = council.meet(seal, error, self._finish)
+            total: int = council.meet(seal, error, self._finish, is_last=True)
         except BaseException:
             if council.is_first:
                 shutil.rmtree(self.folder, ignore_errors=True)

@@ -7,12 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import ends_of_ranks, note, say, wait_until_said
+from gloo import ends_of_ranks, meet_in_a_server, note, say, wait_until_said
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
 from flatparam.checkpoint import saving
+from flatparam.fsdp import peers
 from flatparam.fsdp.errors import OrderError
 
 pytestmark = pytest.mark.multiprocess
@@ -94,3 +95,29 @@ def test_a_child_that_raises_says_so_before_it_waits_for_its_save(tmp_path):
     (code, _, said), (other, _, _) = ends_of_ranks(raise_while_saving, 2, tmp_path, timeout=60.0)
     assert (code, said, other) == (3, "rank 1 was not waited for", 1)
     assert not list(tmp_path.iterdir())
+
+
+def end_with_the_store(how, folder):
+    """Rank 0 has the store, and ends at once after its last call; rank 1 looks late for the verdict, rank 2 not."""
+    meet_in_a_server()
+    module, wait = FSDP(linear()), peers.wait_for_keys
+    if how == "load":
+        checkpoint.save(folder / "last", module)
+    if dist.get_rank() == 1:
+        peers.wait_for_keys = lambda *arguments, **ways: (wait(*arguments, **ways), time.sleep(0.5))
+    path = folder / "last" if how != "refused" else folder
+    try:
+        (checkpoint.load if how == "load" else checkpoint.save)(path, module)
+    except checkpoint.CheckpointError as error:
+        note(error)
+    else:
+        note("done")
+    os._exit(3)
+
+
+@pytest.mark.parametrize("how", ["save", "load", "refused"])
+def test_rank_0_may_end_with_the_store_after_its_last_call(how, tmp_path):
+    expected = f"{tmp_path}: is there already; pass overwrite=True, or another path" if how == "refused" else "done"
+    for code, _, said in ends_of_ranks(end_with_the_store, 3, how, tmp_path, timeout=60.0):
+        assert code == 3
+        assert said.endswith(expected), said
