@@ -25,11 +25,13 @@ Do what `python SCRIPT ...` or `python -m MODULE ...` does, with flatparam's han
 FullyShardedDataParallel; with --runtime, or FLATPARAM_RUNTIME=1, with flatparam's own class in its place.
 With torchrun: torchrun [OPTION ...] -m flatparam run [--runtime] SCRIPT [ARGUMENT ...]"""
 
-# Modules and commands that start Python processes
-LAUNCHERS = (
-    *("torch.distributed.run", "torch.distributed.launch", "torchrun"),
-    *("accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner"),
-)
+# Modules and commands that start Python processes, and what each takes before the module that these run
+ORDER, ORDER_OF_DEEPSPEED = "[OPTION ...] -m", "[OPTION ...] --module --no_local_rank"
+LAUNCHERS = {
+    **dict.fromkeys(("torch.distributed.run", "torchrun", "accelerate.commands.launch"), ORDER),
+    "torch.distributed.launch": f"--use-env {ORDER}",
+    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), ORDER_OF_DEEPSPEED),
+}
 CHILD = "flatparam.commands.spawned"  # what spawned children run in place of the script
 RUNTIME = "FLATPARAM_RUNTIME"  # in the environment, "1": for this process and those that it starts
 BY_NAME, BY_PATH = "init_main_from_name", "init_main_from_path"  # how multiprocessing tells them the script
@@ -45,11 +47,12 @@ def main(arguments: list[str]) -> int:
         arguments = arguments[1:]
     as_module = arguments[:1] == ["-m"]
     command = arguments[1:] if as_module else arguments
-    launcher = launcher_in(command, as_module)
-    if launcher is not None:
+    found = launcher_in(command, as_module)
+    if found is not None:
+        launcher, order = found
         print(
             f"flatparam run: {launcher} starts Python processes of its own, which flatparam would not be under. Put "
-            f"it first: {launcher} [OPTION ...] -m flatparam run SCRIPT [ARGUMENT ...]",
+            f"it first: {launcher} {order} flatparam run SCRIPT [ARGUMENT ...]",
             file=sys.stderr,
         )
         return 2
@@ -66,13 +69,15 @@ def main(arguments: list[str]) -> int:
     return run_module(command) if as_module else run_script(command)
 
 
-def launcher_in(command: list[str], as_module: bool) -> str | None:
-    """What ``command`` runs, as a user types it, if that starts the training script in other Python processes."""
+def launcher_in(command: list[str], as_module: bool) -> tuple[str, str] | None:
+    """What ``command`` runs, as a user types it, if that starts the training script in other Python processes; and
+    what it takes before a module.
+    """
     name = command[0] if as_module and command else os.path.basename(command[0]) if command else ""
     if name in LAUNCHERS:
-        return f"python -m {name}" if as_module else name
+        return f"python -m {name}" if as_module else name, LAUNCHERS[name]
     if command[1:2] == ["launch"] and name in ("accelerate", "accelerate.commands.accelerate_cli"):
-        return "accelerate launch"
+        return "accelerate launch", ORDER
     return None
 
 

@@ -273,6 +273,14 @@ gc.collect()  # ends the group's threads: one that frees a tensor while Python e
 
 
 @pytest.mark.thorough
+def test_the_older_launcher_runs_a_script_in_the_order_that_is_printed(tmp_path):
+    (tmp_path / "train.py").write_text("import os, sys\nprint(os.environ['LOCAL_RANK'], *sys.argv)")
+    launch = ["-m", "torch.distributed.launch", "--use-env", "--standalone", "--nproc-per-node", "1"]
+    done = python(*launch, *RUN, "train.py", "--steps", "3", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "0 train.py --steps 3\n"), done.stderr
+
+
+@pytest.mark.thorough
 def test_torchrun_trains_to_the_same_bits(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -291,6 +299,8 @@ def test_torchrun_trains_to_the_same_bits(tmp_path):
 
 
 # Usage, in this process: nothing is run
+
+ORDER = "[OPTION ...] -m"
 
 
 def run_main(capsys, *arguments):
@@ -323,21 +333,26 @@ def test_what_is_no_script_is_refused(capsys, arguments, expected):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "launcher"),
+    ("arguments", "launcher", "options"),
     [
-        (["-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"], "python -m torch.distributed.run"),
-        (["-m", "torch.distributed.launch", "train.py"], "python -m torch.distributed.launch"),
-        (["/some/bin/torchrun", "train.py"], "torchrun"),
-        (["/some/bin/accelerate", "launch", "train.py"], "accelerate launch"),
+        (["-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"], "python -m torch.distributed.run", ORDER),
+        (
+            ["-m", "torch.distributed.launch", "train.py"],
+            "python -m torch.distributed.launch",
+            "--use-env [OPTION ...] -m",  # else it adds --local-rank before our own arguments
+        ),
+        (["/some/bin/torchrun", "train.py"], "torchrun", ORDER),
+        (["/some/bin/accelerate", "launch", "train.py"], "accelerate launch", ORDER),
+        (["/some/bin/deepspeed", "train.py"], "deepspeed", "[OPTION ...] --module --no_local_rank"),
     ],
 )
-def test_a_launcher_is_refused_with_what_was_meant(capsys, arguments, launcher):
+def test_a_launcher_is_refused_with_what_was_meant(capsys, arguments, launcher, options):
     """It would start the training in processes that flatparam is not installed in, without a word."""
     status, printed = run_main(capsys, *arguments)
     assert status == 2
     assert printed.out == ""
     assert f"flatparam run: {launcher} starts Python processes of its own" in printed.err
-    assert f"{launcher} [OPTION ...] -m flatparam run SCRIPT" in printed.err
+    assert f"{launcher} {options} flatparam run SCRIPT" in printed.err
 
 
 def test_a_refused_install_runs_nothing(capsys, monkeypatch, tmp_path):
