@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -156,14 +157,11 @@ def _cut(run: Sequence[nn.Module], size: int) -> list[nn.Module]:
     return [Together(*run[i : i + size]) for i in range(0, len(run), size)]
 
 
-def inner_sizes(question: Question) -> list[int]:
+def inner_sizes(world: int, node: int) -> list[int]:
     """Sizes of inner groups: divisors of the world that divide a node or are made of nodes."""
-    world, node = question.world_size, question.cluster.node
-    sizes = [n for n in range(2, world) if world % n == 0 and (node % n == 0 or n % node == 0)]
-    for n in question.inner:
-        if n not in sizes:
-            raise BadInput(f"--inner must divide {world} ranks, and divide or be nodes of {node}: {sizes}, got {n}")
-    return list(question.inner) or sizes
+    small = [n for n in range(1, math.isqrt(world) + 1) if world % n == 0]
+    divisors = sorted({*small, *(world // n for n in small)})
+    return [n for n in divisors[1:-1] if node % n == 0 or n % node == 0]
 
 
 def candidates(module: nn.Module, question: Question) -> Iterator[Candidate]:
@@ -188,10 +186,15 @@ def candidates(module: nn.Module, question: Question) -> Iterator[Candidate]:
 
 
 def _settings(question: Question, wrap: tuple[str, ...]) -> Iterator[Settings]:
-    inner = inner_sizes(question)
+    world, node = question.world_size, question.cluster.node
+    sizes = inner_sizes(world, node)
+    for n in question.inner:
+        if n not in sizes:
+            raise BadInput(f"--inner must divide {world} ranks, and divide or be nodes of {node}: {sizes}, got {n}")
+    inner = question.inner or sizes
     for name in question.strategies:
         settings = Settings(
-            world_size=question.world_size,
+            world_size=world,
             wrap=wrap,
             param_dtype=question.param_dtype,
             optimizer=question.optimizer,

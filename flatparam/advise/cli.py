@@ -20,9 +20,9 @@ from flatparam.advise.report import (
     title,
 )
 from flatparam.advise.timing import Cluster
-from flatparam.common.parsing import Parser
-from flatparam.inspect.cli import DTYPES, drawing
-from flatparam.inspect.planning import OPTIMIZERS, SUPPORTED, BadInput, load
+from flatparam.common.parsing import Parser, in_a_command
+from flatparam.inspect.cli import DTYPES, OPTIMIZER_HELP, drawing
+from flatparam.inspect.planning import MOST_RANKS, OPTIMIZERS, SUPPORTED, BadInput, load
 
 SCALES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -89,18 +89,24 @@ def parser() -> Parser:
         type=positive,
         metavar="N",
         default=8192,
-        help="that a rank computes in a step, in all micro-batches",
+        help="tokens that a rank computes in a step, over all micro-batches",
     )
-    add("--activations", type=size, metavar="SIZE", help="that a rank keeps for each token from forward to backward")
+    add(
+        "--activations",
+        type=size,
+        metavar="SIZE",
+        help="bytes of activations that a rank keeps for each token from forward to backward",
+    )
     add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
-    add("--optimizer", choices=OPTIMIZERS, default="adam", help="as for inspect")
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help=OPTIMIZER_HELP)
     add("--segments", action="store_true", help="segments=True: a flat parameter for each dtype, and for frozen ones")
     add = made.add_argument_group("the machine").add_argument
     add("--node-size", type=positive, metavar="N", default=8, help="ranks of a node; no more than the world size")
-    add("--intra", type=rate, metavar="RATE", default="450GB/s", help="that a rank sends within its node")
-    add("--inter", type=rate, metavar="RATE", default="50GB/s", help="that a rank sends to other nodes")
-    add("--intra-latency", type=latency, metavar="TIME", default="3.4us", help="of a step of a ring within a node")
-    add("--inter-latency", type=latency, metavar="TIME", default="9.6us", help="of a step of a ring between nodes")
+    reach, delay = "bytes or bits a second that a rank can send to ranks of", "latency of one step of a ring"
+    add("--intra", type=rate, metavar="RATE", default="450GB/s", help=f"{reach} its node")
+    add("--inter", type=rate, metavar="RATE", default="50GB/s", help=f"{reach} other nodes")
+    add("--intra-latency", type=latency, metavar="TIME", default="3.4us", help=f"{delay} within a node")
+    add("--inter-latency", type=latency, metavar="TIME", default="9.6us", help=f"{delay} between nodes")
     add(
         "--flops",
         type=operations,
@@ -109,10 +115,16 @@ def parser() -> Parser:
         help="operations/s that a rank reaches, not its peak",
     )
     add = made.add_argument_group("what is tried").add_argument
-    add("--strategies", type=strategies, metavar="NAME,...", help="these alone")
-    add("--inner", type=counts, metavar="N,...", default=(), help="inner groups of these sizes alone (hybrids)")
-    add("--wrap", metavar="CLASS,...", help="units of these classes alone, not of each repeated class")
-    add("--micro-batches", type=counts, metavar="N,...", default="1,2,4,8,16", help="micro-batches of a step")
+    add("--strategies", type=strategies, metavar="NAME,...", help="try these strategies only")
+    add("--inner", type=counts, metavar="N,...", help="try inner groups of these sizes only (hybrids)")
+    add("--wrap", metavar="CLASS,...", help="try units of these classes only, not of each repeated class")
+    default = ",".join(map(str, Question.micro_batches))
+    add(
+        "--micro-batches",
+        type=counts,
+        metavar="N,...",
+        help=f"numbers of micro-batches to try (default: {default}, up to the tokens)",
+    )
     add = made.add_argument_group("what is written").add_argument
     add("--all", action="store_true", help="print all that fit, not the best of each strategy")
     add("--json", type=Path, metavar="FILE", help="write all that was tried")
@@ -121,13 +133,16 @@ def parser() -> Parser:
 
 
 def question_of(options: argparse.Namespace) -> Question:
+    if options.world_size > MOST_RANKS:
+        raise BadInput(f"--world-size must be at most {MOST_RANKS}, got {options.world_size}")
     node = min(options.node_size, options.world_size)
     if options.world_size % node:
         raise BadInput(
             f"--world-size must be a multiple of --node-size, got {options.world_size} ranks in nodes of {node}"
         )
-    if max(options.micro_batches) > options.tokens:
-        raise BadInput(f"--tokens {options.tokens} are fewer than {max(options.micro_batches)} micro-batches")
+    micro_batches = options.micro_batches or [n for n in Question.micro_batches if n <= options.tokens]
+    if max(micro_batches) > options.tokens:
+        raise BadInput(f"--tokens {options.tokens} are fewer than {max(micro_batches)} micro-batches")
     return Question(
         world_size=options.world_size,
         gpu_memory=int(options.gpu_memory),
@@ -136,9 +151,9 @@ def question_of(options: argparse.Namespace) -> Question:
         flops=options.flops,
         activations=None if options.activations is None else int(options.activations),
         strategies=options.strategies or tuple(SUPPORTED),
-        inner=options.inner,
+        inner=options.inner or (),
         wrap=tuple(options.wrap.split(",")) if options.wrap is not None else (),
-        micro_batches=tuple(sorted(set(options.micro_batches))),
+        micro_batches=tuple(sorted(set(micro_batches))),
         param_dtype=None if options.param_dtype is None else DTYPES[options.param_dtype],
         optimizer=options.optimizer,
         segments=options.segments,
@@ -179,7 +194,7 @@ def main(arguments: list[str]) -> int:
     try:
         text, status = advise(options)
     except (BadInput, OSError) as error:
-        print(f"flatparam advise: {error}", file=sys.stderr)
+        print(f"flatparam advise: {in_a_command(error)}", file=sys.stderr)
         return 2
     print(text)
     return status

@@ -87,6 +87,8 @@ def call(candidate: Candidate, question: Question) -> str:
         arguments.append(f"auto_wrap_policy=ModuleWrapPolicy({{{classes}}})")
     if question.param_dtype is not None:
         arguments.append(f"mixed_precision=MixedPrecision(param_dtype={question.param_dtype})")
+    if question.segments:
+        arguments.append("segments=True")
     if candidate.inner is not None:
         shape = (question.world_size // candidate.inner, candidate.inner)
         arguments.append(f'device_mesh=init_device_mesh("cuda", {shape})')

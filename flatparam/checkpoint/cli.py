@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..common.parsing import Parser
+from ..common.parsing import Parser, in_a_command
 from ..fsdp.safetensors_files import FileError
 from .errors import CheckpointError
 from .exporting import export, open_source, tensors_of, verify
@@ -77,6 +77,6 @@ def main(arguments: list[str]) -> int:
         else:
             print(export(options.path, options.file, trusted=options.trusted, progress=not options.quiet))
     except (CheckpointError, FileError, OSError) as error:
-        print(f"flatparam checkpoint: {error}", file=sys.stderr)
+        print(f"flatparam checkpoint: {in_a_command(error)}", file=sys.stderr)
         return 1
     return 0

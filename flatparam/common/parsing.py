@@ -3,6 +3,23 @@
 import argparse
 from typing import Any, NoReturn
 
+# What a message says to a program, and what a command says
+_WORDS = (
+    ("segments=True", "--segments"),
+    ("trusted=True", "--trusted"),
+    ("shard_alignment", "--shard-alignment"),
+    ("ignore it (ignored_states)", "leave it out of the model that the factory makes"),
+    ("ignore them (ignored_states)", "leave them out of the model that the factory makes"),
+)
+
+
+def in_a_command(error: BaseException) -> str:
+    """The message of ``error``, with options in the place of Python arguments."""
+    message = str(error)
+    for argument, option in _WORDS:
+        message = message.replace(argument, option)
+    return message
+
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Tells a default where there is one."""

@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> int:
         stop_on_signals()
         return demo(config)
     except ModuleNotFoundError as error:
-        return fail(f"the demo needs {error.name}: pip install 'flatparam[demo]'", 1)
+        return fail(f"the demo needs {error.name}: pip install 'matplotlib>=3.7' 'tqdm>=4.60'", 1)
     except DemoFailed as error:
         if error.details:
             print(error.details, file=sys.stderr)

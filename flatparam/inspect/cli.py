@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatparam.common.parsing import Parser
+from flatparam.common.parsing import Parser, in_a_command
 from flatparam.inspect.planning import (
     OPTIMIZERS,
     SUPPORTED,
@@ -22,6 +22,7 @@ from flatparam.inspect.planning import (
 )
 from flatparam.inspect.report import as_json, summary, table, title
 
+OPTIMIZER_HELP = "state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -45,12 +46,7 @@ def parser() -> Parser:
         "--min-params", type=int, metavar="N", help="units of N parameters (size_based_auto_wrap_policy)"
     )
     add("--param-dtype", choices=DTYPES, help="MixedPrecision's: of forward, backward and the wire")
-    add(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default="adam",
-        help="state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing",
-    )
+    add("--optimizer", choices=OPTIMIZERS, default="adam", help=OPTIMIZER_HELP)
     names = made.add_mutually_exclusive_group()
     names.add_argument("--use-orig-params", action="store_true", help="use_orig_params=True")
     names.add_argument("--flat", action="store_true", help="use_orig_params=False, which is assumed")
@@ -74,7 +70,7 @@ def drawing(command: str, option: str) -> Any:
         return import_module(f"flatparam.{command}.picture")
     except ModuleNotFoundError as error:
         needed = (error.name or "matplotlib").partition(".")[0]
-        raise BadInput(f"{option} needs {needed}: pip install 'flatparam[demo]'") from error
+        raise BadInput(f"{option} needs {needed}: pip install 'matplotlib>=3.7'") from error
 
 
 def inspect(options: argparse.Namespace) -> str:
@@ -109,6 +105,6 @@ def main(arguments: list[str]) -> int:
     try:
         print(inspect(options))
     except (BadInput, OSError) as error:
-        print(f"flatparam inspect: {error}", file=sys.stderr)
+        print(f"flatparam inspect: {in_a_command(error)}", file=sys.stderr)
         return 2
     return 0

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.nn.parameter import is_lazy
 
 from flatparam._C import ShardError
 from flatparam.fsdp.api import ShardingStrategy
 from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
+from flatparam.fsdp.names import join
 from flatparam.fsdp.originals import (
     Options,
     Original,
@@ -60,6 +62,11 @@ def load(spec: str) -> nn.Module:
         raise BadInput(f"{spec}() raised {one_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise BadInput(f"expected {spec}() to return an nn.Module, it returned a {type(module).__name__}")
+    for path, inner in module.named_modules():
+        for name, param in inner._parameters.items():
+            if is_lazy(param):
+                what = f"parameter `{join(path, name)}` of a {type(inner).__name__}"
+                raise BadInput(f"{what} has no shape yet: let the factory run a forward")
     _leave_data(module)
     return module
 
@@ -75,6 +82,7 @@ def _leave_data(module: nn.Module) -> None:
                 inner._parameters[name] = found[param]
 
 
+MOST_RANKS = 2**31 - 1  # a rank is an int of C
 SUPPORTED = {strategy.name: strategy for strategy in TABLE}
 OPTIMIZERS: dict[str, Callable[[torch.dtype], int]] = {
     "adam": lambda dtype: 2 * dtype.itemsize,
@@ -108,6 +116,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise BadInput(f"--world-size must be at least 1, got {self.world_size}")
+        if self.world_size > MOST_RANKS:
+            raise BadInput(f"--world-size must be at most {MOST_RANKS}, got {self.world_size}")
         if self.min_params is not None and self.min_params < 1:
             raise BadInput(f"--min-params must be at least 1, got {self.min_params}")
         if is_grid(self.strategy):

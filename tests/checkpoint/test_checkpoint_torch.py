@@ -295,3 +295,9 @@ def test_commands_show_verify_and_export(tmp_path):
     assert f"{damaged}: is damaged" in done.stderr
     assert command("show", tmp_path / "nowhere")[0] == 1
     assert command("look")[0] == 2
+
+
+def test_commands_name_their_own_options(tmp_path):
+    (tmp_path / ".metadata").touch()
+    status, _, err = command("show", tmp_path)
+    assert (status, "pass --trusted if you know who has made it" in err) == (1, True)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import MixedPrecision, ShardingStrategy
 from flatparam.__main__ import main
+from flatparam.advise.candidates import inner_sizes
 from flatparam.advise.timing import Load, seconds_of
 
 GRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "LAYER_ZERO", "LAYER_ZERO_NESTED")
@@ -296,6 +297,7 @@ def test_a_call_that_is_printed_is_the_best(capsys, tmp_path):
         *("--strategies", "HYBRID_SHARD", "--inner", "2", "--param-dtype", "bf16", "--micro-batches", "1"),
         *("--flops", "1P", "--intra-latency", "1s", "--inter-latency", "1s"),  # few units are best
     )
+    assert "segments" not in printed
     [line] = [line for line in printed.splitlines() if line.startswith("best: ")]
     call, _, how = line.removeprefix("best: ").rpartition(", each ")
     assert how == "4 Block in one nn.Sequential"
@@ -309,6 +311,16 @@ def test_a_call_that_is_printed_is_the_best(capsys, tmp_path):
         made = eval(call, names)
         assert len(FSDP.fsdp_modules(made)) == 3
         assert made._placement.replicas == 4
+
+
+def test_a_call_of_segments_says_so(capsys, tmp_path):
+    arguments = ["inspected:mixed", "--world-size", "1", "--gpu-memory", "1GB", "--wrap", "Model", "--segments"]
+    printed, _ = advise(capsys, tmp_path, *arguments)
+    [line] = [line for line in printed.splitlines() if line.startswith("best: ")]
+    with fake_world(1):
+        names = {"model": inspected.mixed(), "FullyShardedDataParallel": FSDP, "ShardingStrategy": ShardingStrategy}
+        names |= {"ModuleWrapPolicy": ModuleWrapPolicy, "Model": inspected.Model}
+        assert len(eval(line.removeprefix("best: "), names)._unit.segments) == 2
 
 
 def test_nothing_fits_says_by_how_much(capsys, tmp_path):
@@ -337,6 +349,16 @@ def test_sizes_and_nodes(capsys, tmp_path):
     assert {one["inner"] for one in found["fitting"]} == {None, 4}
     _, found = advise(capsys, tmp_path, "inspected:model", "--world-size", "1", "--gpu-memory", "1GB")
     assert all(one["sent"]["collectives"] == [] for one in found["fitting"])
+    _, found = advise(capsys, tmp_path, *arguments, "--tokens", "3")
+    assert {one["micro_batches"] for one in found["fitting"]} == {1, 2}
+
+
+@pytest.mark.parametrize("node", [1, 3, 4, 12, 60])
+def test_inner_groups_are_divisors_that_fill_parts_of_a_node_or_nodes(node):
+    assert inner_sizes(60, node) == [
+        size for size in range(2, 60) if 60 % size == 0 and (node % size == 0 or size % node == 0)
+    ]
+    assert inner_sizes(2**31 - 1, 1) == []
 
 
 ERRORS = [
@@ -348,8 +370,18 @@ ERRORS = [
     ),
     (["inspected:model", "--wrap", "Layer"], "no module of class Layer in it; there are Block, Linear, Model"),
     (["inspected:model", "--inner", "3"], "--inner must divide 8 ranks, and divide or be nodes of 8: [2, 4], got 3"),
-    (["inspected:model", "--tokens", "3"], "--tokens 3 are fewer than 16 micro-batches"),
+    (
+        ["inspected:model", "--tokens", "3", "--micro-batches", "1,2,4,8,16"],
+        "--tokens 3 are fewer than 16 micro-batches",
+    ),
     (["inspected:integers"], "unit (root) cannot be made: Cannot flatten integer dtype tensors"),
+    (["inspected:integers"], "register it as a buffer, or leave it out of the model that the factory makes"),
+    (["inspected:mixed", "--wrap", "Model"], "; pass --segments, or wrap them in units of their own"),
+    (["inspected:lazy"], "parameter `1.weight` of a LazyLinear has no shape yet: let the factory run a forward"),
+    (
+        ["inspected:model", "--node-size", "1", "--world-size", str(10**22), "--strategies", "FULL_SHARD"],
+        f"--world-size must be at most 2147483647, got {10**22}",
+    ),
     (
         ["inspected:model", "--strategies", "LAYER_ZERO", "--world-size", "2"],
         "no inner group is possible among 2 ranks",
@@ -405,7 +437,7 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     names = ("world-size", "gpu-memory", "intra", "inter", "tokens", "flops", "activations", "node-size", "picture")
     assert all(f"--{name}" in text for name in names)
-    assert "None" not in text
+    assert not any(value in text for value in ("None", "()"))
     assert main(["--help"]) == 0
     assert "advise" in capsys.readouterr().out
 
@@ -422,5 +454,5 @@ def test_without_matplotlib_it_says_what_to_install(capsys, monkeypatch, tmp_pat
     inspected.without_matplotlib(monkeypatch, "flatparam.advise.picture")
     arguments = ["advise", "inspected:model", "--world-size", "2", "--gpu-memory", "1GB"]
     assert main([*arguments, "--picture", str(tmp_path / "advice.png")]) == 2
-    assert capsys.readouterr().err == "flatparam advise: --picture needs matplotlib: pip install 'flatparam[demo]'\n"
+    assert capsys.readouterr().err == "flatparam advise: --picture needs matplotlib: pip install 'matplotlib>=3.7'\n"
     assert main(arguments) == 0

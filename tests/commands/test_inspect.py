@@ -263,6 +263,7 @@ ERRORS = [
     (["inspected:makes_a_dict"], "expected inspected:makes_a_dict() to return an nn.Module, it returned a dict"),
     (["inspected:model", "--wrap", "Block,Layer"], "no module of class Layer in it; there are Block, Linear, Model"),
     (["inspected:model", "--world-size", "0"], "--world-size must be at least 1, got 0"),
+    (["inspected:model", "--world-size", str(10**22)], f"--world-size must be at most 2147483647, got {10**22}"),
     (["inspected:model", "--min-params", "0"], "--min-params must be at least 1, got 0"),
     (["inspected:model", "--strategy", "HYBRID_SHARD"], "HYBRID_SHARD needs --shard-size"),
     (
@@ -271,9 +272,12 @@ ERRORS = [
     ),
     (["inspected:model", "--shard-size", "2"], "--shard-size is for HYBRID_SHARD and _HYBRID_SHARD_ZERO2"),
     (["inspected:mixed"], "unit (root) cannot be made: Must flatten tensors with uniform dtype"),
+    (["inspected:mixed"], "; pass --segments, or wrap them in units of their own"),
     (["inspected:frozen", "--wrap", "Block"], "unit blocks.0 cannot be made: Must flatten tensors with uniform `req"),
     (["inspected:integers"], "unit (root) cannot be made: Cannot flatten integer dtype tensors"),
+    (["inspected:integers"], "register it as a buffer, or leave it out of the model that the factory makes"),
     (["inspected:empty"], "unit (root) cannot be made: "),
+    (["inspected:lazy"], "parameter `1.weight` of a LazyLinear has no shape yet: let the factory run a forward"),
     (
         ["inspected:tied_below", "--wrap", "Block"],
         "parameter `blocks.0.scale` of the unit of Block at `blocks.0` is shared with `extra`",
@@ -282,7 +286,10 @@ ERRORS = [
         ["inspected:tied_beside", "--wrap", "Block"],
         "parameter `blocks.2.inner.weight` of the unit of Block at `blocks.2` is shared with `blocks.0.inner.weight`",
     ),
-    (["inspected:model", "--shard-alignment", "24"], "expected shard_alignment to be a power of two of bytes, got 24"),
+    (
+        ["inspected:model", "--shard-alignment", "24"],
+        "expected --shard-alignment to be a power of two of bytes, got 24",
+    ),
     (["inspected:model", "--json", "no/such/folder/plan.json"], "No such file or directory"),
 ]
 
@@ -333,7 +340,7 @@ def test_without_matplotlib_it_says_what_to_install(capsys, monkeypatch, tmp_pat
     inspected.without_matplotlib(monkeypatch, "flatparam.inspect.picture")
     path = tmp_path / "plan.png"
     assert main(["inspect", "inspected:model", "--png", str(path)]) == 2
-    assert capsys.readouterr().err == "flatparam inspect: --png needs matplotlib: pip install 'flatparam[demo]'\n"
+    assert capsys.readouterr().err == "flatparam inspect: --png needs matplotlib: pip install 'matplotlib>=3.7'\n"
     assert not path.exists()
     assert main(["inspect", "inspected:model"]) == 0
 

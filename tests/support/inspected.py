@@ -86,6 +86,10 @@ def integers():
     return made
 
 
+def lazy():
+    return nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+
+
 def empty():
     made = nn.Module()
     made.nothing = nn.Parameter(torch.empty(0))
