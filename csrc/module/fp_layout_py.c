@@ -28,49 +28,86 @@ module_of(PyTypeObject *type)
     return PyType_GetModule(type);
 }
 
+/* The arguments of Layout(), in C. */
+typedef struct {
+    int64_t *numels, *blocks; /* owned; no blocks: NULL */
+    Py_ssize_t n;
+    int64_t world_size, itemsize, alignment;
+} layout_arguments;
+
+/* Give the message of a status of fp_layout_init: the first of its conditions that does not hold. Returns 0 for FP_OK,
+ * else -1. */
+static int
+check_layout(PyObject *module, const layout_arguments *args, fp_status status)
+{
+    const int64_t *values[] = {args->numels, args->blocks};
+    const char *names[] = {"numels", "blocks"};
+    if (status == FP_EINVAL) {
+        if (args->world_size < 1) {
+            return fp_fail(module, status, "expected world_size >= 1, got %lld", (long long)args->world_size);
+        }
+        if (args->itemsize < 1) {
+            return fp_fail(module, status, "expected itemsize >= 1, got %lld", (long long)args->itemsize);
+        }
+        if (args->alignment < (args->blocks != NULL)) {
+            return fp_fail(module, status, "expected alignment >= %d, got %lld", args->blocks != NULL,
+                           (long long)args->alignment);
+        }
+        for (int least = 0; least < 2; least++) {
+            for (Py_ssize_t i = 0; values[least] != NULL && i < args->n; i++) {
+                if (values[least][i] < least) {
+                    return fp_fail(module, status, "expected %s >= %d, %s[%zd] is %lld", names[least], least,
+                                   names[least], i, (long long)values[least][i]);
+                }
+            }
+        }
+        return fp_fail(module, status, "expected at least one element, %s",
+                       args->n == 0 ? "there are no sizes" : "all sizes are 0");
+    }
+    return fp_fail(module, status,
+                   "expected fewer than 2^63 bytes, paddings included, got %zd parameters, world_size %lld, itemsize "
+                   "%lld, alignment %lld",
+                   args->n, (long long)args->world_size, (long long)args->itemsize, (long long)args->alignment);
+}
+
 static PyObject *
 layout_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    layout_object *self = NULL;             /* owned */
-    int64_t *numels = NULL, *blocks = NULL; /* owned */
-    Py_ssize_t n, n_blocks;
-    int64_t world_size, itemsize, alignment;
+    layout_object *self = NULL; /* owned */
+    layout_arguments given = {0};
+    Py_ssize_t n_blocks;
 
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
         return PyErr_Format(PyExc_TypeError, "Layout() takes no keyword arguments");
     }
     if (fp_check_nargs_between("Layout", PyTuple_GET_SIZE(args), 4, 5) < 0 ||
-        fp_as_int64(PyTuple_GET_ITEM(args, 1), &world_size) < 0 ||
-        fp_as_int64(PyTuple_GET_ITEM(args, 2), &itemsize) < 0 ||
-        fp_as_int64(PyTuple_GET_ITEM(args, 3), &alignment) < 0 ||
-        fp_as_int64_array(PyTuple_GET_ITEM(args, 0), &numels, &n) < 0) {
+        fp_as_int64(PyTuple_GET_ITEM(args, 1), &given.world_size) < 0 ||
+        fp_as_int64(PyTuple_GET_ITEM(args, 2), &given.itemsize) < 0 ||
+        fp_as_int64(PyTuple_GET_ITEM(args, 3), &given.alignment) < 0 ||
+        fp_as_int64_array(PyTuple_GET_ITEM(args, 0), &given.numels, &given.n) < 0) {
         return NULL;
     }
     if (PyTuple_GET_SIZE(args) == 5 && PyTuple_GET_ITEM(args, 4) != Py_None) {
-        if (fp_as_int64_array(PyTuple_GET_ITEM(args, 4), &blocks, &n_blocks) < 0) {
+        if (fp_as_int64_array(PyTuple_GET_ITEM(args, 4), &given.blocks, &n_blocks) < 0) {
             goto done;
         }
-        if (n_blocks != n) {
-            fp_fail(module_of(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", n, n_blocks);
+        if (n_blocks != given.n) {
+            fp_fail(module_of(type), FP_EINVAL, "expected a block for each of %zd parameters, got %zd", given.n,
+                    n_blocks);
             goto done;
         }
     }
     self = (layout_object *)type->tp_alloc(type, 0); /* zeroed */
     if (self != NULL) {
-        const fp_status status =
-            fp_layout_init(&self->layout, numels, blocks, (size_t)n, alignment, world_size, itemsize);
-        if (fp_fail(module_of(type), status,
-                    "expected at least one element, no negative size, world_size >= 1, itemsize >= 1 and alignment >= "
-                    "%d%s, with all of it in 64 bits of bytes; got %zd parameters, world_size %lld, itemsize %lld, "
-                    "alignment %lld",
-                    blocks != NULL, blocks == NULL ? "" : ", blocks of at least 1", n, (long long)world_size,
-                    (long long)itemsize, (long long)alignment) < 0) {
+        const fp_status status = fp_layout_init(&self->layout, given.numels, given.blocks, (size_t)given.n,
+                                                given.alignment, given.world_size, given.itemsize);
+        if (check_layout(module_of(type), &given, status) < 0) {
             Py_CLEAR(self);
         }
     }
 done:
-    fp_free(numels);
-    fp_free(blocks);
+    fp_free(given.numels);
+    fp_free(given.blocks);
     return (PyObject *)self;
 }
 

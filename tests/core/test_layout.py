@@ -6,6 +6,7 @@ Oracle: torch's FlatParamHandle on a module with the same parameters, on a fake 
 import bisect
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -199,27 +200,30 @@ def test_ten_thousand_parameters_over_4096_ranks_are_found_by_binary_search():
         assert found == range(bisect.bisect_right(ends, begin), bisect.bisect_left(layout.offsets, end))
 
 
+TOO_MANY_BYTES = "fewer than 2^63 bytes, paddings included, got"
+
+
 @pytest.mark.parametrize(
-    ("numels", "world_size", "itemsize", "alignment"),
+    ("numels", "world_size", "itemsize", "alignment", "message"),
     [
-        ([], 1, 1, 0),
-        ([0, 0], 1, 1, 0),
-        ([1, -1], 1, 1, 0),
-        ([1], 0, 1, 0),
-        ([1], -1, 1, 0),
-        ([1], 1, 0, 0),
-        ([1], 1, -4, 0),
-        ([1], 1, 1, -1),
-        ([2**63 - 1], 2, 1, 0),
-        ([2**62, 2**62], 1, 1, 0),
-        ([2**61], 1, 4, 0),
-        ([2**60], 2**63 - 1, 1, 0),
-        ([1, 1], 1, 1, 2**62),
-        ([1] * 5, 2**62, 2, 0),
+        ([], 1, 1, 0, "at least one element, there are no sizes"),
+        ([0, 0], 1, 1, 0, "at least one element, all sizes are 0"),
+        ([1, -1], 1, 1, 0, "numels >= 0, numels[1] is -1"),
+        ([1], 0, 1, 0, "world_size >= 1, got 0"),
+        ([1], -1, 1, 0, "world_size >= 1, got -1"),
+        ([1], 1, 0, 0, "itemsize >= 1, got 0"),
+        ([1], 1, -4, 0, "itemsize >= 1, got -4"),
+        ([1], 1, 1, -1, "alignment >= 0, got -1"),
+        ([2**63 - 1], 2, 1, 0, TOO_MANY_BYTES),
+        ([2**62, 2**62], 1, 1, 0, TOO_MANY_BYTES),
+        ([2**61], 1, 4, 0, TOO_MANY_BYTES),
+        ([2**60], 2**63 - 1, 1, 0, TOO_MANY_BYTES),
+        ([1, 1], 1, 1, 2**62, TOO_MANY_BYTES),
+        ([1] * 5, 2**62, 2, 0, TOO_MANY_BYTES),
     ],
 )
-def test_sizes_out_of_range_are_refused(numels, world_size, itemsize, alignment):
-    with pytest.raises(ShardError, match="expected at least one element"):
+def test_sizes_out_of_range_are_refused_by_name(numels, world_size, itemsize, alignment, message):
+    with pytest.raises(ShardError, match=re.escape(f"expected {message}")):
         FlatLayout(numels, world_size, itemsize=itemsize, alignment=alignment)
 
 
