@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from flatparam._version import __version__
+
 COMMANDS = {
     "advise": (
         "flatparam.advise.cli",
@@ -23,13 +25,21 @@ COMMANDS = {
 def usage() -> str:
     """One line for each command."""
     lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: python -m flatparam COMMAND [options]   (COMMAND --help for its options)", *lines])
+    text = [
+        "usage: python -m flatparam COMMAND [options]   (COMMAND --help for its options)",
+        "       python -m flatparam --version",
+        *lines,
+    ]
+    return "\n".join(text)
 
 
 def main(arguments: list[str]) -> int:
     """Run the command that ``arguments`` begin with; returns the exit status."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(usage())
+        return 0
+    if arguments[:1] == ["--version"]:
+        print(f"flatparam {__version__}")
         return 0
     if not arguments or arguments[0] not in COMMANDS:
         got = repr(arguments[0]) if arguments else "nothing"

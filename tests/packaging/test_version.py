@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import flatparam
+from flatparam.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,6 +18,11 @@ def test_the_package_tells_its_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", flatparam.__version__)
     assert f"\nversion: {flatparam.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {flatparam.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_command_tells_it(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"flatparam {flatparam.__version__}\n"
 
 
 @pytest.mark.multiprocess
