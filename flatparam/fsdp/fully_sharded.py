@@ -75,11 +75,17 @@ class FullyShardedDataParallel(
         ``placement``: groups to shard over (:class:`Placement`) instead of strategy and process group;
         ``segments``: a unit may hold parameters of several dtypes, and frozen beside trainable ones, each in a flat
         parameter of its own: frozen ones have no gradient memory and are not reduced;
+        ``shard_alignment``: bytes, a power of two, at whose multiples parameters and shards start (None: 16 on CUDA,
+        else torch's layout);
+        ``atomic``: what is not cut between ranks: ``"row"``, an index of dimension 0, or a callable(param) that gives
+        the elements of a block;
+        ``offload_grads``: of LAYER_ZERO and LAYER_ZERO_NESTED: sums of micro-batches lie in host memory;
         ``check_values``: compare digests of the initial values over the ranks.
 
     ``limit_all_gathers`` holds always: memory is freed in the order of the program, so there is nothing to limit.
     On an accelerator forward gathers one unit ahead, whatever ``forward_prefetch`` is, from the second time on.
-    Raises: ValueError for arguments that contradict each other or name what is not supported.
+    Raises: TypeError for an argument of another type; ValueError for arguments that contradict each other or name what
+    is not supported, and where the ranks differ or another one has raised.
     """
 
     def __init__(
