@@ -172,6 +172,11 @@ def find_originals(
                     f"parameter `{place.fqn}` of a {type(submodule).__name__} is uninitialized and has no shape yet: "
                     "run a forward of the module before it is wrapped"
                 )
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"parameter `{place.fqn}` belongs to a module of torch.jit, which lets nobody replace its parameters: "
+                    "pass the module that was scripted or traced, or ignore this one (ignored_modules)"
+                )
             original = found.get(id(param))
             if original is None:
                 template: Tensor | None = template_of(param)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Block, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
-from gloo import note, run_ranks
+from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
@@ -104,6 +104,17 @@ def arguments():
 def test_without_a_process_group(strategy):
     with pytest.raises(ValueError, match=r"torch.distributed is not initialized: call .*init_process_group\(\) first"):
         FSDP(make(), sharding_strategy=ShardingStrategy[strategy])
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_a_scripted_module_is_refused_and_the_others_stay_as_they_were(uo):
+    module = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with fake_world(2):
+        with pytest.raises(ValueError, match=r"parameter `1\.weight` belongs to a module of torch\.jit"):
+            FSDP(module, use_orig_params=uo)
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        FSDP(module, use_orig_params=uo, ignored_modules=[module[1]])(torch.ones(1, 2)).sum().backward()
 
 
 def parameters():
