@@ -298,7 +298,7 @@ def _describe(name: str, originals: list[Original], options: Options) -> Describ
             (
                 f"parameter `{original.fqn}`",
                 f"shape {tuple(original.shape)}, strides {original.stride}, {original.param.dtype}, "
-                f"requires_grad={original.param.requires_grad}, {len(original.names)} names, "
+                f"requires_grad={original.param.requires_grad}, {len(original.fqns)} names, "
                 f"blocks of {original.block}{'' if original.form is None else f', {original.form}'}",
             )
             for original in originals

@@ -143,7 +143,7 @@ def held_by(module: nn.Module, *, buffers: bool = True, other: Other = lambda na
 def _of_segment(unit: Unit, paths: list[str], segment: Segment) -> Iterator[Held]:
     for number, (here, piece) in enumerate(zip(segment.here(), segment.pieces, strict=True)):
         original = here.original
-        names = [clean_tensor_name(join(path, name.fqn)) for path in paths for name in original.names]
+        names = [clean_tensor_name(join(path, fqn)) for path in paths for fqn in original.fqns]
         owner = original.param if segment.use_orig_params else segment.flat
         start = piece.intra_param_start_idx or 0
         yield Held(names, owner, tuple(original.shape), original.stride, unit, segment, number, here, start)

@@ -104,10 +104,11 @@ class Original:
     """One original parameter."""
 
     param: nn.Parameter
-    names: list[Name]  # the first is the one that named_parameters() gives
+    names: list[Name]  # a place each, the first is the one that named_parameters() gives
     shape: torch.Size
     stride: tuple[int, ...]
     contiguous: bool
+    fqns: list[str]  # all: more than places, where a module is registered twice
     block: int = 1  # elements that stay on one rank
     template: Tensor | None = None  # where param is a placeholder: what it stands for, on the meta device
     form: Form | None = None  # what modules have of it, where that is no plain tensor
@@ -196,10 +197,13 @@ def find_originals(
                     whole.shape,
                     tuple(whole.stride()) if dense else row_major(whole.shape),
                     contiguous or not dense,
+                    [place.fqn],
                     template=template,
                     form=form,
                 )
-            elif (submodule, name) not in [(other.module, other.name) for other in original.names]:
+                continue
+            original.fqns.append(place.fqn)
+            if (submodule, name) not in [(other.module, other.name) for other in original.names]:
                 original.names.append(place)
     return list(found.values())
 

@@ -205,14 +205,18 @@ class Stepping(Wrapper):
         done: set[int] = set()
         for wrapper in reversed(wrappers):
             dtype = wrapper.mixed_precision.buffer_dtype
+            own: dict[int, torch.dtype] = {}  # of those that it has cast
             for key, module, name, buffer in _named_buffers(wrapper.module):
+                if id(buffer) in own:  # of a module that is registered twice
+                    wrapper._buffer_dtypes.setdefault(key, own[id(buffer)])
                 if id(buffer) in done:
                     continue
                 done.add(id(buffer))
                 if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                     wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
-                    module._buffers[name] = buffer.to(dtype)
-                    done.add(id(module._buffers[name]))
+                    cast = module._buffers[name] = buffer.to(dtype)
+                    own[id(cast)] = buffer.dtype
+                    done.add(id(cast))
 
     def _casts(self) -> torch.dtype | None:
         """What floating inputs are cast to."""
@@ -333,8 +337,8 @@ class Stepping(Wrapper):
 
 
 def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Each buffer below ``module``: its name there, the module that has it, its name in that, and itself."""
-    for path, inner in module.named_modules():
+    """Each buffer below ``module``: each of its names there, the module that has it, its name in that, and itself."""
+    for path, inner in module.named_modules(remove_duplicate=False):
         for name, buffer in inner._buffers.items():
             if buffer is not None:
                 yield without_units(join(path, name)), inner, name, buffer

@@ -176,7 +176,7 @@ class Unit:
     def without(self, has: Callable[[str], bool]) -> list[Original]:
         """Its parameters of which ``has`` says of no name that it is there."""
         originals = (original for segment in self.segments for original in segment.originals)
-        return [original for original in originals if not any(has(place.fqn) for place in original.names)]
+        return [original for original in originals if not any(map(has, original.fqns))]
 
     def check_registered(self) -> None:
         """Raises: StateError if its module has another tensor in place of a flat parameter."""

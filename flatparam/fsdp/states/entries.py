@@ -28,8 +28,8 @@ def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, Segment, Original]
     """Every name of each original parameter, with ``prefix``: of the unit's module in the state dict."""
     for segment in unit.segments:
         for original in segment.originals:
-            for place in original.names:
-                yield prefix + place.fqn, segment, original
+            for fqn in original.fqns:
+                yield prefix + fqn, segment, original
 
 
 def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:
@@ -96,9 +96,9 @@ def take_flat(unit: Unit, state: dict[str, Any], prefix: str) -> None:
             state[key] = shard
             continue
         for here in segment.here():
-            for place in here.original.names:
+            for fqn in here.original.fqns:
                 piece = here.of(shard)
-                state[prefix + place.fqn] = piece.view(here.original.param.shape)
+                state[prefix + fqn] = piece.view(here.original.param.shape)
 
 
 def _shard_of(key: str, segment: Segment, value: Any) -> Tensor:
