@@ -221,8 +221,8 @@ class Pickled(Foreign):
     def told_of_optimizer(self) -> dict[str, Any] | None:
         if self._nested:
             raise CheckpointError(
-                f"{self._folder}: `{self._nested}` is in a list or dict of an optimizer's state, which is not read from "
-                "torch's files: load the model alone, or save with flatparam.checkpoint"
+                f"{self._folder}: `{self._nested}` is in a list or dict of an optimizer's state, which is not read "
+                "from torch's files: load the model alone, or save with flatparam.checkpoint"
             )
         told = super().told_of_optimizer() or {"groups": None, "states": {}}
         for name, infos in self._values.items():

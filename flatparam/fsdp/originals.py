@@ -175,8 +175,8 @@ def find_originals(
                 )
             if isinstance(submodule, torch.jit.ScriptModule):
                 raise ValueError(
-                    f"parameter `{place.fqn}` belongs to a module of torch.jit, which lets nobody replace its parameters: "
-                    "pass the module that was scripted or traced, or ignore this one (ignored_modules)"
+                    f"parameter `{place.fqn}` belongs to a module of torch.jit, which lets nobody replace its "
+                    "parameters: pass the module that was scripted or traced, or ignore this one (ignored_modules)"
                 )
             original = found.get(id(param))
             if original is None:
