@@ -217,9 +217,9 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
             (changed && flat_param->extension != NULL && fp_flat_param_refuse_graphs(flat_param) < 0)) {
             return -1;
         }
-        const int from_shards = fp_flat_buffer_gather(flat_param->flat, flat_param->master, fp_items(flat_param->views),
-                                                      fp_unit_collectives(unit), changed, refresh, goes_on,
-                                                      freed_reason(unit));
+        const int from_shards =
+            fp_flat_buffer_gather(flat_param->flat, flat_param->master, fp_items(flat_param->views),
+                                  fp_unit_collectives(unit), changed, refresh, goes_on, freed_reason(unit));
         if (from_shards < 0) {
             return -1;
         }

@@ -17,9 +17,9 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
 
     at::Tensor unsharded; // [total] in the compute dtype; its storage has 0 bytes while freed
     at::Tensor
-        unsharded_data; // the same memory under another version counter: autograd sees no change of what is written
-    at::Tensor filling;       // the same memory by a storage of its own, for a gather
-    bool is_hidden = false;   // the values are not known to be there: whoever reads unsharded or a view gets the reason
+        unsharded_data;     // the same memory under another version counter: autograd sees no change of what is written
+    at::Tensor filling;     // the same memory by a storage of its own, for a gather
+    bool is_hidden = false; // the values are not known to be there: whoever reads unsharded or a view gets the reason
     fp_data_state data = FP_DATA_SHARDED; // of unsharded; see fp::move
     at::Tensor secondary_shard;           // [total / param_shards] in the compute dtype: what param_group gathers from
     at::Tensor next_secondary_shard;      // nested: the same while it is gathered

@@ -44,8 +44,9 @@ by_own_storage(const at::Tensor &whole)
 {
     c10::StorageImpl *const storage = storage_of(whole);
     auto owner = std::make_unique<c10::Storage>(whole.storage());
-    c10::DataPtr memory(const_cast<void *>(address_of(storage)), owner.get(),
-                        [](void *kept) { delete static_cast<c10::Storage *>(kept); }, storage->device());
+    c10::DataPtr memory(
+        const_cast<void *>(address_of(storage)), owner.get(),
+        [](void *kept) { delete static_cast<c10::Storage *>(kept); }, storage->device());
     owner.release();
     at::Tensor made = alias(whole, whole.sizes(), whole.strides(), whole.storage_offset());
     made.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(c10::make_intrusive<c10::StorageImpl>(
