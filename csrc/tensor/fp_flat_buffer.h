@@ -65,7 +65,7 @@ int fp_flat_buffer_is_reached(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Write the shard to its place and start gathering. collectives: NULL, or the Python object that does it. changed: the
  * shard's values are not those of the gather before, so a graph that still needs those shall be refused by autograd.
  * refresh: from the shards, also where there is a secondary shard. goes_on: as was begun by a call that was broken off.
- * reason: what reading unsharded or a view says until _wait; NULL: it is not refused.
+ * reason: what reading unsharded or a view says until _wait, if it had no values; NULL: nothing.
  * Returns 1: from the shards; 0: from the secondary shard; -1. */
 int fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, PyObject *collectives,
                           int changed, int refresh, int goes_on, const char *reason);

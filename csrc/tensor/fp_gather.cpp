@@ -60,8 +60,8 @@ end_filling(fp_flat_buffer &flat)
 {
     if (flat.filling.defined()) {
         c10::StorageImpl *const storage = storage_of(flat.filling);
-        storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
         set_freed_reason(storage, "flatparam: the collective that wrote to this tensor has ended");
+        storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
         flat.filling.reset();
     }
 }
@@ -123,8 +123,8 @@ fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
     flat.was_read.emplace(recorded_now(slot.device()));
 }
 
-// Memory for the unsharded tensor.
-void
+// Memory for the unsharded tensor. Returns whether it has values already: of a gather before.
+bool
 make_room(fp_flat_buffer &flat)
 {
     c10::StorageImpl *const storage = storage_of(flat.unsharded);
@@ -137,8 +137,8 @@ make_room(fp_flat_buffer &flat)
     }
     resize_storage(storage, bytes, nullptr, false,
                    made.defined() ? storage_of(made)->set_data_ptr(c10::DataPtr()) : c10::DataPtr());
-    flat.is_hidden = false;
     flat.home.move_in(flat.unsharded.device(), is_new);
+    return !std::exchange(flat.is_hidden, false) && !is_new;
 }
 
 // Whether the group sends the shard from where it lies, without a copy in its place in the gathered buffer. The copy is made on the
@@ -332,6 +332,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             return 1;
         }
         fp::wait_for_gather(*flat);
+        fp::end_filling(*flat); /* of a storage that was exchanged under way */
         fp::move(*flat, FP_DATA_FORGET);
         if (!goes_on) {
             flat->next_secondary_shard.reset();
@@ -346,7 +347,8 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
             copy = at::empty({flat->part_numel()}, flat->unsharded_data.options());
         }
         const c10::Device device = flat->unsharded.device();
-        fp::make_room(*flat);
+        /* What has values may be read, as a graph that was kept does: the same are gathered, or it is refused. */
+        const char *const hidden = fp::make_room(*flat) ? nullptr : reason;
         if (collectives == nullptr && (flat->shards > 1 || fp::has_streams(device))) {
             flat->filling = fp::by_own_storage(flat->unsharded_data);
         }
@@ -363,12 +365,14 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
                 gathering->join(); /* which may be writing to memory that is freed now */
             }
             fp::end_filling(*flat);
+            fp::set_freed_reason(fp::storage_of(flat->unsharded), hidden);
+            flat->is_hidden = hidden != nullptr;
             throw;
         }
         if (fp::has_streams(device) && !flat->work) {
             flat->was_filled.emplace(fp::recorded_now(device));
         }
-        fp::hide(*flat, reason);
+        fp::hide(*flat, hidden);
         return from_shards ? 1 : 0;
     });
 }

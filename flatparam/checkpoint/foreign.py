@@ -180,10 +180,11 @@ class Pickled(Foreign):
             boxes = getattr(told, "chunks", ())  # another value has none
             first = storage.get((name, boxes[0].offsets if boxes else None))
             place = metadata.planner_data.get(name, ())
-            if len(place) > 4 and place[1] == "state":
-                self._nested = name
-            if self._take_value(place, first) or (not boxes and self._take_state(place, first)):
-                continue
+            if name.startswith(_OPTIMIZER):
+                if len(place) > 4 and place[1] == "state":
+                    self._nested = name
+                if self._take_value(place, first) or (not boxes and self._take_state(place, first)):
+                    continue
             for box in boxes:
                 info = storage[name, box.offsets]
                 dtype = NAMES[told.properties.dtype]

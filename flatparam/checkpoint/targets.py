@@ -290,7 +290,7 @@ def _placed(group: Mapping[str, Any], param: Tensor, key: str, value: Any, befor
     """
     if isinstance(value, dict):
         old = before if isinstance(before, dict) else {}
-        return {name: _placed(group, param, name, one, old.get(name)) for name, one in value.items()}
+        return type(value)({name: _placed(group, param, name, one, old.get(name)) for name, one in value.items()})
     if isinstance(value, list | tuple):
         fits = isinstance(before, list | tuple) and len(before) == len(value)
         pairs = zip(value, before if fits else [None] * len(value), strict=True)

@@ -1,5 +1,7 @@
 """Models on a simulated accelerator, whose streams are late: what is saved, and where loaded states lie."""
 
+import collections
+
 import simulated
 import torch
 from gloo import run_ranks
@@ -25,6 +27,7 @@ class Matrices(torch.optim.Optimizer):
                 flat = param.grad.movedim(i, 0).flatten(1)
                 matrix.add_(flat @ flat.T)
             state["named"]["sum"].add_(param.grad)
+            state.setdefault("counted", collections.Counter())["steps"] += 1
             param.sub_(state["of each"][0] @ state["named"]["sum"], alpha=0.1)
 
 
@@ -71,6 +74,7 @@ def loaded(library, folder):
         assert torch.equal(again.weight.cpu(), model.weight.cpu())
         state = of_again.state[again.weight]
         if kind is Matrices:
+            assert state["counted"] == collections.Counter(steps=2)
             assert {value.device.type for value in [*state["of each"], *state["named"].values()]} == {"sim"}
         else:
             assert state["step"].device.type == ("sim" if settings else "cpu")

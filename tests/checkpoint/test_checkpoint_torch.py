@@ -213,7 +213,9 @@ def world():
 
 def save_by_torch(path, model, optimizer, options=None):
     states = get_optimizer_state_dict(model, optimizer, options=options)
-    dcp.save({"model": model.state_dict(), "optim": states}, checkpoint_id=str(path), no_dist=True)
+    of_others = {"state": {"loop": {"epoch": {"n": 3}, "batch": 4}}}
+    both = {"model": model.state_dict(), "optim": states}
+    dcp.save({**both, "trainer": of_others}, checkpoint_id=str(path), no_dist=True)
 
 
 @pytest.mark.parametrize("flat", [False, True])
