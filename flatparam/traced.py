@@ -24,9 +24,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from . import _C
 from .common.layout import FlatLayout
 from .common.torch_private import _pytree
+from .fsdp.construct import check_dtype
 from .fsdp.foreign import refuse_wrapped
 from .fsdp.names import join
-from .fsdp.placement import averaging_factors
+from .fsdp.placement import averaging_factors, world
 from .fsdp.wrap import check_not_tied, replace_modules, targets_of
 from .fsdp.wrapper import Wrapper
 
@@ -54,17 +55,14 @@ def shard(
     ones on one device, of one dtype, and all or none require grad; for a parameter that two units share, and for a
     module that holds units already. TypeError for a dtype that is none of floating point.
     """
-    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"expected {name} to be a floating-point torch.dtype or None, got {dtype!r}")
+    check_dtype("param_dtype", param_dtype)
+    check_dtype("reduce_dtype", reduce_dtype)
     refuse_wrapped(module, ())
     for path, each in module.named_modules():
         if isinstance(each, Wrapper | TracedUnit):
             where = f"`{path}` in it" if path else "it"
             raise ValueError(f"expected a module without units, {where} is a {type(each).__name__}: shard it as it was")
-    group: Any = dist.group.WORLD if process_group is None else process_group
-    if group is None:
-        raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
+    group = world() if process_group is None else process_group
     targets = {} if auto_wrap_policy is None else targets_of(module, auto_wrap_policy, set(), set(), {})
     check_not_tied(module, targets, set(), set())
     paths: dict[nn.Module, list[str]] = {each: [] for each in module.modules()}

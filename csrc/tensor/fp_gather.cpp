@@ -9,10 +9,25 @@
 namespace fp {
 namespace {
 
+// What a gather writes to.
+const at::Tensor &
+target_of(const fp_flat_buffer &flat)
+{
+    return flat.filling.defined() ? flat.filling : flat.unsharded_data;
+}
+
+// Let whoever reads unsharded or a view get reason; NULL: the values.
+void
+set_hidden(fp_flat_buffer &flat, const char *reason)
+{
+    flat.is_hidden = set_freed_reason(storage_of(flat.unsharded), reason);
+}
+
 // Start gathering over group; 0: Python does it, which waits itself.
 bool
-gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tensor &input, PyObject *collectives)
+gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, at::Tensor &input, PyObject *collectives)
 {
+    at::Tensor output = whole;
     announce(group, FP_EVENT_GATHERS);
     flat.work_group = &group;
     if (collectives != nullptr || !group.native) {
@@ -28,7 +43,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, at::Tensor &output, at::Tenso
 void
 gather_all(fp_flat_buffer &flat, fp_group &group, at::Tensor &input, PyObject *collectives)
 {
-    if (gather_over(flat, group, flat.filling.defined() ? flat.filling : flat.unsharded_data, input, collectives)) {
+    if (gather_over(flat, group, target_of(flat), input, collectives)) {
         move(flat, FP_DATA_GATHER);
         return;
     }
@@ -72,8 +87,7 @@ void
 hide(fp_flat_buffer &flat, const char *reason)
 {
     if (flat.filling.defined() && (flat.work || flat.was_filled)) {
-        set_freed_reason(storage_of(flat.unsharded), reason);
-        flat.is_hidden = reason != nullptr;
+        set_hidden(flat, reason);
     }
     else {
         end_filling(flat);
@@ -86,8 +100,8 @@ show(fp_flat_buffer &flat)
 {
     if (flat.data == FP_DATA_UNSHARDED) {
         end_filling(flat);
-        if (std::exchange(flat.is_hidden, false)) {
-            set_freed_reason(storage_of(flat.unsharded), nullptr);
+        if (flat.is_hidden) {
+            set_hidden(flat, nullptr);
         }
     }
 }
@@ -183,8 +197,7 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, b
         gather_all(flat, *flat.shard_group, sent, collectives);
         return;
     }
-    const at::Tensor &whole = flat.filling.defined() ? flat.filling : flat.unsharded_data;
-    at::Tensor slot = alias(whole, flat.shard_numel, int64_t{1}, flat.rank * flat.shard_numel);
+    at::Tensor slot = alias(target_of(flat), flat.shard_numel, int64_t{1}, flat.rank * flat.shard_numel);
     fill(flat, slot, shard);
     if (flat.shards > 1) {
         gather_all(flat, *flat.shard_group, slot, collectives);
@@ -365,8 +378,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
                 gathering->join(); /* which may be writing to memory that is freed now */
             }
             fp::end_filling(*flat);
-            fp::set_freed_reason(fp::storage_of(flat->unsharded), hidden);
-            flat->is_hidden = hidden != nullptr;
+            fp::set_hidden(*flat, hidden);
             throw;
         }
         if (fp::has_streams(device) && !flat->work) {

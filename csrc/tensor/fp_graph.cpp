@@ -323,8 +323,7 @@ fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
         fp::hook(*node, ref->shared, began);
         if (tensor.is_view()) { // a change in place gives it another node, behind which that of its base stays
             const auto &of_base = tensor._base().grad_fn();
-            const bool is_later = of_base && of_base->sequence_nr() >= began && of_base->sequence_nr() != UINT64_MAX;
-            if (is_later && of_base != node) { // UINT64_MAX: it is a parameter
+            if (of_base && of_base != node && of_base->sequence_nr() >= began) {
                 fp::hook(*of_base, ref->shared, began);
             }
         }

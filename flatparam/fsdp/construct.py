@@ -139,8 +139,10 @@ def check_types(**arguments: object) -> None:
             raise TypeError(f"expected {name} to be {wanted}, got {value!r:.200} ({type(value).__name__})")
     precision = arguments.get("mixed_precision")
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        dtype = getattr(precision, name, None)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(
-                f"expected mixed_precision.{name} to be a floating-point torch.dtype or None, got {dtype!r}"
-            )
+        check_dtype(f"mixed_precision.{name}", getattr(precision, name, None))
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Raises: TypeError naming the argument, unless it is None or a dtype of floating point."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected {name} to be a floating-point torch.dtype or None, got {dtype!r}")

@@ -205,6 +205,13 @@ def takes_a_wide_group(strategy: ShardingStrategy) -> bool:
     return is_grid(strategy) and "wide" in TABLE[strategy]
 
 
+def world() -> Any:
+    """The group of all ranks. Raises: ValueError, if there is none yet."""
+    if dist.group.WORLD is None:
+        raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
+    return dist.group.WORLD
+
+
 def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> dict[str, dist.ProcessGroup]:
     """The groups, by the names in the table, that the user's arguments give.
 
@@ -214,8 +221,8 @@ def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) 
         raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one.")
     if device_mesh is not None:
         return _groups_of_mesh(strategy, device_mesh)
-    if process_group is None and dist.group.WORLD is None:
-        raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
+    if process_group is None:
+        world()
     if is_grid(strategy):
         wide = takes_a_wide_group(strategy)
         lengths = (2, 3) if TABLE[strategy].nested else (2,)
