@@ -234,11 +234,16 @@ is_lost(fp_flat_buffer &flat)
     }
     move(flat, FP_DATA_ABANDON);
     const SparedCaptures spared(flat.unsharded.device());
-    if (flat.work->isCompleted()) {
-        fail(flat);
-        return false;
+    if (!flat.work->isCompleted()) {
+        return true;
     }
-    return true;
+    try {
+        flat.work->synchronize(); // gloo's is completed before its stream has copied to the device
+    }
+    catch (...) { // it has failed: nothing comes any more
+    }
+    fail(flat);
+    return false;
 }
 
 void
