@@ -43,7 +43,8 @@ enum {
     FP_EVENT_SHOWS_GRADIENTS = 6,
     FP_EVENT_SCALES = 7,
     FP_EVENT_AGREES_ON_GRADIENTS = 8,
-    FP_EVENT_KINDS = 9
+    FP_EVENT_EXCHANGES = 9, /* of no unit: the number says what for */
+    FP_EVENT_KINDS = 10
 };
 enum { FP_EVENT_TRAINED_BITS = 26 };
 /* trained: of a reduction, a hash of who requires grad; else 0. An event has 62 bits. */

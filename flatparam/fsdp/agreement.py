@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import os
 import time
@@ -22,11 +23,12 @@ import torch.distributed as dist
 from .. import _C
 from ..common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
 from ..common.tensors import in_storage_order, lacks_memory
-from .order import gather_objects, issue, meet, wait
+from .order import exchange, gather_objects, meet
 from .originals import Options, Original
 from .outputs import DeviceError
 from .peers import store_of
 from .placement import Placement
+from .posts import Exchange
 from .register import Register, register_of
 
 _SAID = 4  # words of 8 bytes in the digest of what a rank says
@@ -99,7 +101,7 @@ class _Values:
     def explain(self, group: dist.ProcessGroup) -> None:
         """Find the parameters that differ from those of the group's first rank. A collective call."""
         ranks = dist.get_process_group_ranks(group)
-        everyone: list[Any] = gather_objects((self.apart, self._digests), group)
+        everyone: list[Any] = gather_objects(Exchange.BUILDS, (self.apart, self._digests), group)
         for apart, _ in everyone:
             self.apart = apart | self.apart
         first = everyone[0][1]
@@ -190,10 +192,10 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
         device=dist.distributed_c10d._get_object_coll_device(group),
     )
     everyone = mine.new_empty(dist.get_world_size(group), len(mine))
-    work = issue(dist.all_gather, list(everyone), mine, group=group)
+    begun: Callable[[Any], None] | None = None
     if isinstance(said, str) and dist.get_backend(group) != "fake":  # whose work never says that it has ended
-        _wait_with_an_error(work, said)
-    wait(work, group, mine.device, is_read=True)
+        begun = functools.partial(_wait_with_an_error, said)
+    exchange(Exchange.BUILDS, dist.all_gather, list(everyone), mine, group=group, begun=begun)
     told: list[list[int]] = everyone.tolist()
     return told
 
@@ -219,7 +221,7 @@ def check_described(described: Described, problem: Exception | None, group: dist
         raise ValueError(found)
 
 
-def _wait_with_an_error(work: Any, said: str) -> None:
+def _wait_with_an_error(said: str, work: Any) -> None:
     """For ranks that may never come: then the error must be seen nevertheless."""
     begin = time.monotonic()
     while work is not None and not work.is_completed() and time.monotonic() - begin < _PATIENCE:
@@ -309,7 +311,7 @@ def _describe(name: str, originals: list[Original], options: Options) -> Describ
 def _explain(said: Described | str, group: dist.ProcessGroup) -> str:
     """The first error, or else difference from the group's first rank. A collective call."""
     ranks = dist.get_process_group_ranks(group)
-    everyone = gather_objects(said, group)
+    everyone = gather_objects(Exchange.BUILDS, said, group)
     for other in everyone:
         if isinstance(other, str):
             return other

@@ -37,6 +37,7 @@ from .foreign import refuse_wrapped
 from .full_params import FullParams
 from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
 from .names import FSDP_WRAPPED_MODULE
+from .order import check_exchanges
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, default_alignment, find_originals
 from .owners import close
 from .placement import Placement, check_pair, groups_of_machine, outer_group
@@ -209,6 +210,7 @@ class FullyShardedDataParallel(
             self.add_module(FSDP_WRAPPED_MODULE, module)
             self._unit = Unit(module, originals, options, name)
             enroll(self._unit, agreed.numbers)
+            check_exchanges(self._unit)
             self._unit.apart = agreed.apart
             if agreed.apart:
                 why = self._unit.why_apart()

@@ -18,6 +18,7 @@ from .held import Held, held_by, refuse_forms, unit_paths
 from .materialize import blank
 from .names import clean_tensor_name, join
 from .order import gather_objects
+from .posts import Exchange
 from .originals import same_bytes
 from .safetensors_files import Entry, Files, sample_of
 from .unit import Unit, units_of
@@ -168,11 +169,11 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Va
     for group, sharing in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one it tells in the next
         here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}
         digest = hashlib.sha256(repr(sorted(here.items())).encode()).hexdigest()
-        everyone = gather_objects(failed or (me, None, digest), group)
+        everyone = gather_objects(Exchange.LOADS, failed or (me, None, digest), group)
         failed = next((other for other in everyone if other[1] is not None), None)
         if failed is None and len({other[2] for other in everyone}) > 1:
             ranks = [other[0] for other in everyone]
-            failed = _first_difference(ranks, gather_objects(here, group))
+            failed = _first_difference(ranks, gather_objects(Exchange.LOADS, here, group))
     if failed is not None:
         raise RuntimeError(f"{what}: nothing was loaded: rank {failed[0]}: {failed[1]}")
 

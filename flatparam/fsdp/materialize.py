@@ -17,6 +17,7 @@ from . import order
 from .extensions import local_state
 from .outputs import DeviceError
 from .placement import Placement
+from .posts import Exchange
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -195,7 +196,7 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 def _broadcast(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
     """From the first rank of ``group``, in a copy: nothing is changed where Ctrl-C ends the wait."""
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    order.wait(order.issue(dist.broadcast, flat.view(torch.uint8), group=group, group_src=0), group, flat.device)
+    order.exchange(Exchange.SENDS_MODULES, dist.broadcast, flat.view(torch.uint8), group=group, group_src=0)
     for tensor, received in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(received.view(tensor.shape))
 

@@ -27,6 +27,7 @@ from ..common.collectives import (
 from . import peers
 from .errors import OrderError, without_store
 from .placement import Placement
+from .posts import Exchange, event_of
 from .register import number_of, number_of_part
 from .sequence import AND_SO, TRANSPORT, Sequence
 
@@ -102,11 +103,57 @@ def issue(collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGrou
     group, and Ctrl-C cannot end that: there they meet in the store before. Raises: OrderError, when another rank cannot
     come to it.
     """
-    connects = group not in _connected and tells_when_done(group, tensors[-1].device)
+    _connect(group, tensors[-1].device)
+    return collective(*tensors, group=group, async_op=True, **options)
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    connects = group not in _connected and tells_when_done(group, device)
     if connects or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         meet(group)
         _connected.add(group)
-    return collective(*tensors, group=group, async_op=True, **options)
+
+
+def exchange(
+    what: Exchange,
+    collective: Callable[..., Any],
+    *tensors: Any,
+    group: dist.ProcessGroup,
+    begun: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> None:
+    """A collective of no unit, outside of a step, until the host can read what came; as ``issue`` begins it.
+
+    Once a unit was built over ``group`` it is checked as those of units are. ``begun``: called before the wait, with
+    the work. Raises: OrderError, when another rank does another thing, or cannot come to it.
+    """
+    device = tensors[-1].device
+    sequence = _sequence_besides(group, device)
+    if sequence is not None:
+        sequence.order.note(event_of(what), False)
+    _connect(group, device)
+    if sequence is not None:
+        sequence.order.launch()
+    work = collective(*tensors, group=group, async_op=True, **options)
+    if begun is not None:
+        begun(work)
+    if sequence is None or work is None:
+        wait(work, group, device, is_read=True)
+    else:
+        sequence.wait_for_values(work, device)
+
+
+def _sequence_besides(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
+    """That of ``group`` on ``device``; or the one there is on another one, as objects are told on the host, say."""
+    of_group = _sequences.get(group, {})
+    return of_group.get(device.type) or next((found for found in of_group.values() if found is not None), None)
+
+
+def check_exchanges(unit: Unit) -> None:
+    """From now on those over the groups of ``unit``, which was built, are checked: on all ranks from the same one on."""
+    for segment in unit.segments:
+        for _, group in _orders_of(segment.placement):
+            sequence_of(group, segment.device)
 
 
 def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
@@ -206,8 +253,8 @@ def settle(segments: Iterable[Segment]) -> None:
         sequence.raise_if_lost()
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """``mine`` of every rank of ``group``. A collective call, which waits as ``wait`` does.
+def gather_objects(what: Exchange, mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """``mine`` of every rank of ``group``. A collective call, which waits as ``exchange`` does.
 
     Raises: ValueError on all ranks for what one of them cannot pickle.
     """
@@ -215,7 +262,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
     def gather(tensor: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        wait(issue(dist.all_gather, everyone, tensor, group=group), group, device, is_read=True)
+        exchange(what, dist.all_gather, everyone, tensor, group=group)
         return everyone
 
     try:

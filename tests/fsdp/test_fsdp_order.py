@@ -147,6 +147,59 @@ def called_again_on_one_rank(model, me):
     step(model)
 
 
+def all_have_saved(model):
+    """So that nobody asks about any of it any more. Returns the states."""
+    optim = torch.optim.Adam(model.parameters(), lr=0.0)
+    for _ in range(2):
+        step(model)
+        optim.step()
+        states = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optim)
+        model.load_state_dict(states[0])
+    return optim, *states
+
+
+def optimizer_states_in_place_of_a_step(model, me):
+    optim, *_ = all_have_saved(model)
+    if me:
+        FullyShardedDataParallel.optim_state_dict(model, optim)
+    step(model)
+
+
+def optimizer_states_in_place_of_a_models(model, me):
+    optim, *_ = all_have_saved(model)
+    model.state_dict()
+    if me:
+        FullyShardedDataParallel.optim_state_dict(model, optim)
+    model.state_dict()
+
+
+def optimizer_states_spread_by_one_rank(model, me):
+    _, _, state = all_have_saved(model)
+    if me:
+        FullyShardedDataParallel.scatter_full_optim_state_dict(state, model, group=model.process_group)
+    step(model)
+
+
+def loaded_by_one_rank(model, me):
+    _, state, _ = all_have_saved(model)
+    if me:
+        model.load_state_dict(state)
+    step(model)
+
+
+def built_by_one_rank(model, me):
+    all_have_saved(model)
+    if me:
+        FullyShardedDataParallel(nn.Linear(3, 3), process_group=model.process_group)
+    step(model)
+
+
+def sent_by_one_rank(model, me):
+    """Values for a further unit."""
+    FullyShardedDataParallel(nn.Linear(3, 3), process_group=model.process_group, sync_module_states=not me)
+    step(model)
+
+
 GATHERS = (r"rank 0 gathers .*`blocks\.1`, in step %d", r"rank \d gathers .*`blocks\.2`, in step %d")
 DIFFERENT = {
     skipped_in_step_1: [pattern % 1 for pattern in GATHERS],
@@ -163,6 +216,12 @@ DIFFERENT = {
     ],
     no_backward_on_one_rank: [r"rank 0 .*in step 2", r"rank \d gathers .*in step 3"],
     backward_twice_on_one_rank: [r"rank 0 (gathers|compares, to reduce them,) .*in step 3", r"rank \d .*in step 3"],
+    optimizer_states_in_place_of_a_step: [r"rank 0 gathers the unit", r"rank \d tells which optimizer states it has"],
+    optimizer_states_in_place_of_a_models: [r"rank 0 gathers, to show", r"rank \d tells which optimizer states it has"],
+    optimizer_states_spread_by_one_rank: [r"rank 0 gathers the unit", r"rank \d takes the optimizer state that rank 0"],
+    loaded_by_one_rank: [r"rank 0 gathers the unit", r"rank \d .*(compares what it loads|to show)"],
+    built_by_one_rank: [r"rank 0 gathers the unit", r"rank \d builds a unit"],
+    sent_by_one_rank: [r"rank 0 builds a unit that rank 0 gives values", r"rank \d gathers the unit"],
     called_again_on_one_rank: [r"rank 0 (gathers|compares) .* in step 3", r"rank \d gathers .*`blocks.2`, in step 2"],
 }
 

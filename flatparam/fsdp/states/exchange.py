@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import order
 from ..held import Held
 from ..originals import in_order
+from ..posts import Exchange
 from .loading import Fetch, by_first_name
 from .table import Table
 from .values import described
@@ -28,8 +29,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    work = order.issue(dist.broadcast, tensor, group=group, group_src=0)
-    order.wait(work, group, tensor.device, is_read=True)
+    order.exchange(Exchange.SENDS_STATES, dist.broadcast, tensor, group=group, group_src=0)
 
 
 def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup) -> tuple[dict[str, Any], Fetch]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import StateError
 from ..held import Held
 from ..order import gather_objects, settle
+from ..posts import Exchange
 from ..segment import Segment
 from .entries import Take
 from .table import Stepped, Table, settings_of_group
@@ -121,7 +122,7 @@ def _agreed(
                 mine[place] = share.setdefault(repr(values), values) if is_small else values
             else:
                 mine[place] = None
-        everyone, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
+        everyone, ranks = gather_objects(Exchange.TELLS_STATES, mine, group), dist.get_process_group_ranks(group)
         places = dict.fromkeys(place for other in everyone for place, values in other.items() if values is not None)
         for place in places:
             result[place] = _merged(at[place], ranks, [other.get(place, _NOTHING) for other in everyone])
