@@ -15,6 +15,30 @@
 
 /* ---- construction ---- */
 
+static fp_unit *copied_units; /* all that have a secondary shard, of whichever module object */
+
+static void
+enlist(fp_unit *unit)
+{
+    unit->next_copied = copied_units;
+    unit->copied_at = &copied_units;
+    if (copied_units != NULL) {
+        copied_units->copied_at = &unit->next_copied;
+    }
+    copied_units = unit;
+}
+
+static void
+delist(fp_unit *unit)
+{
+    if (unit->copied_at != NULL) {
+        *unit->copied_at = unit->next_copied;
+        if (unit->next_copied != NULL) {
+            unit->next_copied->copied_at = unit->copied_at;
+        }
+    }
+}
+
 static PyObject *
 unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -48,6 +72,9 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         }
         unit->sharded = unit->sharded || unit->flat_params[k].shard_group != NULL;
         unit->has_secondary_shard = unit->has_secondary_shard || unit->flat_params[k].has_secondary_shard;
+    }
+    if (unit->has_secondary_shard) {
+        enlist(unit);
     }
     PyObject_GC_Track(unit);
     return (PyObject *)unit;
@@ -98,6 +125,7 @@ unit_dealloc(PyObject *self)
         return;
     }
     PyObject_GC_UnTrack(self);
+    delist(unit);
     fp_params_ref_drop(unit->ref);
     fp_iteration_leave_root(unit);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -310,7 +338,7 @@ unit_invalidate(fp_unit *unit, PyObject *ignored)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
     }
-    Py_RETURN_NONE;
+    return fp_unshard_hide_old(unit) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static int
@@ -513,6 +541,11 @@ static PyObject *
 note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_optimizer_steps++;
+    for (fp_unit *unit = copied_units; unit != NULL; unit = unit->next_copied) {
+        if (fp_unshard_hide_old(unit) < 0) {
+            return NULL;
+        }
+    }
     Py_RETURN_NONE;
 }
 
@@ -540,7 +573,8 @@ PyMethodDef fp_unit_methods_of_module[] = {
     {"set_grad", FP_METHOD(set_grad), METH_FASTCALL,
      "set_grad($module, tensor, grad, /)\n--\n\ntensor.grad = grad, also of another shape or dtype than torch allows."},
     {"note_optimizer_step", FP_METHOD(note_optimizer_step), METH_FASTCALL,
-     "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now."},
+     "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now, and no module "
+     "shows what stays full."},
     {"note_registration_hook", note_registration_hook, METH_NOARGS,
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
      "not see what C puts into modules."},

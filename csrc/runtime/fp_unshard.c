@@ -384,6 +384,19 @@ fp_unshard_release(fp_unit *unit)
 }
 
 int
+fp_unshard_hide_old(fp_unit *unit)
+{
+    for (Py_ssize_t k = 0; unit->state == FP_UNIT_SHARDED && k < unit->n_flat_params; k++) {
+        const fp_flat_param *flat_param = &unit->flat_params[k];
+        if (flat_param->has_secondary_shard && flat_param->synced != fp_flat_param_versions(flat_param) &&
+            fp_flat_buffer_hide(flat_param->flat, freed_reason(unit)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
 fp_unshard_keep(fp_unit *unit, int64_t steps)
 {
     unit->kept_steps = steps;

@@ -27,6 +27,8 @@ int fp_unshard_pass(fp_unit *unit, fp_flat_param *flat_param);
 int fp_unshard_prefetch(fp_unit *target);                              /* start gathering what a backward comes to */
 int fp_unshard_release_part(fp_unit *unit, fp_flat_param *flat_param); /* free the unsharded data of a flat parameter */
 int fp_unshard_release(fp_unit *unit);                                 /* of all */
+/* If the shards were changed since, no module shows what stays full, and is old. */
+int fp_unshard_hide_old(fp_unit *unit);
 int fp_unshard_show_params(fp_unit *unit); /* let the modules have the original parameters */
 
 /* What was written to the views goes into the shard, and so do parameters that were replaced, or whose data were; the

@@ -85,12 +85,14 @@ def clip(
     ``groups``: parameters as ``by_group`` tells them apart: sharded ones are summed over the ranks that share them, and
     DTensors over those of their mesh. The norm is computed in fp32, or fp64 where a parameter is, and has the widest
     real dtype of the gradients. Nothing of it is recorded for autograd.
-    Raises: ValueError for a ``max_norm`` below 0, which would turn the gradients round, or NaN; RuntimeError for a norm
-    that is none, if asked.
+    Raises: ValueError for a ``max_norm`` below 0, which would turn the gradients round, or NaN, and for a
+    ``norm_type`` that is no order above 0; RuntimeError for a norm that is none, if asked.
     Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
     """
     if not max_norm >= 0:
         raise ValueError(f"expected max_norm to be at least 0, got {max_norm}")
+    if not norm_type > 0:
+        raise ValueError(f"expected norm_type to be above 0, or infinity, got {norm_type}")
     params = [param for group in groups for param in group.params]
     if all(group.segment is None and group.across is None for group in groups):
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type)

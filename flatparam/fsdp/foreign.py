@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -106,7 +107,9 @@ def watch() -> None:
     torch_calls.watch()
     backward_inputs.watch()
     _refuse_roots()
-    GradScaler._unscale_grads_ = _agreeing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+    for scaler in (GradScaler, ShardedGradScaler):
+        scaler._unscale_grads_ = _agreeing(scaler._unscale_grads_)  # type: ignore[method-assign]
+    ShardedGradScaler.unscale_ = _counting_once(ShardedGradScaler.unscale_)  # type: ignore[method-assign]
 
 
 def _refuse_roots() -> None:
@@ -277,6 +280,22 @@ def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
             "by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), whose norm is over all "
             "ranks"
         )
+
+
+def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer], None]) -> Any:
+    """``ShardedGradScaler.unscale_``, which adds up over ranks whether there is any infinite gradient.
+
+    Optimizers that are fused skip a step where that is 1, and take any other number for none.
+    """
+
+    @functools.wraps(unscale)
+    def counting_once(self: ShardedGradScaler, optimizer: torch.optim.Optimizer) -> None:
+        unscale(self, optimizer)
+        if self.is_enabled():
+            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                found.clamp_(max=1.0)
+
+    return counting_once
 
 
 def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:

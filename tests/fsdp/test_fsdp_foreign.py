@@ -14,6 +14,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_, get_total_norm  # bound before any model is wrapped
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -168,15 +169,19 @@ def clipped_and_scaled():
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         model.zero_grad()
 
-        for sick in range(2):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scalers, each = (torch.amp.GradScaler, ShardedGradScaler), (False, True)
+        for sick, which, fused, unscaled in itertools.product(((0,), (1,), (0, 1)), scalers, each, each):
+            note(f"{strategy} {uo}: {sick} {which} {fused=} {unscaled=}")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
             before = full_params(model)
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler = which(device="cpu", init_scale=4.0)
             scaler.scale(loss_of(model, data(1))).backward()
-            if dist.get_rank() == sick or strategy == "NO_SHARD":  # as an overflow in the shard of one rank
+            if dist.get_rank() in sick or strategy == "NO_SHARD":  # as an overflow in the shard of one rank
                 next(param.grad for param in model.parameters() if param.grad is not None).fill_(torch.inf)
             with pytest.raises(RuntimeError, match=r"is inf: nothing was clipped|non-finite"):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            if unscaled:
+                scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == 2.0

@@ -94,6 +94,9 @@ def arguments():
     for bound in (-1.0, float("nan")):
         with refused(f"expected max_norm to be at least 0, got {bound}", ValueError):
             FSDP(make()).clip_grad_norm_(bound)
+    for kind in (0.0, -2.0, -float("inf"), float("nan")):
+        with refused(f"expected norm_type to be above 0, or infinity, got {kind}", ValueError):
+            FSDP(make()).clip_grad_norm_(1.0, norm_type=kind)
     with refused("3 to be callable", ValueError):
         FSDP(make(), param_init_fn=3)
     with refused("False/True or a kwarg dict, but it returned 3", ValueError):

@@ -322,6 +322,52 @@ class Boom(Exception):
     pass
 
 
+def old_values(uo):
+    """ZERO_1 keeps what it has gathered, and the shards have changed since: nobody is shown it until it is gathered anew."""
+    model, module = wrap_blocks(make(), sharding_strategy=ShardingStrategy.ZERO_1, use_orig_params=uo), make()
+    block = model.module.blocks[1]
+    layer = next(inner for inner in block.modules() if isinstance(inner, nn.Linear))
+    optim, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, nn.Linear(2, 2)))
+    x = torch.ones(1, layer.in_features)
+
+    def is_refused():
+        with pytest.raises(RuntimeError, match=r"the unit of Block at `blocks.1` was used while it is sharded"):
+            layer(x)
+
+    for step in range(3):
+        loss = loss_of(model, data(step))
+        loss.backward(retain_graph=True)
+        loss.backward()  # nothing has changed: the graph is as good as before
+        optim.step()
+        optim.zero_grad()
+        is_refused()
+        with FSDP.summon_full_params(model):
+            shown = layer(x)
+        is_refused()
+        with torch.no_grad():
+            model(data(step))
+        if not uo:
+            assert torch.equal(layer(x), shown)
+            others.step()
+            assert torch.equal(layer(x), shown)  # of another model
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    is_refused()
+    assert loss_of(model, data(0)).isfinite()
+    assert_same(model, zeroed(module))
+
+
+def zeroed(module):
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    return module
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_old_values_are_not_shown(uo):
+    run_ranks(old_values, 2, uo)
+
+
 def exceptions(strategy, uo):
     """An exception in forward or backward: states are reset, and the next step is right."""
     for where in ("forward", "backward", "sibling"):
