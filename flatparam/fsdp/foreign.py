@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import _C
+from ..common import optimizers
 from ..common.after_import import after_import
 from ..common.torch_private import REGISTRY_KEY, TorchsFSDP
 from . import backward_inputs, order, torch_calls
@@ -107,6 +108,7 @@ def watch() -> None:
     torch_calls.watch()
     backward_inputs.watch()
     _refuse_roots()
+    optimizers.ask_before(_refuse_lbfgs)
     for scaler in (GradScaler, ShardedGradScaler):
         scaler._unscale_grads_ = _agreeing(scaler._unscale_grads_)  # type: ignore[method-assign]
     ShardedGradScaler.unscale_ = _counting_once(ShardedGradScaler.unscale_)  # type: ignore[method-assign]
@@ -280,6 +282,16 @@ def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
             "by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), whose norm is over all "
             "ranks"
         )
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        for unit, _ in _sharded_now(param for group in optimizer.param_groups for param in group["params"]):
+            raise StateError(
+                f"LBFGS.step(): a parameter of {unit.name} is this rank's shard. LBFGS multiplies gradients of all "
+                "parameters with each other, so each rank would step another way: use ShardingStrategy.NO_SHARD, or "
+                "another optimizer"
+            )
 
 
 def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer], None]) -> Any:

@@ -103,6 +103,30 @@ def arguments():
         FSDP(make(), auto_wrap_policy=CustomPolicy(lambda module: 3))
 
 
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.ZERO_1, ShardingStrategy.NO_SHARD])
+def test_lbfgs(strategy, uo):
+    """It multiplies gradients of all parameters with each other."""
+    with fake_world(2):
+        model = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=strategy)
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, data(0))
+            loss.backward()
+            return loss
+
+        if strategy is ShardingStrategy.NO_SHARD:
+            optimizer.step(closure)
+        else:
+            with refused(r"LBFGS.step\(\): a parameter of the unit of .* is this rank's shard", RuntimeError):
+                optimizer.step(closure)
+        kept = all(map(torch.equal, before, model.parameters()))
+        assert kept == (strategy is not ShardingStrategy.NO_SHARD)
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO"])
 def test_without_a_process_group(strategy):
     with pytest.raises(ValueError, match=r"torch.distributed is not initialized: call .*init_process_group\(\) first"):
