@@ -18,8 +18,8 @@ from .held import Held, held_by, refuse_forms, unit_paths
 from .materialize import blank
 from .names import clean_tensor_name, join
 from .order import gather_objects
-from .posts import Exchange
 from .originals import same_bytes
+from .posts import Exchange
 from .safetensors_files import Entry, Files, sample_of
 from .unit import Unit, units_of
 from .wrapper import Wrapper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 import weakref
@@ -66,6 +67,15 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     # a wrapper's own comparison waits as long as a collective may take
     sequence.order.always = int(is_wrapped or dist.get_debug_level() == dist.DebugLevel.DETAIL)
     return sequence
+
+
+def _end_after_fork() -> None:
+    for of_group in _sequences.values():
+        for sequence in filter(None, of_group.values()):
+            sequence.end_after_fork()
+
+
+os.register_at_fork(after_in_child=_end_after_fork)
 
 
 def before(segment: Segment, kind: int, device: torch.device) -> Sequence | None:
@@ -150,7 +160,7 @@ def _sequence_besides(group: dist.ProcessGroup, device: torch.device) -> Sequenc
 
 
 def check_exchanges(unit: Unit) -> None:
-    """From now on those over the groups of ``unit``, which was built, are checked: on all ranks from the same one on."""
+    """From now on those over the groups of ``unit``, which was built, are checked: from the same one on all ranks."""
     for segment in unit.segments:
         for _, group in _orders_of(segment.placement):
             sequence_of(group, segment.device)

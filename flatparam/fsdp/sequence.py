@@ -210,6 +210,14 @@ class Sequence:
             self.note_told()
             raise OrderError(f"{why}. {_LOST}")
 
+    def end_after_fork(self) -> None:
+        """This process is a child of the rank, without the threads of its process groups: their waits would not end."""
+        self._reason = (
+            f"this process was forked from rank {self._ranks[self._me]}, and process groups do not work in it: run the "
+            "model in the rank, or start the process another way"
+        )
+        self.order.broken = _C.TRACE_BROKEN
+
     def has_lost(self) -> bool:
         """Whether values are lost of which no call has raised."""
         return self.order.broken == _C.TRACE_LOST and not self._told_of_loss

@@ -3,7 +3,10 @@
 import copy
 import datetime
 import itertools
+import multiprocessing
+import os
 import re
+import signal
 import time
 import warnings
 
@@ -330,6 +333,43 @@ def differ_on_a_grid():
 
 def test_all_ranks_of_a_grid_are_told():
     assert max(run_ranks(differ_on_a_grid, 4)) < SOON
+
+
+def tell_from_child(model, end):
+    told = []
+    group = model.process_group
+    for call in (lambda: step(model), model.state_dict, lambda: wrap_blocks(Chosen(), process_group=group)):
+        try:
+            told.append(call())
+        except OrderError as error:
+            told.append(str(error))
+    end.send(told)
+
+
+def forked():
+    """What a child process of each rank is told, between two steps of the ranks."""
+    model = made(ShardingStrategy.FULL_SHARD)
+    step(model)
+    mine, theirs = multiprocessing.Pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            tell_from_child(model, theirs)
+        finally:
+            os._exit(0)
+    try:
+        assert mine.poll(SOON)
+        told = mine.recv()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    step(model)
+    return told
+
+
+def test_a_forked_process_is_told_that_its_groups_do_not_work():
+    for rank, told in enumerate(run_ranks(forked, 2)):
+        assert all(f"forked from rank {rank}, and process groups do not work" in text for text in told), told
 
 
 class CountingStore:

@@ -323,7 +323,7 @@ class Boom(Exception):
 
 
 def old_values(uo):
-    """ZERO_1 keeps what it has gathered, and the shards have changed since: nobody is shown it until it is gathered anew."""
+    """ZERO_1 keeps what it has gathered: where the shards have changed since, nobody is shown that."""
     model, module = wrap_blocks(make(), sharding_strategy=ShardingStrategy.ZERO_1, use_orig_params=uo), make()
     block = model.module.blocks[1]
     layer = next(inner for inner in block.modules() if isinstance(inner, nn.Linear))
