@@ -362,6 +362,12 @@ finish_step(fp_root *root, fp_unit *unit)
 }
 
 static int
+hide_old(fp_root *root, fp_unit *unit)
+{
+    return unit->root == root ? fp_unshard_hide_old(unit) : 0;
+}
+
+static int
 finish(void *root_pointer, uint64_t ignored)
 {
     fp_root *root = root_pointer;
@@ -378,6 +384,7 @@ finish(void *root_pointer, uint64_t ignored)
     }
     if (status == 0) {
         root->in_backward = 0;
+        status = fp_root_each(root, hide_old); /* optimizers may have stepped in it */
     }
     fp_iteration_leave(root);
     return status;

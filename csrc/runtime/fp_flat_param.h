@@ -49,6 +49,13 @@ typedef struct {
     int wanted, wanted_kept; /* this backward gives some rank a gradient of it; some rank has kept one before */
 } fp_flat_param;
 
+/* Whether what is gathered keeps its memory. */
+static inline int
+fp_flat_param_stays_full(const fp_flat_param *flat_param)
+{
+    return flat_param->has_secondary_shard && flat_param->param_group == NULL;
+}
+
 /* Read one from Python into zeroed memory; give it to fp_flat_param_free also after a failure. See the docstring of _C.Unit. */
 int fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple);
 void fp_flat_param_free(fp_flat_param *flat_param);

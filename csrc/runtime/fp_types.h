@@ -78,8 +78,8 @@ typedef struct fp_unit {
     Py_ssize_t n_flat_params;
     struct fp_unit *next_forward;   /* borrowed: whose forward came next the last time */
     struct fp_unit *next_refreshed; /* borrowed: the same of those that were out of date */
-    struct fp_unit *next_copied;    /* borrowed: another one with a secondary shard, in the process */
-    struct fp_unit **copied_at;     /* where this one is among them; NULL: it has none */
+    struct fp_unit *next_full;      /* borrowed: another one that stays full, in the process */
+    struct fp_unit **full_at;       /* where this one is among them; NULL: it does not */
     fp_params_ref *ref;
     int reshard_after_forward;
     int sharded;             /* some flat parameter is spread over ranks */

@@ -15,28 +15,34 @@
 
 /* ---- construction ---- */
 
-static fp_unit *copied_units; /* all that have a secondary shard, of whichever module object */
+static fp_unit *full_units; /* all that stay full, of whichever module object */
 
 static void
 enlist(fp_unit *unit)
 {
-    unit->next_copied = copied_units;
-    unit->copied_at = &copied_units;
-    if (copied_units != NULL) {
-        copied_units->copied_at = &unit->next_copied;
+    unit->next_full = full_units;
+    unit->full_at = &full_units;
+    if (full_units != NULL) {
+        full_units->full_at = &unit->next_full;
     }
-    copied_units = unit;
+    full_units = unit;
 }
 
 static void
 delist(fp_unit *unit)
 {
-    if (unit->copied_at != NULL) {
-        *unit->copied_at = unit->next_copied;
-        if (unit->next_copied != NULL) {
-            unit->next_copied->copied_at = unit->copied_at;
+    if (unit->full_at != NULL) {
+        *unit->full_at = unit->next_full;
+        if (unit->next_full != NULL) {
+            unit->next_full->full_at = unit->full_at;
         }
     }
+}
+
+static int
+stays_full(fp_flat_param *flat_param)
+{
+    return fp_flat_param_stays_full(flat_param);
 }
 
 static PyObject *
@@ -73,7 +79,7 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         unit->sharded = unit->sharded || unit->flat_params[k].shard_group != NULL;
         unit->has_secondary_shard = unit->has_secondary_shard || unit->flat_params[k].has_secondary_shard;
     }
-    if (unit->has_secondary_shard) {
+    if (fp_unit_each(unit, stays_full)) {
         enlist(unit);
     }
     PyObject_GC_Track(unit);
@@ -541,12 +547,15 @@ static PyObject *
 note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     fp_optimizer_steps++;
-    for (fp_unit *unit = copied_units; unit != NULL; unit = unit->next_copied) {
-        if (fp_unshard_hide_old(unit) < 0) {
-            return NULL;
-        }
+    int status = 0;
+    fp_unit *next = (fp_unit *)Py_XNewRef(full_units);
+    while (next != NULL) { /* what makes views anew may free other units */
+        fp_unit *unit = next;
+        status = status < 0 ? -1 : fp_unshard_hide_old(unit);
+        next = (fp_unit *)Py_XNewRef(unit->next_full);
+        Py_DECREF(unit);
     }
-    Py_RETURN_NONE;
+    return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *

@@ -386,9 +386,14 @@ fp_unshard_release(fp_unit *unit)
 int
 fp_unshard_hide_old(fp_unit *unit)
 {
-    for (Py_ssize_t k = 0; unit->state == FP_UNIT_SHARDED && k < unit->n_flat_params; k++) {
+    const int is_free = unit->root != NULL && !unit->root->in_backward && !fp_unit_is_in_forward(unit) &&
+                        unit->state != FP_UNIT_PARTLY && unit->state != FP_UNIT_GATHERING;
+    for (Py_ssize_t k = 0; is_free && k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
-        if (flat_param->has_secondary_shard && flat_param->synced != fp_flat_param_versions(flat_param) &&
+        if (!fp_flat_param_stays_full(flat_param) || flat_param->synced == fp_flat_param_versions(flat_param)) {
+            continue;
+        }
+        if ((unit->state == FP_UNIT_SHARDED && renew(unit, k, 1) < 0) ||
             fp_flat_buffer_hide(flat_param->flat, freed_reason(unit)) < 0) {
             return -1;
         }

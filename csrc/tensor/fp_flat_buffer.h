@@ -111,7 +111,7 @@ int fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard);
 /* Free the memory, unless somebody outside has it; reading it raises reason, see fp_torch_resize_storage. Our part of what
  * was gathered becomes the secondary shard. */
 int fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char *reason);
-/* Where that keeps the memory: from now on, until it is gathered anew or waited for, reading it raises reason. */
+/* From now on, until it is gathered anew or waited for, reading what is gathered raises reason. */
 int fp_flat_buffer_hide(fp_flat_buffer *flat, const char *reason);
 int fp_flat_buffer_forget_gathered(fp_flat_buffer *flat); /* what was gathered shall not become the secondary shard */
 int fp_flat_buffer_forget_values(fp_flat_buffer *flat);   /* the same, and there is no secondary shard any more */

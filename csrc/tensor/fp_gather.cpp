@@ -404,7 +404,7 @@ int
 fp_flat_buffer_hide(fp_flat_buffer *flat, const char *reason)
 {
     return fp::guarded(-1, [&] {
-        if (flat->stays_full && flat->unsharded.defined() && flat->data != FP_DATA_BORROWED && !flat->is_under_way() &&
+        if (!flat->is_hidden && flat->unsharded.defined() && flat->data != FP_DATA_BORROWED && !flat->is_under_way() &&
             fp::memory_of(fp::storage_of(flat->unsharded)) > 0) {
             fp::set_hidden(*flat, reason);
         }

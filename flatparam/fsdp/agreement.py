@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import os
-import time
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -192,10 +191,14 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
         device=dist.distributed_c10d._get_object_coll_device(group),
     )
     everyone = mine.new_empty(dist.get_world_size(group), len(mine))
-    begun: Callable[[Any], None] | None = None
-    if isinstance(said, str) and dist.get_backend(group) != "fake":  # whose work never says that it has ended
-        begun = functools.partial(_wait_with_an_error, said)
-    exchange(Exchange.BUILDS, dist.all_gather, list(everyone), mine, group=group, begun=begun)
+    late = threading.Timer(_PATIENCE, _warn_of_waiting, (said,))
+    late.daemon = True
+    if isinstance(said, str):
+        late.start()
+    try:
+        exchange(Exchange.BUILDS, dist.all_gather, list(everyone), mine, group=group)
+    finally:
+        late.cancel()
     told: list[list[int]] = everyone.tolist()
     return told
 
@@ -221,12 +224,9 @@ def check_described(described: Described, problem: Exception | None, group: dist
         raise ValueError(found)
 
 
-def _wait_with_an_error(said: str, work: Any) -> None:
-    """For ranks that may never come: then the error must be seen nevertheless."""
-    begin = time.monotonic()
-    while work is not None and not work.is_completed() and time.monotonic() - begin < _PATIENCE:
-        time.sleep(0.005)
-    if work is not None and not work.is_completed():
+def _warn_of_waiting(said: str) -> None:
+    """For ranks that may never come: then the error must be seen nevertheless. By a thread."""
+    with contextlib.suppress(UserWarning):  # where warnings are errors
         warnings.warn(f"waiting to tell the other ranks, which build it later or not at all, that {said}", stacklevel=2)
 
 

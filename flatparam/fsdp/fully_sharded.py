@@ -202,6 +202,8 @@ class FullyShardedDataParallel(
             name = f"the unit of {type(module).__name__}"
             agreed = check_same_unit(name, originals, options, check_values and not sync_module_states)
             comparing.clear()
+            if of_params is not None:
+                check_exchanges(self._placement, of_params)
             self._placement = with_host(self._placement, of_params)
             options = dataclasses.replace(options, placement=self._placement)
             if sync_module_states:
@@ -210,7 +212,6 @@ class FullyShardedDataParallel(
             self.add_module(FSDP_WRAPPED_MODULE, module)
             self._unit = Unit(module, originals, options, name)
             enroll(self._unit, agreed.numbers)
-            check_exchanges(self._unit)
             self._unit.apart = agreed.apart
             if agreed.apart:
                 why = self._unit.why_apart()

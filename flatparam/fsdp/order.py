@@ -98,8 +98,7 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
     if sequence is None:
         wait(issue(dist.all_reduce, tensor, op=op, group=group), group, tensor.device)
     else:
-        sequence.order.launch()
-        sequence.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+        sequence.wait(_begun([sequence], lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True)))
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, peers.Meetings] = weakref.WeakKeyDictionary()
@@ -125,45 +124,50 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def exchange(
-    what: Exchange,
-    collective: Callable[..., Any],
-    *tensors: Any,
-    group: dist.ProcessGroup,
-    begun: Callable[[Any], None] | None = None,
-    **options: Any,
+    what: Exchange, collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any
 ) -> None:
     """A collective of no unit, outside of a step, until the host can read what came; as ``issue`` begins it.
 
-    Once a unit was built over ``group`` it is checked as those of units are. ``begun``: called before the wait, with
-    the work. Raises: OrderError, when another rank does another thing, or cannot come to it.
+    Once ``check_exchanges`` was called for ``group`` it is checked as those of units are. Raises: OrderError, when
+    another rank does another thing, or cannot come to it.
     """
     device = tensors[-1].device
-    sequence = _sequence_besides(group, device)
-    if sequence is not None:
+    orders = [sequence for _, sequence in sorted(_checked.get(group, {}).items())]
+    for sequence in orders:
         sequence.order.note(event_of(what), False)
     _connect(group, device)
-    if sequence is not None:
-        sequence.order.launch()
-    work = collective(*tensors, group=group, async_op=True, **options)
-    if begun is not None:
-        begun(work)
-    if sequence is None or work is None:
-        wait(work, group, device, is_read=True)
-    else:
-        sequence.wait_for_values(work, device)
+    work = _begun(orders, lambda: collective(*tensors, group=group, async_op=True, **options))
+    wait(work, group, device, is_read=True, orders=orders)
 
 
-def _sequence_besides(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
-    """That of ``group`` on ``device``; or the one there is on another one, as objects are told on the host, say."""
-    of_group = _sequences.get(group, {})
-    return of_group.get(device.type) or next((found for found in of_group.values() if found is not None), None)
+def _begun(orders: list[Sequence], collective: Callable[[], Any]) -> Any:
+    """What it returns; it begins the one that ``orders`` were told of. What ends in an Exception has not begun."""
+    try:
+        work = collective()
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C came: nobody knows
+        for sequence in orders:
+            sequence.order.launch()
+        raise
+    for sequence in orders:
+        sequence.order.begin()
+    return work
 
 
-def check_exchanges(unit: Unit) -> None:
-    """From now on those over the groups of ``unit``, which was built, are checked: from the same one on all ranks."""
-    for segment in unit.segments:
-        for _, group in _orders_of(segment.placement):
-            sequence_of(group, segment.device)
+_checked: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence]] = weakref.WeakKeyDictionary()
+
+
+def check_exchanges(placement: Placement, device: torch.device) -> None:
+    """From now on those over these groups are checked, in the order of what units on ``device`` do.
+
+    All ranks of a group must call this between the same two of them: others may have an order of it or none, as ranks
+    may load models and run them alone.
+    """
+    for _, group in _orders_of(placement):
+        sequence = sequence_of(group, device)
+        if group is not None and sequence is not None:
+            _checked.setdefault(group, {})[device.type] = sequence
 
 
 def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
@@ -193,10 +197,12 @@ def wait(
     is_reduce_scatter: bool = False,
     error: Exception | None = None,
     is_read: bool = False,
+    orders: Iterable[Sequence] = (),
 ) -> None:
     """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it, not the collective.
 
-    ``error``: that waiting for it has raised already; ``is_read``: by the host, which waits for a device then.
+    ``error``: that waiting for it has raised already; ``is_read``: by the host, which waits for a device then;
+    ``orders``: that it is in nevertheless.
     Raises: OrderError, when another rank cannot come to it.
     """
     if work is None:
@@ -209,6 +215,8 @@ def wait(
     is_absent = (lambda rank: True) if by_device else None  # no collective fails there when a process ends
 
     def look(has_failed: bool = False) -> None:
+        for each in orders:
+            each.look_for_others()
         ours, ranks = peers.board(), dist.get_process_group_ranks(group)
         try:
             waited = time.monotonic() - begin

@@ -31,7 +31,6 @@ from .. import _C
 from ..common.collectives import (
     PATIENCE,
     can_be_cut,
-    is_sliced,
     name_in_cpp,
     tells_when_done,
     unwrapped,
@@ -161,16 +160,10 @@ class Sequence:
         else:
             self._explained(lambda: board.native.around_wait(name, self._device, work.wait))
 
-    def wait_for_values(self, work: dist.Work, device: torch.device | None = None) -> None:
-        """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved.
-
-        ``device``: on which it is, if that is not the one of this order.
-        """
+    def wait_for_values(self, work: dist.Work) -> None:
+        """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
         self.order.begin()
-        if device is not None and device.type != self._device:
-            group = self._group()
-            self._explained(lambda: wait_in_slices(work, group is not None and is_sliced(group, device), self._look))
-        elif self.is_by_device:
+        if self.is_by_device:
             begin = time.monotonic()
 
             def look() -> None:
@@ -359,6 +352,11 @@ class Sequence:
                 break
             for key in self._asked.pop(0):
                 self._store.delete_key(key)
+
+    def look_for_others(self) -> None:
+        """While this rank waits for one that has begun. Raises: OrderError, when others do another thing."""
+        self.raise_if_closed()
+        self._look()
 
     def _look(self) -> None:
         """A collective that was expected has been waited for for another while. Raises: OrderError, on every rank."""

@@ -1,14 +1,17 @@
 """Ranks that come to different collectives: an error on every rank that names rank, unit and step, and no hang."""
 
+import contextlib
 import copy
 import datetime
 import itertools
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -333,6 +336,88 @@ def differ_on_a_grid():
 
 def test_all_ranks_of_a_grid_are_told():
     assert max(run_ranks(differ_on_a_grid, 4)) < SOON
+
+
+def saved(model):
+    """The optimizer's states; all ranks train and save them twice, and nobody asks about the last ones."""
+    optim = torch.optim.Adam(model.parameters(), lr=0.0)
+    for _ in range(2):
+        step(model)
+        optim.step()
+        states = FullyShardedDataParallel.optim_state_dict(model, optim)
+    return sorted(states["state"])
+
+
+def built_anew_after_a_failure():
+    """Of rank 0 alone, once the ranks had compared the first unit over the group."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(pytest.raises(MemoryError))
+            unit = "flatparam.fsdp.fully_sharded.Unit"
+            stack.enter_context(mock.patch(unit, side_effect=MemoryError("on this rank")))
+        FullyShardedDataParallel(nn.Linear(3, 3), process_group=group)
+    return saved(wrap_blocks(Chosen(), process_group=group))
+
+
+def pickled():
+    return pickle.dumps(FullyShardedDataParallel(Chosen(), sharding_strategy=ShardingStrategy.NO_SHARD))
+
+
+def loaded_and_run_by_one_rank(model):
+    """It is no collective. Nothing was built over the group before."""
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            step(pickle.loads(model), backward=False)
+    return saved(wrap_blocks(Chosen()))
+
+
+def collectives_that_wait():
+    """Replaced by a user's, which return no work."""
+    original = dist.all_gather
+
+    def all_gather(tensors, tensor, group=None, async_op=False):
+        return original(tensors, tensor, group=group)
+
+    model = made(ShardingStrategy.FULL_SHARD)
+    with mock.patch.object(dist, "all_gather", all_gather):
+        saved(model)
+    return saved(model)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [built_anew_after_a_failure, loaded_and_run_by_one_rank, collectives_that_wait],
+    ids=lambda case: case.__name__,
+)
+def test_ranks_that_do_the_same_are_told_nothing(case):
+    arguments = run_ranks(pickled, 2)[:1] if case is loaded_and_run_by_one_rank else ()
+    found = run_ranks(case, 2, *arguments)
+    assert found[0] == found[1] != []
+
+
+def fails_alone():
+    """Rank 0, to build a further unit; the others come after a while, or do something else."""
+    model = wrap_blocks(Chosen())
+    saved(model)
+    found = []
+    if dist.get_rank() == 0:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with pytest.raises(TypeError, match="'nonsense'"):
+                FullyShardedDataParallel(nn.Linear(3, 3), sharding_strategy="nonsense")
+    else:
+        time.sleep(4.0)  # twice as long as its patience
+        with pytest.raises(ValueError, match=r"rank 0 could not build its unit: .*nonsense"):
+            FullyShardedDataParallel(nn.Linear(3, 3))
+    saved(model)
+    return [str(each.message) for each in found if "waiting to tell" in str(each.message)]
+
+
+def test_an_error_of_one_rank_is_seen_before_the_others_come():
+    [text], none = run_ranks(fails_alone, 2)
+    assert "rank 0 could not build its unit" in text
+    assert none == []
 
 
 def tell_from_child(model, end):

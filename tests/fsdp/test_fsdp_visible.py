@@ -350,6 +350,13 @@ def old_values(uo):
             assert torch.equal(layer(x), shown)
             others.step()
             assert torch.equal(layer(x), shown)  # of another model
+    loss_of(model, data(0))  # to which no backward comes
+    storage = layer.weight.untyped_storage()
+    kept = bytes(storage)
+    loss_of(model, data(0)).backward()
+    optim.step()
+    is_refused()
+    assert uo or bytes(storage) == kept
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
     is_refused()
     assert loss_of(model, data(0)).isfinite()
