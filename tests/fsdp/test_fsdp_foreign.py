@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm  # bound before any m
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
+from flatparam.fsdp import foreign
 from flatparam.fsdp.errors import StateError
 
 CPU = torch.device("cpu")
@@ -196,6 +197,19 @@ def clipped_and_scaled():
 @pytest.mark.multiprocess
 def test_clipping_and_scaling():
     run_ranks(clipped_and_scaled, 2)
+
+
+@pytest.mark.parametrize("where", [0, 1, None])
+def test_an_overflow_counts_once_for_all_devices(where):
+    """Optimizers that are fused take the sum over devices, and skip where it is 1."""
+    found = {torch.device("cpu"): torch.zeros(1), torch.device("cpu", 0): torch.zeros(1)}
+    if where is not None:
+        list(found.values())[where].fill_(1.0)
+    with fake_world(2):
+        optimizer = torch.optim.SGD(wrap_blocks(make()).parameters())
+        agreeing = foreign._agreeing(lambda *arguments: found)
+        agreeing(torch.amp.GradScaler("cpu"), optimizer, torch.ones(1), torch.zeros(1), True)
+    assert sum(found.values()).item() == (where is not None)
 
 
 def test_clipping_of_what_is_whole():
