@@ -582,9 +582,8 @@ PyMethodDef fp_unit_methods_of_module[] = {
     {"set_grad", FP_METHOD(set_grad), METH_FASTCALL,
      "set_grad($module, tensor, grad, /)\n--\n\ntensor.grad = grad, also of another shape or dtype than torch allows."},
     {"note_optimizer_step", FP_METHOD(note_optimizer_step), METH_FASTCALL,
-     "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now, and no "
-     "module "
-     "shows what stays full."},
+     "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now. Units that "
+     "stay full hide that."},
     {"note_registration_hook", note_registration_hook, METH_NOARGS,
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
      "not see what C puts into modules."},

@@ -216,7 +216,7 @@ def wait(
 
     def look(has_failed: bool = False) -> None:
         for each in orders:
-            each.look_for_others()
+            each.look()
         ours, ranks = peers.board(), dist.get_process_group_ranks(group)
         try:
             waited = time.monotonic() - begin

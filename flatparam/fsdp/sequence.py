@@ -353,7 +353,7 @@ class Sequence:
             for key in self._asked.pop(0):
                 self._store.delete_key(key)
 
-    def look_for_others(self) -> None:
+    def look(self) -> None:
         """While this rank waits for one that has begun. Raises: OrderError, when others do another thing."""
         self.raise_if_closed()
         self._look()
