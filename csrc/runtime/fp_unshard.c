@@ -386,8 +386,9 @@ fp_unshard_release(fp_unit *unit)
 int
 fp_unshard_hide_old(fp_unit *unit)
 {
+    /* KEPT: the graph that it is kept for is refused with another reason */
     const int is_free = unit->root != NULL && !unit->root->in_backward && !fp_unit_is_in_forward(unit) &&
-                        unit->state != FP_UNIT_PARTLY && unit->state != FP_UNIT_GATHERING;
+                        (unit->state == FP_UNIT_SHARDED || unit->state == FP_UNIT_UNSHARDED);
     for (Py_ssize_t k = 0; is_free && k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
         if (!fp_flat_param_stays_full(flat_param) || flat_param->synced == fp_flat_param_versions(flat_param)) {

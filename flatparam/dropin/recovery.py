@@ -201,6 +201,8 @@ class Interruptible(Driven):
             return
         for i, (info, piece) in enumerate(zip(flat_param._param_infos, flat_param._shard_param_infos, strict=True)):
             current = getattr(info.module, info.param_name, None)
+            if current is not None and current is flat_param._tensors[i]:
+                current = flat_param._params[i]  # the view of a forward that an exception has ended stands in its place
             if not isinstance(current, nn.Parameter) or not piece.in_shard:
                 continue
             moved = self._state is not _SUMMONED and not same_storage(current, flat_param)

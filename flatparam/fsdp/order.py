@@ -98,7 +98,8 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
     if sequence is None:
         wait(issue(dist.all_reduce, tensor, op=op, group=group), group, tensor.device)
     else:
-        sequence.wait(_begun([sequence], lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True)))
+        sequence.order.launch()
+        sequence.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, peers.Meetings] = weakref.WeakKeyDictionary()
@@ -136,23 +137,12 @@ def exchange(
     for sequence in orders:
         sequence.order.note(event_of(what), False)
     _connect(group, device)
-    work = _begun(orders, lambda: collective(*tensors, group=group, async_op=True, **options))
-    wait(work, group, device, is_read=True, orders=orders)
-
-
-def _begun(orders: list[Sequence], collective: Callable[[], Any]) -> Any:
-    """What it returns; it begins the one that ``orders`` were told of. What ends in an Exception has not begun."""
-    try:
-        work = collective()
-    except Exception:
-        raise
-    except BaseException:  # Ctrl-C came: nobody knows
-        for sequence in orders:
-            sequence.order.launch()
-        raise
+    for sequence in orders:
+        sequence.order.launch()
+    work = collective(*tensors, group=group, async_op=True, **options)
     for sequence in orders:
         sequence.order.begin()
-    return work
+    wait(work, group, device, is_read=True, orders=orders)
 
 
 _checked: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence]] = weakref.WeakKeyDictionary()
