@@ -392,6 +392,28 @@ def test_a_replaced_parameter_keeps_its_value(setting):
     assert run_ranks(_replaced_parameter, 2, setting) == [True, True]
 
 
+def _data_after_a_forward_that_raises(setting):
+    """Set on the parameters, as a program does that goes back to weights it has kept; the next forward has them."""
+    with handle_of("flatparam"):
+        model, _ = start(setting)
+        parameters = list(model.parameters())
+        hook = model.module.one.module.a.register_forward_hook(mock.Mock(side_effect=Interrupted))
+        with pytest.raises(Interrupted):
+            loss(model, 2)
+        hook.remove()
+        for parameter in parameters:
+            parameter.data = torch.full_like(parameter.data, 0.5)
+        with torch.no_grad():
+            loss(model, 2)
+        return all(bool((weight == 0.5).all()) for weight in weights(model))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("setting", [setting for setting in BASIC if setting.orig], ids=str)
+def test_data_that_were_set_after_a_forward_that_raises(setting):
+    assert run_ranks(_data_after_a_forward_that_raises, 2, setting) == [True, True]
+
+
 def _full_weights_after_an_interruption(setting, phase):
     """What docs/dropin.md says to do before saving a checkpoint: a forward in no_grad."""
     with handle_of("flatparam"):

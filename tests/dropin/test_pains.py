@@ -108,6 +108,28 @@ def test_overlapping_parameters_are_refused_by_name():
         handle_for(module, group)
 
 
+@pytest.mark.parametrize("uo", [False, True])
+def test_complex_parameters_train(uo):
+    """torch refuses them, as if they were integers."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2, dtype=torch.complex64)
+    x, found = torch.randn(4, 3, dtype=torch.complex64), []
+    with fake_world(1):
+        for model in (copy.deepcopy(module), _installed(module, uo)):
+            model(x).abs().square().sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            found.append(model(x).detach())
+    assert torch.equal(*found)
+
+
+def _installed(module, uo):
+    flatparam.install()
+    try:
+        return FullyShardedDataParallel(module, use_orig_params=uo, device_id=torch.device("cpu"))
+    finally:
+        flatparam.uninstall()
+
+
 def test_parameters_that_share_a_storage_without_overlap_are_taken():
     memory = torch.arange(20.0)
     module = nn.Module()
