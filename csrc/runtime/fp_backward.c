@@ -384,7 +384,7 @@ finish(void *root_pointer, uint64_t ignored)
     }
     if (status == 0) {
         root->in_backward = 0;
-        status = fp_root_each(root, hide_old); /* optimizers may have stepped in it */
+        status = root->has_secondary_shards ? fp_root_each(root, hide_old) : 0; /* optimizers may have stepped in it */
     }
     fp_iteration_leave(root);
     return status;

@@ -39,18 +39,12 @@ delist(fp_unit *unit)
     }
 }
 
-static int
-stays_full(fp_flat_param *flat_param)
-{
-    return fp_flat_param_stays_full(flat_param);
-}
-
 static PyObject *
 unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"name", "parts", "reshard_after_forward", "moved", "reason", NULL};
     PyObject *name, *flat_params, *moved, *reason;
-    int reshard_after_forward;
+    int reshard_after_forward, stays_full = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UO!pOU:Unit", keywords, &name, &PyTuple_Type, &flat_params,
                                      &reshard_after_forward, &moved, &reason)) {
         return NULL;
@@ -78,8 +72,9 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         }
         unit->sharded = unit->sharded || unit->flat_params[k].shard_group != NULL;
         unit->has_secondary_shard = unit->has_secondary_shard || unit->flat_params[k].has_secondary_shard;
+        stays_full = stays_full || fp_flat_param_stays_full(&unit->flat_params[k]);
     }
-    if (fp_unit_each(unit, stays_full)) {
+    if (stays_full) {
         enlist(unit);
     }
     PyObject_GC_Track(unit);

@@ -324,8 +324,10 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
             any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
             for segment in {id(segment.placement.optim): segment for _, segment in reversed(shards)}.values():
                 order.all_reduce(any_inf, dist.ReduceOp.MAX, segment, _C.EVENT_SCALES)
-            for i, value in enumerate(found.values()):  # optimizers that are fused take the sum, and skip where it is 1
-                value.copy_(any_inf if i == 0 else torch.zeros_like(any_inf))
+            first, *others = found.values()  # optimizers that are fused take the sum, and skip where it is 1
+            first.copy_(any_inf)
+            for value in others:
+                value.zero_()
         return found
 
     return agreeing
