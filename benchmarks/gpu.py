@@ -165,21 +165,25 @@ class Block(nn.Module):
         return x + more
 
 
-class Calling(nn.Module):
-    """Bare blocks, and the collectives of sharded ones before the forward and before the backward of each."""
+class Unit(nn.Sequential):
+    """The blocks that are sharded together."""
 
-    def __init__(self, blocks: nn.Module) -> None:
+
+class Calling(nn.Module):
+    """Bare units, and the collectives of sharded ones before the forward and before the backward of each."""
+
+    def __init__(self, units: nn.Module) -> None:
         super().__init__()
-        self.blocks = blocks
-        params = [list(block.parameters()) for block in blocks.children()]
-        self.shards = [of_block[0].new_zeros(sum(p.numel() for p in of_block) // WORLD) for of_block in params]
+        self.units = units
+        params = [list(unit.parameters()) for unit in units.children()]
+        self.shards = [of_unit[0].new_zeros(sum(p.numel() for p in of_unit) // WORLD) for of_unit in params]
         self.full = [shard.new_zeros(shard.numel() * WORLD) for shard in self.shards]
         self.world: Any = dist.group.WORLD  # torch.distributed's functions take the host some more time
 
     def forward(self, x: Tensor) -> Tensor:
-        for block, full, shard in zip(self.blocks.children(), self.full, self.shards, strict=True):
+        for unit, full, shard in zip(self.units.children(), self.full, self.shards, strict=True):
             self.world._allgather_base(full, shard).wait()
-            x = block(x)
+            x = unit(x)
             x.register_hook(partial(self._before_backward, full, shard))
         return x
 
@@ -201,18 +205,25 @@ class Size:
     width: int
     tokens: int
     low: torch.dtype | None = None  # to compute in, if not fp32
+    in_unit: int = 1  # blocks that are sharded together
     rounds: int = 20  # of a repeat
     repeats: int = 5
 
     def __str__(self) -> str:
         low = "" if self.low is None else f", {self.low}".replace("torch.", "")
-        return f"{self.depth} blocks of {self.width}, {self.tokens} tokens{low}"
+        units = "" if self.in_unit == 1 else f", {self.in_unit} in a unit"
+        return f"{self.depth} blocks of {self.width}{units}, {self.tokens} tokens{low}"
+
+    def model(self) -> nn.Sequential:
+        units = range(0, self.depth, self.in_unit)
+        return nn.Sequential(*(Unit(*(Block(self.width) for _ in range(self.in_unit))) for _ in units))
 
     def input(self, device: torch.device) -> Tensor:
         return torch.ones(1, self.tokens, self.width, dtype=self.low, device=device)
 
 
 BY_HOST, BY_DEVICE = Size(48, 512, 128), Size(8, 4096, 4096, torch.bfloat16, rounds=5)  # whom a step is bound by
+IN_LARGE_UNITS = replace(BY_HOST, in_unit=8)  # what to do about the first
 TINY = Size(4, 64, 16, rounds=2, repeats=2)
 STEP = "ms; times the bare module's"
 BOUND = 1.05  # of the runtime's step, times the bare module's
@@ -222,9 +233,10 @@ def steps(device: torch.device, quick: bool) -> Iterator[Table]:
     """Forward and backward of one rank of many; peak, wrapping, and as CUDA graphs."""
     step = Table("step", f"a step, rank 0 of {WORLD}", STEP)
     memory = Table("memory", "what a step takes on top, and wrapping", "MiB at the step's peak; ms to wrap")
-    sizes = [TINY, replace(TINY, low=torch.bfloat16)] if quick else [BY_HOST, BY_DEVICE]
+    sizes = [TINY, replace(TINY, low=torch.bfloat16, in_unit=2)] if quick else [BY_HOST, IN_LARGE_UNITS, BY_DEVICE]
     models = _rows(sizes[0], device, step, memory)
-    _rows(sizes[1], device, step, memory)
+    for size in sizes[1:]:
+        _rows(size, device, step, memory)
     yield step
     yield memory
     if device.type == "cuda":
@@ -237,13 +249,13 @@ def _targets(device: torch.device) -> list[Target]:
 
 def _rows(size: Size, device: torch.device, step: Table, memory: Table) -> dict[str, nn.Module]:
     """Adds what is measured of a size to the tables; returns the models."""
-    how = Wrapping((Block,), size.low, device.type)
+    how = Wrapping((Unit,), size.low, device.type)
     models: dict[str, nn.Module] = {}
     wrapping: dict[str, list[float]] = {name: [] for name in WRAPS}
     for name, wrap in WRAPS.items():
         for _ in range(4):
             with device:
-                module = nn.Sequential(*(Block(size.width) for _ in range(size.depth)))
+                module = size.model()
             _wait(device)
             start = time.perf_counter()
             models[name] = wrap(module, how)
@@ -328,7 +340,7 @@ def draw(tables: dict[str, Table], path: Path) -> None:
     left.legend(fontsize=picture.LABEL)
     left.set(title="packing (GB/s)", ylim=0)
     rows = tables["step"].rows
-    picture.over_bare(right, [row.size for row in rows], rows)
+    picture.over_bare(right, [row.size.replace(", ", "\n") for row in rows], rows)
     right.set(title="forward + backward over the bare module (x)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=100)
