@@ -206,8 +206,8 @@ class Size:
     tokens: int
     low: torch.dtype | None = None  # to compute in, if not fp32
     in_unit: int = 1  # blocks that are sharded together
-    rounds: int = 20  # of a repeat
-    repeats: int = 5
+    rounds: int = 7  # of a repeat
+    repeats: int = 15
 
     def __str__(self) -> str:
         low = "" if self.low is None else f", {self.low}".replace("torch.", "")
@@ -222,7 +222,10 @@ class Size:
         return torch.ones(1, self.tokens, self.width, dtype=self.low, device=device)
 
 
-BY_HOST, BY_DEVICE = Size(48, 512, 128), Size(8, 4096, 4096, torch.bfloat16, rounds=5)  # whom a step is bound by
+BY_HOST, BY_DEVICE = (
+    Size(48, 512, 128),
+    Size(8, 4096, 4096, torch.bfloat16, rounds=5, repeats=5),
+)  # whom a step is bound by
 IN_LARGE_UNITS = replace(BY_HOST, in_unit=8)  # what to do about the first
 TINY = Size(4, 64, 16, rounds=2, repeats=2)
 STEP = "ms; times the bare module's"
