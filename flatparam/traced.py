@@ -192,7 +192,7 @@ class TracedUnit(nn.Module):
 
     def _buffers_by_fqn(self) -> list[tuple[str, Tensor]]:
         return [
-            (join(join(above, path), name), buffer)
+            (join(above, join(path, name)), buffer)
             for above in self._paths
             for path, module in self._own_modules.items()
             for name, buffer in module._buffers.items()

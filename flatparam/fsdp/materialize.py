@@ -151,7 +151,20 @@ def move(
                 param.grad = param.grad.to(of_params)
         for name, buffer in module._buffers.items():
             if buffer is not None and of_buffers is not None:
-                module._buffers[name] = buffer.to(of_buffers)
+                put_buffer(module, name, buffer.to(of_buffers))
+
+
+def put_buffer(module: nn.Module, name: str, value: Tensor) -> Tensor:
+    """Give a buffer the data of ``value``, for all that refer to it, as torch's FSDP does; the buffer.
+
+    Where that cannot be (a device from outside of torch, or a subclass) the module alone gets ``value`` in its place.
+    """
+    buffer = module._buffers[name]
+    if type(value) is type(buffer) is Tensor and torch._has_compatible_shallow_copy_type(buffer, value):
+        buffer.data = value
+        return buffer
+    module._buffers[name] = value
+    return value
 
 
 def synchronize(

@@ -19,6 +19,7 @@ from .. import _C
 from . import collectives
 from .clip import by_group, clip
 from .errors import StateError
+from .materialize import put_buffer
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
 from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
@@ -207,16 +208,13 @@ class Stepping(Wrapper):
             dtype = wrapper.mixed_precision.buffer_dtype
             own: dict[int, torch.dtype] = {}  # of those that it has cast
             for key, module, name, buffer in _named_buffers(wrapper.module):
-                if id(buffer) in own:  # of a module that is registered twice
-                    wrapper._buffer_dtypes.setdefault(key, own[id(buffer)])
-                if id(buffer) in done:
-                    continue
+                as_it_was = buffer.dtype
+                if dtype not in (None, as_it_was) and buffer.is_floating_point() and id(buffer) not in done:
+                    buffer = put_buffer(module, name, buffer.to(dtype))
+                    own[id(buffer)] = as_it_was
                 done.add(id(buffer))
-                if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                    wrapper._buffer_dtypes.setdefault(key, buffer.dtype)
-                    cast = module._buffers[name] = buffer.to(dtype)
-                    own[id(cast)] = buffer.dtype
-                    done.add(id(cast))
+                if id(buffer) in own:  # under each of its names
+                    wrapper._buffer_dtypes.setdefault(key, own[id(buffer)])
 
     def _casts(self) -> torch.dtype | None:
         """What floating inputs are cast to."""
@@ -243,7 +241,7 @@ class Stepping(Wrapper):
         for key, inner, name, buffer in _named_buffers(self.module) if self._buffer_dtypes else ():
             if key in self._buffer_dtypes:
                 dtype = self._buffer_dtypes[key] if in_full else self.mixed_precision.buffer_dtype
-                inner._buffers[name] = buffer.to(dtype)
+                put_buffer(inner, name, buffer.to(dtype))
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:

@@ -150,6 +150,27 @@ def test_full_precision_in_evaluation():
     run_ranks(full_precision_in_eval, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
 
 
+def buffers_that_are_shared():
+    """Modules that share a buffer still do when it was cast, and so does who has kept it; as with torch's class."""
+    low = MixedPrecision(buffer_dtype=torch.bfloat16)
+    for wrapper, arguments in ((FSDP, {}), (TorchFSDP, {"device_id": torch.device("cpu")})):
+        first, second = Seen(), Seen()
+        kept = first.buffer = second.buffer
+        arguments |= {"mixed_precision": low}
+        model = wrapper(nn.Sequential(first, wrapper(second, **arguments)), **arguments)
+        for training in (True, False, True):
+            model.train(training)(data(0))
+            assert first.buffer is kept
+            assert second.buffer is kept
+            if wrapper is FSDP:  # torch's leaves it low, as the root casts it before the unit in it
+                assert kept.dtype == (torch.bfloat16 if training else torch.float32)
+
+
+@pytest.mark.multiprocess
+def test_buffers_that_are_shared_stay_so():
+    run_ranks(buffers_that_are_shared, 2, environment={"FSDP_USE_FULL_PREC_IN_EVAL": "1"})
+
+
 def without_gathers():
     """As torch's class: each rank has its own shard in the place of the others'. A warning says so, once."""
     settings = (("FULL_SHARD", True), ("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("NO_SHARD", False))

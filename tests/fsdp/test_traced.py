@@ -24,12 +24,13 @@ UNITS = 4
 
 
 class Buffered(Model):
-    """With a tied parameter, and a buffer, of which one is not saved."""
+    """With a tied parameter, and buffers, of which one is not saved, and one is a unit's own."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(3))
         self.register_buffer("unsaved", torch.zeros(3), persistent=False)
+        self.blocks[0].register_buffer("of_unit", torch.ones(2))
         self.again = nn.Linear(3, 5)
         self.again.weight = self.first.weight
 
