@@ -84,19 +84,22 @@ list_params(fp_root *root, fp_unit *unit)
 PyObject *
 fp_forward_pre(fp_unit *unit, PyObject *ignored)
 {
-    if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0) { /* not to wait for its turn */
+    fp_hidden *hidden = NULL;
+    if (fp_iteration_check_joined(unit) < 0 || fp_iteration_check_thread(unit) < 0 || /* not to wait for its turn */
+        fp_hide_checkpoints(&hidden) < 0) {
         return NULL;
     }
+    PyObject *result = NULL;
     /* What a backward has recorded comes to a checkpoint before any hook. */
-    if (unit->for_graph && !unit->root->in_backward && fp_graph_task() >= 0 &&
-        fp_backward_come_to(unit, unit->began) < 0) {
-        return NULL;
+    if (!unit->for_graph || unit->root->in_backward || fp_graph_task() < 0 ||
+        fp_backward_come_to(unit, unit->began) == 0) {
+        fp_range *range = fp_range_begin("pre_forward", unit->name);
+        fp_root *entered = fp_iteration_enter_in_backward(unit->root);
+        result = pre_forward(unit);
+        fp_iteration_leave(entered);
+        fp_range_end(range);
     }
-    fp_range *range = fp_range_begin("pre_forward", unit->name);
-    fp_root *entered = fp_iteration_enter_in_backward(unit->root);
-    PyObject *result = pre_forward(unit);
-    fp_iteration_leave(entered);
-    fp_range_end(range);
+    fp_show_checkpoints(hidden);
     return result;
 }
 
@@ -199,7 +202,8 @@ post_forward(fp_unit *unit, PyObject *output)
 PyObject *
 fp_forward_post(fp_unit *unit, PyObject *output)
 {
-    if (fp_iteration_check_joined(unit) < 0) {
+    fp_hidden *hidden = NULL;
+    if (fp_iteration_check_joined(unit) < 0 || fp_hide_checkpoints(&hidden) < 0) {
         return NULL;
     }
     fp_range *range = fp_range_begin("post_forward", unit->name);
@@ -210,6 +214,7 @@ fp_forward_post(fp_unit *unit, PyObject *output)
                            : fp_iteration_move(unit, FP_PASS_END_FORWARD);
     fp_iteration_leave(entered);
     fp_range_end(range);
+    fp_show_checkpoints(hidden);
     return status < 0 ? NULL : Py_NewRef(output);
 }
 

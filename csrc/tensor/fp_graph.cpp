@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "tensor/fp_convert.hpp"
+#include "tensor/fp_modes.hpp"
 
 struct fp_range {
     at::RecordFunction function;
@@ -36,6 +37,7 @@ void
 call_unit(const UnitRef &ref, Call &&call)
 {
     const WithGil gil;
+    const HiddenCheckpoints hidden;
     TORCH_CHECK(ref.unit != nullptr, "flatparam: ", ref.name,
                 " was deleted before the backward pass of a graph that used its parameters had ended");
     if (call(ref.unit) < 0) {

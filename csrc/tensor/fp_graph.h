@@ -55,4 +55,9 @@ typedef struct fp_range fp_range;
 fp_range *fp_range_begin(const char *what, PyObject *name) FP_NOEXCEPT; /* name: str */
 void fp_range_end(fp_range *range);                                     /* NULL is allowed */
 
+/* See fp_modes.hpp, for C: 0, and *hidden for fp_show_checkpoints in the same thread, NULL if there were none; or -1. */
+typedef struct fp_hidden fp_hidden;
+int fp_hide_checkpoints(fp_hidden **hidden) FP_NOEXCEPT;
+void fp_show_checkpoints(fp_hidden *hidden) FP_NOEXCEPT; /* NULL is allowed */
+
 FP_END_C
