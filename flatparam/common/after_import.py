@@ -17,10 +17,10 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, change))
 
 
-def names_of(cls: type) -> list[tuple[ModuleType, str]]:
-    """Where imported modules have ``cls``: the module, and the name there."""
+def names_of(thing: object) -> list[tuple[ModuleType, str]]:
+    """Where imported modules have ``thing``: the module, and the name there."""
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is cls]
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is thing]
 
 
 class _Finder(MetaPathFinder):

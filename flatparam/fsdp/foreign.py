@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import _C
 from ..common import optimizers
-from ..common.after_import import after_import
+from ..common.after_import import after_import, names_of
 from ..common.torch_private import REGISTRY_KEY, TorchsFSDP
 from . import backward_inputs, order, torch_calls
 from .clip import by_group, clip
@@ -108,7 +108,8 @@ def watch() -> None:
     torch_calls.watch()
     backward_inputs.watch()
     _refuse_roots()
-    optimizers.ask_before(_refuse_lbfgs)
+    optimizers.ask_before(_refuse_for_whole_only)
+    after_import("torch.distributed.algorithms.model_averaging.utils", _refuse_averages)
     for scaler in (GradScaler, ShardedGradScaler):
         scaler._unscale_grads_ = _agreeing(scaler._unscale_grads_)  # type: ignore[method-assign]
     ShardedGradScaler.unscale_ = _counting_once(ShardedGradScaler.unscale_)  # type: ignore[method-assign]
@@ -284,14 +285,39 @@ def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
         )
 
 
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
+_WHOLE_ONLY = {  # optimizers of torch: why they cannot step shards
+    "LBFGS": "multiplies gradients of all parameters with each other, so each rank would step another way: use "
+    "ShardingStrategy.NO_SHARD, or another optimizer",
+    "ZeroRedundancyOptimizer": "copies what one rank has stepped to the others: use the optimizer that it was given, "
+    "whose states are sharded as parameters are",
+}
+
+
+def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for name in [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _WHOLE_ONLY]:
         for unit, _ in _sharded_now(param for group in optimizer.param_groups for param in group["params"]):
             raise StateError(
-                f"LBFGS.step(): a parameter of {unit.name} is this rank's shard. LBFGS multiplies gradients of all "
-                "parameters with each other, so each rank would step another way: use ShardingStrategy.NO_SHARD, or "
-                "another optimizer"
+                f"{name}.step(): a parameter of {unit.name} is this rank's shard. {name} {_WHOLE_ONLY[name]}"
             )
+
+
+def _refuse_averages(utils: Any) -> None:
+    """Have torch's model averaging, which all-reduces parameters, refuse shards."""
+    average: Callable[..., None] = utils.average_parameters
+
+    @functools.wraps(average)
+    def average_parameters(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        params = list(params)
+        for unit, _ in _sharded_now(params):
+            raise StateError(
+                f"average_parameters: a parameter of {unit.name} is this rank's shard, which would be averaged with "
+                "other ranks' shards. Ranks of one group have the same values already; for groups that train apart use "
+                "ShardingStrategy.NO_SHARD"
+            )
+        average(iter(params), *args, **kwargs)
+
+    for module, name in names_of(average):
+        setattr(module, name, average_parameters)
 
 
 def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer], None]) -> Any:

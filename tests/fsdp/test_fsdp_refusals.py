@@ -3,16 +3,20 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Block, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
+from fsdp_models import SETTINGS, Block, assert_same, assert_same_grads, data, full_params, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import Placement, ShardedGradScaler, ShardingStrategy
@@ -125,6 +129,32 @@ def test_lbfgs(strategy, uo):
                 optimizer.step(closure)
         kept = all(map(torch.equal, before, model.parameters()))
         assert kept == (strategy is not ShardingStrategy.NO_SHARD)
+
+
+def for_whole_parameters():
+    for strategy, uo in SETTINGS:
+        model = wrap_blocks(make(), use_orig_params=uo, sharding_strategy=ShardingStrategy[strategy])
+        before = [param.detach().clone() for param in model.parameters()]
+        loss_of(model, data(0)).backward()
+        is_sharded = strategy != "NO_SHARD"
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        averager = PeriodicModelAverager(period=1, warmup_steps=0)
+        for call in (
+            functools.partial(average_parameters, model.parameters(), dist.group.WORLD),
+            functools.partial(averager.average_parameters, model.parameters()),
+            optimizer.step,
+        ):
+            assert all(map(torch.equal, before, model.parameters()))
+            if is_sharded:
+                with refused("a parameter of the unit of .* is this rank's shard", RuntimeError):
+                    call()
+            else:
+                call()
+        assert all(map(torch.equal, before, model.parameters())) == is_sharded
+
+
+def test_what_takes_whole_parameters():
+    run_ranks(for_whole_parameters, 2)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "LAYER_ZERO"])
