@@ -2,6 +2,7 @@
 #include "core/fp_alloc.h"
 #include "tensor/fp_flatten.h"
 #include "tensor/fp_gradients.h"
+#include "tensor/fp_graph.h"
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
 #include "tensor/fp_watch.h"
@@ -193,7 +194,26 @@ settle(PyObject *module, PyObject *device)
     return name == NULL || fp_settle(name) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *
+unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    fp_hidden *hidden = NULL;
+    if (nargs < 1) {
+        return PyErr_Format(PyExc_TypeError, "unseen_by_checkpoints() expected a callable and its arguments");
+    }
+    if (fp_hide_checkpoints(&hidden) < 0) {
+        return NULL;
+    }
+    PyObject *result = PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, names);
+    fp_show_checkpoints(hidden);
+    return result;
+}
+
 PyMethodDef fp_tensor_methods[] = {
+    {"unseen_by_checkpoints", FP_METHOD(unseen_by_checkpoints), METH_FASTCALL | METH_KEYWORDS,
+     "unseen_by_checkpoints($module, call, /, *args, **kwargs)\n--\n\nReturn call(*args, **kwargs), of whose "
+     "operations no "
+     "selective activation checkpoint keeps anything."},
     {"settle", settle, METH_O,
      "settle($module, device, /)\n--\n\nWait until the current stream of device, as 'cuda:1', has done all that it was "
      "given.\n\nNothing is waited for in a capture of a CUDA graph, and where device is the host."},

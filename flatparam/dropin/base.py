@@ -1,8 +1,9 @@
 """What every part of FlatParamHandle builds on: its attributes, what follows from them, and its checks and messages."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,16 @@ def step_of(*paths: str) -> Callable[[Method], Method]:
         return method
 
     return mark
+
+
+def unseen(method: Method) -> Method:
+    """Have selective activation checkpoints keep nothing of what ``method`` does, so that it is done again."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _C.unseen_by_checkpoints(method, *args, **kwargs)
+
+    return cast(Method, call)
 
 
 def steps_by_path(methods: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -24,7 +24,7 @@ from ..common.torch_private import (
     HandleTrainingState,
     _no_dispatch_record_stream,
 )
-from .base import RESHARD, TORCH_HANDLE, UNSHARD, step_of
+from .base import RESHARD, TORCH_HANDLE, UNSHARD, step_of, unseen
 from .gradients import Gradients
 from .views import SETATTR_IN_C
 
@@ -44,6 +44,7 @@ class Gathering(Gradients):
 
     # Unsharding
 
+    @unseen
     def pre_unshard(self) -> bool:
         """Bring what is to be gathered into ``flat_param``: written back, on the device, in the dtype of computation.
 
@@ -81,6 +82,7 @@ class Gathering(Gradients):
         flat_param._mp_shard.copy_(flat_param._local_shard.to(self.device, non_blocking=True))
         flat_param.data = flat_param._mp_shard
 
+    @unseen
     def unshard(self) -> None:
         """All-gather the flat parameter if it is not unsharded yet, and switch to the unsharded one.
 
@@ -239,6 +241,7 @@ class Gathering(Gradients):
 
     # Resharding
 
+    @unseen
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Switch to the sharded flat parameter; then free the unsharded one if asked.
 

@@ -1,0 +1,81 @@
+"""Selective activation checkpoints around units of torch's FSDP: a gather that they keep is gathered again."""
+
+import functools
+
+import pytest
+import torch
+from dropin_models import Block
+from gloo import note, run_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import flatparam
+
+pytestmark = pytest.mark.multiprocess
+WIDTH = 6
+PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16, torch.bfloat16)}
+
+
+def contexts(part):
+    def policy(context, operation, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if part in str(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Net(nn.Module):
+    """``part``: of the names of operations that are kept; None: there is no checkpoint."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(3)))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        if self.part is None:
+            x = self.blocks(x)
+        else:
+            keep = functools.partial(contexts, self.part)
+            x = checkpoint(self.blocks, x, use_reentrant=False, context_fn=keep)
+        return self.last(x)
+
+
+def losses(part, **arguments):
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        Net(part), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), **arguments
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(4):
+        loss = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def with_and_without():
+    flatparam.install()
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for uo in (False, True):
+            for precision, mixed in PRECISIONS.items():
+                for offload in (False, True):
+                    note(f"{strategy} {uo} {precision} {offload}")
+                    arguments = {
+                        "sharding_strategy": ShardingStrategy[strategy],
+                        "use_orig_params": uo,
+                        "mixed_precision": mixed,
+                        "cpu_offload": CPUOffload(offload),
+                    }
+                    wanted = losses(None, **arguments)
+                    for part in ("c10d.", "mm", ""):
+                        assert losses(part, **arguments) == wanted, (strategy, uo, precision, offload, part)
+
+
+def test_what_is_kept_trains_as_without():
+    run_ranks(with_and_without, 2)
