@@ -231,6 +231,9 @@ is_low(at::ScalarType dtype)
     return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
+// at::empty(), of which no mode of Python (FakeTensorMode, in which torch.export runs) makes something else.
+at::Tensor real_empty(c10::IntArrayRef shape, const at::TensorOptions &options);
+
 // Outside of autograd, of inference mode and of torch.func's transforms, whatever the caller is in.
 struct Plainly {
     c10::InferenceMode inference{false};

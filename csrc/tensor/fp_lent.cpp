@@ -1,6 +1,5 @@
 // tensor/fp_lent.cpp -- memory that others use by its address, which may not be freed or written to then.
 #include <ATen/dlpack.h>
-#include <ATen/ops/empty.h>
 
 #include <unordered_map>
 
@@ -59,7 +58,7 @@ is_held(c10::StorageImpl *storage)
 at::Tensor
 freed_source(const at::TensorOptions &options, size_t bytes, const char *reason, bool keeps_size)
 {
-    at::Tensor source = at::empty({0}, options);
+    at::Tensor source = real_empty({0}, options);
     c10::StorageImpl *storage = storage_of(source);
     if (set_freed_reason(storage, reason) && keeps_size) {
         storage->set_nbytes(bytes);

@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm_ops.h>
 #include <ATen/ops/bmm_ops.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/matmul_ops.h>
 #include <ATen/ops/mm_ops.h>
 #include <ATen/ops/mul_ops.h>
@@ -157,7 +156,7 @@ fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard_object, const cha
             else if (marked && numels[i] < views[i].numel) {
                 shape[0] = numel == 0 ? 0 : numel / (views[i].numel / shape[0]);
             }
-            at::Tensor piece = numels[i] < 0 ? at::empty(shape, shard.options())
+            at::Tensor piece = numels[i] < 0 ? fp::real_empty(shape, shard.options())
                                              : fp::alias(shard, shape, stride, shard.storage_offset() + starts[i]);
             if (marked &&
                 targets[i].unsafeGetTensorImpl()->has_compatible_shallow_copy_type(keys)) { /* not of all devices */

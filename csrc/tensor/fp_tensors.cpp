@@ -16,6 +16,13 @@ extern "C" {
 
 namespace fp {
 
+at::Tensor
+real_empty(c10::IntArrayRef shape, const at::TensorOptions &options)
+{
+    const c10::impl::ExcludeDispatchKeyGuard no_mode(c10::python_ks);
+    return at::empty(shape, options);
+}
+
 bool
 is_plain_tensor(const at::Tensor &tensor)
 {
@@ -280,7 +287,7 @@ fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_ob
             else if (target.dim() != 1 || target.numel() != 0 || target.dtype() != shard.dtype() ||
                      target.device() != shard.device() || target.storage().nbytes() != 0) {
                 if (!empty.defined()) {
-                    empty = at::empty({0}, shard.options());
+                    empty = fp::real_empty({0}, shard.options());
                 }
                 fp::set_data(target, empty);
             }

@@ -22,7 +22,7 @@ from .order import settle
 from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
 from .states import torch_helpers
-from .summon import check_before_step, refuse_step
+from .summon import check_before_step, refuse_step, refuse_unreduced
 from .unit import Unit, units_of
 from .wrapper import Wrapper
 
@@ -152,6 +152,8 @@ class Copies(Wrapper):
                     "the module there, and wrap it with param_init_fn=defer_init"
                 )
             dtype = probe.dtype
+            if segment.is_sharded and (dtype, probe.device) != (segment.flat.dtype, segment.flat.device):
+                refuse_unreduced([self._unit], "changing device or dtype")
             if self._placement.full_precision and dtype.itemsize < min(4, segment.flat.dtype.itemsize):
                 raise ValueError(
                     f"{self._unit.name} keeps its parameters in full precision with {self._strategy.name}: {dtype} "

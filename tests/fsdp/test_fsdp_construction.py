@@ -464,6 +464,15 @@ def copies():
                 param.grad = a / 2 + b / 2
             assert_same_grads(model, wide)
             model.zero_grad()
+            with model.no_sync():
+                loss_of(model, x).backward()
+            if strategy == "NO_SHARD":
+                model.float().double()
+            else:
+                with pytest.raises(RuntimeError, match="changing device or dtype: gradients of the unit of Model come"):
+                    model.float()
+                model.double()  # which it is
+            model.zero_grad()
             if step == 0:
                 model, wide = model.float(), wide.float().double()
                 loss_of(model, data(7)).backward()

@@ -193,6 +193,8 @@ def functional():
             stacked = {name: torch.stack([value, value]) for name, value in given.items()}
             with pytest.raises(RuntimeError, match="functional_call"):
                 torch.vmap(lambda values, model=model: functional_call(model, values, (x,)))(stacked)
+            with pytest.raises(RuntimeError, match="functional_call"):  # among fake tensors
+                torch.export.export(model, (x,), strict=False)
         step_both(model, module, 0)
 
 
