@@ -47,14 +47,13 @@ call_unit(const UnitRef &ref, Call &&call)
     }
 }
 
-struct BeforeBackward final : torch::autograd::FunctionPreHook {
-    std::shared_ptr<UnitRef> ref;
+struct BeforeBackward final : UnitHook {
     std::shared_ptr<Graph> graph; // or null: it is not waited for
     std::atomic<uint64_t> began;
     bool waits;
 
     BeforeBackward(std::shared_ptr<UnitRef> unit, std::shared_ptr<Graph> hooked, uint64_t since)
-        : ref(std::move(unit)), graph(std::move(hooked)), began(since), waits(graph != nullptr)
+        : UnitHook(std::move(unit)), graph(std::move(hooked)), began(since), waits(graph != nullptr)
     {
         if (waits) {
             graph->waiting++;
@@ -146,13 +145,12 @@ struct Inputs {
 };
 
 // On each of them: the gradients of what it has computed are there.
-struct AfterInputs final : torch::autograd::FunctionPreHook {
-    std::shared_ptr<UnitRef> ref;
+struct AfterInputs final : UnitHook {
     std::shared_ptr<Inputs> inputs;
     const torch::autograd::Node *node; // which has this hook
 
     AfterInputs(std::shared_ptr<UnitRef> unit, std::shared_ptr<Inputs> shared, const torch::autograd::Node *hooked)
-        : ref(std::move(unit)), inputs(std::move(shared)), node(hooked)
+        : UnitHook(std::move(unit)), inputs(std::move(shared)), node(hooked)
     {
     }
 
@@ -174,11 +172,10 @@ struct AfterInputs final : torch::autograd::FunctionPreHook {
 };
 
 // On a parameter: autograd is about to add a gradient that does not come from a view of it.
-struct BeforeAccumulation final : torch::autograd::FunctionPreHook {
-    std::shared_ptr<UnitRef> ref;
+struct BeforeAccumulation final : UnitHook {
     int index;
 
-    BeforeAccumulation(std::shared_ptr<UnitRef> unit, int flat) : ref(std::move(unit)), index(flat) {}
+    BeforeAccumulation(std::shared_ptr<UnitRef> unit, int flat) : UnitHook(std::move(unit)), index(flat) {}
 
     torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
     {
@@ -255,22 +252,26 @@ ViewsBackward::apply(torch::autograd::variable_list &&grads)
         }
         return {};
     }
-    if (!any || !task_should_compute_output(0)) {
-        return {at::Tensor()};
-    }
-    check_gradients(*geometry, grads, name());
+    return {any && task_should_compute_output(0) ? pack(*geometry, grads, options) : at::Tensor()};
+}
+
+at::Tensor
+ViewsBackward::pack(const Geometry &geometry, const torch::autograd::variable_list &grads,
+                    const at::TensorOptions &options)
+{
+    check_gradients(geometry, grads, views_name);
     const bool packable =
         !at::GradMode::is_enabled() && !fp_torch_modes_active() &&
-        std::all_of(grads.begin(), grads.end(), [this](const at::Tensor &grad) {
+        std::all_of(grads.begin(), grads.end(), [&](const at::Tensor &grad) {
             return !grad.defined() || (is_plain_tensor(grad) && grad.scalar_type() == options.dtype().toScalarType() &&
                                        grad.device() == options.device());
         });
     if (!packable) {
-        return {flatten_by_ops(*geometry, grads, options)};
+        return flatten_by_ops(geometry, grads, options);
     }
-    const at::Tensor flat = at::empty({geometry->total}, options);
-    pack_pieces(flat, *geometry, grads, options, {});
-    return {flat};
+    const at::Tensor flat = at::empty({geometry.total}, options);
+    pack_pieces(flat, geometry, grads, options, {});
+    return flat;
 }
 
 } // namespace fp

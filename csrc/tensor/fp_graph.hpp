@@ -34,6 +34,8 @@ struct UnitRef {
     std::weak_ptr<Graph> graph;
 };
 
+[[noreturn]] void refuse_tracing(const UnitRef &ref);
+
 // The node behind the views of one flat tensor. It packs their gradients into the gradient of that tensor. That of a unit
 // packs nothing: it tells the unit that all gradients of its views are there. One that was told so runs after all of the
 // forward that it belongs to: reentrant checkpoints in it come to parameters, and give gradients of them, in graph tasks of
@@ -47,9 +49,10 @@ struct ViewsBackward final : torch::autograd::Node {
     ViewsBackward(std::shared_ptr<const Geometry> places, const at::Tensor &flat);
     ViewsBackward(std::shared_ptr<const Geometry> places, std::shared_ptr<UnitRef> told, int flat);
 
+    static constexpr const char *views_name = "FlatParamViewsBackward";
     std::string name() const override
     {
-        return unit ? "FlatParamUnitBackward" : "FlatParamViewsBackward";
+        return unit ? "FlatParamUnitBackward" : views_name;
     }
 
     bool has_hooks() noexcept
@@ -63,6 +66,26 @@ struct ViewsBackward final : torch::autograd::Node {
     void run_on_current_stream(const at::Tensor &view);
 
     torch::autograd::variable_list apply(torch::autograd::variable_list &&grads) override;
+    // The gradient of the flat tensor: all of the views', one of which at least is defined.
+    static at::Tensor pack(const Geometry &geometry, const torch::autograd::variable_list &grads,
+                           const at::TensorOptions &options);
+
+    // What compiled autograd calls: fp_compiled.cpp.
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &args) const override;
+    torch::autograd::variable_list apply_with_saved(const torch::autograd::variable_list &grads,
+                                                    torch::dynamo::autograd::SwapSavedVariables &saved) override;
+};
+
+// A hook that calls ref's unit. Compiled autograd, which would have to trace it, is told so.
+struct UnitHook : torch::autograd::FunctionPreHook {
+    const std::shared_ptr<UnitRef> ref;
+
+    explicit UnitHook(std::shared_ptr<UnitRef> unit) : ref(std::move(unit)) {}
+
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs &) const override
+    {
+        refuse_tracing(*ref);
+    }
 };
 
 } // namespace fp

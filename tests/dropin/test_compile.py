@@ -13,6 +13,7 @@ from dropin_models import Mlp
 from gloo import fake_world, note, run_both, run_ranks
 from recording import Recorder, first_difference
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import flatparam
@@ -131,3 +132,43 @@ def test_compiled_models_train_as_with_torchs_handle():
             assert own_breaks <= breaks, case
             assert own_compiled == compiled, case
             assert bool(compiled) == case[2], case  # Dynamo takes FSDP modules with original parameters only
+
+
+def train_with_backward_traced(kind):
+    """By compiled autograd. Where parameters are sharded, torch's own handle cannot be traced."""
+    found = []
+    for orig in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(5)
+        model = Setting(kind, "NO_SHARD", orig).wrap(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = model(torch.full((4, 3), float(step + 1))).square().sum()
+            found.append(loss.item())
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.thorough
+def test_a_backward_may_be_traced():
+    for torchs, ours in run_both(train_with_backward_traced, 1):
+        assert ours == torchs
+        assert len(set(ours)) == 3
+
+
+def test_flatparams_runtime_says_that_its_backward_cannot_be_traced():
+    with fake_world(2):
+        model = flatparam.FullyShardedDataParallel(nn.Linear(3, 3))
+        loss = model(torch.ones(2, 3)).sum()
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(
+                NotImplementedError, match="compiled autograd cannot trace the backward of the unit of Linear"
+            ),
+        ):
+            loss.backward()
+        model(torch.ones(2, 3)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
