@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import all_gather_single, all_reduce
+from ..common.tensors import same_storage
 from ..common.torch_private import HandleTrainingState
 from .base import RESHARD, TORCH_HANDLE, step_of
 from .writeback import Writeback
@@ -103,8 +104,10 @@ class Gradients(Writeback):
         if grad.size() == flat_param._local_shard.size():  # the last backward reduced its gradient
             if grad.device == self.device and not self._offload_params:
                 flat_param._saved_grad_shard = shard = grad.data
-            elif hasattr(flat_param, "_cpu_grad"):
+            elif getattr(flat_param, "_cpu_grad", None) is not None:
                 shard = flat_param._cpu_grad
+                if not same_storage(grad, shard):  # the user has set it, or pieces of it
+                    shard.copy_(grad)
             else:
                 raise self._wrong("`_cpu_grad` should be defined if the gradient is on CPU")
             full_precision = flat_param._local_shard.dtype

@@ -59,11 +59,6 @@ class Writeback(Views):
                 )
         return wroteback
 
-    def _flat_grad_for_writeback(self) -> Tensor | None:
-        flat_param, is_shown = self.flat_param, self.uses_sharded_strategy or not self._offload_params
-        grad: Tensor | None = flat_param.grad if is_shown else flat_param._cpu_grad
-        return grad
-
     def _changed(self, owner: Tensor) -> list[int]:
         """Indices of the original parameters in the shard that need a closer look; all of them without C loops.
 
@@ -71,7 +66,7 @@ class Writeback(Views):
         """
         flat_param, infos = self.flat_param, self.flat_param._shard_param_infos
         skipped = self._skipped_use_sharded_views
-        grad = None if skipped else self._flat_grad_for_writeback()  # no gradients are shown while skipping
+        grad = None if skipped else flat_param.grad  # no gradients are shown while skipping
         params = flat_param._tensors if skipped else flat_param._params
         changed: list[int] | None = None if self._unit is None else self._unit.scan(params, owner, grad, infos)
         return [i for i, piece in enumerate(infos) if piece.in_shard] if changed is None else changed
@@ -113,9 +108,7 @@ class Writeback(Views):
             elif flat_param.grad is not None:
                 self._writeback_tensor(None, flat_param.grad, i, shape, offset, False)
             return
-        if not self.uses_sharded_strategy and self._offload_params:
-            return  # `_cpu_grad` owns the memory all the time
-        flat_grad = self._flat_grad_for_writeback()
+        flat_grad = flat_param.grad
         if flat_grad is not None and same_storage(param.grad, flat_grad):
             return
         if flat_grad is None:

@@ -3,7 +3,7 @@
 With torch's own handle only the first step of an offloaded model on a CPU is right, so the oracle of the others is
 torch's handle without offloading: the same numbers, since nothing moves. The first step is compared in everything.
 A plan is a word: s is a pass, n a pass in no_sync(), z zero_grad(), u an update, c clipping, d a state dict saved
-and loaded, e an evaluation, f a summon that edits.
+and loaded, e an evaluation, f a summon that edits, a all gradients set to a number, o one of them, h all halved.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ from torch.distributed.fsdp import (
 pytestmark = pytest.mark.multiprocess
 
 PLANS = ("zsuzsuzsu", "zssuzsu", "znsuznnsu", "zscuzncscu", "zsduzsdsu", "ezsufezsu", "snsuzsusnsu")
+SET = ("zasuzasuzasu", "zshsuzshsu", "zosuzosuzsu")  # with gradients that the user sets
 SETTINGS = [(strategy, orig) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for orig in (True, False)]
 
 
 def offloaded_or_not(kind, plan, strategy, orig):
     """Train a plan, with our handle offloaded and with torch's not; return the values that a user sees."""
-    number, recorder = PLANS.index(plan), Recorder()
+    number, recorder = (*PLANS, *SET).index(plan), Recorder()
     model = (Mlp, Tied, Frozen if orig else FrozenBlocks)[number % 3]
     follow(recorder, Setting(kind, strategy, orig), model, plan, adam=number % 2 == 0, to_none=number % 4 < 2)
     return recorder.events
@@ -54,6 +55,10 @@ def follow(recorder, setting, kind, plan, adam, to_none):
                 output.square().mean().backward()
         elif move == "z":
             optimizer.zero_grad(set_to_none=to_none)
+        elif move in "aoh":
+            for param in parameters[:1] if move == "o" else parameters:
+                if param.requires_grad and (move != "h" or param.grad is not None):
+                    param.grad = param.grad * 0.5 if move == "h" else torch.full_like(param, 0.25)
         elif move == "u":
             optimizer.step()
         elif move == "c":
@@ -141,7 +146,7 @@ def first_step(kind, strategy, orig):
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize(("strategy", "orig"), SETTINGS, ids=lambda value: str(value).lower())
-@pytest.mark.parametrize("plan", [*PLANS, "the_first_step"])
+@pytest.mark.parametrize("plan", [*PLANS, *SET, "the_first_step"])
 def test_offloads(plan, strategy, orig):
     call = (first_step,) if plan == "the_first_step" else (offloaded_or_not, plan)
     for rank, (expected, got) in enumerate(run_both(call[0], 2, *call[1:], strategy, orig)):
