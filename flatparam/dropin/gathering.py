@@ -180,6 +180,8 @@ class Gathering(Gradients):
         native = self._native[1]
         if native is None or not fast_path_is_on or is_replaced(dist.all_gather) or not _C.is_plain(padded, shard):
             return False
+        if shard.dtype != padded.dtype:
+            return False  # torch has an error for it
         self._native = (None, None)  # a gather whose wait is broken off goes on, and is not begun again
         native.begin(padded, shard)
         while not native.wait():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dropin_behaviours import Setting
 from dropin_models import Block
-from gloo import handle_of, note, run_ranks
+from gloo import handle_of, note, run_both, run_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 
@@ -111,3 +111,23 @@ def test_what_the_user_does_between_steps_is_not_undone():
         wrong = {name: value for name, value in found.items() if not value < 1e-9}
         assert not wrong, wrong
         assert len(found) == len(STRATEGIES) * (2 * len(MOVED + WRITTEN) + len(MOVED_WITH_ORIG) + 3)
+
+
+def said_of_another_dtype(kind):
+    """Of what is sharded, after a first step: what the next forward raises."""
+    found = []
+    for orig in (True, False):
+        model = Setting(kind, "FULL_SHARD", orig).wrap(nn.Linear(4, 4))
+        model(torch.ones(1, 4)).sum().backward()
+        model.double()
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            model(torch.ones(1, 4, dtype=torch.float64))
+        found.append(str(caught.value))
+        dist.barrier()
+    return found
+
+
+def test_another_dtype_after_the_first_step_is_refused_as_by_torchs_handle():
+    for torchs, ours in run_both(said_of_another_dtype, 2):
+        assert ours == torchs
+        assert all("tensors with different dtypes" in text for text in ours)
