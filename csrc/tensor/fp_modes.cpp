@@ -40,18 +40,21 @@ count_tracing()
 HiddenCheckpoints::HiddenCheckpoints()
 {
     const int64_t all = Modes::stack_len();
+    if (all == 0) {
+        return;
+    }
+    const int64_t tracing = count_tracing();
     std::vector<Mode> others;
-    for (int64_t i = count_tracing(); i < all; i++) {
+    for (int64_t i = tracing; i < all; i++) {
         if (const Mode &mode = Modes::get_stack_at(i); !is_checkpoint(mode)) {
             others.push_back(mode);
         }
     }
-    const int64_t kept = count_tracing() + static_cast<int64_t>(others.size());
-    if (kept == all) {
+    if (tracing + static_cast<int64_t>(others.size()) == all) {
         return;
     }
     before = Modes::get_state();
-    while (Modes::stack_len() > count_tracing()) { // nothing fails from here on
+    while (Modes::stack_len() > tracing) { // nothing fails from here on
         Modes::pop_stack();
     }
     for (Mode &mode : others) {
