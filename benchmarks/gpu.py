@@ -222,11 +222,9 @@ class Size:
         return torch.ones(1, self.tokens, self.width, dtype=self.low, device=device)
 
 
-BY_HOST, BY_DEVICE = (
-    Size(48, 512, 128),
-    Size(8, 4096, 4096, torch.bfloat16, rounds=5, repeats=5),
-)  # whom a step is bound by
-IN_LARGE_UNITS = replace(BY_HOST, in_unit=8)  # what to do about the first
+BY_HOST = Size(48, 512, 128)  # the host bounds its step, the device that of the last
+IN_LARGE_UNITS = replace(BY_HOST, in_unit=8)  # what to do about it
+BY_DEVICE = Size(8, 4096, 4096, torch.bfloat16, rounds=5, repeats=5)
 TINY = Size(4, 64, 16, rounds=2, repeats=2)
 STEP = "ms; times the bare module's"
 BOUND = 1.05  # of the runtime's step, times the bare module's

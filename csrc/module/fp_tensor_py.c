@@ -211,9 +211,8 @@ unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 
 PyMethodDef fp_tensor_methods[] = {
     {"unseen_by_checkpoints", FP_METHOD(unseen_by_checkpoints), METH_FASTCALL | METH_KEYWORDS,
-     "unseen_by_checkpoints($module, call, /, *args, **kwargs)\n--\n\nReturn call(*args, **kwargs), of whose "
-     "operations no "
-     "selective activation checkpoint keeps anything."},
+     "unseen_by_checkpoints($module, call, /, *args, **kwargs)\n--\n\nReturn call(*args, **kwargs). No selective "
+     "activation checkpoint keeps anything of it."},
     {"settle", settle, METH_O,
      "settle($module, device, /)\n--\n\nWait until the current stream of device, as 'cuda:1', has done all that it was "
      "given.\n\nNothing is waited for in a capture of a CUDA graph, and where device is the host."},

@@ -1,28 +1,19 @@
 """Selective activation checkpoints around units of torch's FSDP: a gather that they keep is gathered again."""
 
-import functools
-
 import pytest
 import torch
 from dropin_models import Block
 from gloo import note, run_ranks
+from selective import KEPT, kept
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flatparam
 
 pytestmark = pytest.mark.multiprocess
 WIDTH = 6
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16, torch.bfloat16)}
-
-
-def contexts(part):
-    def policy(context, operation, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if part in str(operation) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 class Net(nn.Module):
@@ -35,12 +26,7 @@ class Net(nn.Module):
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x):
-        if self.part is None:
-            x = self.blocks(x)
-        else:
-            keep = functools.partial(contexts, self.part)
-            x = checkpoint(self.blocks, x, use_reentrant=False, context_fn=keep)
-        return self.last(x)
+        return self.last(self.blocks(x) if self.part is None else kept(self.blocks, x, self.part))
 
 
 def losses(part, **arguments):
@@ -73,7 +59,7 @@ def with_and_without():
                         "cpu_offload": CPUOffload(offload),
                     }
                     wanted = losses(None, **arguments)
-                    for part in ("c10d.", "mm", ""):
+                    for part in KEPT.values():
                         assert losses(part, **arguments) == wanted, (strategy, uo, precision, offload, part)
 
 

@@ -1,6 +1,5 @@
 """Selective activation checkpoints around units: what they keep of a forward is what the user's module has computed."""
 
-import functools
 from collections import Counter
 
 import pytest
@@ -8,25 +7,13 @@ import torch
 from fsdp_models import SETTINGS, Averaged, Model, assert_same, data, loss_of, make, wrap_blocks
 from gloo import note, run_ranks
 from layer_zero_ranks import pair
+from selective import KEPT, kept
 from torch.distributed.fsdp import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flatparam import ShardingStrategy
 
 pytestmark = pytest.mark.multiprocess
-KEPT = {"collectives": "c10d.", "products": "mm", "all": ""}  # a part of the names of operations
-
-
-def keeping(part):
-    def policy(context, operation, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if part in str(operation) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return functools.partial(create_selective_checkpoint_contexts, policy)
-
-
-def kept(function, x, part):
-    return checkpoint(function, x, use_reentrant=False, context_fn=keeping(part))
 
 
 class Selective(Model):
