@@ -37,7 +37,8 @@ def parameters_in_stub(node):
     kinds = ["POSITIONAL_ONLY"] * len(arguments.posonlyargs) + ["POSITIONAL_OR_KEYWORD"] * len(arguments.args)
     required = len(plain) - len(arguments.defaults)
     found = [(plain[i].arg, kinds[i], i >= required) for i in range(len(plain))]
-    return found + ([(arguments.vararg.arg, "VAR_POSITIONAL", False)] if arguments.vararg else [])
+    found += [(arguments.vararg.arg, "VAR_POSITIONAL", False)] if arguments.vararg else []
+    return found + ([(arguments.kwarg.arg, "VAR_KEYWORD", False)] if arguments.kwarg else [])
 
 
 def parameters_in_module(function):
