@@ -8,6 +8,7 @@ shard is copied, and nothing is communicated. A pickle holds one rank's shards; 
 import copy
 import copyreg
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,6 +53,16 @@ _STEP_OF_FLAT_PARAM = (
 )
 _ATTRIBUTES = "attributes of flat_param"  # the key in a handle's state
 
+_owners: "weakref.WeakValueDictionary[int, Any]" = (
+    weakref.WeakValueDictionary()
+)  # handles by their flat parameters' ids
+_reduce_parameter: Any = nn.Parameter.__reduce_ex__
+
+
+def note_owner(handle: Any) -> None:
+    """Let ``handle.flat_param`` be pickled as a part of this handle from now on."""
+    _owners[id(handle.flat_param)] = handle
+
 
 def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:
     """``copy.deepcopy(handle)``: with its modules, as far as ``memo`` does not have their copies yet."""
@@ -73,6 +84,7 @@ def restore_handle(handle: Any, state: dict[str, Any]) -> None:
     flat_param = state["flat_param"]
     handle._padded_to = state["_aligned_numel"]  # what a pickle of 0.1.0 means
     vars(handle).update({name: value for name, value in state.items() if name != _ATTRIBUTES})
+    note_owner(handle)
     vars(flat_param).clear()  # of what an optimizer's pickle may have brought
     for name, value in state[_ATTRIBUTES].items():
         setattr(flat_param, name, value)
@@ -271,6 +283,20 @@ def _copy_wrapper(self: Any) -> Any:
     result = _new(type(self))
     result.__setstate__(self.__getstate__())
     return result
+
+
+@functools.wraps(_reduce_parameter)
+def reduce_also_flat(self: Any, protocol: Any) -> Any:
+    """A flat parameter by itself, as in an optimizer, has torch's form, without what is made anew in a step."""
+    handle = _owners.get(id(self))
+    if handle is None or handle.flat_param is not self:
+        return _reduce_parameter(self, protocol)
+    rebuild, (data, *settings, state) = _reduce_parameter(self, protocol)
+    if handle._training_state != HandleTrainingState.SUMMON_FULL_PARAMS:
+        data = _current_shard(handle, copied=False)
+    state = {name: value for name, value in state.items() if name not in _STEP_OF_FLAT_PARAM}
+    freed = [(tensor, as_view) for tensor in _stand_ins(handle)]
+    return rebuild, (data, *settings, pickled_state(state, freed, handle._fully_sharded_module.modules()))
 
 
 # Of torch's wrapper, while flatparam is installed: others than with our handles are treated as before

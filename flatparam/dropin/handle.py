@@ -102,6 +102,7 @@ class FlatParamHandle(Flattening, Gathering):
         self._shards_next = is_sharded_next(type(self), _constructor)
         self._init_flat_param_and_metadata(params, fully_sharded_module, self._aligned_numel, use_orig_params)
         self._take_over_attributes()
+        copying.note_owner(self)
         optimizers.watch()
         watch_exports()
         del self._shards_next

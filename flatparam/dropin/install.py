@@ -291,6 +291,7 @@ def _patch_torch() -> None:
 
     - ``torch.distributed.fsdp.flat_param``: the module's name up to torch 2.1, in scripts and as the path in pickles.
     - Its wrapper can be copied and pickled where its handle is flatparam's, and handles know when it constructs them.
+    - A flat parameter can be pickled by itself.
     - ``FlatParamShardMetadata`` of four fields, as torch up to 2.5 pickled and made it: it knew row-major parameters
       only, so the strides and contiguities that torch 2.6 put between its fields follow from the shapes.
     - Gathered optimizer states keep their values. For ``use_orig_params=True`` torch gathers a unit's states (Adam's
@@ -302,6 +303,7 @@ def _patch_torch() -> None:
         _patch(sys.modules["torch.distributed.fsdp"], OLD_NAME, torch_flat_param)
     for name, method in copying.WRAPPER_METHODS.items():
         _patch(TorchsFSDP, name, method)
+    _patch(nn.Parameter, "__reduce_ex__", copying.reduce_also_flat)
     if _init_utils._init_param_handle_from_params is flatten.construct_and_shard:  # a user's own may look in between
         _patch(_init_utils, "_init_param_handle_from_params", flatten.noting_that)
     _patch(FlatParamShardMetadata, "__new__", staticmethod(_new_metadata_of_any_version))

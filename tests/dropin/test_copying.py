@@ -6,7 +6,16 @@ The oracle is a run with torch's own handle that nobody copied; bit for bit, on 
 import itertools
 
 import pytest
-from copies import MOMENTS, WAYS, Run, differences, pickled_after_two_steps, trained_on
+from copies import (
+    MOMENTS,
+    OPTIMIZER_FIRST,
+    WAYS,
+    Run,
+    differences,
+    pickled_after_two_steps,
+    pickled_parameters,
+    trained_on,
+)
 from gloo import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -56,3 +65,21 @@ def test_other_processes_load_a_pickle_and_train_on(run):
     for found, compared in run_ranks(trained_on, 2, run, results):
         assert not found, found[:4]
         assert compared >= 10
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_an_optimizer_is_pickled_before_its_model(orig):
+    for found, compared in run_ranks(differences, 2, Run(orig=orig), [(moment, OPTIMIZER_FIRST) for moment in MOMENTS]):
+        assert not found, "\n".join(found[:4])
+        assert compared >= 10
+
+
+@pytest.mark.parametrize("run", [Run(orig=False), Run(orig=False, precision="bf16"), Run()], ids=str)
+def test_parameters_are_pickled_by_themselves(run):
+    torchs = run_ranks(pickled_parameters, 2, run, "torch", "pickle")  # torch.load() fails on what it saves
+    for way in ("pickle", "torch_save"):
+        ours = run_ranks(pickled_parameters, 2, run, "flatparam", way)
+        assert ours == torchs
+        for sharded, copied, full, full_copied in ours:
+            assert copied == sharded
+            assert full_copied == full != sharded

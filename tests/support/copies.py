@@ -1,5 +1,6 @@
 """Ways to copy a model, and training runs that are copied on the way; what the tests of copying share."""
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -29,7 +30,14 @@ def by_torch_save(thing):
     return torch.load(buffer, weights_only=False)
 
 
+def by_pickle_optimizer_first(pair):
+    model, optimizer = pair
+    optimizer, model = by_pickle((optimizer, model))
+    return model, optimizer
+
+
 WAYS = {"deepcopy": copy.deepcopy, "pickle": by_pickle, "torch_save": by_torch_save}
+OPTIMIZER_FIRST = "pickle of the optimizer first"
 KEPT = {  # what a copy of a handle has of its original
     *(
         "_aligned_numel",
@@ -162,6 +170,7 @@ def never_copied(run):
 
 def copied(run, moment, way):
     """Train, copy at the moment, train the original to its end, and then the copy; return the events of both."""
+    by = by_pickle_optimizer_first if way == OPTIMIZER_FIRST else WAYS[way]
     with handle_of("flatparam"):
         model = run.wrapped()
         optimizer = optimizer_of(model, run)
@@ -171,7 +180,7 @@ def copied(run, moment, way):
 
         def copy_at(here):
             if here == moment:
-                copies.extend(WAYS[way]((model, optimizer)))
+                copies.extend(by((model, optimizer)))
 
         copy_at("before the first forward")
         first = range(COPIED_IN) if moment != "before the first forward" else range(0)
@@ -230,6 +239,23 @@ def pickled_after_two_steps(run):
         optimizer = optimizer_of(model, run)
         losses = train(model, optimizer, inputs(run), range(2), [])
         return pickle.dumps((model, optimizer)), losses, expected
+
+
+def pickled_parameters(run, kind, way):
+    """Train a step; return what is seen of the model's parameters, between steps and summoned, and of their copies."""
+
+    def seen(params):
+        return [(type(param), describe(param), getattr(param, "_fqns", None)) for param in params]
+
+    found = []
+    with handle_of(kind):
+        model = run.wrapped()
+        train(model, optimizer_of(model, run), inputs(run), range(1), [])
+        for where in (contextlib.nullcontext(), FullyShardedDataParallel.summon_full_params(model)):
+            with where:
+                params = list(model.parameters())
+                found += [seen(params), seen(WAYS[way](params))]
+    return found
 
 
 def trained_on(run, results):
