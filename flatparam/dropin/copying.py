@@ -43,7 +43,7 @@ _STEP_OF_HANDLE = (
     *("_handle_index", "_pre_forward_order_index", "_post_forward_index", "_prefetched"),
     *("_needs_pre_forward_unshard", "_needs_pre_backward_unshard", "_unsharded_flat_param_for_skipped_views"),
     *("_state", "_is_of_backward", "_backward_made_graph", "_has_optim_in_backward", "_ran_pre_backward_hook"),
-    *("_kept_hook", "_later_accumulators", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
+    *("_kept_hook", "_accumulators", "_runtimes_hook", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
     *("_native", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside", "_versions_left_by_backward"),
 )
 _STEP_OF_FLAT_PARAM = (

@@ -303,7 +303,8 @@ class Gathering(Gradients):
         hooks: Any = hooks_of()
         hook = hooks.get(hook_handle.id) if hooks else None
         if isinstance(hook, functools.partial) and hook.func is not _call_if_alive:
-            hooks[hook_handle.id] = functools.partial(_call_if_alive, hook.func, *map(weakref.ref, hook.args))
+            hook = functools.partial(_call_if_alive, hook.func, *map(weakref.ref, hook.args))
+            self._runtimes_hook = hooks[hook_handle.id] = hook
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """``flat_param.data = flat_param.to(...)``, and the original parameters with it.

@@ -87,9 +87,7 @@ class Gradients(Writeback):
             raise self._wrong(f"expects to be in BACKWARD_PRE, or IDLE when prefetching, not {self._training_state}")
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._backward_made_graph = True
-        if self._later_accumulators:
-            self._hook_this_backward()
-        self._keep_hook_if_passed_by()
+        self._hook_this_backward()
         flat_param = self.flat_param
         grad = flat_param.grad
         self._drop_saved_grad_if_zeroed()
@@ -131,13 +129,12 @@ class Gradients(Writeback):
         if hasattr(flat_param, "_cpu_grad"):  # NO_SHARD too
             self._check_sharded(flat_param)
             self._check_on_cpu(flat_param)
-            if self._offloaded_grad is not None:
-                earlier, version = self._offloaded_grad
-                if flat_param._cpu_grad is not None and flat_param._cpu_grad._version != version:
-                    flat_param._cpu_grad += earlier
-                self._offloaded_grad = None
-            flat_param.grad = flat_param._cpu_grad
-            self._cast_grad_for_optim()
+            if flat_param._post_backward_called or self._use_orig_params:
+                self._add_offloaded_grad()
+                flat_param.grad = flat_param._cpu_grad
+                self._cast_grad_for_optim()
+            else:
+                self._give_back_unused_grad()  # `_cpu_grad` may be of before zero_grad()
         elif hasattr(flat_param, "_saved_grad_shard"):
             self._check_sharded(flat_param)
             self._check_on_compute_device(flat_param)
@@ -152,6 +149,13 @@ class Gradients(Writeback):
         elif self.uses_sharded_strategy and flat_param._post_backward_called:
             raise self._wrong("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
         vars(flat_param).pop("_saved_grad_shard", None)  # its existence means: there is something to accumulate onto
+
+    def _add_offloaded_grad(self) -> None:
+        """Add the gradient of earlier backwards to that of this one, which has taken its place in ``_cpu_grad``."""
+        if self._offloaded_grad is not None:
+            (earlier, version), self._offloaded_grad = self._offloaded_grad, None
+            if self.flat_param._cpu_grad is not None and self.flat_param._cpu_grad._version != version:
+                self.flat_param._cpu_grad += earlier
 
     def _cast_grad_for_optim(self) -> None:
         """With ``keep_low_precision_grads``, give the gradient the parameters' low precision."""

@@ -25,10 +25,12 @@ _task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 _FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often
 _SUMMONED = HandleTrainingState.SUMMON_FULL_PARAMS
 _AT_REST = (_IDLE, _SUMMONED)
-_IN_BACKWARD = (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_POST)
+_BACKWARD_PRE = HandleTrainingState.BACKWARD_PRE
+_IN_BACKWARD = (_BACKWARD_PRE, HandleTrainingState.BACKWARD_POST)
 
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
 _MOST_FORWARDS = 64  # remembered until a backward comes
+_MOST_BACKWARDS = 4  # whose forwards are remembered for further backwards
 _transform_in_force = torch._C._functorch.peek_interpreter_stack  # of torch.func: the innermost one, or None
 _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
@@ -48,7 +50,10 @@ class Interruptible(Driven):
     """The state that the runtime sets, and the way back from one that it was left in."""
 
     _state = _IDLE
-    _later_accumulators: tuple[Any, ...] = ()
+    # Nodes that accumulate the flat gradient, in the order of their forwards (in mixed precision each has its own), and
+    # whether a backward has come to them
+    _accumulators: dict[Any, bool] | None = None
+    _runtimes_hook: Callable[..., Any] | None = None  # after backward, as the last forward has left it
     _is_of_backward = False  # whether `_state` was set while autograd ran
     _kept_hook: tuple[Any, Callable[..., Any]] | None = None  # in a backward that does not come to the parameters
     _steps_seen = 0  # by optimizers, when the last forward began
@@ -77,6 +82,8 @@ class Interruptible(Driven):
             self._steps_seen = optimizers.taken
         elif state is _SUMMONED and self._handle_index is not None and self._is_out_of_date():
             self._free_gathered()  # else it would be shown, and saved
+        elif state is _BACKWARD_PRE and in_backward and not self._needs_pre_backward_unshard:
+            self._begin_later_backward()
         elif state is _IDLE and self._put_aside and not getattr(self, "_ran_pre_backward_hook", True):
             self._give_back_unused_grad()  # the runtime has reset that flag: it is the end of a backward
         self._is_of_backward = in_backward
@@ -218,37 +225,70 @@ class Interruptible(Driven):
         runs last if all of the forwards are in one backward.
         """
         flat_param = self.flat_param
-        if hasattr(flat_param, "_post_backward_hook_state") and flat_param.requires_grad and torch.is_grad_enabled():
-            node = flat_param.expand_as(flat_param).grad_fn.next_functions[0][0]
-            self._later_accumulators = (*self._later_accumulators[-_MOST_FORWARDS:], node)
+        state: Any = getattr(flat_param, "_post_backward_hook_state", ())
+        if len(state) == 2 and flat_param.requires_grad and torch.is_grad_enabled():
+            nodes = self._known_accumulators()
+            for node in (state[0], _accumulator_of(flat_param)):
+                nodes.setdefault(node, False)
+            if len(nodes) > _MOST_FORWARDS:
+                del nodes[next(iter(nodes))]
+
+    def _known_accumulators(self) -> dict[Any, bool]:
+        if self._accumulators is None:
+            self._accumulators = {}
+        return self._accumulators
 
     def _hook_this_backward(self: Any) -> None:
         """Move the runtime's hook to the first forward that this backward is of.
 
-        torch leaves it at a forward that no backward followed: no gradient is reduced any more.
+        torch leaves it at a forward that no backward followed: no gradient is reduced any more. If this backward is for
+        other gradients than the parameters', the hook is remembered. The runtime takes it away when the backward ends:
+        gradients that come in a later one of the same forward (gradient penalties) would not be reduced, and with
+        ``use_orig_params`` not be shown.
         """
-        later, self._later_accumulators = self._later_accumulators, ()
+        self._kept_hook = None
         state: Any = getattr(self.flat_param, "_post_backward_hook_state", ())
         if len(state) != 2 or _task_of_autograd() == -1:
             return
         accumulator, hook_handle = state
-        node = next(filter(torch._C._will_engine_execute_node, (accumulator, *later)), accumulator)
-        if node is not accumulator:
-            hook = hook_handle.hooks_dict_ref()[hook_handle.id]
+        nodes = self._known_accumulators()
+        nodes.setdefault(accumulator, False)
+        of_this = [node for node in nodes if torch._C._will_engine_execute_node(node)]
+        if of_this and of_this[0] is accumulator and len(nodes) == 1:
+            nodes[accumulator] = True
+            return
+        hook = hook_handle.hooks_dict_ref()[hook_handle.id]
+        if not of_this:
+            self._kept_hook = (accumulator, hook if isinstance(hook, _LateHook) else _LateHook(self, hook))
+            return
+        if of_this[0] is not accumulator:
             hook_handle.remove()
-            self.flat_param._post_backward_hook_state = (node, node.register_hook(hook))
+            self.flat_param._post_backward_hook_state = (of_this[0], of_this[0].register_hook(hook))
+        nodes.update(dict.fromkeys(of_this, True))
+        for node in [node for node, was_run in nodes.items() if was_run][:-_MOST_BACKWARDS]:
+            del nodes[node]
 
-    def _keep_hook_if_passed_by(self: Any) -> None:
-        """Remember the runtime's hook if this backward is for other gradients than the parameters'.
+    def _begin_later_backward(self: Any) -> None:
+        """Let the runtime gather and reduce in a backward that is not the first one since a forward, as in that.
 
-        The runtime takes it away when the backward ends: gradients that come in a later one of the same forward
-        (gradient penalties) would not be reduced, and with ``use_orig_params`` not be shown.
+        Its graph was kept, or is of an earlier forward. torch's runtime frees the unit, and takes its hook away, when
+        the first backward ends: in another one it would neither gather nor reduce.
+
+        Raises: RuntimeError if the weights have changed since the forward.
         """
-        self._kept_hook = None
-        state: Any = getattr(self.flat_param, "_post_backward_hook_state", ())
-        if len(state) == 2 and _task_of_autograd() != -1 and not torch._C._will_engine_execute_node(state[0]):
-            hook = state[1].hooks_dict_ref()[state[1].id]
-            self._kept_hook = (state[0], hook if isinstance(hook, _LateHook) else _LateHook(self, hook))
+        flat_param = self.flat_param
+        self._needs_pre_backward_unshard = True
+        hooked = hasattr(flat_param, "_post_backward_hook_state")
+        if hooked or not flat_param.requires_grad or self._runtimes_hook is None:
+            return
+        if self._steps_seen != optimizers.taken:
+            raise RuntimeError(
+                f"a second backward came to {self._names()} after an optimizer has stepped: the weights of its forward "
+                "are gone. Call optimizer.step() after all backwards of a forward, or run the forward again"
+            )
+        nodes = self._known_accumulators()
+        node = next(filter(torch._C._will_engine_execute_node, nodes), None) or _accumulator_of(flat_param)
+        flat_param._post_backward_hook_state = (node, node.register_hook(self._runtimes_hook))
 
     def _hook_next_backward(self: Any) -> None:
         (accumulator, hook), self._kept_hook = self._kept_hook, None
@@ -266,6 +306,11 @@ class Interruptible(Driven):
                 self._recover()
             finally:
                 self._state = _IDLE
+
+
+@torch.enable_grad()
+def _accumulator_of(flat_param: Any) -> Any:
+    return flat_param.expand_as(flat_param).grad_fn.next_functions[0][0]
 
 
 class _LateHook:

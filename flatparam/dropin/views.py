@@ -100,14 +100,26 @@ class Views(HandleBase):
         forward and backward need them, in gradient mode or not: a prefetch may run in another module's ``no_grad``
         forward, and its views must have a history (torch PR 116792).
         """
-        if not self._loops_in_c(self.flat_param):
+        state = self._training_state
+        if not as_params and self._lacks_views_of_forward(state):
+            self._state = HandleTrainingState.FORWARD  # this makes them
+            try:
+                self._use_unsharded_views(as_params)
+            finally:
+                self._state = state
+        elif not self._loops_in_c(self.flat_param):
             self._use_unsharded_views_as_torch(as_params)
-            return
-        self._check_unsharded(self.flat_param)
-        if as_params:
-            self._use_unsharded_params()
         else:
-            self._use_unsharded_tensors()
+            self._check_unsharded(self.flat_param)
+            if as_params:
+                self._use_unsharded_params()
+            else:
+                self._use_unsharded_tensors()
+
+    def _lacks_views_of_forward(self, state: HandleTrainingState) -> bool:
+        """Whether an earlier backward of the same forward is over: that has let them go."""
+        in_backward = self._use_orig_params and state is HandleTrainingState.BACKWARD_PRE
+        return in_backward and any(tensor is None for tensor in self.flat_param._tensors)
 
     def _use_unsharded_views_as_torch(self, as_params: bool) -> None:
         try:
@@ -133,8 +145,6 @@ class Views(HandleBase):
         listed = orig and state == HandleTrainingState.FORWARD
         again = orig and state == HandleTrainingState.BACKWARD_PRE
         tensors = flat_param._tensors if orig else []
-        if again and any(tensor is None for tensor in tensors):
-            raise self._wrong("no forward has made the views that backward needs")
         # In backward the forward's tensors: autograd's graph, and so the post-backward hook, hangs on them
         # Views of NO_SHARD would keep memory that the flat parameter leaves
         last = tensors if again or self.uses_sharded_strategy else None

@@ -45,6 +45,7 @@ PLANS = (
     "npnpsu",
     "smzsuzstu",
     "smmnsu",
+    "suztu",
 )
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 

@@ -1,0 +1,211 @@
+"""Steps with more than one backward after the forwards, on unsharded and on wrapped modules; run by the ranks.
+
+All values are small integers, so that sums over the ranks and bfloat16 are exact.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import torch
+import torch.distributed as dist
+from gloo import handle_of
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.utils.checkpoint import checkpoint
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+SETTINGS = [
+    {"strategy": strategy, "orig": orig, **more}
+    for strategy, orig in itertools.product(STRATEGIES, (True, False))
+    for more in (
+        {"units": "one"},
+        {"units": "many"},
+        {"units": "one", "bf16": True},
+        {"units": "many", "bf16": True},
+        {"units": "many", "offload": True},
+        {"units": "many", "frozen": True},
+        {"units": "many", "replaced": True},
+        {"units": "many", "reentrant": False},
+        {"units": "many", "reentrant": True},
+    )
+]
+
+
+class TwoHeads(nn.Module):
+    """A body and two heads, whose weights are -1, 0 and 1."""
+
+    reentrant = None
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+
+    def body(self, x):
+        return self.second(self.first(x).relu()).relu()
+
+    def forward(self, x):
+        y = self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return self.left(y), self.right(y)
+
+
+def one_after_another(call, batches, no_sync):
+    left, right = call(batches[0])
+    left.sum().backward(retain_graph=True)
+    right.sum().backward()
+
+
+def the_same_again(call, batches, no_sync):
+    loss = sum(output.sum() for output in call(batches[0]))
+    for kept in (True, True, False):
+        loss.backward(retain_graph=kept)
+
+
+def first_forward_first(call, batches, no_sync):
+    for loss in [sum(output.sum() for output in call(batch)) for batch in batches]:
+        loss.backward()
+
+
+def last_forward_first(call, batches, no_sync):
+    for loss in reversed([sum(output.sum() for output in call(batch)) for batch in batches]):
+        loss.backward()
+
+
+def without_communication_first(call, batches, no_sync):
+    losses = [sum(output.sum() for output in call(batch)) for batch in batches]
+    with no_sync():
+        losses[0].backward()
+    losses[1].backward()
+
+
+def without_communication_last(call, batches, no_sync):
+    """And another forward, whose backward reduces what the second one has left."""
+    losses = [sum(output.sum() for output in call(batch)) for batch in batches]
+    losses[0].backward()
+    with no_sync():
+        losses[1].backward()
+    sum(output.sum() for output in call(batches[0])).backward()
+
+
+def with_a_forward_between(call, batches, no_sync):
+    """The last backward is of two forwards, of which one had a backward before."""
+    first = sum(output.sum() for output in call(batches[0]))
+    first.backward(retain_graph=True)
+    second = sum(output.sum() for output in call(batches[1]))
+    (first + second).backward()
+
+
+STEPS = {
+    step.__name__: step
+    for step in (
+        one_after_another,
+        the_same_again,
+        first_forward_first,
+        last_forward_first,
+        without_communication_first,
+        without_communication_last,
+        with_a_forward_between,
+    )
+}
+
+
+def batches_of(rank):
+    generator = torch.Generator().manual_seed(10 + rank)
+    return [torch.randint(-1, 2, (3, 4), generator=generator).float().requires_grad_() for _ in range(2)]
+
+
+def wrapped(strategy, orig, units, bf16=False, offload=False, frozen=False, replaced=False, reentrant=None):
+    settings = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": orig,
+        "device_id": torch.device("cpu"),
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None,
+        "cpu_offload": CPUOffload(offload),
+    }
+    model = TwoHeads()
+    model.reentrant = reentrant
+    if frozen:
+        model.second.requires_grad_(False)
+    if units == "many":
+        model.first, model.second, model.left = (
+            FullyShardedDataParallel(module, **settings) for module in (model.first, model.second, model.left)
+        )
+    model = FullyShardedDataParallel(model, **settings)
+    if replaced:  # by one that does the same: the handle does its steps one by one then
+        for unit in FullyShardedDataParallel.fsdp_modules(model):
+            handle = unit._handle
+            handle._use_unsharded_views = functools.partial(type(handle)._use_unsharded_views, handle)
+    return model
+
+
+def expected(step, frozen, reentrant, rounds):
+    """The unsharded module after SGD with the mean of the ranks' gradients."""
+    model = TwoHeads()
+    model.reentrant = reentrant
+    if frozen:
+        model.second.requires_grad_(False)
+    for rank in range(dist.get_world_size()):
+        for _ in range(rounds):
+            step(model, batches_of(rank), contextlib.nullcontext)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def wrong(setting, name):
+    """Return what differs from the unsharded module: after one round, after one that was zeroed, and after two."""
+    step, found = STEPS[name], []
+    same = [setting.get("frozen", False), setting.get("reentrant")]
+    for zeroed, rounds in ((True, 1), (False, 2)):
+        model = wrapped(**setting)
+        for number in range(2):
+            step(model, batches_of(dist.get_rank()), model.no_sync)
+            if zeroed and number == 0:
+                model.zero_grad()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            pairs = zip(expected(step, *same, rounds), model.named_parameters(), strict=True)
+            found += [f"{name}, {rounds} rounds: {of}" for value, (of, param) in pairs if not torch.equal(value, param)]
+    return found
+
+
+def all_wrong(settings):
+    """Return [(setting, name of the step, what differs)].
+
+    Without what torch's runtime cannot do: it frees a frozen unit before an earlier forward comes to it.
+    """
+    cases = list(itertools.product(settings, STEPS))
+    cases = [case for case in cases if not ("frozen" in case[0] and case[1] == "with_a_forward_between")]
+    with handle_of("flatparam"):
+        return [(setting, name, wrong(setting, name)) for setting, name in cases]
+
+
+def backward_after_a_step(strategy, orig):
+    """Return what a backward after the optimizer's step says, and whether the next step is right."""
+    with handle_of("flatparam"):
+        model = wrapped(strategy, orig, "many")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        batch = batches_of(dist.get_rank())[0]
+        loss = sum(output.sum() for output in model(batch))
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        said = "nothing"
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            said = str(error)
+        del loss
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.zero_grad()
+        the_same_again(model, batches_of(dist.get_rank()), model.no_sync)
+        optimizer.step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            pairs = zip(expected(the_same_again, False, None, 1), model.parameters(), strict=True)
+            return said, all(torch.equal(a, b) for a, b in pairs)
