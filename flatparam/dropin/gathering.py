@@ -5,10 +5,8 @@ those of the same name without it do, or nothing; they return whether they did.
 """
 
 import contextlib
-import functools
 import os
-import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -196,7 +194,7 @@ class Gathering(Gradients):
         flat_param.data = padded_unsharded_flat_param[: flat_param._unpadded_unsharded_size.numel()]
         in_forward = self._training_state == HandleTrainingState.FORWARD
         in_pre_backward = self._training_state == HandleTrainingState.BACKWARD_PRE
-        if in_forward and self._uses_param_mixed_precision:
+        if in_forward:
             self._note_accumulator()
         if self._use_orig_params:
             if self._skipped_use_sharded_views and in_pre_backward:
@@ -289,23 +287,6 @@ class Gathering(Gradients):
         elif not self._use_orig_params:
             self._note_grads_left_by_backward()
 
-    def _let_model_go_without_backward(self) -> None:
-        """Make the runtime's post-backward hook refer weakly to the model.
-
-        It hangs on the node that accumulates the flat gradient, which forward's views keep, which the flat parameter
-        keeps: a model deleted after a forward that no backward follows would stay for good (pytorch PR 183211).
-        """
-        state = getattr(self.flat_param, "_post_backward_hook_state", None)
-        hook_handle: Any = state[-1] if isinstance(state, tuple) and state else None
-        hooks_of = getattr(hook_handle, "hooks_dict_ref", None)
-        if hooks_of is None:
-            return  # of a frozen unit the hooks are on the inputs, which are not kept
-        hooks: Any = hooks_of()
-        hook = hooks.get(hook_handle.id) if hooks else None
-        if isinstance(hook, functools.partial) and hook.func is not _call_if_alive:
-            hook = functools.partial(_call_if_alive, hook.func, *map(weakref.ref, hook.args))
-            self._runtimes_hook = hooks[hook_handle.id] = hook
-
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """``flat_param.data = flat_param.to(...)``, and the original parameters with it.
 
@@ -360,8 +341,7 @@ class Gathering(Gradients):
         if in_forward:
             if orig:
                 flat_param._tensors[:] = views
-            if self._fwd_bwd_param_dtype != self._orig_param_dtype:
-                self._note_accumulator()
+            self._note_accumulator()
         return True
 
     def _reshard_fused(self: Any, free_unsharded_flat_param: bool) -> bool:
@@ -409,11 +389,3 @@ class Gathering(Gradients):
         else:
             flat_param._tensors[:] = [None] * len(flat_param._tensors)
         return True
-
-
-def _call_if_alive(hook: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``hook``, of whose arguments the first ones are weak references; nothing once one of them is gone."""
-    strong = [argument() if isinstance(argument, weakref.ref) else argument for argument in arguments]
-    if not any(argument is None and given is not None for argument, given in zip(strong, arguments, strict=True)):
-        return hook(*strong)
-    return None

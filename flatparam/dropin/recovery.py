@@ -7,8 +7,6 @@ without an exception, if an optimizer steps between a forward and its backward, 
 the user writes the parameters there.
 """
 
-import weakref
-from collections.abc import Callable
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -20,8 +18,8 @@ from .. import _C
 from ..common import optimizers
 from ..common.tensors import is_allocated, same_storage
 from ..common.torch_private import HandleTrainingState
+from .post_backward import PostBackward, task_of_autograd
 
-_task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 _FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often
 _SUMMONED = HandleTrainingState.SUMMON_FULL_PARAMS
 _AT_REST = (_IDLE, _SUMMONED)
@@ -29,8 +27,6 @@ _BACKWARD_PRE = HandleTrainingState.BACKWARD_PRE
 _IN_BACKWARD = (_BACKWARD_PRE, HandleTrainingState.BACKWARD_POST)
 
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
-_MOST_FORWARDS = 64  # remembered until a backward comes
-_MOST_BACKWARDS = 4  # whose forwards are remembered for further backwards
 _transform_in_force = torch._C._functorch.peek_interpreter_stack  # of torch.func: the innermost one, or None
 _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
@@ -46,16 +42,11 @@ class Driven:
     _prefetched = False
 
 
-class Interruptible(Driven):
+class Interruptible(PostBackward, Driven):
     """The state that the runtime sets, and the way back from one that it was left in."""
 
     _state = _IDLE
-    # Nodes that accumulate the flat gradient, in the order of their forwards (in mixed precision each has its own), and
-    # whether a backward has come to them
-    _accumulators: dict[Any, bool] | None = None
-    _runtimes_hook: Callable[..., Any] | None = None  # after backward, as the last forward has left it
     _is_of_backward = False  # whether `_state` was set while autograd ran
-    _kept_hook: tuple[Any, Callable[..., Any]] | None = None  # in a backward that does not come to the parameters
     _steps_seen = 0  # by optimizers, when the last forward began
     _ranks_with_trainable: tuple[tuple[bool, ...], int] = ((), 0)  # for which parameters require gradients
     # The sum of the parameters' versions and the modes when a forward left the parameters gathered
@@ -64,13 +55,13 @@ class Interruptible(Driven):
     @property
     def _training_state(self) -> HandleTrainingState:
         """The state that was set last; IDLE if that was in a backward that has ended, by an exception then."""
-        if self._is_of_backward and _task_of_autograd() == -1:
+        if self._is_of_backward and task_of_autograd() == -1:
             return _IDLE
         return self._state
 
     @_training_state.setter
     def _training_state(self: Any, state: HandleTrainingState) -> None:
-        in_backward = _task_of_autograd() != -1
+        in_backward = task_of_autograd() != -1
         # A forward begins, of torch's runtime (else the user sets the state as suits him), not one that activation
         # checkpointing runs again
         if state is _FORWARD and not in_backward and self._handle_index is not None:
@@ -216,89 +207,6 @@ class Interruptible(Driven):
             if current is not flat_param._params[i] or moved:
                 self._writeback_one(i, flat_param)
 
-    # The runtime's post-backward hook
-
-    def _note_accumulator(self: Any) -> None:
-        """Remember the node that will accumulate this forward's gradient, unless the runtime puts its hook on it.
-
-        In mixed precision each forward has a node of its own, and the runtime puts its hook on the first one's, which
-        runs last if all of the forwards are in one backward.
-        """
-        flat_param = self.flat_param
-        state: Any = getattr(flat_param, "_post_backward_hook_state", ())
-        if len(state) == 2 and flat_param.requires_grad and torch.is_grad_enabled():
-            nodes = self._known_accumulators()
-            for node in (state[0], _accumulator_of(flat_param)):
-                nodes.setdefault(node, False)
-            if len(nodes) > _MOST_FORWARDS:
-                del nodes[next(iter(nodes))]
-
-    def _known_accumulators(self) -> dict[Any, bool]:
-        if self._accumulators is None:
-            self._accumulators = {}
-        return self._accumulators
-
-    def _hook_this_backward(self: Any) -> None:
-        """Move the runtime's hook to the first forward that this backward is of.
-
-        torch leaves it at a forward that no backward followed: no gradient is reduced any more. If this backward is for
-        other gradients than the parameters', the hook is remembered. The runtime takes it away when the backward ends:
-        gradients that come in a later one of the same forward (gradient penalties) would not be reduced, and with
-        ``use_orig_params`` not be shown.
-        """
-        self._kept_hook = None
-        state: Any = getattr(self.flat_param, "_post_backward_hook_state", ())
-        if len(state) != 2 or _task_of_autograd() == -1:
-            return
-        accumulator, hook_handle = state
-        nodes = self._known_accumulators()
-        nodes.setdefault(accumulator, False)
-        of_this = [node for node in nodes if torch._C._will_engine_execute_node(node)]
-        if of_this and of_this[0] is accumulator and len(nodes) == 1:
-            nodes[accumulator] = True
-            return
-        hook = hook_handle.hooks_dict_ref()[hook_handle.id]
-        if not of_this:
-            self._kept_hook = (accumulator, hook if isinstance(hook, _LateHook) else _LateHook(self, hook))
-            return
-        if of_this[0] is not accumulator:
-            hook_handle.remove()
-            self.flat_param._post_backward_hook_state = (of_this[0], of_this[0].register_hook(hook))
-        nodes.update(dict.fromkeys(of_this, True))
-        for node in [node for node, was_run in nodes.items() if was_run][:-_MOST_BACKWARDS]:
-            del nodes[node]
-
-    def _begin_later_backward(self: Any) -> None:
-        """Let the runtime gather and reduce in a backward that is not the first one since a forward, as in that.
-
-        Its graph was kept, or is of an earlier forward. torch's runtime frees the unit, and takes its hook away, when
-        the first backward ends: in another one it would neither gather nor reduce.
-
-        Raises: RuntimeError if the weights have changed since the forward.
-        """
-        flat_param = self.flat_param
-        self._needs_pre_backward_unshard = True
-        hooked = hasattr(flat_param, "_post_backward_hook_state")
-        if hooked or not flat_param.requires_grad or self._runtimes_hook is None:
-            return
-        if self._steps_seen != optimizers.taken:
-            raise RuntimeError(
-                f"a second backward came to {self._names()} after an optimizer has stepped: the weights of its forward "
-                "are gone. Call optimizer.step() after all backwards of a forward, or run the forward again"
-            )
-        nodes = self._known_accumulators()
-        node = next(filter(torch._C._will_engine_execute_node, nodes), None) or _accumulator_of(flat_param)
-        flat_param._post_backward_hook_state = (node, node.register_hook(self._runtimes_hook))
-
-    def _hook_next_backward(self: Any) -> None:
-        (accumulator, hook), self._kept_hook = self._kept_hook, None
-        if self.flat_param._post_backward_called:
-            return  # in a backward inside of this one, as reentrant checkpointing makes
-        if not hasattr(self.flat_param, "_post_backward_hook_state"):
-            self.flat_param._post_backward_hook_state = (accumulator, accumulator.register_hook(hook))
-        if self._use_orig_params and not self.uses_sharded_strategy:
-            self._use_sharded_views()  # else the modules would go on without parameters
-
     def _leave_summon(self: Any) -> None:
         """Where ``summon_full_params`` raises, go back to IDLE: the runtime would take it for unsharded for good."""
         if self._state is _SUMMONED:
@@ -306,30 +214,3 @@ class Interruptible(Driven):
                 self._recover()
             finally:
                 self._state = _IDLE
-
-
-@torch.enable_grad()
-def _accumulator_of(flat_param: Any) -> Any:
-    return flat_param.expand_as(flat_param).grad_fn.next_functions[0][0]
-
-
-class _LateHook:
-    """The runtime's post-backward hook of a unit, after a backward that has passed by."""
-
-    def __init__(self, handle: Any, hook: Callable[..., Any]) -> None:
-        self._handle, self._hook = weakref.ref(handle), hook
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Raises: RuntimeError if the unit's output has no part in this backward: the runtime would not reduce."""
-        handle = self._handle()
-        if handle is None:
-            return None
-        if getattr(handle, "_ran_pre_backward_hook", False):
-            return self._hook(*arguments)
-        if handle.world_size > 1:
-            raise RuntimeError(
-                f"a later backward of one forward has a gradient of {handle._names(20)} that would not be reduced over "
-                f"the {handle.world_size} ranks, because the output of that "
-                f"{type(handle._fully_sharded_module).__name__} has none in it: add (0 * output).sum() to the loss"
-            )
-        return None
