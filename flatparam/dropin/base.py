@@ -149,11 +149,11 @@ class HandleBase(Interruptible):
         found = ((getattr(self, name), self._own_methods[name]) for name in names)
         return any(getattr(method, "__func__", method) is not own for method, own in found)
 
-    def _keep_moved_shard(self) -> None:
+    def _keep_moved_shard(self: Any) -> None:
         """Let ``_local_shard`` be the memory that the user has moved the sharded flat parameter to, as ``.to()`` does.
 
-        torch keeps the one from before: what is written to the other one is lost in the next forward. Who sets
-        ``_local_shard`` himself gets that.
+        It may be of another dtype. torch keeps the one from before: what is written to the other one is lost in the
+        next forward. Who sets ``_local_shard`` himself gets that.
         """
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)
@@ -163,11 +163,14 @@ class HandleBase(Interruptible):
         if seen is None or shard is not seen or same_storage(seen, flat_param):
             return
         ours = (getattr(flat_param, name, None) for name in _OTHER_MEMORY)
-        if (shard.shape, shard.dtype) != (flat_param.shape, flat_param.dtype) or any(
+        if shard.shape != flat_param.shape or any(
             tensor is not None and same_storage(tensor, flat_param) for tensor in ours
         ):
             return
-        if not self._offload_params:
+        if shard.dtype != flat_param.dtype:  # as `.double()` does
+            self.init_flat_param_attributes()
+            self._shard_seen = flat_param._local_shard
+        elif not self._offload_params:
             flat_param._local_shard = self._shard_seen = flat_param.data
         elif flat_param.is_cpu:
             shard.copy_(flat_param.detach())  # it stays in pinned memory

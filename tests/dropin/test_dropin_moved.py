@@ -1,9 +1,10 @@
 """The drop-in trains as the unsharded module where the user moves the model, or writes it, between two steps.
 
 Oracle: the unsharded module, to which the same is done. A plan is a word: s is a pass, n a pass in no_sync(), z is
-zero_grad(), u an update, e an evaluation; c is model.cpu(), where nothing moves, k moves all to other memory; p takes
-some gradients away, g puts other gradients in their place, d other data; w writes the trainable parameters in place,
-as optimizers that average do when they change between training and evaluation.
+zero_grad(), u an update, e an evaluation; c is model.cpu(), where nothing moves, k moves all to other memory, f is
+model.float(), and model.double() the next time; p takes some gradients away, g puts other gradients in their place,
+d other data; w writes the trainable parameters in place, as optimizers that average do when they change between
+training and evaluation.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from dropin_behaviours import Setting
 from dropin_models import Block
-from gloo import handle_of, note, run_both, run_ranks
+from gloo import handle_of, note, run_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.multiprocess
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 MOVED = ("szcsu", "sudsu", "skusu", "skzsu", "ncsu", "ekusue", "sckusu")
+CAST = ("suf", "sufsue", "fsufsu", "sfsu", "sufe", "sufzsfsu", "ncfsu")
 MOVED_WITH_ORIG = ("spcsu", "sgcu", "sdcsu")
 WRITTEN = ("suewe", "suewsue", "ewsu", "suekwe")
 
@@ -43,7 +45,8 @@ def differences():
         for strategy in STRATEGIES:
             for orig in (True, False):
                 plans = MOVED + WRITTEN + (MOVED_WITH_ORIG if orig else ())
-                for plan, offload in [(plan, False) for plan in plans] + [("szcskusu", True)]:
+                offloaded = [("szcskusu", True), ("sufsu", True), ("sfsu", True)]
+                for plan, offload in [(plan, False) for plan in plans + CAST] + offloaded:
                     name = f"{plan} {strategy} orig={orig} offload={offload}"
                     note(name)
                     found[name] = difference(Setting("flatparam", strategy, orig), plan, offload)
@@ -64,6 +67,7 @@ def difference(setting, plan, offload, trainable=None):
     worst = 0.0
     for number, move in enumerate(plan):
         x = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        x = x.to(plain.last.weight.dtype)
         mine = x[dist.get_rank()]
         if move == "e":
             with torch.no_grad():
@@ -79,7 +83,8 @@ def difference(setting, plan, offload, trainable=None):
             for each in both:
                 do(move, each)
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
+        assert all(a.dtype == b.dtype for a, b in pairs)
         return max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
 
 
@@ -89,6 +94,8 @@ def do(move, model):
         model.cpu()
     elif move == "k":
         model._apply(torch.clone)
+    elif move == "f":
+        model.float() if parameters[0].dtype == torch.float64 else model.double()
     elif move == "p":
         for layer in (model.first, model.block.up):
             layer.zero_grad()
@@ -108,26 +115,6 @@ def do(move, model):
 
 def test_what_the_user_does_between_steps_is_not_undone():
     for found in run_ranks(differences, 2):
-        wrong = {name: value for name, value in found.items() if not value < 1e-9}
+        wrong = {name: value for name, value in found.items() if not value < (1e-5 if "f" in name.split()[0] else 1e-9)}
         assert not wrong, wrong
-        assert len(found) == len(STRATEGIES) * (2 * len(MOVED + WRITTEN) + len(MOVED_WITH_ORIG) + 3)
-
-
-def said_of_another_dtype(kind):
-    """Of what is sharded, after a first step: what the next forward raises."""
-    found = []
-    for orig in (True, False):
-        model = Setting(kind, "FULL_SHARD", orig).wrap(nn.Linear(4, 4))
-        model(torch.ones(1, 4)).sum().backward()
-        model.double()
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            model(torch.ones(1, 4, dtype=torch.float64))
-        found.append(str(caught.value))
-        dist.barrier()
-    return found
-
-
-def test_another_dtype_after_the_first_step_is_refused_as_by_torchs_handle():
-    for torchs, ours in run_both(said_of_another_dtype, 2):
-        assert ours == torchs
-        assert all("tensors with different dtypes" in text for text in ours)
+        assert len(found) == len(STRATEGIES) * (2 * len(MOVED + WRITTEN + CAST) + len(MOVED_WITH_ORIG) + 7)
