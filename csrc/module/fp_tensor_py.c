@@ -209,7 +209,25 @@ unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     return result;
 }
 
+static PyObject *
+note_accumulator(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    return fp_check_nargs("note_accumulator", nargs, 2) < 0 ? NULL : fp_graph_note_accumulator(args[0], args[1]);
+}
+
+static PyObject *
+accumulators(PyObject *module, PyObject *known)
+{
+    return fp_graph_accumulators(known);
+}
+
 PyMethodDef fp_tensor_methods[] = {
+    {"note_accumulator", FP_METHOD(note_accumulator), METH_FASTCALL,
+     "note_accumulator($module, known, tensor, /)\n--\n\nNote the node that accumulates the gradient of tensor now, if "
+     "a graph has one.\n\nknown: what the last call for this tensor returned, or None. It keeps no node alive."},
+    {"accumulators", accumulators, METH_O,
+     "accumulators($module, known, /)\n--\n\nReturn those nodes that note_accumulator() has noted and that live, the "
+     "first noted first."},
     {"unseen_by_checkpoints", FP_METHOD(unseen_by_checkpoints), METH_FASTCALL | METH_KEYWORDS,
      "unseen_by_checkpoints($module, call, /, *args, **kwargs)\n--\n\nReturn call(*args, **kwargs). No selective "
      "activation checkpoint keeps anything of it."},

@@ -50,6 +50,13 @@ int fp_graph_grad_enabled(void) FP_NOEXCEPT;
 /* Whether the graph task that runs in this thread keeps its graph for another one (retain_graph). */
 int fp_graph_is_retained(void) FP_NOEXCEPT;
 
+/* Note the node that accumulates the gradient of tensor now, if graphs have one. known: a new reference to what the last call
+ * for this tensor gave, or None, is returned; NULL with an exception if it is something else, or tensor is none. It keeps no
+ * node alive. */
+PyObject *fp_graph_note_accumulator(PyObject *known, PyObject *tensor);
+/* A list of those noted nodes that live, the first noted first. NULL with an exception if known is not of the former, or None. */
+PyObject *fp_graph_accumulators(PyObject *known);
+
 /* A range of time for profilers, from here to fp_range_end in the same thread; NULL when nobody measures. */
 typedef struct fp_range fp_range;
 fp_range *fp_range_begin(const char *what, PyObject *name) FP_NOEXCEPT; /* name: str */

@@ -6,9 +6,10 @@ tensors would not do: a rank that holds nothing of a unit sees none of them chan
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _C
@@ -17,6 +18,7 @@ from .torch_private import _is_fsdp_flattened
 taken = 0
 # Whether an optimizer has parameters of units, and of how many parameter groups that is said
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, int]] = weakref.WeakKeyDictionary()
+_last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # what `taken` was after its last step
 
 
 @functools.cache
@@ -31,11 +33,22 @@ def ask_before(check: Callable[..., tuple[Any, Any] | None]) -> None:
     register_optimizer_step_pre_hook(check)
 
 
+def have_stepped(params: Iterable[Tensor], since: int) -> bool:
+    """Whether an optimizer of one of ``params``, which lives, has stepped since ``taken`` was ``since``.
+
+    Alike on all ranks: optimizers have the parameters of which a rank holds nothing, too.
+    """
+    ids = set(map(id, params))
+    later = [optimizer for optimizer, count in _last.items() if count > since]
+    return any(id(param) in ids for each in later for group in each.param_groups for param in group["params"])
+
+
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global taken
     _C.note_optimizer_step()
     if _has_units(optimizer):
         taken += 1
+        _last[optimizer] = taken
 
 
 def _has_units(optimizer: Optimizer) -> bool:

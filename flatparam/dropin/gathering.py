@@ -194,8 +194,6 @@ class Gathering(Gradients):
         flat_param.data = padded_unsharded_flat_param[: flat_param._unpadded_unsharded_size.numel()]
         in_forward = self._training_state == HandleTrainingState.FORWARD
         in_pre_backward = self._training_state == HandleTrainingState.BACKWARD_PRE
-        if in_forward:
-            self._note_accumulator()
         if self._use_orig_params:
             if self._skipped_use_sharded_views and in_pre_backward:
                 return  # forward's views are still in place

@@ -12,99 +12,86 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from ..common import optimizers
 
 task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
-
-_MOST_FORWARDS = 64  # remembered until a backward comes
-_MOST_BACKWARDS = 4  # whose forwards are remembered although their graph is not kept: another part of it may be left
 
 
 class PostBackward:
     """The part of FlatParamHandle that keeps this hook in its place."""
 
-    # Where each forward has its own: the nodes that accumulate the flat gradient, in the order of the forwards, and
-    # whether a backward that does not keep its graph has come to them
-    _accumulators: dict[Any, bool] | None = None
+    _accumulators: object = None  # the nodes that accumulate the flat gradient, as `_C.note_accumulator` keeps them
     _runtimes_hook: Callable[..., Any] | None = None  # as the last forward has left it
-    _kept_hook: tuple[Any, Callable[..., Any]] | None = None  # in a backward that does not come to the parameters
+    # In a backward that does not come to the parameters: the node, the hook, and the version of the gradient
+    _kept_hook: tuple[Any, Callable[..., Any], int | None] | None = None
 
     def _note_accumulator(self: Any) -> None:
-        """Remember the node that will accumulate this forward's gradient, unless the runtime puts its hook on it.
+        """Remember the node behind the views that the modules have now: forwards may differ in it.
 
-        Where forwards have nodes of their own, the runtime puts its hook on the first one's, which runs last if all of
-        the forwards are in one backward.
+        In mixed precision, and with parameters that come from the host, each forward has its own.
         """
-        flat_param = self.flat_param
-        if not self._forwards_have_nodes_of_their_own():
-            return
-        state: Any = getattr(flat_param, "_post_backward_hook_state", ())
-        if len(state) == 2 and flat_param.requires_grad and torch.is_grad_enabled():
-            nodes = self._known_accumulators()
-            for node in (state[0], _accumulator_of(flat_param)):
-                nodes.setdefault(node, False)
-            if len(nodes) > _MOST_FORWARDS:
-                del nodes[next(iter(nodes))]
-
-    def _forwards_have_nodes_of_their_own(self: Any) -> bool:
-        """Whether the flat parameter changes its dtype or device for a forward: autograd's node goes with that."""
-        return bool(self._uses_param_mixed_precision or self._offload_params)
-
-    def _known_accumulators(self) -> dict[Any, bool]:
-        if self._accumulators is None:
-            self._accumulators = {}
-        return self._accumulators
-
-    def _hook_this_backward(self: Any) -> None:
-        """Move the runtime's hook to the first forward that this backward is of.
-
-        torch leaves it at a forward that no backward followed: no gradient is reduced any more. A backward for other
-        gradients than the parameters' keeps the hook for the next one: else gradients that come in that, of the same
-        forward (gradient penalties), would not be reduced, and with ``use_orig_params`` not be shown.
-        """
-        self._kept_hook = None
-        state: Any = getattr(self.flat_param, "_post_backward_hook_state", ())
-        if len(state) != 2 or task_of_autograd() == -1:
-            return
-        accumulator, hook_handle = state
-        nodes = self._known_accumulators() if self._forwards_have_nodes_of_their_own() else {}
-        nodes.setdefault(accumulator, False)
-        of_this = [node for node in nodes if torch._C._will_engine_execute_node(node)]
-        if of_this != [accumulator]:
-            hook = hook_handle.hooks_dict_ref()[hook_handle.id]
-            if not of_this:
-                self._kept_hook = (accumulator, hook if isinstance(hook, _LateHook) else _LateHook(self, hook))
-            elif of_this[0] is not accumulator:
-                hook_handle.remove()
-                self.flat_param._post_backward_hook_state = (of_this[0], of_this[0].register_hook(hook))
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            nodes.update(dict.fromkeys(of_this, True))
-            for node in [node for node, was_run in nodes.items() if was_run][:-_MOST_BACKWARDS]:
-                del nodes[node]
+        self._accumulators = _C.note_accumulator(self._accumulators, self.flat_param)
 
     def _begin_later_backward(self: Any) -> None:
-        """Let the runtime gather and reduce in a backward that is not the first one since a forward, as in that.
+        """Have the runtime gather in a backward that is not the first one since a forward, as it does in that.
 
-        Raises: RuntimeError if the weights have changed since the forward.
+        Raises: RuntimeError if the weights have changed since the last forward.
         """
-        flat_param = self.flat_param
-        self._needs_pre_backward_unshard = True
-        hooked = hasattr(flat_param, "_post_backward_hook_state")
-        if hooked or not flat_param.requires_grad or self._runtimes_hook is None:
-            return
-        if self._steps_seen != optimizers.taken:
+        params = self.flat_param._params or (self.flat_param,)
+        if self._steps_seen != optimizers.taken and optimizers.have_stepped(params, self._steps_seen):
             raise RuntimeError(
                 f"a second backward came to {self._names()} after an optimizer has stepped: the weights of its forward "
                 "are gone. Call optimizer.step() after all backwards of a forward, or run the forward again"
             )
-        nodes = filter(torch._C._will_engine_execute_node, self._known_accumulators())
-        node = next(nodes, None) or _accumulator_of(flat_param)
-        flat_param._post_backward_hook_state = (node, node.register_hook(self._runtimes_hook))
+        self._needs_pre_backward_unshard = True
+
+    def _hook_this_backward(self: Any) -> None:
+        """Have the runtime's hook on the first forward that this backward is of: its node runs last.
+
+        The runtime leaves it at a forward that no backward followed, and has taken it away if this is not the first
+        backward: no gradient would be reduced. A backward for other gradients than the parameters' keeps the hook for
+        the next one: else gradients that come in that, of the same forward (gradient penalties), would not be reduced,
+        and with ``use_orig_params`` not be shown.
+        """
+        self._kept_hook = None
+        flat_param = self.flat_param
+        state: Any = getattr(flat_param, "_post_backward_hook_state", (None, None))
+        if task_of_autograd() == -1 or len(state) != 2 or not flat_param.requires_grad:
+            return  # (of a frozen unit it is on the inputs)
+        hooked, hook_handle = state
+        nodes = _C.accumulators(self._accumulators)
+        if hooked is not None and hooked not in nodes:
+            nodes.append(hooked)
+        of_this = [node for node in nodes if torch._C._will_engine_execute_node(node)]
+        if of_this and of_this[0] is hooked:
+            return
+        hook = self._runtimes_hook if hooked is None else hook_handle.hooks_dict_ref()[hook_handle.id]
+        if hook is None or not nodes:
+            return
+        if of_this or hooked is None:
+            if hooked is not None:
+                hook_handle.remove()
+            node = (of_this or nodes[-1:])[0]
+            flat_param._post_backward_hook_state = (node, node.register_hook(hook))
+        if not of_this:
+            late = hook if isinstance(hook, _LateHook) else _LateHook(self, hook)
+            self._kept_hook = (flat_param._post_backward_hook_state[0], late, self._version_of_unsharded_grad())
+
+    def _version_of_unsharded_grad(self: Any) -> int | None:
+        grad = self.flat_param.grad
+        is_unsharded = grad is not None and grad.size() == self.flat_param._unpadded_unsharded_size
+        return grad._version if is_unsharded else None
 
     def _hook_next_backward(self: Any) -> None:
-        (accumulator, hook), self._kept_hook = self._kept_hook, None
+        (accumulator, hook, version), self._kept_hook = self._kept_hook, None
         if self.flat_param._post_backward_called:
             return  # in a backward inside of this one, as reentrant checkpointing makes
+        if version != self._version_of_unsharded_grad():
+            raise RuntimeError(
+                f"a gradient of {self._names()} came in a reentrant checkpoint that has the weights of another "
+                "forward, and would not be reduced over the ranks: use checkpoint(..., use_reentrant=False)"
+            )
         if not hasattr(self.flat_param, "_post_backward_hook_state"):
             self.flat_param._post_backward_hook_state = (accumulator, accumulator.register_hook(hook))
         if self._use_orig_params and not self.uses_sharded_strategy:
@@ -126,11 +113,6 @@ class PostBackward:
         if isinstance(hook, functools.partial) and hook.func is not _call_if_alive:
             hook = functools.partial(_call_if_alive, hook.func, *map(weakref.ref, hook.args))
             self._runtimes_hook = hooks[hook_handle.id] = hook
-
-
-@torch.enable_grad()
-def _accumulator_of(flat_param: Any) -> Any:
-    return flat_param.expand_as(flat_param).grad_fn.next_functions[0][0]
 
 
 class _LateHook:

@@ -102,12 +102,13 @@ class Views(HandleBase):
         """
         state = self._training_state
         if not as_params and self._lacks_views_of_forward(state):
-            self._state = HandleTrainingState.FORWARD  # this makes them
+            self._state = HandleTrainingState.FORWARD  # then views are made, and listed in `_tensors`
             try:
                 self._use_unsharded_views(as_params)
             finally:
                 self._state = state
-        elif not self._loops_in_c(self.flat_param):
+            return
+        if not self._loops_in_c(self.flat_param):
             self._use_unsharded_views_as_torch(as_params)
         else:
             self._check_unsharded(self.flat_param)
@@ -115,9 +116,11 @@ class Views(HandleBase):
                 self._use_unsharded_params()
             else:
                 self._use_unsharded_tensors()
+        if not as_params and state is HandleTrainingState.FORWARD:
+            self._note_accumulator()
 
     def _lacks_views_of_forward(self, state: HandleTrainingState) -> bool:
-        """Whether an earlier backward of the same forward is over: that has let them go."""
+        """Whether a backward of the same forward has ended before, which has taken them out of `_tensors`."""
         in_backward = self._use_orig_params and state is HandleTrainingState.BACKWARD_PRE
         return in_backward and any(tensor is None for tensor in self.flat_param._tensors)
 

@@ -5,7 +5,7 @@ torch's runtime gathers and reduces in the first one only. The oracle is the uns
 
 import pytest
 from gloo import run_ranks
-from later_backwards import SETTINGS, STRATEGIES, all_wrong, backward_after_a_step
+from later_backwards import SETTINGS, STRATEGIES, all_wrong, backward_after_a_step, backward_after_others_step
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,3 +25,9 @@ def test_a_backward_after_the_optimizers_step_is_refused(strategy):
             assert "after an optimizer has stepped" in said
             assert "first.weight" in said or "right.weight" in said or "left.weight" in said
             assert right_after
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_after_the_step_of_another_models_optimizer_counts(strategy):
+    for orig in (True, False):
+        assert run_ranks(backward_after_others_step, 2, strategy, orig) == [True, True]

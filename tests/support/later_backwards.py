@@ -28,6 +28,7 @@ SETTINGS = [
         {"units": "many", "replaced": True},
         {"units": "many", "reentrant": False},
         {"units": "many", "reentrant": True},
+        {"units": "one", "bf16": True, "reentrant": False},
     )
 ]
 
@@ -58,6 +59,28 @@ def one_after_another(call, batches, no_sync):
     left, right = call(batches[0])
     left.sum().backward(retain_graph=True)
     right.sum().backward()
+
+
+def the_other_head_first(call, batches, no_sync):
+    """A unit has its first backward in the second one."""
+    left, right = call(batches[0])
+    right.sum().backward(retain_graph=True)
+    left.sum().backward()
+
+
+def head_by_head(call, batches, no_sync):
+    x = batches[0].detach()
+    lefts, rights = zip(*(call(x.roll(i, 1)) for i in range(7)), strict=True)
+    for left in lefts:
+        left.sum().backward(retain_graph=True)
+    for right in rights:
+        right.sum().backward()
+
+
+def many_forwards(call, batches, no_sync):
+    x = batches[0].detach()
+    loss = sum((call(x.roll(i, 1))[i % 2] * (i % 5 == 0)).sum() for i in range(70))
+    loss.backward()
 
 
 def the_same_again(call, batches, no_sync):
@@ -104,6 +127,9 @@ STEPS = {
     step.__name__: step
     for step in (
         one_after_another,
+        the_other_head_first,
+        head_by_head,
+        many_forwards,
         the_same_again,
         first_forward_first,
         last_forward_first,
@@ -159,32 +185,46 @@ def expected(step, frozen, reentrant, rounds):
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def wrong(setting, name):
-    """Return what differs from the unsharded module: after one round, after one that was zeroed, and after two."""
-    step, found = STEPS[name], []
-    same = [setting.get("frozen", False), setting.get("reentrant")]
-    for zeroed, rounds in ((True, 1), (False, 2)):
-        model = wrapped(**setting)
-        for number in range(2):
-            step(model, batches_of(dist.get_rank()), model.no_sync)
-            if zeroed and number == 0:
-                model.zero_grad()
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-        with FullyShardedDataParallel.summon_full_params(model):
-            pairs = zip(expected(step, *same, rounds), model.named_parameters(), strict=True)
-            found += [f"{name}, {rounds} rounds: {of}" for value, (of, param) in pairs if not torch.equal(value, param)]
-    return found
+def wrong(setting, name, zeroed):
+    """Return what differs from the unsharded module after two rounds, between which gradients are zeroed or not."""
+    step, model = STEPS[name], wrapped(**setting)
+    for number in range(2):
+        step(model, batches_of(dist.get_rank()), model.no_sync)
+        if zeroed and number == 0:
+            model.zero_grad()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    right = expected(step, setting.get("frozen", False), setting.get("reentrant"), 1 if zeroed else 2)
+    with FullyShardedDataParallel.summon_full_params(model):
+        pairs = zip(right, model.named_parameters(), strict=True)
+        return [of for value, (of, param) in pairs if not torch.equal(value, param)]
 
 
 def all_wrong(settings):
-    """Return [(setting, name of the step, what differs)].
+    """Return [(setting, name of the step, what differs)], with gradients zeroed in between in every other case.
 
     Without what torch's runtime cannot do: it frees a frozen unit before an earlier forward comes to it.
     """
     cases = list(itertools.product(settings, STEPS))
     cases = [case for case in cases if not ("frozen" in case[0] and case[1] == "with_a_forward_between")]
+    long = (head_by_head.__name__, many_forwards.__name__)
+    cases = [case for case in cases if case[1] not in long or case[0] == {**case[0], "units": "one", "bf16": True}]
     with handle_of("flatparam"):
-        return [(setting, name, wrong(setting, name)) for setting, name in cases]
+        return [(*case, wrong(*case, zeroed=number % 2 == 0)) for number, case in enumerate(cases)]
+
+
+def backward_after_others_step(strategy, orig):
+    """Return whether a backward is right that comes after an optimizer of other units has stepped."""
+    with handle_of("flatparam"):
+        model, other = wrapped(strategy, orig, "many"), wrapped(strategy, orig, "one")
+        sum(output.sum() for output in other(batches_of(0)[0])).backward()
+        left, right = model(batches_of(dist.get_rank())[0])
+        left.sum().backward(retain_graph=True)
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        right.sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            pairs = zip(expected(one_after_another, False, None, 1), model.parameters(), strict=True)
+            return all(torch.equal(a, b) for a, b in pairs)
 
 
 def backward_after_a_step(strategy, orig):
