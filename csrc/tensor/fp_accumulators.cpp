@@ -42,7 +42,7 @@ PyObject *
 fp_graph_note_accumulator(PyObject *known, PyObject *tensor)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
-        TORCH_CHECK_TYPE(THPVariable_Check(tensor), "expected a tensor, got ", Py_TYPE(tensor)->tp_name);
+        TORCH_CHECK_TYPE(fp::is_tensor(tensor), "expected a tensor, got ", Py_TYPE(tensor)->tp_name);
         const fp::NodePtr node = torch::autograd::impl::try_get_grad_accumulator(THPVariable_Unpack(tensor));
         PyObject *capsule = known;
         if (known == Py_None) {

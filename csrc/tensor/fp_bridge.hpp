@@ -33,6 +33,14 @@ struct Geometry {
     int64_t total = 0;
 };
 
+// Whether object is a tensor, of a subclass too. THPVariable_Check would believe what it says its __class__ is.
+inline bool
+is_tensor(PyObject *object)
+{
+    auto *const tensors = reinterpret_cast<PyTypeObject *>(THPVariableClass);
+    return tensors != nullptr && PyType_IsSubtype(Py_TYPE(object), tensors);
+}
+
 // The tensor behind a plain tensor object; throws TypeError for anything else (subclasses and wrappers included).
 inline const at::Tensor &
 unpack(PyObject *object)

@@ -83,9 +83,8 @@ int
 fp_torch_lend(PyObject *object)
 {
     return fp::guarded(-1, [&] {
-        auto *const tensors = reinterpret_cast<PyTypeObject *>(THPVariableClass);
-        if (tensors == nullptr || !PyType_IsSubtype(Py_TYPE(object), tensors)) {
-            return 0; /* THPVariable_Check would believe its __class__ */
+        if (!fp::is_tensor(object)) {
+            return 0;
         }
         const at::Tensor &tensor = THPVariable_Unpack(object);
         c10::StorageImpl *storage = tensor.has_storage() ? fp::storage_of(tensor) : nullptr;

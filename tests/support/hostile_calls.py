@@ -289,6 +289,8 @@ VALID = {
     "lend": lambda: [torch.ones(2)],
     "lending_exchange": lambda: [torch._C._dlpack_exchange_api()],
     "clear_grads": lambda: [params()],
+    "note_accumulator": lambda: [_C.note_accumulator(None, torch.ones(2)), a_flat().requires_grad_()],
+    "accumulators": lambda: [_C.note_accumulator(None, torch.ones(2))],
     "grad_summary": lambda: [params()],
     "convert": lambda: [torch.ones(8), torch.ones(8, dtype=torch.bfloat16), True],
     "is_as_defined": lambda: [nn.Linear(2, 3), {"forward": nn.Linear.forward}, ("forward", "extra_repr")],
