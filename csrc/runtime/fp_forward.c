@@ -107,11 +107,7 @@ fp_forward_pre(fp_unit *unit, PyObject *ignored)
 static int
 hook_outputs(fp_unit *unit, PyObject *output, int *hooked, int *found)
 {
-    const int is_tensor = fp_param_is_tensor(output);
-    if (is_tensor < 0) {
-        return -1;
-    }
-    if (is_tensor) {
+    if (fp_param_is_tensor(output)) {
         *found += 1;
         if (fp_param_requires_grad(output)) {
             const int done = fp_graph_hook(output, unit->ref, unit->began);

@@ -2,6 +2,7 @@
 // and device that the tensor has had, while graphs keep those of before.
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
 
@@ -44,16 +45,16 @@ fp_graph_note_accumulator(PyObject *known, PyObject *tensor)
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
         TORCH_CHECK_TYPE(fp::is_tensor(tensor), "expected a tensor, got ", Py_TYPE(tensor)->tp_name);
         const fp::NodePtr node = torch::autograd::impl::try_get_grad_accumulator(THPVariable_Unpack(tensor));
-        PyObject *capsule = known;
+        THPObjectPtr capsule(Py_NewRef(known)); // dropped by every exit but the last
         if (known == Py_None) {
             auto made = std::make_unique<fp::Nodes>();
             capsule = PyCapsule_New(made.get(), fp::capsule_name, fp::destroy);
-            if (capsule == nullptr) {
+            if (capsule.get() == nullptr) {
                 return nullptr;
             }
             made.release();
         }
-        auto *nodes = static_cast<fp::Nodes *>(PyCapsule_GetPointer(capsule, fp::capsule_name));
+        auto *nodes = static_cast<fp::Nodes *>(PyCapsule_GetPointer(capsule.get(), fp::capsule_name));
         if (nodes == nullptr) {
             return nullptr;
         }
@@ -62,7 +63,7 @@ fp_graph_note_accumulator(PyObject *known, PyObject *tensor)
         if (node && std::none_of(nodes->begin(), nodes->end(), [&](const auto &each) { return each.lock() == node; })) {
             nodes->push_back(fp::weak(node));
         }
-        return known == Py_None ? capsule : Py_NewRef(capsule);
+        return capsule.release();
     });
 }
 
@@ -70,22 +71,22 @@ PyObject *
 fp_graph_accumulators(PyObject *known)
 {
     return fp::guarded<PyObject *>(nullptr, [&]() -> PyObject * {
-        PyObject *found = PyList_New(0);
-        if (found == nullptr || known == Py_None) {
-            return found;
+        THPObjectPtr found(PyList_New(0));
+        if (found.get() == nullptr || known == Py_None) {
+            return found.release();
         }
         const auto *nodes = static_cast<const fp::Nodes *>(PyCapsule_GetPointer(known, fp::capsule_name));
-        int status = nodes == nullptr ? -1 : 0;
-        for (size_t i = 0; status == 0 && i < nodes->size(); i++) {
-            if (const fp::NodePtr node = (*nodes)[i].lock()) {
-                PyObject *object = torch::autograd::functionToPyObject(node);
-                status = object == nullptr ? -1 : PyList_Append(found, object);
-                Py_XDECREF(object);
+        if (nodes == nullptr) {
+            return nullptr;
+        }
+        for (const auto &each : *nodes) {
+            if (const fp::NodePtr node = each.lock()) {
+                THPObjectPtr object(torch::autograd::functionToPyObject(node));
+                if (object.get() == nullptr || PyList_Append(found.get(), object.get()) < 0) {
+                    return nullptr;
+                }
             }
         }
-        if (status < 0) {
-            Py_CLEAR(found);
-        }
-        return found;
+        return found.release();
     });
 }

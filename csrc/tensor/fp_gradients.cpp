@@ -509,9 +509,9 @@ fp_param_is_low(PyObject *tensor) noexcept
 }
 
 int
-fp_param_is_tensor(PyObject *object)
+fp_param_is_tensor(PyObject *object) noexcept
 {
-    return fp::guarded(-1, [&] { return THPVariable_Check(object) ? 1 : 0; }); /* it may ask the object's class */
+    return fp::is_tensor(object) ? 1 : 0;
 }
 
 } // extern "C"

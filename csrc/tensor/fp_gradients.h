@@ -64,7 +64,7 @@ int64_t fp_param_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;
 /* The first parameter whose data are not its piece of shard, in one of the layouts that pieces have. -1: none. */
 Py_ssize_t fp_param_moved(const fp_param_pieces *of, PyObject *shard) FP_NOEXCEPT;
 int fp_param_requires_grad(PyObject *tensor) FP_NOEXCEPT;
-int fp_param_is_tensor(PyObject *object);          /* -1 on failure */
+int fp_param_is_tensor(PyObject *object) FP_NOEXCEPT;
 int fp_param_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */
 
 FP_END_C

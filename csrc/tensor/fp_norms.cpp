@@ -33,7 +33,7 @@ by_kind(PyObject *const *params, Py_ssize_t n)
 {
     std::vector<Kind> kinds;
     for (Py_ssize_t i = 0; i < n; i++) {
-        TORCH_CHECK_TYPE(THPVariable_Check(params[i]), "expected a tensor, got ", Py_TYPE(params[i])->tp_name);
+        TORCH_CHECK_TYPE(is_tensor(params[i]), "expected a tensor, got ", Py_TYPE(params[i])->tp_name);
         const at::Tensor &grad = THPVariable_Unpack(params[i]).grad();
         if (!grad.defined()) {
             continue;
