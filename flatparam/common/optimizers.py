@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
 from .torch_private import _is_fsdp_flattened
@@ -19,6 +20,11 @@ taken = 0
 # Whether an optimizer has parameters of units, and of how many parameter groups that is said
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, int]] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # what `taken` was after its last step
+# Parameters that wrapping has taken out of their modules: (weakly what has their values, their name, how to refuse)
+_taken_out: Any = WeakIdKeyDictionary()
+_taken_out_times = 0
+# How often that had happened, and how many groups the optimizer had, when it was found to hold none of them
+_up_to_date: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -31,6 +37,31 @@ def watch() -> None:
 def ask_before(check: Callable[..., tuple[Any, Any] | None]) -> None:
     """Call ``check(optimizer, args, kwargs)`` before each step from now on. It may raise, or give other arguments."""
     register_optimizer_step_pre_hook(check)
+
+
+def take_out(params: Iterable[tuple[Tensor, str]], owner: Any, refuse: Callable[[Any, str, str], None]) -> None:
+    """Have an optimizer that trains one of ``params``, each with its name, in vain told so before its next step.
+
+    ``owner`` has their values now; once it is gone, nothing is said. ``refuse(owner, name, the optimizer's class)``
+    raises or warns.
+    """
+    global _taken_out_times
+    _taken_out_times += 1
+    _taken_out.update((param, (weakref.ref(owner), name, refuse)) for param, name in params)
+    ask_before(_refuse_taken_out)
+
+
+def _refuse_taken_out(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    now = _taken_out_times, len(optimizer.param_groups)
+    if _up_to_date.get(optimizer) == now:
+        return
+    for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+        reference, name, refuse = _taken_out.get(param, (None, "", None))
+        owner = None if reference is None else reference()
+        if owner is not None:
+            refuse(owner, name, type(optimizer).__name__)
+            break
+    _up_to_date[optimizer] = now
 
 
 def have_stepped(params: Iterable[Tensor], since: int) -> bool:

@@ -7,6 +7,7 @@ torch's runtime constructs and shards in one function, where nobody can look: th
 
 import functools
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
+from ..common import optimizers
 from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
 from ..common.torch_private import (
     _FLAT_PARAM_PADDING_VALUE,
@@ -150,6 +152,8 @@ class Flattening(HandleBase):
             _convert_to_params([found[i] for _, i in further]) if use_orig_params else None,
             is_padding,
         )
+        if not use_orig_params:
+            optimizers.take_out(zip(found, fqns, strict=True), self, _warn_of_step)
         self._unit = None if in_c is None else unit_of(self.flat_param, in_c)
         del self._fqn_of  # the metadata has the names now
 
@@ -297,6 +301,16 @@ class Flattening(HandleBase):
         begin, end = layout.shard_range(self.rank)
         padding = end - max(begin, min(end, layout.numel))
         return layout.flatten(originals, _FLAT_PARAM_PADDING_VALUE, begin, end), padding
+
+
+def _warn_of_step(handle: HandleBase, fqn: str, optimizer: str) -> None:
+    module = type(handle._fully_sharded_module).__name__
+    warnings.warn(
+        f"{optimizer}.step(): the optimizer holds `{fqn}` from before the {module} around it was wrapped, whose flat "
+        "parameter is trained instead (use_orig_params=False): it trains nothing. Wrap the model first, then make the "
+        "optimizer, from the parameters() of the wrapped model",
+        stacklevel=4,
+    )
 
 
 def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None) -> Iterator[Tensor]:

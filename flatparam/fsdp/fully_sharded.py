@@ -35,11 +35,11 @@ from .errors import StateError, WritebackError
 from .extensions import extensions_of
 from .foreign import refuse_wrapped
 from .full_params import FullParams
-from .materialize import accelerator_of, device_of, materialize, move, own_modules, synchronize
+from .materialize import accelerator_of, device_of, materialize, move, own_modules, parameters_of, synchronize
 from .names import FSDP_WRAPPED_MODULE
 from .order import check_exchanges
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, default_alignment, find_originals
-from .owners import close
+from .owners import close, take_out
 from .placement import Placement, check_pair, groups_of_machine, outer_group
 from .register import enroll
 from .states.kinds import first_settings
@@ -178,6 +178,7 @@ class FullyShardedDataParallel(
             self._device_id = device = device_of(device_id)
             own = list(own_modules(module, _is_unit, ignored_modules_set))
             check_not_shared(module, own)
+            before = parameters_of(own)
             computes_on = None  # if that is not where the shards lie
             if self.cpu_offload.offload_params:
                 computes_on = accelerator_of(own, ignored_params, device)
@@ -211,6 +212,7 @@ class FullyShardedDataParallel(
             self._buffer_dtypes = {}
             self.add_module(FSDP_WRAPPED_MODULE, module)
             self._unit = Unit(module, originals, options, name)
+            take_out(self._unit, before)
             enroll(self._unit, agreed.numbers)
             self._unit.apart = agreed.apart
             if agreed.apart:

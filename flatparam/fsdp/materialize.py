@@ -48,6 +48,12 @@ def own_state(modules: list[nn.Module], ignored_params: set[nn.Parameter]) -> It
             yield tensor
 
 
+def parameters_of(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """The parameters that ``modules`` register themselves, by module and name."""
+    named = ((module, name, param) for module in modules for name, param in module._parameters.items())
+    return {(module, name): param for module, name, param in named if param is not None}
+
+
 def device_of(device_id: int | str | torch.device | None) -> torch.device | None:
     """The device that ``device_id`` names; one without an index is the current one of its kind."""
     if device_id is None:

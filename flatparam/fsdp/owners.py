@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
@@ -21,6 +21,8 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
+from ..common import optimizers
+from .errors import StateError
 
 if TYPE_CHECKING:
     from .segment import Segment
@@ -53,6 +55,30 @@ def replace_param(unit: Unit, k: int, fqn: str, old: nn.Parameter, new: nn.Param
     """``new`` is the parameter ``fqn`` in the k-th segment of ``unit``, in place of ``old``."""
     _of_params.pop(old, None)
     _of_params[new] = weakref.ref(unit), fqn, k
+
+
+def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
+    """Refuse steps of optimizers that hold what ``unit`` has replaced; ``before``: its parameters, by their places."""
+    names = (name for segment in unit.segments for original in segment.originals for name in original.names)
+    had = ((before.get((name.module, name.name)), name) for name in names)
+    replaced = [
+        (param, name.fqn)
+        for param, name in had
+        if param is not None and name.module._parameters.get(name.name) is not param
+    ]
+    if replaced:
+        optimizers.take_out(replaced, unit, _refuse_step)
+
+
+def _refuse_step(unit: Unit, fqn: str, optimizer: str) -> None:
+    """Raises: StateError, for an optimizer that would train nothing."""
+    instead = "has another object in its place"
+    if not unit.options.use_orig_params:
+        instead = "trains its flat parameter instead (use_orig_params=False)"
+    raise StateError(
+        f"{optimizer}.step(): the optimizer holds `{fqn}` from before {unit.name} was wrapped, which {instead}: it "
+        "would train nothing. Wrap the model first, then make the optimizer, from the parameters() of the wrapped model"
+    )
 
 
 def all_units() -> list[Unit]:

@@ -6,6 +6,7 @@ torch's own handle has no say here: the oracles are the unsharded module, arithm
 import copy
 import gc
 import itertools
+import warnings
 import weakref
 
 import pytest
@@ -405,3 +406,24 @@ def test_an_inference_forward_leaves_training_as_it_was():
             gradient = model._handle.flat_param.grad
             assert gradient is not None
             assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_an_optimizer_from_before_wrapping_is_told_that_it_trains_nothing(orig):
+    """torch is silent."""
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    with fake_world(1), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = _installed(module, orig)
+        others = len(seen)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    said = [str(warning.message) for warning in seen[others:] if "optimizer" in str(warning.message)]
+    assert len(said) == (not orig)
+    if said:
+        assert "SGD.step(): the optimizer holds `weight` from before the Linear around it was wrapped" in said[0]
+        assert "then make the optimizer" in said[0]
+        assert [w.filename for w in seen[others:] if "optimizer" in str(w.message)] == [__file__]

@@ -1,12 +1,20 @@
 """torch's optimizers over shards, beside the unsharded module and torch's class: each way in which they are written."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
-from fsdp_models import Averaged, assert_same, data, full_params, loss_of, make, wrap_blocks
-from gloo import note, run_ranks
+from fsdp_models import STRATEGIES, Averaged, assert_same, data, every_setting, full_params, loss_of, make, wrap_blocks
+from gloo import fake_world, note, run_ranks
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy
+from flatparam.common import optimizers as counted
+from flatparam.fsdp.errors import StateError
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
@@ -64,3 +72,71 @@ def by_element():
 @pytest.mark.multiprocess
 def test_optimizers_step_shards_as_they_step_the_whole():
     run_ranks(by_element, 2)
+
+
+REFUSED = r"SGD.step\(\): the optimizer holds `{}` from before the unit of {} was wrapped.*Wrap the model first"
+
+
+def sgd(model, **arguments):
+    return torch.optim.SGD(model.parameters(), 0.1, **arguments)
+
+
+def filled(module):
+    for name, param in module._parameters.items():
+        if param is not None and param.is_meta:
+            module._parameters[name] = nn.Parameter(torch.full(param.shape, 0.1, device="cpu"))
+
+
+@every_setting
+@pytest.mark.parametrize("how", ["plain", "on meta", "stepped before"])
+def test_an_optimizer_from_before_wrapping_trains_or_is_refused(strategy, uo, how):
+    with fake_world(1):
+        with torch.device("meta" if how == "on meta" else "cpu"):
+            module = make()
+        optimizer, settings = sgd(module), {"use_orig_params": uo, "sharding_strategy": ShardingStrategy[strategy]}
+        if how == "stepped before":
+            loss_of(module, data(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model = wrap_blocks(module, param_init_fn=filled, **settings)
+        before = full_params(model)
+        if uo and how != "on meta":
+            loss_of(model, data(0)).backward()
+            optimizer.step()
+            assert all(not torch.equal(value, before[name]) for name, value in full_params(model).items())
+            return
+        for _ in range(2):
+            with pytest.raises(StateError, match=REFUSED.format("first.weight", "Model")):
+                optimizer.step()
+        sgd(model).step()
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        loss_of(model, torch.ones(2, 3)).backward()
+        optimizer.step()
+        assert all(not torch.equal(value, before[name]) for name, value in full_params(model).items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_from_before_wrapping_may_hold_what_is_not_trained_by_units(strategy):
+    settings = {"sharding_strategy": ShardingStrategy[strategy]}
+    with fake_world(1):
+        ignored = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer, before = sgd(ignored), ignored[1].weight.detach().clone()
+        ignored[0].requires_grad_(False)
+        model = FSDP(ignored, ignored_states=[ignored[1]], **settings)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(ignored[1].weight, before)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(counted, "_taken_out", None)
+            optimizer.step()  # looks at no parameter again
+        late = nn.Linear(3, 2)
+        optimizer.add_param_group({"params": list(late.parameters())})
+        optimizer.step()
+        wrapped = FSDP(late, **settings)
+        with pytest.raises(RuntimeError, match=REFUSED.format("weight", "Linear")):
+            optimizer.step()
+        alive = weakref.ref(wrapped._unit)
+        del wrapped
+        gc.collect()
+        assert alive() is None
+        optimizer.step()  # nobody is there to train
