@@ -27,7 +27,8 @@ class Index:
     """What a checkpoint has.
 
     ``files``: by name, bytes and the checksum of the header; ``tensors``: by folder and name, the boxes;
-    ``optimizer``: None, or ``groups``, ``optimizers`` (the label of each group's) and ``states`` (by parameter and key:
+    ``optimizer``: None, or ``groups``, ``optimizers`` (the label of each group's), ``classes`` (by label; older
+    ones have none) and ``states`` (by parameter and key:
     "box", "one", ``[value, rank]``, with True where pieces have the same, or ``{"pieces": {layout: [value, rank]}}``);
     ``ranks``: of each rank ``extra``, and where it had other values than the first its ``own`` tensors that no unit
     manages and their ``own_states``, by name, in its file, and ``modules``; ``units``: how they were spread.

@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from .. import _C
 from ..fsdp.loading import note_filled
+from .converting import Convert
 from .council import Council
 from .errors import CheckpointError
 from .exporting import open_source
@@ -49,6 +50,7 @@ def load(
     optimizer: Any = None,
     *,
     strict: bool = True,
+    convert: Mapping[str, str] | None = None,
     check_finite: bool = False,
     trusted: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -65,6 +67,8 @@ def load(
         model: wrapped or plain, the same on all ranks.
         optimizer: one, or a list or dict of several, as they were saved.
         strict: every name of the model must be there, and no other.
+        convert: what to take of the state of an optimizer of another class: its keys there, and what they are called
+            here. Other keys are dropped, and the settings of the groups stay. ``{}``: the state starts anew.
         check_finite: refuse NaN and infinities.
         trusted: read torch's ``.metadata``, a pickle that can run anything.
         process_group: the ranks that hold the model.
@@ -81,7 +85,7 @@ def load(
         error: BaseException | None = None
         try:
             loading.path = Path(os.path.abspath(path))
-            loading.plan(strict, trusted, check_finite)
+            loading.plan(strict, trusted, check_finite, convert)
             loading.check(meter)
         except Exception as caught:
             error = caught
@@ -155,7 +159,7 @@ class _Loading:
         return sum(read.out.numel() * read.out.itemsize for targets in self.into for read in targets.reads)
 
     @torch.inference_mode(False)
-    def plan(self, strict: bool, trusted: bool, check_finite: bool) -> None:
+    def plan(self, strict: bool, trusted: bool, check_finite: bool, convert: Convert) -> None:
         """Open the files and find out what goes where."""
         check_idle(self.model, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
@@ -177,7 +181,8 @@ class _Loading:
             told = source.told_of_optimizer()
             if told is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
-            self.into.append(into_optimizer(self.named, told, source, strict, self._own("own_states")))
+            own = self._own("own_states")
+            self.into.append(into_optimizer(self.named, told, source, strict, own, convert))
             self.sums = sums_of(held, index, source, self.council.rank, self.council.size)
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..common.torch_private import is_traceable_wrapper_subclass
 from ..fsdp.held import Held
 from ..fsdp.originals import in_order
+from ..fsdp.states.classes import class_of
 from ..fsdp.states.values import keys_of_one_shape, shapes_of
 from .errors import CheckpointError
 from .pieces import InHandle
@@ -48,6 +49,7 @@ class Named:
             raise CheckpointError("there is no optimizer in the list of them: pass None to have none saved or loaded")
         self.param_groups = [group for one in optimizers.values() for group in one.param_groups]
         self.labels = [label for label, one in optimizers.items() for _ in one.param_groups]
+        self.classes = {label: class_of(one) for label, one in optimizers.items()}
         self.held: dict[int, list[Held]] = {}
         for one in held:
             self.held.setdefault(id(one.owner), []).append(one)

@@ -185,7 +185,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
         if rank == 0:
             settings = encode(group, f"param_groups[{i}]", values)
             told.setdefault("groups", []).append([settings, [held.name for held in mine]])
-            told["optimizers"] = named.labels
+            told["optimizers"], told["classes"] = named.labels, named.classes
     plan.told["optimizer"], plan.told["alike"] = told, alike
 
 

@@ -323,7 +323,8 @@ class _Saving:
             if entry is not None:
                 states[name][key] = entry
         if index.optimizer is not None:
-            index.optimizer = {key: index.optimizer[key] for key in ("optimizers", "groups")} | {"states": states}
+            of_groups = {key: index.optimizer[key] for key in ("optimizers", "classes", "groups")}
+            index.optimizer = of_groups | {"states": states}
         _check_covered(index)
         index.write(self.folder)
         for rank in range(len(seals)):

@@ -19,6 +19,7 @@ from ..fsdp.outputs import find_tensors
 from ..fsdp.safetensors_files import DTYPES
 from ..fsdp.states.values import same
 from .boxes import Read, check_whole, reads_of
+from .converting import Convert, converted_groups
 from .errors import CheckpointError
 from .files import Chunk
 from .optimizers import GRADIENT, Named, in_owners_order, like
@@ -103,20 +104,27 @@ def check_tied(source: Source, held: Held, name: str, other: str) -> None:
 
 
 def into_optimizer(
-    named: Named, told: Mapping[str, Any], source: Source, strict: bool, own: Mapping[str, list[Chunk]]
+    named: Named,
+    told: Mapping[str, Any],
+    source: Source,
+    strict: bool,
+    own: Mapping[str, list[Chunk]],
+    convert: Convert,
 ) -> Targets:
     """``told``: the index's ``optimizer``. ``strict``: every state that was saved is wanted.
 
-    ``own``: boxes of states that this rank alone has. Raises: CheckpointError for parameters, states and shapes that do
-    not fit.
+    ``own``: boxes of states that this rank alone has. ``convert``: as ``load`` takes it. Raises: CheckpointError for
+    parameters, states, shapes and classes that do not fit.
     """
     found = Targets()
     chunks_of = ChainMap(dict(own), dict(source.optimizer))
+    saved = {name: i for i, (_, names) in enumerate(told["groups"] or ()) for name in names}
     if told["groups"] is not None:
-        saved = {name: i for i, (_, names) in enumerate(told["groups"]) for name in names}
         _check_optimizers(named, told, saved, strict)
+    converted = converted_groups(named, told, saved, convert)
+    if told["groups"] is not None:
         for i, (_, held) in enumerate(named.groups):
-            values = _group(i, held, told["groups"], saved, OfRank(source, 0))
+            values = {} if converted[i] else _group(i, held, told["groups"], saved, OfRank(source, 0))
             for key, value in values.items():
                 before = named.param_groups[i].get(key)
                 if isinstance(value, Tensor) and isinstance(before, Tensor):
@@ -125,12 +133,17 @@ def into_optimizer(
     if strict:
         _check_wanted(named, told)
     loaded = {id(group): values for group, values in zip(named.param_groups, found.groups, strict=False)}
+    renamed = {id(group): convert for group, does in zip(named.param_groups, converted, strict=True) if does}
     for param, held in named.params():
         here = [one for one in held if one.numel]
         keys = _keys(here, told["states"])
         before = named.state_of(param)
         state: dict[str, Any] = {}
+        names = renamed.get(id(named.group_of[id(param)]))
         for key in keys:
+            mine = key if names is None else names.get(key)
+            if mine is None:
+                continue
             kinds = _alike([told["states"][one.name][key] for one in here], here)
             pieces = [kind["pieces"] for kind in kinds if isinstance(kind, dict)]
             if pieces:
@@ -142,11 +155,11 @@ def into_optimizer(
                     f"`{here[0].name}`, and none for others"
                 )
             if kinds[0] == "box":
-                state[key] = _like_param(found, param, here, key, before.get(key), chunks_of, source.model)
+                state[mine] = _like_param(found, param, here, key, before.get(mine), chunks_of, source.model)
             else:
                 value = _one(named, param, here[: len(kinds)], key, kinds, source)
                 group = named.group_of[id(param)]
-                state[key] = _placed({**group, **loaded.get(id(group), {})}, param, key, value, before.get(key))
+                state[mine] = _placed({**group, **loaded.get(id(group), {})}, param, mine, value, before.get(mine))
         if here:
             found.state.append((param, state))
     for param, held in itertools.chain(named.params(), named.others()):

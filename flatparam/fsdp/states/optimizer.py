@@ -18,6 +18,7 @@ from ..errors import StateError
 from ..held import Held
 from ..originals import Original
 from ..segment import Segment
+from .classes import class_of, why_not
 from .exchange import from_first
 from .ids import rekeyed
 from .loading import cut, from_here
@@ -257,4 +258,12 @@ def _cut(
 ) -> dict[str, Any]:
     groups = table.groups(optim if optim is not None else _warned(optim_input))
     own = None if optim is None else optim.param_groups
+    if optim is not None:
+        state = {name: list(values) for name, values in full.get("state", {}).items() if name in table.by_name}
+        why = why_not(optim, full.get("param_groups", ()), state)
+        if why is not None:
+            raise StateError(
+                f"the state is of another class of optimizer than {class_of(optim)}: {why}. Make the optimizer that was "
+                "saved, or convert the state before it is loaded"
+            )
     return cut(table, full, groups, fetch, own=own, named=named)
