@@ -12,8 +12,8 @@ from .optimizers import GRADIENT, Named
 Convert = Mapping[str, str] | None  # keys of states there, and here
 
 _WAY_OUT = (
-    "make the optimizer that was saved; or pass convert={}, which keeps the settings here and begins its state anew, or "
-    "convert={key there: key here}, which takes those keys of the state; or load the model without the optimizer"
+    "make the optimizer that was saved; or pass convert={}, which keeps the settings here and begins its state anew, "
+    "or convert={key there: key here}, which takes those keys of the state; or load the model without the optimizer"
 )
 
 

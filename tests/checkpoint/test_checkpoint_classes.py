@@ -89,7 +89,7 @@ def test_classes(tmp_path, theirs, ours):
 @pytest.mark.parametrize("theirs", ["AdamW", "SGD", "RMSprop"])
 @pytest.mark.parametrize("ours", ["AdamW", "SGD", "Adagrad"])
 def test_checkpoints_without_classes(tmp_path, theirs, ours):
-    first, optimizer = saved(tmp_path, MAKERS[theirs])
+    _, optimizer = saved(tmp_path, MAKERS[theirs])
     forget_classes(tmp_path / "one")
     model = net(1)
     other = MAKERS[ours](model.parameters())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# What each class of torch keeps for every parameter that it steps with its settings: a state with others' alone is theirs
+# What each class of torch keeps for every parameter that it steps: a state that has others' alone is another's
 KEPT = {
     "ASGD": "ax",
     "Adadelta": "acc_delta",
@@ -28,7 +28,7 @@ _TORCHS = "torch.optim"
 
 
 def class_of(optimizer: Any) -> str:
-    """The name of its class: torch's, if it is of one, also by inheritance or in a wrapper; else its own, with the module.
+    """The name of its class: torch's, if it is of one, also by inheritance or in a wrapper; else its own.
 
     Two optimizers of one such class keep the same for a parameter, whatever their settings (``fused``, ``foreach``).
     """

@@ -263,7 +263,7 @@ def _cut(
         why = why_not(optim, full.get("param_groups", ()), state)
         if why is not None:
             raise StateError(
-                f"the state is of another class of optimizer than {class_of(optim)}: {why}. Make the optimizer that was "
-                "saved, or convert the state before it is loaded"
+                f"the state is of another class of optimizer than {class_of(optim)}: {why}. Make the optimizer that "
+                "was saved, or convert the state before it is loaded"
             )
     return cut(table, full, groups, fetch, own=own, named=named)
