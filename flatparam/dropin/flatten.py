@@ -86,6 +86,7 @@ def _own_parameters(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
 class Flattening(HandleBase):
     """The part of FlatParamHandle that builds ``flat_param`` and its metadata. Run once, at construction."""
 
+    _padding_value: float = _FLAT_PARAM_PADDING_VALUE
     _shards_next = False  # during a construction that shard() follows at once
     _unflattened: Sequence[Tensor] | None = None  # until then: the originals, in the place of the flat parameter's data
     _fqn_of: Mapping[int, str] = MappingProxyType({})  # while there is no metadata to name parameters from
@@ -126,14 +127,14 @@ class Flattening(HandleBase):
         plain = all(extension is None for extension in extensions) and _C.is_plain(*tensors)
         in_c = layout if plain else None
         if in_c is None or self._is_replaced(*self._steps[FLATTEN]):
-            pieces = list(_with_paddings(tensors, layout))
+            pieces = list(_with_paddings(tensors, layout, self._padding_value))
             self.flat_param = self.flatten_tensors_into_flat_param(pieces, aligned_numel=0, requires_grad=requires_grad)
         else:
             if self._may_stream(info.module for info in infos):
                 flat = _unwritten(in_c.numel, tensors[0])
                 self._unflattened = tensors
             else:
-                flat = in_c.flatten(tensors, _FLAT_PARAM_PADDING_VALUE, 0, in_c.numel)
+                flat = in_c.flatten(tensors, self._padding_value, 0, in_c.numel)
             self.flat_param = FlatParameter(flat, requires_grad=requires_grad)
         is_padding = [False] * len(found) if layout is None else list(layout.is_padding_mask)
         originals = iter(_convert_to_params(tensors))
@@ -260,7 +261,7 @@ class Flattening(HandleBase):
     def flatten_tensors(self, tensors: list[Tensor], aligned_numel: int) -> Tensor:
         """Concatenate ``tensors`` into one 1-D tensor, padded as the flat parameter is if ``aligned_numel`` > 0.
 
-        Shapes: returns ``[sum of numels + padding]``, in the tensors' dtype and device; padding holds 42.
+        Shapes: returns ``[sum of numels + padding]``, in the tensors' dtype and device; padding is 42 (LayerZero: 0).
         Raises: ValueError for no tensors, a negative ``aligned_numel``, or tensors that do not fit together.
         """
         if len(tensors) == 0:
@@ -272,8 +273,8 @@ class Flattening(HandleBase):
             self._validate_tensors_to_flatten(tensors)
         layout = self._lay_out(usual[0] if usual else [tensor.numel() for tensor in tensors], aligned_numel)
         if layout is not None and (usual or _C.is_plain(*tensors)):
-            return layout.flatten(tensors, _FLAT_PARAM_PADDING_VALUE, 0, layout.numel)
-        return torch.cat([in_storage_order(piece) for piece in _with_paddings(tensors, layout)])
+            return layout.flatten(tensors, self._padding_value, 0, layout.numel)
+        return torch.cat([in_storage_order(piece) for piece in _with_paddings(tensors, layout, self._padding_value)])
 
     @step_of(STREAM, FLATTEN)
     def flatten_tensors_into_flat_param(
@@ -300,7 +301,7 @@ class Flattening(HandleBase):
         layout = self._layout
         begin, end = layout.shard_range(self.rank)
         padding = end - max(begin, min(end, layout.numel))
-        return layout.flatten(originals, _FLAT_PARAM_PADDING_VALUE, begin, end), padding
+        return layout.flatten(originals, self._padding_value, begin, end), padding
 
 
 def _warn_of_step(handle: HandleBase, fqn: str, optimizer: str) -> None:
@@ -313,13 +314,16 @@ def _warn_of_step(handle: HandleBase, fqn: str, optimizer: str) -> None:
     )
 
 
-def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None) -> Iterator[Tensor]:
+def _with_paddings(tensors: Sequence[Tensor], layout: _C.Layout | None, value: float) -> Iterator[Tensor]:
     if layout is None:
         yield from tensors
         return
     unpadded, first = iter(tensors), tensors[0]
     for numel, padding in zip(layout.numels_with_padding, layout.is_padding_mask, strict=True):
-        yield _construct_padding_tensor(numel, first.dtype, False, first.device) if padding else next(unpadded)
+        if padding:
+            yield _construct_padding_tensor(numel, first.dtype, False, first.device).fill_(value)
+        else:
+            yield next(unpadded)
 
 
 def unit_of(flat_param: Any, layout: _C.Layout) -> _C.ModuleParams:

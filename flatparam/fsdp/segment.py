@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from .extensions import Extended
 from .materialize import blank
 from .originals import Options, Original, keeps_rows, layout_of, row_numel
 
-PADDING_VALUE = 42.0  # torch's: it is never read
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
 
 
@@ -99,12 +99,14 @@ class Segment:
 
     @torch.no_grad()
     def _flatten(self) -> Tensor:
-        """This rank's shard, filled one parameter at a time; each is freed as soon as it was copied."""
+        """This rank's shard, filled one parameter at a time; each is freed as soon as it was copied.
+
+        Padding is zero, so that norms and decay of a flat parameter are those of its parameters. It stays zero, as its
+        gradient is.
+        """
         first = self.originals[0].param
         on_host = self.computes_on is not None
         shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device, pin_memory=on_host)
-        begin = self.placement.rank * self.layout.shard_numel
-        shard[: max(0, min(self.layout.shard_numel, self.layout.numel - begin))] = PADDING_VALUE
         for original, piece in zip(self.originals, self.pieces, strict=True):
             if piece.in_shard and piece.numel_in_shard:
                 start: Any = piece.intra_param_start_idx
@@ -115,6 +117,21 @@ class Segment:
                 target.copy_(in_storage_order(original.param).narrow(0, start, piece.numel_in_shard))
             original.param.data = torch.empty(0, dtype=first.dtype, device=first.device)
         return shard
+
+    @functools.cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """``(start, numel)`` of each run of padding in the shard."""
+        found, end = [], 0
+        for start, numel in (piece for piece in self.piece_ranges() if piece[1] > 0):
+            found.append((end, start - end))
+            end = start + numel
+        found.append((end, self.layout.shard_numel - end))
+        return tuple(gap for gap in found if gap[1] > 0)
+
+    def clear_padding(self) -> None:
+        """Set padding to zero, which is no write to a parameter: versions stay."""
+        if self.gaps:
+            torch._foreach_zero_([self.flat.data.narrow(0, start, numel) for start, numel in self.gaps])
 
     @property
     def device(self) -> torch.device:

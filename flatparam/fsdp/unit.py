@@ -108,6 +108,7 @@ class Unit:
         """Make the step of a copy, whose modules are all there, and let them have their pieces or views."""
         for segment in self.segments:
             segment.pin()
+            segment.clear_padding()  # a pickle of an older release has other values there
         self._make_step()
 
     def _hide_originals(self) -> None:
@@ -142,6 +143,7 @@ class Unit:
         """Note that the shards were written, and have values. ``but``: all but those of these parameters."""
         others = {id(original) for original in but}
         for segment in self.segments:
+            segment.clear_padding()
             for original in segment.originals:
                 if id(original) not in others:
                     original.template = None

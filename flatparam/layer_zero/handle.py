@@ -163,6 +163,7 @@ class FlatParamHandle(Gradients):
                     "can be in one unit only"
                 )
         self._flat = flat = FlatParam.__new__(FlatParam)  # it is built when all ranks have agreed
+        flat._padding_value = 0.0  # drivers see the flat parameter, and norms of it
         flat._use_orig_params = True
         flat._find(params, module)
         for param in params:
