@@ -38,6 +38,26 @@ board_dealloc(PyObject *self)
 }
 
 static PyObject *
+board_appear(board_object *self, PyObject *since)
+{
+    double seconds;
+    return fp_as_double(since, &seconds) < 0 ? NULL : fp_none_unless(fp_board_appear(self->board, seconds));
+}
+
+static PyObject *
+board_join(board_object *self, PyObject *life)
+{
+    const char *utf8 = PyUnicode_AsUTF8(life);
+    return utf8 == NULL ? NULL : fp_none_unless(fp_board_join(self->board, utf8));
+}
+
+static PyObject *
+board_finish(board_object *self, PyObject *ignored)
+{
+    return fp_none_unless(fp_board_finish(self->board));
+}
+
+static PyObject *
 board_enter(board_object *self, PyObject *ignored)
 {
     return fp_none_unless(fp_board_enter(self->board));
@@ -134,8 +154,15 @@ board_watch(board_object *self, PyObject *args)
 }
 
 static PyMethodDef board_methods[] = {
+    {"appear", FP_METHOD(board_appear), METH_O,
+     "appear($self, since, /)\n--\n\nLet others find this process, and a thread answer their calls.\n\n"
+     "since: when its world or process began, in seconds of the wall clock: older signs of others count for nothing."},
+    {"join", FP_METHOD(board_join), METH_O,
+     "join($self, life, /)\n--\n\nPost and read below the name of this life, to which ranks have come alike."},
     {"enter", FP_METHOD(board_enter), METH_NOARGS,
-     "enter($self, /)\n--\n\nFrom now on this rank reads what others post, and a thread answers their calls."},
+     "enter($self, /)\n--\n\nFrom now on this rank reads what others post."},
+    {"finish", FP_METHOD(board_finish), METH_NOARGS,
+     "finish($self, /)\n--\n\nLet the others know that this rank comes to nothing any more, and that all is well."},
     {"stop", FP_METHOD(board_stop), METH_NOARGS, "stop($self, /)\n--\n\nAnswer no more, and let watch() return."},
     {"post", FP_METHOD(board_post), METH_O,
      "post($self, text, /)\n--\n\nLet the others know why this rank ends: the number of the post."},

@@ -1,5 +1,6 @@
-// tensor/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": process, when it began, machine; "members": how many
-// ranks have entered; "posts", "post N": rank and text; "readers of N"; and those of fp_calls.hpp.
+// tensor/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": the time, process, when it began, machine, or that it
+// has finished; those of fp_calls.hpp; and for each life "members": how many ranks have entered; "posts", "post N": rank and
+// text; "readers of N".
 #include "tensor/fp_board.hpp"
 
 #include <algorithm>
@@ -8,7 +9,9 @@
 #include <iterator>
 #include <sstream>
 #include <thread>
+#include <utility>
 
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -60,6 +63,30 @@ began(long process)
     }
     return state == 'Z' || state == 'X' ? 0 : ticks;
 }
+
+// In seconds, as on other machines: about.
+double
+wall_clock()
+{
+    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+constexpr const char *finished = "finished"; // in the place of a process number
+
+// Torch's messages to stderr, a stack trace each, are not written meanwhile: of what fails where nobody waits for it.
+class Quietly {
+  public:
+#ifndef C10_USE_GLOG
+    Quietly() : level_(std::exchange(FLAGS_caffe2_log_level, 3)) {}
+    ~Quietly()
+    {
+        FLAGS_caffe2_log_level = level_;
+    }
+
+  private:
+    const int level_;
+#endif
+};
 
 template <class Number>
 std::string
@@ -126,31 +153,59 @@ Ending::say()
 }
 
 Board::Board(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double beat)
-    : store_(std::move(store)), rank_(rank), size_(size), beat_(beat), calls_(store_, rank, size)
+    : store_(std::move(store)), rank_(rank), size_(size), beat_(beat), posts_(store_), calls_(store_, rank, size)
 {
+}
+
+void
+Board::appear(double since)
+{
+    const std::lock_guard held(lock_);
+    const long process = getpid();
+    since_ = since;
+    set_place(std::to_string(process) + " " + std::to_string(began(process)) + " " + this_machine());
+    store_->add("places", 1);
+}
+
+void
+Board::finish()
+{
+    const std::lock_guard held(lock_);
+    const Quietly quietly;
+    set_place(finished);
+}
+
+void
+Board::set_place(const std::string &text)
+{
+    store_->set(key("place of ", rank_), std::to_string(wall_clock()) + " " + text);
+}
+
+void
+Board::join(const std::string &life)
+{
+    const std::lock_guard held(lock_);
+    posts_ = c10::make_intrusive<c10d::PrefixStore>(life, store_);
 }
 
 void
 Board::enter()
 {
     const std::lock_guard held(lock_);
-    const long process = getpid();
-    store_->set(key("place of ", rank_),
-                std::to_string(process) + " " + std::to_string(began(process)) + " " + this_machine());
-    store_->add("members", 1);
+    posts_->add("members", 1);
 }
 
 int64_t
 Board::number(const std::string &key)
 {
     const std::lock_guard held(lock_);
-    return number_at(key);
+    return number_at(*posts_, key);
 }
 
 int64_t
-Board::number_at(const std::string &key)
+Board::number_at(c10d::Store &store, const std::string &key)
 {
-    const std::string text = value_at(*store_, key);
+    const std::string text = value_at(store, key);
     return text.empty() ? 0 : std::stoll(text);
 }
 
@@ -164,8 +219,8 @@ Board::post(const std::string &text)
 int64_t
 Board::post_of(int rank, const std::string &text)
 {
-    const int64_t number = store_->add("posts", 1);
-    store_->set(key("post ", number), std::to_string(rank) + " " + text);
+    const int64_t number = posts_->add("posts", 1);
+    posts_->set(key("post ", number), std::to_string(rank) + " " + text);
     return number;
 }
 
@@ -184,46 +239,70 @@ Board::look(double waited, bool processes)
 bool
 Board::read_posts()
 {
-    const int64_t posts = number_at("posts");
-    while (read_ < posts && store_->check({key("post ", read_ + 1)})) {
-        const std::string post = store_->get_to_str(key("post ", read_ + 1));
+    const int64_t count = number_at(*posts_, "posts");
+    while (read_ < count && posts_->check({key("post ", read_ + 1)})) {
+        const std::string post = posts_->get_to_str(key("post ", read_ + 1));
         read_++;
         const int rank = std::stoi(post);
         if (rank != rank_) {
             say(rank, post.substr(post.find(' ') + 1));
-            store_->add(key("readers of ", read_), 1);
+            posts_->add(key("readers of ", read_), 1);
         }
     }
-    return read_ >= posts;
+    return read_ >= count;
+}
+
+// Of the ranks that have appeared since this one's world began: what one before it has left in the store says nothing.
+std::map<int, std::string>
+Board::places()
+{
+    std::map<int, std::string> found = values_at(*store_, "place of ", size_);
+    for (auto &[rank, text] : found) {
+        const size_t end = text.find(' ');
+        text = end != std::string::npos && std::stod(text) >= since_ ? text.substr(end + 1) : "";
+    }
+    std::erase_if(found, [](const auto &item) { return item.second.empty(); });
+    return found;
 }
 
 // Note those on this machine that are not there any more.
 void
 Board::miss_processes()
 {
-    if (!places_) {
-        if (number_at("members") < size_) {
-            return;
-        }
-        const auto places = values_at(*store_, "place of ", size_);
+    const int64_t appeared = number_at(*store_, "places");
+    if (appeared != appeared_) {
         const std::string machine = this_machine();
-        places_.emplace();
-        for (const auto &[rank, text] : places) {
+        for (const auto &[rank, text] : places()) {
             std::istringstream fields(text);
             Place place{};
             std::string where;
-            fields >> place.process >> place.began >> where;
-            if (!machine.empty() && where == machine) {
-                places_->emplace(rank, place);
+            if (text == finished) {
+                say(rank, gone(rank, ""));
+            }
+            else if (fields >> place.process >> place.began >> where && !machine.empty() && where == machine) {
+                places_.insert_or_assign(rank, place);
             }
         }
+        appeared_ = appeared;
     }
-    for (const auto &[rank, place] : *places_) {
+    for (const auto &[rank, place] : places_) {
         if (!has_said(rank) && began(place.process) != place.began) {
-            say(rank, "the process of rank " + std::to_string(rank) + " (" + std::to_string(place.process) +
-                          ") has ended without a word: killed, or done");
+            say(rank, gone(rank, "the process of rank " + std::to_string(rank) + " (" + std::to_string(place.process) +
+                                     ") has ended without a word: killed, or done"));
         }
     }
+}
+
+// Of a rank that is not there any more: that it has finished, if it said so; else `why`.
+std::string
+Board::gone(int rank, const std::string &why)
+{
+    const auto now = places();
+    const auto found = now.find(rank);
+    return found == now.end() || found->second != finished
+               ? why
+               : "rank " + std::to_string(rank) +
+                     " has finished, and comes to no collective any more: has it fewer batches than the others?";
 }
 
 int
@@ -244,8 +323,8 @@ Board::miss_silent(int call)
     const std::lock_guard held(lock_);
     const auto found = made_.find(call);
     for (const int rank : found == made_.end() ? std::vector<int>() : silent(found->second)) {
-        say(rank,
-            "rank " + std::to_string(rank) + " does not answer: its process has ended, or its machine is out of reach");
+        say(rank, gone(rank, "rank " + std::to_string(rank) +
+                                 " does not answer: its process has ended, or its machine is out of reach"));
     }
 }
 
@@ -254,7 +333,9 @@ std::vector<int>
 Board::silent(const Call &call)
 {
     std::vector<int> found = calls_.silent(call);
-    std::erase_if(found, [&](int rank) { return call.before.count(rank) == 0 || has_said(rank); });
+    const auto here = found.empty() ? std::map<int, std::string>() : places();
+    std::erase_if(found,
+                  [&](int rank) { return call.before.count(rank) == 0 || here.count(rank) == 0 || has_said(rank); });
     return found;
 }
 
@@ -286,8 +367,8 @@ Board::miss_answers(double waited)
         for (const int rank : silent(call)) {
             char beat[32];
             std::snprintf(beat, sizeof beat, "%g", beat_);
-            (void)post_of(rank, "rank " + std::to_string(rank) + " has given no sign of life for " + beat +
-                                    " s: it is stopped, or out of reach");
+            (void)post_of(rank, gone(rank, "rank " + std::to_string(rank) + " has given no sign of life for " + beat +
+                                               " s: it is stopped, or out of reach"));
         }
         (void)read_posts();
     }
@@ -318,7 +399,7 @@ std::map<int, std::string>
 Board::entered()
 {
     const std::lock_guard held(lock_);
-    return values_at(*store_, "place of ", size_);
+    return places();
 }
 
 namespace {
@@ -380,11 +461,33 @@ fp_board_free(fp_board *board)
 }
 
 int
+fp_board_join(fp_board *board, const char *life)
+{
+    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.join(life); }); });
+}
+
+int
 fp_board_enter(fp_board *board)
+{
+    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.enter(); }); });
+}
+
+int
+fp_board_finish(fp_board *board)
+{
+    return fp::guarded(-1, [&] {
+        if (board->process == getpid()) {
+            fp::unlocked([&] { board->board.finish(); });
+        }
+    });
+}
+
+int
+fp_board_appear(fp_board *board, double since)
 {
     return fp::guarded(-1, [&] {
         fp::unlocked([&] {
-            board->board.enter();
+            board->board.appear(since);
             if (board->beat == 0.0) {
                 return;
             }

@@ -21,8 +21,18 @@ typedef struct fp_board fp_board;
 fp_board *fp_board_new(const char *group, const char *prefix, double beat, int own);
 void fp_board_free(fp_board *board); /* stops it; NULL is allowed */
 
-/* This rank reads posts from now on, which others count on, and answers calls. */
+/* Say where the process of this rank is, and answer calls, before any other rank may have come here. since: when its world or
+ * process began, in seconds of the wall clock: signs of others from before are not of this world. */
+int fp_board_appear(fp_board *board, double since);
+
+/* What is posted from now on has a life of its own in the store, to whose name ranks have come alike. */
+int fp_board_join(fp_board *board, const char *life);
+
+/* This rank reads posts from now on, which others count on. */
 int fp_board_enter(fp_board *board);
+
+/* Say that this rank comes to nothing any more, as its program has ended, or destroys the group. */
+int fp_board_finish(fp_board *board);
 
 /* It answers none any more, and fp_watch() returns. */
 void fp_board_stop(fp_board *board);

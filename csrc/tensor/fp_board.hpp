@@ -40,6 +40,9 @@ class Board {
     Board(const Board &) = delete;
     Board &operator=(const Board &) = delete;
 
+    void appear(double since);
+    void finish();
+    void join(const std::string &life);
     void enter();
     int64_t post(const std::string &text);
     int64_t number(const std::string &key);
@@ -55,7 +58,10 @@ class Board {
         long long began;
     };
 
-    int64_t number_at(const std::string &key);
+    int64_t number_at(c10d::Store &store, const std::string &key);
+    void set_place(const std::string &text);
+    std::map<int, std::string> places();
+    std::string gone(int rank, const std::string &why);
     int64_t post_of(int rank, const std::string &text);
     bool read_posts();
     void miss_processes();
@@ -67,16 +73,19 @@ class Board {
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_, size_;
     const double beat_;
+    double since_ = 0.0;   // when this rank's world, or process, began
     std::mutex said_lock_; // never kept while a store is waited for
     std::map<int, std::string> said_;
-    std::mutex lock_;  // of what follows, and of a call's way through the store
-    int64_t read_ = 0; // posts so far
+    std::mutex lock_;                       // of what follows, and of a call's way through the store
+    c10::intrusive_ptr<c10d::Store> posts_; // below the name of this life, if it has one
+    int64_t read_ = 0;                      // posts so far
+    int64_t appeared_ = 0;                  // what "places" was when places_ were read
     Calls calls_;
-    std::optional<Call> asked_;                  // who gives signs of life
-    std::map<int, Call> made_;                   // by call()
-    std::string other_call_;                     // of another rank,
-    Clock::time_point other_since_;              // and when it was seen first
-    std::optional<std::map<int, Place>> places_; // the processes on this machine
+    std::optional<Call> asked_;     // who gives signs of life
+    std::map<int, Call> made_;      // by call()
+    std::string other_call_;        // of another rank,
+    Clock::time_point other_since_; // and when it was seen first
+    std::map<int, Place> places_;   // the processes on this machine
 };
 
 // What is below prefix in the store of group. own: over a connection of its own, which no other thread's wait delays; null if

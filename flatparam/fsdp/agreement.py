@@ -22,6 +22,7 @@ import torch.distributed as dist
 from .. import _C
 from ..common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
 from ..common.tensors import in_storage_order, lacks_memory
+from .errors import OrderError
 from .order import exchange, gather_objects, meet
 from .originals import Options, Original
 from .outputs import DeviceError
@@ -149,7 +150,7 @@ def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if groups and _TOLD not in vars(error):
+        if groups and _TOLD not in vars(error) and not isinstance(error, OrderError):  # that all ranks raise
             vars(error)[_TOLD] = True
             said = f"rank {dist.get_rank()} could not build its unit: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # they are gone

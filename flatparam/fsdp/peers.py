@@ -7,6 +7,7 @@ calls; a thread in C answers them, so a rank that computes, or holds the GIL, is
 
 import atexit
 import contextlib
+import functools
 import math
 import multiprocessing.util
 import os
@@ -36,18 +37,24 @@ _LENGTH = 1000  # of an error's message
 class Board:
     """What the ranks of a world post in its store, and whether they are alive.
 
-    ``life``: a name that no world before it had in this store; ``beat``: seconds without a sign of life after which a
-    process counts as stopped; 0: never; ``own``: over a connection of its own.
+    ``beat``: seconds without a sign of life after which a process counts as stopped; 0: never; ``own``: over a
+    connection of its own.
     """
 
-    def __init__(self, world: dist.ProcessGroup, life: str, beat: float, own: bool):
+    def __init__(self, world: dist.ProcessGroup, beat: float, own: bool):
         self.rank, self._size = dist.get_rank(), dist.get_world_size()
-        self.native = _C.Board(world.group_name, f"flatparam board {life}", beat, own)
+        self.native = _C.Board(world.group_name, "flatparam board", beat, own)
         self.beat = beat
-        self._is_member = False
+        self._is_joined = self._is_member = False
+
+    def join(self) -> None:
+        """All ranks that use the board come to this alike, in each world; none may have imported us before."""
+        if not self._is_joined:
+            self.native.join(life_of_world())
+            self._is_joined = True
 
     def enter(self) -> None:
-        """From now on this rank reads what others post, and answers."""
+        """From now on this rank reads what others post."""
         if not self._is_member:
             self._is_member = True
             self.native.enter()
@@ -99,10 +106,19 @@ class Board:
 
 _boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None]" = weakref.WeakKeyDictionary()
 _lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+_since = time.time()  # at the latest this process, or its world, began
 
 
 def board() -> Board | None:
     """That of the world; None where there are no other processes."""
+    ours = _appeared()
+    if ours is not None:
+        ours.join()
+    return ours
+
+
+def _appeared() -> Board | None:
+    """The same, on which this rank can be found, and may not have come to what the others do."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None
@@ -112,9 +128,13 @@ def board() -> Board | None:
 
 
 def _made(world: dist.ProcessGroup) -> Board | None:
-    life, beat = life_of_world(), _heartbeat()  # a new connection would try to reach the store for minutes
+    beat = _heartbeat()
     try:
-        return Board(world, life, beat, own=True)
+        # a new connection would try to reach a store for minutes that is gone
+        dist.distributed_c10d._get_default_store().check([_NOTHING])
+        ours = Board(world, beat, own=True)
+        ours.native.appear(_since)
+        return ours
     except STORE_ERRORS:
         raise
     except RuntimeError:  # a kind of group that has no store in C++
@@ -232,20 +252,27 @@ _hooks: list[Any] = [None]  # ours, the last one outermost
 
 def _ends_with(error: BaseException | None) -> None:
     """This process is about to end with ``error``."""
+    status: object = 0
     while isinstance(error, SystemExit):  # as torch.multiprocessing.spawn does it
-        error = (error.__cause__ or error.__context__) if error.code else None
+        status = error.code
+        error = (error.__cause__ or error.__context__) if status else None
+    if error is None and not status:
+        _finish()
     if error is None or os.getpid() != _rank_process or getattr(error, "_flatparam_posted", False):
         return
     with contextlib.suppress(Exception):  # what is wrong is the user's error
         error._flatparam_posted = True  # type: ignore[attr-defined]
-        ours = [one for one in list(_boards.values()) if one is not None] or [_board_at_end()]
-        ours[-1].post(_describe(error, ours[-1].rank))
+        ours = ([one for one in list(_boards.values()) if one is not None] or [_board_at_end()])[-1]
+        ours.join()
+        ours.post(_describe(error, ours.rank))
 
 
 def _board_at_end() -> Board:
     """Of a rank that has built nothing, over the connection that there is: nothing is begun any more."""
     world: Any = dist.group.WORLD
-    return Board(world, life_of_world(), 0.0, own=False)
+    ours = Board(world, 0.0, own=False)
+    ours.join()
+    return ours
 
 
 def _describe(error: BaseException, rank: int) -> str:
@@ -322,6 +349,14 @@ def _watch_excepthook() -> None:
     sys.excepthook = hook
 
 
+def _finish() -> None:
+    """This rank comes to no collective of its world any more, and no error is the reason."""
+    for ours in list(_boards.values()):
+        if ours is not None and os.getpid() == _rank_process:
+            with contextlib.suppress(Exception):  # the store may be gone
+                ours.native.finish()
+
+
 def _at_exit() -> None:
     if not hasattr(sys, "ps1"):
         _ends_with(getattr(sys, "last_value", None))  # of a rank that had no model yet
@@ -338,9 +373,9 @@ class _Children:
         self.calls: set[Callable[[], object]] = set()  # while it answers
 
     def begin(self) -> None:
-        global _rank_process
+        global _rank_process, _since
         if not dist.is_initialized():  # else a rank has forked it
-            _rank_process = os.getpid()
+            _rank_process, _since = os.getpid(), time.time()
             _watching.clear()
             _ended.clear()
             self.join_in()
@@ -367,3 +402,44 @@ class _Children:
 _children = _Children()
 atexit.register(_at_exit)
 multiprocessing.util.register_after_fork(_children, _Children.begin)
+
+
+# Where a rank can be found from
+
+
+def _appear() -> None:
+    """Let other ranks find this one: it may end, or be stopped, before it comes to anything of ours."""
+    with contextlib.suppress(Exception):  # what is wrong is said where the board is needed
+        _appeared()
+
+
+def _watch_worlds() -> None:
+    """Appear in each world of this process as soon as it is made. Nothing of torch's tells that."""
+    c10d: Any = dist.distributed_c10d
+    before = getattr(c10d, "_update_default_pg", None)
+    if before is None:  # this torch has none
+        return
+
+    @functools.wraps(before)
+    def update(pg: Any) -> None:
+        global _since
+        if pg is None:
+            _finish()
+            _since = time.time()
+        before(pg)
+        if pg is not None:
+            _appear()
+
+    c10d._update_default_pg = update
+
+
+def _is_fork() -> bool:
+    """Whether a rank has forked this process: the threads of its groups are not here."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task")) == 1
+    return True
+
+
+_watch_worlds()
+if dist.is_initialized() and not _is_fork():
+    _appear()

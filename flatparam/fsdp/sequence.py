@@ -302,7 +302,7 @@ class Sequence:
             now = time.monotonic()
             if now - looked > 0.5:
                 looked = now
-                self._raise_if_lost(now - begin)
+                self._raise_if_lost(now - begin, lambda rank: not answered())
                 self._point_at(index)
                 self._answer()
                 if asks and (kept := self._said(f"{index}/kept")):

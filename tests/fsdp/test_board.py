@@ -29,6 +29,19 @@ def told_in(world):
     return _C.Board(world.group_name, "here", 2.0, True), dist.PrefixStore("here", store)
 
 
+def place(store, rank, text, when=None):
+    """Say where the process of ``rank`` is, as that one would have, at the time ``when``."""
+    store.set(f"place of {rank}", f"{time.time() if when is None else when} {text}")
+    store.add("places", 1)
+
+
+def of_all_others(store):
+    """Have them appear on another machine, and answer calls."""
+    for rank in (1, 2):
+        place(store, rank, "4711 17 another-machine")
+        store.set(f"answer of {rank}", "none yet")
+
+
 def write_post(store, rank, text):
     number = store.add("posts", 1)
     store.set(f"post {number}", f"{rank} {text}")
@@ -49,41 +62,88 @@ def test_posts_of_others_are_read_once_and_those_who_read_are_counted(told):
     assert board.number("readers of 1") == 0
 
 
-def test_a_process_of_this_machine_that_has_ended_is_missed_when_all_have_entered(told):
+@pytest.fixture
+def ended():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_process_of_this_machine_that_has_ended_is_missed_whoever_has_not_come_yet(told, ended):
     board, store = told
+    board.appear(0.0)
     board.enter()
     assert board.number("members") == 1
     process, _, machine = board.entered()[0].split()
     assert int(process) == os.getpid()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    store.set("place of 1", f"{ended.pid} 17 {machine}")
+    place(store, 2, f"{ended} 17 another-machine")  # whose processes have other numbers
     board.look(0.0, True)
-    assert board.said() == {}  # rank 2 may be on another machine, whose processes have other numbers
-    store.set("place of 2", f"{ended.pid} 17 another-machine")
-    store.add("members", 2)
+    assert board.said() == {}
+    place(store, 1, f"{ended} 17 {machine}")
     board.look(0.0, False)
     assert board.said() == {}
     board.look(0.0, True)
-    assert board.said() == {1: f"the process of rank 1 ({ended.pid}) has ended without a word: killed, or done"}
+    assert board.said() == {1: f"the process of rank 1 ({ended}) has ended without a word: killed, or done"}
 
 
 def test_a_process_with_the_number_of_one_that_has_ended_is_another(told):
     board, store = told
-    board.enter()
+    board.appear(0.0)
     process, began, machine = board.entered()[0].split()
-    store.set("place of 1", f"{process} {began} {machine}")
-    store.set("place of 2", f"{process} {int(began) + 1} {machine}")
-    store.add("members", 2)
+    place(store, 1, f"{process} {began} {machine}")
+    place(store, 2, f"{process} {int(began) + 1} {machine}")
     board.look(0.0, True)
     assert list(board.said()) == [2]
+
+
+def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
+    board, store = told
+    now = time.time()
+    place(store, 1, f"{ended} 17 {here_of(store)}", now - 1.0)
+    place(store, 2, "finished", now - 1.0)
+    store.set("answer of 1", "none yet")
+    store.set("answer of 2", "none yet")
+    board.appear(now)
+    assert list(board.entered()) == [0]
+    board.look(0.0, True)
+    board.miss_silent(board.call())
+    assert board.said() == {}
+
+
+def here_of(store):
+    """The name of this machine."""
+    board = _C.Board(dist.group.WORLD.group_name, "elsewhere", 2.0, True)
+    board.appear(0.0)
+    return board.entered()[0].split()[2]
+
+
+def test_a_rank_that_has_finished_is_told_so(told, ended):
+    board, store = told
+    finished = "rank {} has finished, and comes to no collective any more: has it fewer batches than the others?"
+    place(store, 1, f"{ended} 17 {here_of(store)}")
+    place(store, 2, "4711 17 another-machine")
+    store.set("answer of 2", "none yet")
+    call = board.call()
+    for rank in (1, 2):
+        store.set(f"place of {rank}", f"{time.time()} finished")
+    board.look(0.0, True)
+    assert board.said() == {1: finished.format(1), 2: finished.format(2)}
+    board.miss_silent(call)
+    assert len(board.said()) == 2
+
+
+def test_a_rank_says_that_it_has_finished(told):
+    board, store = told
+    board.appear(0.0)
+    board.finish()
+    assert store.get("place of 0").split()[1] == b"finished"
 
 
 def test_those_who_do_not_answer_a_call_are_missed(told):
     board, store = told
     assert board.call() == 0
-    store.set("answer of 1", "none yet")
-    store.set("answer of 2", "none yet")
+    of_all_others(store)
     call = board.call()
     store.set("answer of 1", store.get("call"))
     assert board.call() > call  # of another thread
@@ -94,8 +154,7 @@ def test_those_who_do_not_answer_a_call_are_missed(told):
 
 def test_one_who_waits_for_long_calls_and_posts_for_all_who_gives_no_sign_of_life(told):
     board, store = told
-    store.set("answer of 1", "none yet")
-    store.set("answer of 2", "none yet")
+    of_all_others(store)
     board.look(0.1, False)
     assert not store.check(["call"])
     begin = time.monotonic()
@@ -112,8 +171,7 @@ def test_one_who_waits_for_long_calls_and_posts_for_all_who_gives_no_sign_of_lif
 
 def test_those_whose_answers_may_be_held_up_like_the_call_are_not_missed(told):
     board, store = told
-    store.set("answer of 1", "none yet")
-    store.set("answer of 2", "none yet")
+    of_all_others(store)
     board.look(1.0, False)
     time.sleep(2.1)  # as if the store had not replied
     board.look(1.0, False)
@@ -127,7 +185,7 @@ def test_those_whose_answers_may_be_held_up_like_the_call_are_not_missed(told):
 
 def test_a_thread_answers_calls_until_it_is_stopped(told):
     board, store = told
-    board.enter()
+    board.appear(0.0)
     store.set("call", "1 0 now")
     begin = time.monotonic()
     while store.get("answer of 0") != b"1 0 now" and time.monotonic() - begin < 10.0:
@@ -140,8 +198,10 @@ def test_a_thread_answers_calls_until_it_is_stopped(told):
 
 
 def test_an_error_is_posted_whatever_its_message_has(told):
-    peers.Board(dist.group.WORLD, "there", 0.0, own=True).post("batch \udcff\0 is bad: ä")
-    there = dist.PrefixStore("flatparam board there", dist.distributed_c10d._get_default_store())
+    board = peers.Board(dist.group.WORLD, 0.0, own=True)
+    board.join()
+    board.post("batch \udcff\0 is bad: ä")
+    there = dist.PrefixStore(f"flatparam board/{peers.life_of_world()}", dist.distributed_c10d._get_default_store())
     assert there.get("post 1").decode() == "0 batch \\udcff\\0 is bad: ä"
 
 
@@ -301,7 +361,7 @@ def test_bad_calls(told):
         board.watch(_C.CollectiveTrace(*ORDER), name, "cpu", "there", ["0"], 0.01)
     with pytest.raises(RuntimeError, match="no such device"):
         board.watch(_C.CollectiveTrace(*ORDER), name, "no such device", "there", [0], 0.01)
-    for call in (board.post, board.number):
+    for call in (board.post, board.number, board.join, lambda one: board.appear(str(one))):
         with pytest.raises(TypeError):
             call(1)
     with pytest.raises(TypeError):
@@ -321,7 +381,7 @@ def test_stopping_waits_until_the_thread_has_let_go_of_its_store(tmp_path):
     path = tmp_path / "store"
     with fake_world(3, store=dist.FileStore(str(path), -1)) as world:
         board = _C.Board(world.group_name, "here", 2.0, True)
-        board.enter()
+        board.appear(0.0)
         with open(path) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             begin = time.monotonic()

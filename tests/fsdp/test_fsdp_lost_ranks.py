@@ -69,13 +69,13 @@ def test_a_group_goes_while_a_collective_is_under_way():
 def lose(how, who):
     """Rank ``who`` is lost to the others; what they are told, and after how many seconds, is their last note.
 
-    They end at once when they have been told.
+    They end at once when they have been told by one that waits until they were.
     """
     me, processes = dist.get_rank(), [None] * dist.get_world_size()
     meet_in_a_server()
     dist.all_gather_object(processes, os.getpid())
     model = None
-    if how != "raises before its first unit":
+    if not how.endswith("before its first unit"):
         model = model_of(dist.group.WORLD)
         for _ in range(2):
             step(model)
@@ -86,8 +86,11 @@ def lose(how, who):
     if me == who and how in SHARDS_LEFT:
         model.module[1]._unit.segments[0].flat.untyped_storage().resize_(SHARDS_LEFT[how])
         step(model)
-    if me == who and how in ("dies", "stops"):
-        os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    if me == who and how.startswith(("dies", "stops")):
+        os.kill(os.getpid(), signal.SIGKILL if how.startswith("dies") else signal.SIGSTOP)
+    if me == who and how == "has finished":
+        dist.destroy_process_group()
+        sys.exit(0)
     try:
         if model is None:
             model_of(dist.group.WORLD)
@@ -97,8 +100,10 @@ def lose(how, who):
             step(model)
     except OrderError as error:
         note(json.dumps([str(error), time.monotonic() - begin]))
-        if how == "stops" and me == min({0, 1, 2} - {who}):
+        if how.startswith("stops") and me == min({0, 1, 2} - {who}):
             os.kill(processes[who], signal.SIGKILL)
+        if model is None:  # each rank finds out by itself, and the store is rank 0's
+            time.sleep(1.5)
         os._exit(3)
 
 
@@ -107,6 +112,8 @@ NO_SHARD_LEFT = (
     r"rank {} has raised .*ValueError: the unit of Linear at `1`: the storage of its parameters has {} bytes"
 )
 RAISED = r"rank 0 has raised an error of its own in .*ranks\.py, line \d+ and has ended: ValueError: batch 17 is bad"
+KILLED = r"the process of rank 1 \(\d+\) has ended without a word"
+STOPPED = "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach"
 DIFFERENT = r"rank 0 gathers, to show or to save it, the unit .*, in step 2; rank \d gathers the unit .*, in step 3"
 LOST = {
     ("does another thing", 0, "OFF"): DIFFERENT,
@@ -115,22 +122,31 @@ LOST = {
     ("raises before its first unit", 0, "OFF"): RAISED,
     ("frees its shard", 0, "OFF"): NO_SHARD_LEFT.format(0, 0),
     ("shortens its shard", 1, "OFF"): NO_SHARD_LEFT.format(1, 4),
-    ("dies", 1, "OFF"): r"the process of rank 1 \(\d+\) has ended without a word",
+    ("dies", 1, "OFF"): KILLED,
+    ("dies", 1, "DETAIL"): KILLED,
+    ("dies before its first unit", 1, "OFF"): KILLED,
+    ("dies before its first unit", 1, "DETAIL"): KILLED,
+    ("has finished", 1, "OFF"): r"rank 1 has finished, .*has it fewer batches than the others\?",
     ("dies", 0, "OFF"): "the store of the process group cannot be reached any more",
-    ("stops", 1, "OFF"): "rank 1 has given no sign of life for 2 s: it is stopped, or out of reach",
+    ("stops", 1, "OFF"): STOPPED,
+    ("stops before its first unit", 1, "OFF"): STOPPED,
+    ("stops before its first unit", 1, "DETAIL"): STOPPED,
 }
 
 
 @pytest.mark.parametrize(("how", "who", "debug"), LOST)
 def test_the_others_are_told_why_a_rank_does_not_come(how, who, debug):
-    environment = {"FLATPARAM_HEARTBEAT": "2"} if how == "stops" else {}
+    environment = {"FLATPARAM_HEARTBEAT": "2"} if how.startswith("stops") else {}
     ends = ends_of_ranks(lose, 3, how, who, environment={**environment, "TORCH_DISTRIBUTED_DEBUG": debug})
     told = {}
     for rank, (code, _, said) in enumerate(ends):
         if rank != who or how == "does another thing":
             assert code == 3, ends
             told[rank], seconds = json.loads(said)
-            assert seconds < (10.0 if how == "stops" else 6.0), (seconds, ends)  # 3 or 1, but for a busy machine
+            assert seconds < (10.0 if how.startswith("stops") else 6.0), (
+                seconds,
+                ends,
+            )  # 3 or 1, but for a busy machine
     assert re.search(LOST[how, who, debug], told[1 if who == 0 else 0]), told
     if (how, who) != ("dies", 0):  # whose process has the store
         assert len(set(told.values())) == 1, told
