@@ -1,7 +1,7 @@
 """What tools read of torch's FullyShardedDataParallel beside its documented API, computed from a unit of ours.
 
-Trainers and torch's own tests reach for these names. They show a unit and change nothing: what only torch's design has
-(a padded unsharded tensor, streams, a queue of events) has no name here.
+Trainers and torch's own tests reach for these names. Most show a unit; what trainers set or call does what they want of
+it. What only torch's design has (a padded unsharded tensor, streams, a queue of events) is refused by name (absent.py).
 Source: torch 2.13, ``torch/distributed/fsdp/_common_utils.py`` and ``_flat_param.py``.
 """
 
@@ -15,6 +15,8 @@ import torch
 import torch.nn as nn
 
 from ..common.torch_private import HandleShardingStrategy, HandleTrainingState, torch_flat_param
+from . import stored
+from .absent import Absent, absent_names, why_absent
 from .api import TrainingState
 from .collectives import Hooked
 from .described import now
@@ -24,14 +26,26 @@ from .wrapper import Wrapper
 
 
 class Handle:
-    """One flat parameter of a unit, by the names of torch's ``FlatParamHandle``. Read-only.
+    """One flat parameter of a unit, by the names of torch's ``FlatParamHandle``. It is made when it is asked for.
 
     ``flat_param``: this rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe
     it; inside of ``summon_full_params`` it has all elements ``[numel]``.
     """
 
+    _wrapper: Compatible
+    _segment: Segment
+
     def __init__(self, wrapper: Compatible, segment: Segment):
-        self._wrapper, self._segment = wrapper, segment
+        vars(self).update(_wrapper=wrapper, _segment=segment)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(why_absent(name, of_handle=True) or f"flatparam's handle has no attribute `{name}`")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SETTABLE:
+            why = why_absent(name, of_handle=True) or f"`{name}` of flatparam's handle, which shows a unit as it is"
+            raise AttributeError(f"cannot set {why}")
+        super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Handle) and other._segment is self._segment
@@ -49,7 +63,6 @@ class Handle:
     _fully_sharded_module = property(attrgetter("_wrapper.module"))
     _use_orig_params = property(attrgetter("_segment.use_orig_params"))
     _offload_params = property(attrgetter("_wrapper.cpu_offload.offload_params"))
-    _orig_param_dtype = property(attrgetter("_segment.flat.dtype"))
     is_sharded = torch_flat_param.FlatParamHandle.is_sharded
     shard_metadata = torch_flat_param.FlatParamHandle.shard_metadata
 
@@ -58,6 +71,15 @@ class Handle:
         """torch's strategy of this name; of those that torch has not, the one whose shards lie alike."""
         like = HandleShardingStrategy.SHARD_GRAD_OP if self.uses_sharded_strategy else HandleShardingStrategy.NO_SHARD
         return HandleShardingStrategy.__members__.get(self._wrapper.sharding_strategy.name, like)
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The dtype of the shard. To set it is to have masters in it: ``stored.store``."""
+        return self._segment.flat.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        stored.store(self._wrapper, self._segment, dtype)
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
@@ -77,13 +99,23 @@ class Handle:
         return states.get(root.state if root is not None else "", HandleTrainingState.IDLE)
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to move the shard alone. Raises: StateError, unless it is there already."""
-        flat = self._segment.flat
-        if flat.detach().to(*args, **kwargs).device != flat.device:
-            raise StateError(
-                f"flat_param_to() would move a shard of {self._wrapper._unit.name} from under its parameters: call "
-                "model.to(device), which moves all of the model"
-            )
+        """Move this rank's shard and its gradients, with the arguments of ``Tensor.to``: see ``stored.move``.
+
+        Local. On each rank, and for each handle of a model, before that runs again.
+        """
+        stored.move(self._wrapper, self._segment, *args, **kwargs)
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Free what the unit has gathered, if asked to: its next forward or backward gathers again. On all ranks.
+
+        Raises: StateError while a forward or backward of the model runs.
+        """
+        self._wrapper._check_idle_here("reshard")
+        if free_unsharded_flat_param and self.uses_sharded_strategy:
+            self._wrapper._unit.step.release()
+
+
+_SETTABLE = ("_orig_param_dtype",)
 
 
 class Unshard:
@@ -95,6 +127,30 @@ class Unshard:
 
 class Compatible(Wrapper):
     """The part of the wrapper that has torch's private names."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            why = why_absent(name)
+            if why is None:
+                raise
+        raise AttributeError(why)
+
+    @property
+    def _is_root(self) -> bool:
+        """Whether no other unit holds this one, or what a program has set."""
+        return self.check_is_root() if self._root_set is None else self._root_set
+
+    @_is_root.setter
+    def _is_root(self, is_root: bool | None) -> None:
+        """Programs do this to summon a unit on its own, which needs nothing. None: nobody has set it.
+
+        Raises: StateError for the outermost unit, which cannot be another's.
+        """
+        if is_root is not None and not is_root and self.check_is_root():
+            raise StateError(f"{self._unit.name} is in no other unit, so it is the root: wrap its model to change that")
+        self._root_set = None if is_root is None or bool(is_root) == self.check_is_root() else bool(is_root)
 
     @property
     def _all_handles(self) -> list[Handle]:
@@ -158,3 +214,7 @@ class Compatible(Wrapper):
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Return at once, as ``Unshard.wait`` does."""
+
+
+for _name in absent_names():
+    setattr(Compatible, _name, Absent(_name))

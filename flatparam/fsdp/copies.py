@@ -13,11 +13,10 @@ from typing_extensions import Self
 
 from ..common import optimizers
 from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_parameter, as_view, pickled_state
-from ..common.tensors import is_at, watch_exports
+from ..common.tensors import watch_exports
 from ..common.torch_private import leave_out_of_graphs
 from . import foreign, peers
 from .construct import first_name
-from .described import describe
 from .order import settle
 from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
@@ -132,15 +131,11 @@ class Copies(Wrapper):
         unit = self._unit
         unit.look_over()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for segment in unit.segments:
-            if self._use_orig_params:
+        if self._use_orig_params:
+            for segment in unit.segments:
                 segment.flat.data = fn(segment.flat.data)
-            segment.pin()
-            if not is_at(segment.flat._local_shard, segment.flat):
-                describe(segment)
-        unit.step.point_params()
-        unit.step.invalidate()
-        unit.step.make_views()
+        unit.go_on()
+        self._move_inputs()
         return self
 
     def _check_stays(self, fn: Callable[[Tensor], Tensor]) -> None:

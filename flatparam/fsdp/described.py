@@ -36,6 +36,7 @@ def describe(segment: Segment) -> None:
     flat._padded_unsharded_size = torch.Size([layout.padded_numel])
     flat._sharded_size = torch.Size([layout.shard_numel])
     flat._local_shard = flat.data
+    segment.dtype = flat.dtype
     flat._params = [original.param for original in originals] if segment.use_orig_params else None
     if segment.compute_dtype is not None:
         flat._mp_shard = flat.new_empty(0, dtype=segment.compute_dtype)  # a gather's input, which is not kept

@@ -79,6 +79,8 @@ class Segment:
     ``[layout.padded_numel]``, on ``device``.
     """
 
+    dtype: torch.dtype  # of the shard, as far as flatparam has put it in one
+
     def __init__(self, originals: list[Original], options: Options):
         placement = options.placement
         self.originals = originals

@@ -219,7 +219,7 @@ class Stepping(Wrapper):
     def _casts(self) -> torch.dtype | None:
         """What floating inputs are cast to."""
         precision = self.mixed_precision
-        casts = precision.cast_root_forward_inputs if self._is_root else precision.cast_forward_inputs
+        casts = precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs
         return precision.param_dtype if casts else None
 
     def _choose_precision(self) -> None:

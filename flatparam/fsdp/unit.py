@@ -54,9 +54,10 @@ class Unit:
             self._hide_originals()
         self.summoned: Any = None  # what summon.py keeps while the full parameters are there
         self.apart: dict[str, list[int]] = {}  # names that two ranks had other values for and were not loaded since
-        self._make_step()
+        self.make_step()
 
-    def _make_step(self) -> None:
+    def make_step(self) -> None:
+        """Make the step of a unit that has not run yet."""
         name, options = self.name, self.options
         self.step = _C.Unit(
             name,
@@ -109,7 +110,17 @@ class Unit:
         for segment in self.segments:
             segment.pin()
             segment.clear_padding()  # a pickle of an older release has other values there
-        self._make_step()
+        self.make_step()
+
+    def go_on(self) -> None:
+        """Go on with shards that were given data of another dtype or device, between passes."""
+        for segment in self.segments:
+            segment.pin()
+            if not is_at(segment.flat._local_shard, segment.flat):
+                describe(segment)
+        self.step.point_params()
+        self.step.invalidate()
+        self.step.make_views()
 
     def _hide_originals(self) -> None:
         """Take the original parameters from their modules and register the flat ones instead."""

@@ -49,6 +49,7 @@ class Wrapper(Marks, nn.Module):
     _moves_to: torch.device | None = None  # inputs of the root
     _outer: weakref.ref[Any] | None = None
     _placement: Placement
+    _root_set: bool | None = None  # by a program, what _is_root is
     _settings: StateDictSettings
     _strategy: ShardingStrategy
     _unit: Unit
@@ -81,6 +82,12 @@ class Wrapper(Marks, nn.Module):
         for inner in self.fsdp_modules(self)[1:]:
             if inner._outer is None:
                 inner._outer = weakref.ref(self)
+
+    def _move_inputs(self) -> None:
+        """From now on the root moves its inputs to where its shards were moved, if it does that."""
+        outermost = self._outermost()
+        if outermost._moves_to is not None:
+            outermost._moves_to = outermost.compute_device
 
     def _forget_interrupted(self) -> None:
         """After an exception in a backward the modules shall have their parameters again."""
@@ -119,8 +126,6 @@ class Wrapper(Marks, nn.Module):
     def check_is_root(self) -> bool:
         """Whether no other unit holds this one. Changes nothing."""
         return self._outermost() is self
-
-    _is_root = property(check_is_root)
 
     @property
     def module(self) -> nn.Module:

@@ -1,0 +1,166 @@
+"""Masters in fp32 of a model in 16 bits, as accelerate makes them. The oracle is torch's class, upcast alike."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import make
+from gloo import note, run_ranks
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from trainers import under
+
+LOW = (torch.bfloat16, torch.float16)
+WEIGHTS = (*LOW, torch.float32)
+PRECISIONS = (None, *LOW)
+
+
+def wrap(weights, mixed, uo, **settings):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    module = make().to(weights)
+    precision = MixedPrecision(param_dtype=mixed, **settings) if mixed or settings else None
+    policy = ModuleWrapPolicy({type(module.blocks[0])})
+    return FSDP(module, auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=uo)
+
+
+def upcast(model):
+    """As in accelerate 1.15, Accelerator.prepare_model."""
+    for module in type(model).fsdp_modules(model):
+        if not module._has_params:
+            continue
+        param = module._flat_param
+        if param.dtype != torch.float32 and param.device != torch.device("meta") and param.requires_grad:
+            param.data = param.data.to(torch.float32)
+            module._handle._orig_param_dtype = torch.float32
+
+
+def inputs(step, dtype):
+    torch.manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, 3).to(dtype)
+
+
+def full_state(model):
+    cls = type(model)
+    with cls.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=False)):
+        return model.state_dict()
+
+
+def trained(model, dtype, steps=3):
+    """All that is seen of some steps: losses, and the parameters and their gradients, with their dtypes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(steps):
+        out = model(inputs(step, dtype))
+        loss = out.float().square().mean()
+        loss.backward()
+        norm = model.clip_grad_norm_(1.0)
+        seen += [out.detach(), loss.detach(), norm.detach()]
+        seen += [param.grad for param in model.parameters() if param.grad is not None and param.numel()]
+        optimizer.step()
+        optimizer.zero_grad()
+    seen += [param.detach() for param in model.parameters() if param.numel()]
+    seen += [state["exp_avg"] for param, state in optimizer.state.items() if param.numel()]
+    return seen
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+
+
+def as_torchs(uo):
+    for weights, mixed in itertools.product(WEIGHTS, PRECISIONS):
+        note(f"{weights} {mixed}")
+        seen, states = {}, {}
+        for kind in ("torch", "dropin", "runtime"):
+            with under(kind):
+                model = wrap(weights, mixed, uo)
+                upcast(model)
+                seen[kind] = trained(model, mixed or weights)
+                assert all(param.dtype == torch.float32 for param in model.parameters())
+                if kind != "torch":  # whose own handle ends the process on a CPU
+                    states[kind] = full_state(model)
+                    states[kind] |= get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        same(seen["runtime"], seen["torch"])
+        same(seen["dropin"], seen["torch"])
+        assert list(states["runtime"]) == list(states["dropin"])
+        same(states["runtime"].values(), states["dropin"].values())
+        assert all(value.dtype == torch.float32 for value in states["runtime"].values())
+
+
+def more_ways(uo):
+    """Reduced in other dtypes, sharded otherwise, upcast late, and by the parameters themselves."""
+    for mixed, reduced, late in itertools.product((None, torch.bfloat16), (None, torch.float32), (False, True)):
+        note(f"{mixed} {reduced} {late}")
+        if late and mixed is None:
+            continue  # torch's class goes on in fp32 where it reduces, and fails
+        seen = []
+        for kind in ("torch", "runtime"):
+            with under(kind):
+                model = wrap(torch.bfloat16, mixed, uo, reduce_dtype=reduced)
+                if late and kind == "runtime":  # after a forward: torch's class does it before that alone
+                    with torch.no_grad():
+                        model(inputs(0, torch.bfloat16))
+                upcast(model)
+                seen.append(trained(model, torch.bfloat16))
+        same(*seen)
+    note("of each parameter")
+    seen = []
+    for by_flat in (True, False):
+        with under("runtime"):
+            model = wrap(torch.bfloat16, torch.bfloat16, uo)
+            for param in model.parameters() if not by_flat else ():
+                param.data = param.data.float()
+            for unit in type(model).fsdp_modules(model):
+                unit._handle._orig_param_dtype = torch.float32  # it does not need the data to be so
+            seen.append(trained(model, torch.bfloat16))
+    same(*seen)
+
+
+def gradients_too(uo):
+    """What was reduced before the upcast is in the new dtype, and added to."""
+    with under("runtime"):
+        model = wrap(torch.bfloat16, torch.bfloat16, uo)
+        model(inputs(0, torch.bfloat16)).square().sum().backward()
+        before = [param.grad.float() for param in model.parameters() if param.grad is not None]
+        upcast(model)
+        same([param.grad for param in model.parameters() if param.grad is not None], before)
+        model(inputs(1, torch.bfloat16)).square().sum().backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert all(grad.dtype == torch.float32 for grad in grads)
+        assert not all(map(torch.equal, grads, before))
+
+
+def refused(uo):
+    with under("runtime"):
+        model = wrap(torch.bfloat16, None, uo)
+        before = [param.detach().clone() for param in model.parameters()]
+        handle = model._handle
+        with pytest.raises(TypeError, match=r"its shard with `first.weight`: expected a floating torch.dtype"):
+            handle._orig_param_dtype = torch.int64
+        with pytest.raises(ValueError, match=r"is in torch.bfloat16, which torch.float16 would round: convert"):
+            handle._orig_param_dtype = torch.float16
+        handle._orig_param_dtype = torch.bfloat16  # as it is
+        model(inputs(0, torch.bfloat16)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"before the first forward only, .* MixedPrecision\(param_dtype="):
+            handle._orig_param_dtype = torch.float32
+        same([param.detach() for param in model.parameters()], before)
+        model(inputs(0, torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+@pytest.mark.parametrize("body", [more_ways, gradients_too, refused])
+def test_other_upcasts(body, uo):
+    run_ranks(body, 2, uo)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+def test_upcast_models_train_as_torchs(uo):
+    run_ranks(as_torchs, 2, uo)
