@@ -1,5 +1,5 @@
-// tensor/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": the time, process, when it began, machine, or that it
-// has finished; those of fp_calls.hpp; and for each life "members": how many ranks have entered; "posts", "post N": rank and
+// tensor/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": the time, process, when it began, machine, and whether
+// it has finished; those of fp_calls.hpp; and for each life "members": how many ranks have entered; "posts", "post N": rank and
 // text; "readers of N".
 #include "tensor/fp_board.hpp"
 
@@ -8,6 +8,7 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -71,7 +72,7 @@ wall_clock()
     return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-constexpr const char *finished = "finished"; // in the place of a process number
+constexpr std::string_view finished = " finished"; // at the end of a place
 
 // Torch's messages to stderr, a stack trace each, are not written meanwhile: of what fails where nobody waits for it.
 class Quietly {
@@ -161,9 +162,8 @@ void
 Board::appear(double since)
 {
     const std::lock_guard held(lock_);
-    const long process = getpid();
     since_ = since;
-    set_place(std::to_string(process) + " " + std::to_string(began(process)) + " " + this_machine());
+    set_place("");
     store_->add("places", 1);
 }
 
@@ -176,9 +176,12 @@ Board::finish()
 }
 
 void
-Board::set_place(const std::string &text)
+Board::set_place(std::string_view end)
 {
-    store_->set(key("place of ", rank_), std::to_string(wall_clock()) + " " + text);
+    const long process = getpid();
+    std::ostringstream text;
+    text << std::fixed << wall_clock() << ' ' << process << ' ' << began(process) << ' ' << this_machine() << end;
+    store_->set(key("place of ", rank_), text.str());
 }
 
 void
@@ -276,10 +279,7 @@ Board::miss_processes()
             std::istringstream fields(text);
             Place place{};
             std::string where;
-            if (text == finished) {
-                say(rank, gone(rank, ""));
-            }
-            else if (fields >> place.process >> place.began >> where && !machine.empty() && where == machine) {
+            if (fields >> place.process >> place.began >> where && !machine.empty() && where == machine) {
                 places_.insert_or_assign(rank, place);
             }
         }
@@ -299,7 +299,7 @@ Board::gone(int rank, const std::string &why)
 {
     const auto now = places();
     const auto found = now.find(rank);
-    return found == now.end() || found->second != finished
+    return found == now.end() || !found->second.ends_with(finished)
                ? why
                : "rank " + std::to_string(rank) +
                      " has finished, and comes to no collective any more: has it fewer batches than the others?";

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -59,7 +60,7 @@ class Board {
     };
 
     int64_t number_at(c10d::Store &store, const std::string &key);
-    void set_place(const std::string &text);
+    void set_place(std::string_view end);
     std::map<int, std::string> places();
     std::string gone(int rank, const std::string &why);
     int64_t post_of(int rank, const std::string &text);

@@ -8,8 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..fsdp import peers
-from ..fsdp.errors import StateError
+from ..fsdp.errors import StateError, StoreGoneError
 from ..fsdp.safetensors_files import FileError
+from ..fsdp.stores import WITHOUT_STORE, Store, connection_of_world
 from .errors import CheckpointError
 
 # In each world, by the ranks: groups of the same ranks have the same names in the store
@@ -24,7 +25,7 @@ class Council:
 
     def __init__(self, group: dist.ProcessGroup | None, what: str):
         self.what, self.rank, self.ranks = what, 0, [0]
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._round = 0
         self._me = 0
         if not dist.is_initialized():
@@ -34,15 +35,14 @@ class Council:
         if self.rank < 0:
             raise ValueError(f"{what}: this rank is not in the group of ranks {self.ranks}")
         self._me = dist.get_rank()
-        if len(self.ranks) == 1 or dist.get_backend(members) in peers.WITHOUT_STORE:
+        if len(self.ranks) == 1 or dist.get_backend(members) in WITHOUT_STORE:
             return
         peers.enter()
         world: Any = dist.group.WORLD
         met = _met.setdefault(world, {})
         number = met[tuple(self.ranks)] = met.get(tuple(self.ranks), 0) + 1
-        store = peers.own_connection(dist.distributed_c10d._get_default_store())
         name = f"flatparam council {peers.life_of_world()} of {','.join(map(str, self.ranks))} {number}"
-        self._store = dist.PrefixStore(name, store)
+        self._store = connection_of_world().below(name)
 
     @property
     def size(self) -> int:
@@ -69,11 +69,14 @@ class Council:
                 failed = failure
         else:
             told = None if error is None else f"rank {self._me}: {_said(error)}"
-            answer, failed = self._exchange(self._store, [told, mine], decide, is_last)
+            try:
+                answer, failed = self._exchange(self._store, [told, mine], decide, is_last)
+            except StoreGoneError as gone:
+                raise StoreGoneError(f"{self.what}: {gone}") from gone
         error = error or failed
         try:
             if error is not None:
-                raise _own(error, self.what)
+                raise self._own(error)
         finally:
             error = failed = None  # it has this frame
         if answer[0] is not None:
@@ -81,7 +84,7 @@ class Council:
         return answer[1]
 
     def _exchange(
-        self, store: dist.Store, mine: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
+        self, store: Store, mine: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
     ) -> tuple[list[Any], BaseException | None]:
         """Why nothing was decided, or None, and what was, as the first rank has written; and what failed on it."""
         self._round += 1
@@ -89,18 +92,18 @@ class Council:
         store.set(own, json.dumps(mine))
         if not self.is_first:
             peers.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True)
-            answer = json.loads(store.get(verdict))
+            answer = json.loads(store.values_at([verdict])[0])
             readers = f"{self._round}/readers"
             if store.add(readers, 1) == self.size - 1:
-                store.delete_key(readers)
-                store.delete_key(verdict)
+                store.delete(readers)
+                store.delete(verdict)
             return answer, None
         keys = [f"{self._round}/{rank}" for rank in self.ranks]
         answer = [None, None]
         failed: BaseException | None = None
         try:
             peers.wait_for_keys(store, keys, self.ranks, takes_long=True)
-            said = [json.loads(one) for one in store.multi_get(keys)]
+            said = [json.loads(one) for one in store.values_at(keys)]
             answer[0] = next((one[0] for one in said if one[0] is not None), None)
             if answer[0] is None:
                 answer[1] = decide([one[1] for one in said])
@@ -108,7 +111,7 @@ class Council:
             answer[0], failed = f"rank {self._me}: {_said(failure)}", failure
         store.set(verdict, json.dumps(answer))
         for key in keys:
-            store.delete_key(key)
+            store.delete(key)
         if is_last or answer[0] is not None:  # this process may end now, and with it the store
             peers.wait_until(lambda: not store.check([verdict]))
         try:
@@ -116,14 +119,14 @@ class Council:
         finally:
             failed = None  # as above
 
-
-def _own(error: BaseException, what: str) -> BaseException:
-    """What the rank raises that has it: a checkpoint's error, whatever it was, as on the other ranks."""
-    if isinstance(error, CheckpointError | StateError) or not isinstance(error, Exception):
-        return error
-    found = CheckpointError(f"{what}: {_said(error)}")
-    found.__cause__ = error
-    return found
+    def _own(self, error: BaseException) -> BaseException:
+        """What the rank raises that has it: a checkpoint's error, whatever it was, as on the other ranks."""
+        if isinstance(error, CheckpointError | StateError) or not isinstance(error, Exception):
+            return error
+        where = "" if self._store is None else f"rank {self._me}: "
+        found = CheckpointError(f"{self.what}: {where}{_said(error)}")
+        found.__cause__ = error
+        return found
 
 
 def _said(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 A file has one box of a name at most. The offsets of boxes are in the header, under torch's names.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -85,7 +86,7 @@ def write_file(
     header = _header(parts, chunks)
     for chunk in chunks.values():
         chunk.begin += len(header)
-    with open(folder / name, "wb", buffering=0) as file:
+    with naming(folder / name), open(folder / name, "wb", buffering=0) as file:
         _write(file.fileno(), memoryview(header))
         waiting = 0
         for part in parts:
@@ -147,10 +148,22 @@ def _write(descriptor: int, memory: memoryview) -> None:
         memory = memory[os.write(descriptor, memory) :]
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block that names no file, as where the disk is full, names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def sync_folder(folder: Path) -> None:
     """Have the names of ``folder`` on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..fsdp.safetensors_files import DTYPES, MOST_HEADER_BYTES, open_file
 from .errors import CheckpointError
-from .files import SUM_BYTES, Chunk, sync_folder
+from .files import SUM_BYTES, Chunk, naming, sync_folder
 
 NAME = "checkpoint.json"
 FORMAT, VERSION = "flatparam checkpoint", 1
@@ -122,7 +122,7 @@ def write_sealed(path: Path, body: Any) -> int:
     """Write ``body`` as JSON behind its checksum, down to the disk. Returns the checksum."""
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     seal = zlib.crc32(text)
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(json.dumps({"format": FORMAT, "version": VERSION, "crc32": seal}).encode() + b"\n" + text + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -26,10 +26,10 @@ from .errors import OrderError
 from .order import exchange, gather_objects, meet
 from .originals import Options, Original
 from .outputs import DeviceError
-from .peers import store_of
 from .placement import Placement
 from .posts import Exchange
 from .register import Register, register_of
+from .stores import Store, store_of
 
 _SAID = 4  # words of 8 bytes in the digest of what a rank says
 _TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
@@ -249,7 +249,7 @@ def with_host(placement: Placement, device: torch.device | None) -> Placement:
     return dataclasses.replace(placement, host=_hosts[group])
 
 
-def _group_on_host(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessGroup | None:
+def _group_on_host(group: dist.ProcessGroup, store: Store) -> dist.ProcessGroup | None:
     """One of gloo that is ours alone: others use the one that was given in threads of theirs, as torch's asynchronous
     checkpoints do. None, and a warning, where that has no gloo and a rank finds no network for one.
     """
@@ -257,11 +257,11 @@ def _group_on_host(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessG
     cpu, name = torch.device("cpu"), f"flatparam {register_of(group).life}"
     if is_sliced(group, cpu):  # its network is there
         timeout = unwrapped(group._get_backend(cpu)).options._timeout
-        return gloo_beside(group, store, name, timeout, connecting=timeout)
+        return gloo_beside(group, store.raw, name, timeout, connecting=timeout)
     _, lacking = _on_all_ranks(group, check_gloo)  # so that no rank tries to connect to one that cannot
     if lacking is None:
         timeout = dist.constants.default_pg_timeout
-        made, lacking = _on_all_ranks(group, lambda: gloo_beside(group, store, name, timeout, _CONNECTING))
+        made, lacking = _on_all_ranks(group, lambda: gloo_beside(group, store.raw, name, timeout, _CONNECTING))
     if lacking is None:
         return made
     warnings.warn(

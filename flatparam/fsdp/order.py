@@ -26,11 +26,12 @@ from ..common.collectives import (
     wait_in_thread,
 )
 from . import peers
-from .errors import OrderError, without_store
+from .errors import OrderError, StoreGoneError
 from .placement import Placement
 from .posts import Exchange, event_of
 from .register import number_of, number_of_part
 from .sequence import AND_SO, TRANSPORT, Sequence
+from .stores import WITHOUT_STORE, store_of
 
 if TYPE_CHECKING:
     from .segment import Segment
@@ -53,7 +54,7 @@ def sequence_of(group: dist.ProcessGroup | None, device: torch.device) -> Sequen
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    store = store_of(group)
     if store is None or dist.get_world_size(group) == 1:
         return None
     try:
@@ -61,7 +62,7 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     except RuntimeError:  # it is no backend of torch's kind
         return None
     is_wrapped, backend = unwrapped(backend) is not backend, unwrapped(backend)
-    if name_of(backend) in peers.WITHOUT_STORE:
+    if name_of(backend) in WITHOUT_STORE:
         return None
     sequence = Sequence(group, backend, store, device.type)
     # a wrapper's own comparison waits as long as a collective may take
@@ -170,14 +171,14 @@ def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group:
 
 def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
     """What each rank says; the wait for it is in the store. Raises: OrderError, when one cannot come."""
-    store, ranks = peers.store_of(group), dist.get_process_group_ranks(group)
+    store, ranks = store_of(group), dist.get_process_group_ranks(group)
     if store is None or len(ranks) == 1:
         return [mine]
     if group not in _meetings:
-        _meetings[group] = peers.Meetings(peers.own_connection(store), f"flatparam meets {peers.life_of_world()}")
+        _meetings[group] = peers.Meetings(store.own_connection(), f"flatparam meets {peers.life_of_world()}")
     said = _meetings[group].meet(ranks, mine)
     _meetings[group].forget()
-    return [each.decode() for each in said]
+    return said
 
 
 def wait(
@@ -211,8 +212,8 @@ def wait(
         try:
             waited = time.monotonic() - begin
             found = ours and (ours.why_failed(ranks) if has_failed else ours.lost(ranks, waited, is_absent))
-        except peers.STORE_ERRORS as error:
-            found = without_store(error) if has_failed else None
+        except StoreGoneError as error:
+            found = str(error) if has_failed else None
         if found:
             raise OrderError(found + AND_SO)
 

@@ -24,11 +24,9 @@ import torch.distributed as dist
 from .. import _C
 from ..common.collectives import name_in_cpp
 from ..common.torch_private import torch_flat_param
-from .errors import OrderError, without_store
+from .errors import OrderError, StoreGoneError
+from .stores import Store, reaching, store_of, store_of_world
 
-_NOTHING = "-"
-STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
-WITHOUT_STORE = ("fake", "threaded")  # backends of groups whose ranks are not processes
 READING = 2.0  # seconds in which the others read what a rank has to say before it goes
 _ANSWERING = 1.6  # seconds in which a process that lives answers
 _LENGTH = 1000  # of an error's message
@@ -47,18 +45,21 @@ class Board:
         self.beat = beat
         self._is_joined = self._is_member = False
 
+    @reaching()
     def join(self) -> None:
         """All ranks that use the board come to this alike, in each world; none may have imported us before."""
         if not self._is_joined:
             self.native.join(life_of_world())
             self._is_joined = True
 
+    @reaching()
     def enter(self) -> None:
         """From now on this rank reads what others post."""
         if not self._is_member:
             self._is_member = True
             self.native.enter()
 
+    @reaching()
     def post(self, text: str) -> None:
         """Let the others know why this rank ends, and wait until they do, but not for long."""
         text = text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
@@ -68,6 +69,7 @@ class Board:
         readers = f"readers of {number}"
         wait_until(lambda: self.native.look(0.0, False) and self.native.number(readers) >= self._size - 1)
 
+    @reaching()
     def lost(self, ranks: Iterable[int], waited: float, is_absent: Callable[[int], bool] | None = None) -> str | None:
         """Why one of ``ranks`` will not come any more, for a rank that has waited for ``waited`` seconds.
 
@@ -76,6 +78,7 @@ class Board:
         self.native.look(waited, is_absent is not None)
         return self._of(ranks, is_absent)
 
+    @reaching()
     def why_failed(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
         """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
         call = self.native.call()
@@ -130,12 +133,12 @@ def _appeared() -> Board | None:
 def _made(world: dist.ProcessGroup) -> Board | None:
     beat = _heartbeat()
     try:
-        # a new connection would try to reach a store for minutes that is gone
-        dist.distributed_c10d._get_default_store().check([_NOTHING])
-        ours = Board(world, beat, own=True)
-        ours.native.appear(_since)
+        store_of_world().value_at("flatparam")  # a new connection would try for minutes to reach a store that is gone
+        with reaching():
+            ours = Board(world, beat, own=True)
+            ours.native.appear(_since)
         return ours
-    except STORE_ERRORS:
+    except OrderError:
         raise
     except RuntimeError:  # a kind of group that has no store in C++
         return None
@@ -143,45 +146,21 @@ def _made(world: dist.ProcessGroup) -> Board | None:
 
 def enter() -> None:
     """This rank is about to build, or has loaded, what it shares with others. Raises: OrderError without a store."""
-    try:
-        if (ours := board()) is not None:
-            ours.enter()
-            _watch_excepthook()
-            _children.join_in()
-    except STORE_ERRORS as error:
-        raise OrderError(without_store(error)) from error
+    if (ours := board()) is not None:
+        ours.enter()
+        _watch_excepthook()
+        _children.join_in()
 
 
 def life_of_world() -> str:
     """A name that no world before it had in its store: each rank counts alike."""
     world: Any = dist.group.WORLD
     if world not in _lives:
-        store = dist.distributed_c10d._get_default_store()
-        _lives[world] = str(store.add(f"flatparam/worlds of {dist.get_rank()}", 1))
+        _lives[world] = str(store_of_world().add(f"flatparam/worlds of {dist.get_rank()}", 1))
     return _lives[world]
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """That of a group whose ranks are processes."""
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    return None if dist.get_backend(group) in WITHOUT_STORE else store
-
-
-def own_connection(store: dist.Store) -> dist.Store:
-    """One that does not wait until another thread's ``store.wait()`` or ``get()`` has ended."""
-    try:
-        return store.clone()  # type: ignore[attr-defined, no-any-return]
-    except RuntimeError:  # a kind that has none
-        return store
-
-
-def value_at(store: dist.Store, key: str) -> str:
-    """What ``store`` has there; empty: nothing. In one call, as another rank may delete it between two."""
-    said = store.compare_set(key, _NOTHING, _NOTHING).decode()  # which changes nothing, and waits for nobody
-    return "" if said == _NOTHING else said
-
-
-def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int], *, takes_long: bool = False) -> None:
+def wait_for_keys(store: Store, keys: list[str], ranks: Sequence[int], *, takes_long: bool = False) -> None:
     """One that each of ``ranks`` sets, or until the store's own time-out; Ctrl-C ends it.
 
     ``takes_long``: they may need more than that, and are waited for as long as they answer.
@@ -189,7 +168,7 @@ def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int], *, t
     """
     ours, begin, waited = board(), time.monotonic(), 0.0
     key_of = dict(zip(ranks, keys, strict=True))
-    patience: float = getattr(store, "timeout", dist.constants.default_pg_timeout).total_seconds()
+    patience = store.time_out.total_seconds()
     if takes_long and ours is not None and ours.beat > 0:
         patience = math.inf
     while not store.check(keys) and waited < patience:
@@ -204,22 +183,22 @@ def wait_for_keys(store: dist.Store, keys: list[str], ranks: Sequence[int], *, t
 class Meetings:
     """Where ranks wait for each other in ``store``, so that Ctrl-C ends the wait; who came in vain comes again."""
 
-    def __init__(self, store: dist.Store, name: str):
+    def __init__(self, store: Store, name: str):
         self._store, self._name, self._number = store, name, 0
 
-    def meet(self, ranks: Sequence[int], mine: str = "is here") -> list[bytes]:
+    def meet(self, ranks: Sequence[int], mine: str = "is here") -> list[str]:
         """What each of ``ranks`` says in its call of the same number. Raises: OrderError, when one cannot come."""
         self._store.set(self._key(dist.get_rank()), mine)
         keys = [self._key(rank) for rank in ranks]
         wait_for_keys(self._store, keys, ranks)
-        said = self._store.multi_get(keys)
+        said = self._store.values_at(keys)
         self._number += 1
         return said
 
     def forget(self) -> None:
         """Delete what this rank has said in the meeting before the last, to which all ranks have come."""
         if self._number > 1:
-            self._store.delete_key(self._key(dist.get_rank(), 2))
+            self._store.delete(self._key(dist.get_rank(), 2))
 
     def _key(self, rank: int, before: int = 0) -> str:
         return f"{self._name}/{self._number - before}/{rank}"
@@ -228,7 +207,7 @@ class Meetings:
 def wait_until(is_so: Callable[[], Any], seconds: float = READING) -> None:
     """Or until it has taken this long, or the store is gone."""
     begin = time.monotonic()
-    with contextlib.suppress(*STORE_ERRORS):
+    with contextlib.suppress(StoreGoneError):
         while not is_so() and time.monotonic() - begin < seconds:
             time.sleep(0.02)
 
@@ -252,12 +231,8 @@ _hooks: list[Any] = [None]  # ours, the last one outermost
 
 def _ends_with(error: BaseException | None) -> None:
     """This process is about to end with ``error``."""
-    status: object = 0
     while isinstance(error, SystemExit):  # as torch.multiprocessing.spawn does it
-        status = error.code
-        error = (error.__cause__ or error.__context__) if status else None
-    if error is None and not status:
-        _finish()
+        error = (error.__cause__ or error.__context__) if error.code else None
     if error is None or os.getpid() != _rank_process or getattr(error, "_flatparam_posted", False):
         return
     with contextlib.suppress(Exception):  # what is wrong is the user's error
@@ -349,8 +324,10 @@ def _watch_excepthook() -> None:
     sys.excepthook = hook
 
 
-def _finish() -> None:
-    """This rank comes to no collective of its world any more, and no error is the reason."""
+def _finish(error: object = None) -> None:
+    """This rank comes to no collective of its world any more, unless ``error`` is the reason."""
+    if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        return
     for ours in list(_boards.values()):
         if ours is not None and os.getpid() == _rank_process:
             with contextlib.suppress(Exception):  # the store may be gone
@@ -358,8 +335,9 @@ def _finish() -> None:
 
 
 def _at_exit() -> None:
-    if not hasattr(sys, "ps1"):
-        _ends_with(getattr(sys, "last_value", None))  # of a rank that had no model yet
+    error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
+    _ends_with(error)  # of a rank that had no model yet
+    _finish(error)
     stop_answering()
     if _has_lost():
         _C.set_exit_status(1)
@@ -391,6 +369,7 @@ class _Children:
         _ends_with(sys.exc_info()[1])  # first: the others shall not wait for what this one waits for
         for call in self.calls:
             call()
+        _finish(sys.exc_info()[1])
         stop_answering()
 
     def _end_with_status(self) -> None:

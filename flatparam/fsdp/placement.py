@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .api import ShardingStrategy
 from .peers import Meetings, life_of_world
+from .stores import store_of_world
 
 
 class Row(NamedTuple):
@@ -394,8 +395,7 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
     if dist.get_backend(world) == "fake":  # there are no other ranks: they would have cut it as we have
         return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
     if world not in _exchanged:
-        store = dist.distributed_c10d._get_default_store()
-        _exchanged[world] = Meetings(store, f"flatparam/pairs of {life_of_world()}")
+        _exchanged[world] = Meetings(store_of_world(), f"flatparam/pairs of {life_of_world()}")
     answers = _exchanged[world].meet(wide, json.dumps(mine))
     return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
 

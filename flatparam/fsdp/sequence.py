@@ -38,9 +38,10 @@ from ..common.collectives import (
     wait_in_slices,
 )
 from . import peers
-from .errors import OrderError, without_store
+from .errors import OrderError, StoreGoneError
 from .posts import IN_ONE_ORDER, Post, difference, post_of
 from .register import Register, register_of
+from .stores import Store
 
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _WATCHING = 0.5  # seconds between two looks of the thread that looks where waits cannot be cut
@@ -59,14 +60,14 @@ class Sequence:
     Args: ``group``: not kept; ``backend``: its backend for units on ``device``, a type; ``store``: of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backend: Any, store: dist.Store, device: str = "cpu"):
+    def __init__(self, group: dist.ProcessGroup, backend: Any, store: Store, device: str = "cpu"):
         self.register: Register = register_of(group)
         self.order = _C.CollectiveTrace(self._agree, self._look, self._failed)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
         self._name = name_in_cpp(group)
-        self._own_store: dist.Store | None = None
+        self._own_store: Store | None = None
         self._whole_store = store
         self.sliced = can_be_cut(backend)
         self._board = peers.board()
@@ -91,22 +92,22 @@ class Sequence:
             self.order.join(other.order)
 
     @property
-    def _store(self) -> dist.Store:
+    def _store(self) -> Store:
         """Ours alone: a store may outlive the groups made with it. Made at the first event, which all ranks come to."""
         if self._own_store is None:
-            store = peers.own_connection(self._whole_store)
+            store = self._whole_store.own_connection()
             life = self.register.life
             if life is None:  # nothing was built over this group, only loaded
                 life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
             prefix = f"flatparam {self._device} {life}"
-            self._own_store = dist.PrefixStore(prefix, store)
+            self._own_store = store.below(prefix)
             if not self.sliced and self._board is not None and self._name is not None:
                 look = functools.partial(self._watch, self._board.native, self._name, prefix)
                 peers.watch(self._board, look, self.has_lost)
         return self._own_store
 
     def _said(self, key: str) -> str:
-        return peers.value_at(self._store, key)
+        return self._store.value_at(key)
 
     def _watch(self, board: _C.Board, name: str, prefix: str) -> None:
         """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread in C does.
@@ -148,7 +149,7 @@ class Sequence:
             self._raise_if_absent()
             self._raise_if_lost(0.0, lambda rank: True)
             self._look_at_question()
-        except peers.STORE_ERRORS as error:
+        except StoreGoneError as error:
             self._end_without_store(error)
 
     def wait(self, work: dist.Work) -> None:
@@ -242,7 +243,7 @@ class Sequence:
             if waits:
                 self._wait_for_all(index, mine)
                 self._forget(index)
-        except peers.STORE_ERRORS as error:
+        except StoreGoneError as error:
             self._end_without_store(error)
         if alone == 1:
             self._tell(mine)
@@ -268,7 +269,7 @@ class Sequence:
 
         def all_have_missed_the_same() -> bool:
             nonlocal before, since
-            said = [value.decode() for value in self._store.multi_get(keys)] if self._store.check(keys) else [_AGAIN]
+            said = self._store.values_at(keys) if self._store.check(keys) else [_AGAIN]
             if said != before:
                 before, since = said, time.monotonic()
             if _AGAIN in said:
@@ -286,7 +287,7 @@ class Sequence:
             self.order.settle()
         except BaseException:
             if self.order.missed is not None:
-                with contextlib.suppress(*peers.STORE_ERRORS):
+                with contextlib.suppress(StoreGoneError):
                     self._store.set(keys[self._me], _AGAIN)
             raise
         if self._me == 0:
@@ -315,7 +316,7 @@ class Sequence:
 
     def _point_at(self, index: int) -> None:
         """Let ranks that wait for a collective find what is asked: the first question that has no answer yet."""
-        now = self._store.compare_set("pending", "", str(index)).decode()
+        now = self._store.compare_set("pending", "", str(index))
         if int(now) < index:
             self._compare(now)
         elif int(now) > index:
@@ -351,7 +352,7 @@ class Sequence:
             if not self._asked or int(self._asked[0][0]) >= index:
                 break
             for key in self._asked.pop(0):
-                self._store.delete_key(key)
+                self._store.delete(key)
 
     def look(self) -> None:
         """While this rank waits for one that has begun. Raises: OrderError, when others do another thing."""
@@ -374,7 +375,7 @@ class Sequence:
         try:
             look()
             self._unreachable = None
-        except peers.STORE_ERRORS as error:
+        except StoreGoneError as error:
             now = time.monotonic()
             self._unreachable = now if self._unreachable is None else self._unreachable
             if now - self._unreachable > _SELDOM:
@@ -402,7 +403,7 @@ class Sequence:
         try:
             self._raise_if_broken()
             found = self._board.why_failed(self._ranks, self._raise_if_broken) if self._board is not None else None
-        except peers.STORE_ERRORS as error:
+        except StoreGoneError as error:
             self._end_without_store(error)
         if found is None:
             self._break(f"rank {self._ranks[self._me]}: {message.splitlines()[0]}; no rank has said why", "", absent=1)
@@ -413,9 +414,9 @@ class Sequence:
         if board is not None and (found := board.lost(self._ranks, waited, is_absent)) is not None:
             self._break(found, "")
 
-    def _end_without_store(self, error: Exception) -> NoReturn:
+    def _end_without_store(self, error: StoreGoneError) -> NoReturn:
         with self._closing:
-            self._reason = self._reason or without_store(error) + AND_SO
+            self._reason = self._reason or str(error) + AND_SO
             self.order.broken = _C.TRACE_BROKEN
         self.note_told()
         raise OrderError(self._reason) from error
@@ -488,7 +489,7 @@ class Sequence:
                 return
             absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
             readers = len(self._ranks) - absent
-            with contextlib.suppress(*peers.STORE_ERRORS):
+            with contextlib.suppress(StoreGoneError):
                 said = self._store.compare_set("broken", "", json.dumps([reason, readers]))
                 reason, readers = json.loads(said)
                 self._store.add("readers", 1)

@@ -2,12 +2,15 @@
 
 import multiprocessing
 import os
+import re
+import resource
+import signal
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import ends_of_ranks, meet_in_a_server, note, say, wait_until_said
+from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks, say, wait_until_said
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -121,3 +124,50 @@ def test_rank_0_may_end_with_the_store_after_its_last_call(how, tmp_path):
     for code, _, said in ends_of_ranks(end_with_the_store, 3, how, tmp_path, timeout=60.0):
         assert code == 3
         assert said.endswith(expected), said
+
+
+def lose_the_store(how, folder):
+    """Rank 0 has the store, and is killed in a call of all ranks; what the others are told, and when."""
+    meet_in_a_server()
+    module, me = FSDP(linear()), dist.get_rank()
+    checkpoint.save(folder / "one", module)
+    if me == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    calls = {
+        "save": lambda: checkpoint.save(folder / "two", module),
+        "load": lambda: checkpoint.load(folder / "one", module),
+        "build": lambda: FSDP(linear()),
+    }
+    with pytest.raises(OrderError, match="the store of the process group cannot be reached any more") as raised:
+        calls[how]()
+    note(f"{time.monotonic() - begin} {type(raised.value).__name__}")
+    os._exit(3)
+
+
+@pytest.mark.parametrize("how", ["save", "load", "build"])
+def test_the_store_may_be_gone(how, tmp_path):
+    """Within the limit of a busy machine: a new connection would try for half a minute, or longer."""
+    for code, _, said in ends_of_ranks(lose_the_store, 3, how, tmp_path, timeout=60.0)[1:]:
+        assert code == 3, said
+        assert float(said.split()[0]) < 10.0
+
+
+def fill_the_disk(folder):
+    """Rank 1 cannot write more than some bytes to a file; what the rank is told is its note."""
+    meet_in_a_server()
+    module = FSDP(nn.Linear(64, 64))
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    with pytest.raises(checkpoint.CheckpointError) as raised:
+        checkpoint.save(folder / "one", module)
+    return str(raised.value)
+
+
+def test_a_write_that_fails_names_rank_and_file_on_all_ranks(tmp_path):
+    told = set(run_ranks(fill_the_disk, 2, tmp_path))
+    assert len(told) == 1, told
+    pattern = rf"checkpoint\.save: rank 1: .*File too large: '{tmp_path}/\.one\.partial-.*/model/.*\.safetensors'"
+    assert re.fullmatch(pattern, told.pop())
+    assert not list(tmp_path.iterdir())

@@ -100,8 +100,8 @@ def test_a_process_with_the_number_of_one_that_has_ended_is_another(told):
 def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
     board, store = told
     now = time.time()
-    place(store, 1, f"{ended} 17 {here_of(store)}", now - 1.0)
-    place(store, 2, "finished", now - 1.0)
+    place(store, 1, f"{ended} 17 {of_this_process().split()[2]}", now - 1.0)
+    place(store, 2, "4711 17 another-machine finished", now - 1.0)
     store.set("answer of 1", "none yet")
     store.set("answer of 2", "none yet")
     board.appear(now)
@@ -111,33 +111,33 @@ def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
     assert board.said() == {}
 
 
-def here_of(store):
-    """The name of this machine."""
+def of_this_process():
+    """Its number, when it began, and the name of this machine."""
     board = _C.Board(dist.group.WORLD.group_name, "elsewhere", 2.0, True)
     board.appear(0.0)
-    return board.entered()[0].split()[2]
+    return board.entered()[0]
 
 
 def test_a_rank_that_has_finished_is_told_so(told, ended):
     board, store = told
     finished = "rank {} has finished, and comes to no collective any more: has it fewer batches than the others?"
-    place(store, 1, f"{ended} 17 {here_of(store)}")
-    place(store, 2, "4711 17 another-machine")
-    store.set("answer of 2", "none yet")
-    call = board.call()
-    for rank in (1, 2):
-        store.set(f"place of {rank}", f"{time.time()} finished")
+    place(store, 1, f"{of_this_process()} finished")
+    place(store, 2, "4711 17 another-machine finished")
     board.look(0.0, True)
+    assert board.said() == {}  # it may save in the background before it ends
+    place(store, 1, f"{ended} 17 {of_this_process().split()[2]} finished")
+    board.look(0.0, True)
+    assert board.said() == {1: finished.format(1)}
+    store.set("answer of 2", "none yet")
+    board.miss_silent(board.call())
     assert board.said() == {1: finished.format(1), 2: finished.format(2)}
-    board.miss_silent(call)
-    assert len(board.said()) == 2
 
 
 def test_a_rank_says_that_it_has_finished(told):
     board, store = told
     board.appear(0.0)
     board.finish()
-    assert store.get("place of 0").split()[1] == b"finished"
+    assert store.get("place of 0").decode().endswith(f" {of_this_process()} finished")
 
 
 def test_those_who_do_not_answer_a_call_are_missed(told):

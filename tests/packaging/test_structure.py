@@ -1,6 +1,7 @@
 """The structure of the package: who imports whom. Read from the source, imports inside functions included."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -66,3 +67,56 @@ def test_lower_layers_import_no_upper_ones():
         layer = name.split(".")[1] if "." in name else ""
         for other in own_imports_of(name) if layer in LAYERS else ():
             assert other.split(".")[1] in {layer, *LAYERS[layer]}, f"{name} imports {other}"
+
+
+STORES = "flatparam.fsdp.stores"  # the one file that calls stores in Python
+NO_CALLS = {
+    "flatparam.common.collectives": {"PrefixStore"},
+    "flatparam.demo.worker": {"FileStore"},
+    "flatparam.common.pickling": {"pg_map"},  # for the names of backends
+}
+RAW = re.compile("_get_default_store|pg_map|getStore|(File|Hash|Prefix|TCP)Store")
+
+
+def test_one_file_calls_stores():
+    """Nothing else gets at one of torch's, of which a call may raise what says nothing to users."""
+    for name, file in FILES.items():
+        nodes = ast.walk(ast.parse(file.read_text()))
+        raw = {node.attr for node in nodes if isinstance(node, ast.Attribute) and RAW.fullmatch(node.attr)}
+        allowed = NO_CALLS.get(name, set())
+        assert name == STORES or raw <= allowed, f"{name} uses {raw}: ask {STORES} for a store"
+
+
+def test_calls_of_the_board_are_guarded():
+    """The C++ side calls a store for ``_C.Board``: from one class, whose methods tell that the store is gone."""
+    (board,) = (
+        node
+        for node in ast.parse(FILES["flatparam.fsdp.peers"].read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Board"
+    )
+    for method in board.body:
+        calls = [node.func for node in ast.walk(method) if isinstance(node, ast.Call)]
+        native = {
+            call.attr for call in calls if isinstance(call, ast.Attribute) and "native" in ast.unparse(call.value)
+        }
+        guarded = isinstance(method, ast.FunctionDef) and "reaching()" in map(ast.unparse, method.decorator_list)
+        assert guarded or native <= {"said"}, f"Board.{method.name} calls {native}"  # which asks no store
+    elsewhere = {"flatparam.fsdp.sequence": {"watch", "around_wait"}}  # which ask none, or catch all
+    for name, file in FILES.items():
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+        native = {node.attr for node in calls if ast.unparse(node.value).endswith(".native")}
+        allowed = elsewhere.get(name, set())
+        assert name == "flatparam.fsdp.peers" or native & BOARD <= allowed, f"{name} calls {native}"
+
+
+BOARD = {method for method in dir(flatparam._C.Board) if not method.startswith("_")}
+IN_CPP = re.compile(
+    r"(store_?|posts_|group\.getStore\(\))->(set|get|add|check|compareSet|multiGet|deleteKey|get_to_str|wait)\("
+)
+
+
+def test_three_files_call_stores_in_cpp():
+    """Those behind ``_C.Board``."""
+    for file in sorted((PACKAGE.parent / "csrc").rglob("*.[ch]*")):
+        if file.name not in ("fp_board.cpp", "fp_calls.cpp", "fp_watch.cpp"):
+            assert not IN_CPP.search(file.read_text()), file
