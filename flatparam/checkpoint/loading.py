@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from .. import _C
 from ..fsdp.loading import note_filled
+from ..fsdp.states.loading import piece_of
 from .converting import Convert
 from .council import Council
 from .errors import CheckpointError
@@ -23,6 +24,7 @@ from .exporting import open_source
 from .files import Chunk
 from .gradients import Sums, sums_of
 from .index import Index
+from .modules import Taken, take
 from .optimizers import Named
 from .pieces import InHandle, all_held
 from .planning import check_idle
@@ -148,6 +150,7 @@ class _Loading:
         self.extra: Any = None
         self.digest = ""
         self._of_modules: list[tuple[Any, Any]] = []
+        self._taken: Taken | None = None  # what modules have loaded so far, which is undone unless all ranks go on
 
     @property
     def index(self) -> Index | None:
@@ -167,15 +170,15 @@ class _Loading:
         held = list(all_held(self.model))
         index = source.index
         source.fit({name for one in held for name in one.names})
-        targets = into_model(held, source, strict, self._own("own"))
-        self.into = [targets]
+        values = self._plan_modules(strict)
         if index is not None:
             self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
-            rank, told = 0, index.about.get("modules", {})
-            if self._is_as_saved and "modules" in index.ranks[self.council.rank]:
-                rank, told = self.council.rank, index.ranks[self.council.rank]["modules"]
-            self._of_modules = values_of_modules(self.model, told, OfRank(source, rank), strict)
         source.look = partial(refuse_not_finite, source) if check_finite else None
+        about = {} if index is None else index.about
+        self._taken = taken = take(self.model, held, source, self._own("own"), values, about)
+        self.into = [into_model(held, source, strict, self._own("own"), taken)]
+        if strict and taken is None and values:
+            raise CheckpointError(f"the model has no module for `{min(values)}`")
         if self.optimizer is not None:
             self.named = Named(self.optimizer, held)
             told = source.told_of_optimizer()
@@ -184,6 +187,18 @@ class _Loading:
             own = self._own("own_states")
             self.into.append(into_optimizer(self.named, told, source, strict, own, convert))
             self.sums = sums_of(held, index, source, self.council.rank, self.council.size)
+
+    def _plan_modules(self, strict: bool) -> dict[str, Any]:
+        """Find what modules take by ``set_extra_state``. Returns by name what else they gave that is no tensor."""
+        index, source = self.index, self.source
+        if index is None or source is None:
+            return {}
+        rank, told = 0, index.about.get("modules", {})
+        if self._is_as_saved and "modules" in index.ranks[self.council.rank]:
+            rank, told = self.council.rank, index.ranks[self.council.rank]["modules"]
+        extra = {name: value for name, value in told.items() if name.rpartition(".")[2] == "_extra_state"}
+        self._of_modules = values_of_modules(self.model, extra, OfRank(source, rank), strict)
+        return {name: decode(value, OfRank(source, rank)) for name, value in told.items() if name not in extra}
 
     @property
     def _is_as_saved(self) -> bool:
@@ -214,11 +229,15 @@ class _Loading:
         for targets in self.into:
             for read in targets.reads:
                 self.source.read(read)
+        computed = {} if self._taken is None else self._taken.values
+        self._taken = None  # from here on the model is loaded, if in part
+        for held, whole in computed.items():
+            held.flat.copy_(piece_of(held, whole))
         for held in self.into[0].touched:
             torch.autograd.graph.increment_version(held.owner)
             if isinstance(held, InHandle):
                 held.handle._forget_what_was_gathered()
-        note_filled(self.model, self.source.model)
+        note_filled(self.model, {*self.source.model, *(name for one in self.into[0].touched for name in one.names)})
         for module, value in self._of_modules:
             module.set_extra_state(value)
         if self.named is not None:
@@ -234,5 +253,7 @@ class _Loading:
             self.sums.show()
 
     def close(self) -> None:
+        if self._taken is not None:
+            self._taken.before.restore()
         if self.source is not None:
             self.source.close()

@@ -19,9 +19,10 @@ from ..fsdp.safetensors_files import bytes_of
 from ..fsdp.wrapper import Wrapper
 from ..layer_zero._sums import Sum
 from .errors import CheckpointError
-from .files import Part
+from .files import NAMES, Part
 from .gradients import taken
 from .index import MODEL, OPTIMIZER, RANKS
+from .modules import Given, given_by
 from .optimizers import GRADIENT, Named, states_of
 from .pieces import InHandle, all_held, written
 from .values import encode
@@ -93,6 +94,8 @@ class SavePlan:
             self.add_own(alone.of_modules, rank)
 
     def _put(self, folder: str, box: int, rank: int, part: Part) -> None:
+        if part.tensor.dtype not in NAMES:
+            raise CheckpointError(f"`{part.key}` is of {part.tensor.dtype}, which no safetensors file has")
         # torch's reader takes one box of a name from a file, so the second boxes are in a second file
         name = f"rank-{rank:05}" if folder == RANKS else f"shard-{rank + 1:05}-model-{box + 1:05}"
         self.parts.setdefault(f"{folder}/{name}.safetensors", []).append(part)
@@ -111,14 +114,19 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
     for held in plan.held:
         if not held.has_values:
             raise CheckpointError(f"parameter `{held.name}` has no values yet: load or initialize it first")
-        for name in held.names:
+    given = given_by(module, plan.held)
+    names = {held: held.names if given is None else given.names[held] for held in plan.held}
+    for held in plan.held:
+        for name in names[held]:
             plan.add(MODEL, name, held, held.flat, rank)
     values: dict[str, Tensor] = {}
     plan.told["extra"] = encode(extra, "extra", values)
-    plan.told["aliases"] = {name: held.names[0] for held in plan.held for name in held.names[1:]} if rank == 0 else {}
+    plan.told["aliases"] = {name: first for first, *others in names.values() for name in others} if rank == 0 else {}
     plan.alone.modules = _values_of_modules(module, plan.alone.of_modules)
     rest = (one for one in plan.held if one.unit is None and not isinstance(one, InHandle))
-    plan.alone.tensors = {one.name: one.owner.detach() for one in rest if one.numel}
+    plan.alone.tensors = {names[one][0]: one.owner.detach() for one in rest if one.numel or given is not None}
+    if given is not None:
+        _plan_given(plan, given, rank)
     with taken(plan.held, units, "checkpoint.save", saves=optimizer is not None) as kept:
         if optimizer is not None:
             _plan_optimizer(plan, Named(optimizer, plan.held), values, rank)
@@ -126,6 +134,25 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
             values |= {f"kept.{name}": sums for name, (_, sums, _) in kept.items() if sums.numel()}
     plan.add_own(values, rank)
     return plan
+
+
+def _plan_given(plan: SavePlan, given: Given, rank: int) -> None:
+    """Have written what modules give by themselves: tensors as the model's, the rest as what modules tell."""
+    plan.alone.tensors |= given.tensors
+    for name, value in given.values.items():
+        plan.alone.modules[name] = encode(value, name, plan.alone.of_modules)
+    if rank == 0:
+        for name, tensor in given.tensors.items():
+            plan._put(MODEL, 0, rank, Part(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor))
+        values: dict[str, Tensor] = {}
+        plan.told["given"] = list(given.tensors)
+        plan.told["metadata"] = {
+            path: encode(told, f"_metadata.{path}", values) for path, told in given.metadata.items()
+        }
+        if values:
+            raise CheckpointError(
+                f"`{min(values)}`, of a state dict's metadata, is a tensor: write it into the state dict"
+            )
 
 
 def check_idle(module: nn.Module, what: str) -> None:

@@ -298,7 +298,7 @@ class _Saving:
             told = read_sealed(self._table(rank), seal)
             index.add_files(told["files"])
             if rank == 0:
-                index.about |= {"aliases": told["aliases"], "modules": told["modules"]}
+                index.about |= {key: told[key] for key in ("aliases", "modules", "given", "metadata") if key in told}
                 index.optimizer = told.get("optimizer")
                 alike = told.get("alike", {})
             _check_alike(rank, told.get("alike", {}), alike)

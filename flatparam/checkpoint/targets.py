@@ -22,6 +22,7 @@ from .boxes import Read, check_whole, reads_of
 from .converting import Convert, converted_groups
 from .errors import CheckpointError
 from .files import Chunk
+from .modules import Taken
 from .optimizers import GRADIENT, Named, in_owners_order, like
 from .pieces import InHandle
 from .reading import OfRank, Source, check_reads
@@ -45,23 +46,26 @@ class Targets:
     rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from which dtype to which
 
 
-def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str, list[Chunk]]) -> Targets:
-    """``own``: boxes of this rank alone, which count instead of the model's.
+def into_model(
+    held: list[Held], source: Source, strict: bool, own: Mapping[str, list[Chunk]], taken: Taken | None
+) -> Targets:
+    """``own``: boxes of this rank alone, which count instead of the model's. ``taken``: what modules have said to it.
 
     Raises: CheckpointError for names, shapes and kinds of dtype that do not fit."""
     found = Targets()
     known: set[str] = set()
     for one in held:
-        known.update(one.names)
-        name = next((name for name in one.names if name in source.model), None)
+        names = one.names if taken is None else taken.names.get(one, [])
+        known.update(names)
+        name = next((name for name in names if name in source.model), None)
         if name is None:
             found.missing.append(one.name)
             continue
-        chunks = own.get(one.name) or source.model[name]
+        chunks = own.get(name) or source.model[name]
         _check(name, chunks, one.shape, one.flat.dtype)
         found.reads += reads_of(name, chunks, one.dense, one.start, one.flat)
-        for other in one.names:
-            if other != name and other in source.model and own.get(one.name) is None:
+        for other in names:
+            if other != name and other in source.model and own.get(name) is None:
                 _check(other, source.model[other], one.shape, one.flat.dtype)
                 found.tied.append((one, name, other))
         found.touched.append(one)
@@ -69,6 +73,9 @@ def into_model(held: list[Held], source: Source, strict: bool, own: Mapping[str,
         if torch.promote_types(stored, dtype) != dtype:
             found.rounded.append((name, stored, dtype))
     found.unexpected = [name for name in source.model if name not in known]
+    if taken is not None:
+        found.missing, found.unexpected = taken.missing, taken.unexpected
+        found.touched += taken.values
     if strict and (found.missing or found.unexpected):
         parts = [
             f"{kind}: " + ", ".join(f"`{name}`" for name in names)

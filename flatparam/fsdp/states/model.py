@@ -41,6 +41,7 @@ from .rows import (
     without_extension,
 )
 from .table import Table
+from .ungathered import is_ungathered
 from .values import copy_of, dtype_of, shape_of
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go
@@ -60,6 +61,8 @@ class ModelStates(Kinds):
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
+        if is_ungathered():
+            return self._ungathered_state(prefix, destination, kwargs)
         ready: Any = _ready.pop((id(self), prefix), None)
         if ready is not None and destination is not None:
             destination.update(ready)
@@ -117,6 +120,16 @@ class ModelStates(Kinds):
                 destination[prefix + name] = value.to(dtype)
         return destination
 
+    def _ungathered_state(self, prefix: str, destination: Any, kwargs: dict[str, Any]) -> Any:
+        """What the modules inside give now, under the names of the unwrapped model."""
+        found = _empty() if destination is None else destination
+        metadata = getattr(found, "_metadata", {})
+        counts = len(found), len(metadata)
+        super().state_dict(**{**kwargs, "destination": found})
+        for mapping, count in zip((found, metadata), counts, strict=True):
+            rename_last(mapping, count, prefix + FSDP_PREFIX, prefix)
+        return found
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict in any of the forms; all ranks load all of it, or none anything. A collective call.
 
@@ -126,6 +139,8 @@ class ModelStates(Kinds):
         Raises: RuntimeError on every rank for keys, shapes or kinds of dtype that do not fit on one of them, and for
         whole values that differ between ranks.
         """
+        if is_ungathered():
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
         self._check_idle("load_state_dict")
         units = list(units_of(self.modules()))
         is_sharded = self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
@@ -207,6 +222,8 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     """As torch comes to a unit: make the entries what the unit's modules have, and let them have it."""
     assert isinstance(module, ModelStates)
     put_units_in(state_dict, prefix)
+    if is_ungathered():
+        return
     unit, kind = module._unit, module._settings.state_dict_type
     module._end_loading(keeps=False)  # of a module around this one: an exception has ended it
     if unit.summoned is not None:
@@ -228,10 +245,11 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
 def after_load(module: nn.Module, incompatible: Any) -> None:
     """As torch has loaded a unit."""
     assert isinstance(module, ModelStates)
-    if module._loading is None and module._unit.summoned is None:
-        module._unit.filled(module._missing)
-        module._unit.loaded(module._missing)
-    module._end_loading()
+    if not is_ungathered():
+        if module._loading is None and module._unit.summoned is None:
+            module._unit.filled(module._missing)
+            module._unit.loaded(module._missing)
+        module._end_loading()
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [without_units(key) for key in keys]
 

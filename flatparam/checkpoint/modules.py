@@ -1,0 +1,291 @@
+"""What modules give to a state dict beside parameters and buffers, and take from one: their own code is asked.
+
+That is overrides and hooks of ``state_dict`` and ``load_state_dict``. A model without such is not asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ..fsdp.held import Held
+from ..fsdp.loading import may_become
+from ..fsdp.names import clean_tensor_name
+from ..fsdp.safetensors_files import DTYPES
+from ..fsdp.states.model import ModelStates, after_load, before_load
+from ..fsdp.states.ungathered import ungathered
+from ..fsdp.states.values import same
+from .errors import CheckpointError
+from .files import NAMES, Chunk
+from .pieces import InHandle
+from .reading import Source
+from .shown import StandIns, shown
+
+_OF_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"  # whose hooks rename as we do
+_EXTRA = "_extra_state"
+_PLAIN = {"version": 1}  # what torch notes of a module that says nothing
+
+
+@dataclass
+class Given:
+    """What a state dict has: ``names`` of what is held; ``tensors`` and ``values`` beside; ``metadata`` of modules, by
+    path, where it is not torch's usual."""
+
+    names: dict[Held, list[str]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Taken:
+    """What modules have loaded by themselves, and what is to be read into parameters.
+
+    ``names``: in the file, of what is held; ``values``: of what their code has computed; ``itself``: the buffers that
+    are loaded already.
+    """
+
+    names: dict[Held, list[str]]
+    values: dict[Held, Tensor]
+    itself: set[Held]
+    missing: list[str]
+    unexpected: list[str]
+    before: Before
+
+
+def _ours(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)
+    return hook in (before_load, after_load) or getattr(hook, "__module__", None) == _OF_WRAPPERS
+
+
+def _overrides(module: nn.Module, name: str, *known: Any) -> bool:
+    return name in vars(module) or getattr(type(module), name) not in (getattr(nn.Module, name), *known)
+
+
+def gives_by_itself(module: nn.Module) -> bool:
+    """Whether code of ``module`` decides what it gives to a state dict."""
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    return (
+        _overrides(module, "_save_to_state_dict")
+        or _overrides(module, "state_dict", ModelStates.state_dict)
+        or not all(map(_ours, hooks))
+    )
+
+
+def takes_by_itself(module: nn.Module, fits: bool = True) -> bool:
+    """The same of loading one. ``fits``: names of the file are the model's: then batch norm's adds nothing."""
+    known = () if not fits else (nn.modules.batchnorm._NormBase._load_from_state_dict,)
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return (
+        _overrides(module, "_load_from_state_dict", *known)
+        or _overrides(module, "load_state_dict", ModelStates.load_state_dict)
+        or not all(map(_ours, hooks))
+    )
+
+
+def given_by(module: nn.Module, held: list[Held]) -> Given | None:
+    """What ``module``'s state dict has; None: ``held``, and nothing else. No collective call.
+
+    Raises: CheckpointError naming what cannot be kept: a parameter that it gives otherwise, a value of another kind;
+    whatever a module raises.
+    """
+    if not any(gives_by_itself(inner) or takes_by_itself(inner) for inner in module.modules()):
+        return None
+    stand_ins = StandIns()
+    cut = [one for one in held if one.segment is not None or isinstance(one, InHandle)]
+    with ungathered(), shown(module, cut, stand_ins), stand_ins:
+        state = module.state_dict(keep_vars=True)
+    found = Given()
+    by_name = {name: one for one in held for name in one.names}
+    by_place = {_place(one.owner): one for one in held if one.here is None and not isinstance(one, InHandle)}
+    for key, value in state.items():
+        name = clean_tensor_name(key)
+        one = (stand_ins.held_of(value) or by_place.get(_place(value))) if isinstance(value, Tensor) else None
+        other = by_name.get(name)
+        if one is None and other is not None and other not in cut and same(value, other.owner):
+            one = other
+        if one is not None:
+            found.names.setdefault(one, []).append(name)
+        elif other is not None:
+            raise CheckpointError(
+                f"`{name}`: the model's state_dict() has another value than the parameter or buffer of this name, by a "
+                "hook or an override: a checkpoint has what the model trains. Give the other under a name of its own"
+            )
+        elif isinstance(value, Tensor):
+            found.tensors[name] = _tensor(name, value)
+        elif name.rpartition(".")[2] != _EXTRA:
+            found.values[name] = value
+    for one in held:  # what a state dict leaves out is saved all the same
+        names = found.names.setdefault(one, one.names)
+        for name in names if names is one.names else ():
+            if any(name in others for other, others in found.names.items() if other is not one):
+                raise CheckpointError(f"`{name}`: the model's state_dict() has another parameter under this name")
+    metadata = getattr(state, "_metadata", {})
+    found.metadata = {clean_tensor_name(path + ".").rstrip("."): told for path, told in metadata.items()}
+    found.metadata = {path: told for path, told in found.metadata.items() if told != _PLAIN}
+    return found
+
+
+def _place(tensor: Tensor) -> Any:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr() or id(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _tensor(name: str, value: Tensor) -> Tensor:
+    """Raises: CheckpointError for what no file has."""
+    kind = type(value).__name__
+    if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and value.dtype in NAMES:
+        if not value.is_meta:
+            return value.detach()
+        kind = "tensor without values, on the meta device"
+    else:
+        kind = f"{kind} of {value.dtype}"
+    raise CheckpointError(
+        f"`{name}`, which a module writes into its state dict, is a {kind}, which cannot be saved: give it dense and "
+        "in a dtype of safetensors, or in `extra`"
+    )
+
+
+class Before:
+    """What the modules in ``module`` have that is no parameter, to have it again."""
+
+    def __init__(self, module: nn.Module):
+        self._found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._inside: list[tuple[Any, Any]] = []
+        for inner in module.modules():
+            mappings: list[dict[str, Any]] = [inner._buffers]
+            if takes_by_itself(inner, fits=False) and not isinstance(inner, ModelStates):
+                mappings += [vars(inner), inner._modules]
+            for mapping in mappings:
+                self._found.append((mapping, dict(mapping)))
+                self._inside += [(value, _copy(value)) for value in mapping.values() if _is_changed_in_place(value)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for value, copy in self._inside:
+            if isinstance(value, Tensor):
+                if value.shape != copy.shape:
+                    value.resize_(copy.shape)
+                value.copy_(copy)
+            elif isinstance(value, list):
+                value[:] = copy
+            else:
+                value.clear()
+                value.update(copy)
+        for mapping, values in self._found:
+            mapping.clear()
+            mapping.update(values)
+
+
+def _is_changed_in_place(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
+    return type(value) in (list, dict, set)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def take(
+    module: nn.Module,
+    held: list[Held],
+    source: Source,
+    own: Mapping[str, list[Chunk]],
+    values: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> Taken | None:
+    """Have ``module`` load what ``source`` has, but for the values of parameters; None: it has no code for that.
+
+    No collective call. ``own``: boxes of this rank alone; ``values``: what is no tensor; ``about``: of the index.
+    Raises: whatever a module raises; CheckpointError for what cannot be kept; the module is as it was then.
+    """
+    names = {name for one in held for name in one.names}
+    fits = names == source.model.keys()
+    if not any(takes_by_itself(inner, fits) for inner in module.modules()):
+        return None
+    of_modules = about.get("given", [])
+    boxes = {name: own.get(name) or chunks for name, chunks in source.model.items()}
+    if own:
+        boxes = {name: chunks for name, chunks in boxes.items() if name in own or name not in of_modules}
+        boxes |= {name: chunks for name, chunks in own.items() if name not in names}
+    stand_ins = StandIns(lambda name: source.whole(name, boxes[name]))
+    buffers = {name: one for one in held if one.is_buffer for name in one.names}
+    state: Any = OrderedDict(values)
+    for name, chunks in boxes.items():
+        if name in buffers or name in of_modules:
+            _check_kind(name, chunks[0], buffers.get(name))
+            state[name] = source.whole(name, chunks)
+        else:
+            state[name] = stand_ins.of_file(name, chunks[0].shape, chunks[0].torch_dtype(name))
+    if "metadata" in about:
+        paths = {path: clean_tensor_name(path + ".").rstrip(".") for path, _ in module.named_modules()}
+        state._metadata = OrderedDict((path, dict(about["metadata"].get(told, _PLAIN))) for path, told in paths.items())
+    for one in held:
+        if one.is_buffer:
+            stand_ins.watch(one)
+    before = Before(module)
+    try:
+        with ungathered(), shown(module, [one for one in held if not one.is_buffer], stand_ins), stand_ins:
+            result = module.load_state_dict(state, strict=False)
+        state.clear()
+        _put_values(module, stand_ins)
+    except BaseException:
+        before.restore()
+        raise
+    return _taken(held, stand_ins, result, before, source)
+
+
+def _taken(held: list[Held], stand_ins: StandIns, result: Any, before: Before, source: Source) -> Taken:
+    found = Taken({}, {}, set(), [], [], before)
+    for one, sources in stand_ins.copied.items():
+        for value in sources:
+            name = stand_ins.name_of(value)
+            if name is None:
+                found.values[one] = value
+            else:
+                found.names.setdefault(one, []).append(name)
+    by_name = {name: one for one in held for name in one.names}
+    missing = [clean_tensor_name(name) for name in getattr(result, "missing_keys", [])]
+    for one in held:
+        if one.is_buffer and one not in stand_ins.copied and not set(one.names) <= set(missing):
+            found.itself.add(one)
+    loaded = {*found.names, *found.values, *found.itself}
+    for one in held:  # its module leaves it as it is; what was saved is what it had
+        here = next((name for name in one.names if name in source.model and name not in missing), None)
+        if one not in loaded and here is not None:
+            found.names[one] = [here]
+            loaded.add(one)
+    found.missing = [one.name for one in held if one not in loaded]
+    found.missing += [name for name in missing if name not in by_name and name.rpartition(".")[2] != _EXTRA]
+    found.unexpected = [clean_tensor_name(name) for name in getattr(result, "unexpected_keys", [])]
+    return found
+
+
+def _check_kind(name: str, chunk: Chunk, one: Held | None) -> None:
+    """Raises: CheckpointError for a buffer that would be converted to another kind."""
+    dtype = DTYPES.get(chunk.dtype)
+    if one is not None and one.shape == chunk.shape and not may_become(dtype, one.owner.dtype):
+        raise CheckpointError(
+            f"{chunk.file}: `{name}` has dtype {chunk.dtype}, which cannot be loaded into {one.owner.dtype}"
+        )
+
+
+def _put_values(module: nn.Module, stand_ins: StandIns) -> None:
+    """Let modules have the values of what they have kept of a file.
+
+    Raises: CheckpointError naming one that is kept where it cannot be found.
+    """
+    for inner in module.modules():
+        for mapping in (vars(inner), inner._buffers):
+            kept = {key: stand_ins.values(value) for key, value in mapping.items() if stand_ins.name_of(value)}
+            mapping.update(kept)
+    for name in stand_ins.still_used():
+        raise CheckpointError(f"`{name}`: a module keeps this tensor of the file where its values cannot be put")

@@ -1,0 +1,197 @@
+"""What modules see while their own code saves or loads: stand-ins of parameters, of the whole shape, without memory.
+
+No parameter is gathered for that. Code that only names, moves or copies a parameter works; code that computes with one
+is told that it cannot.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..fsdp.held import Held
+from ..fsdp.outputs import find_tensors
+from .errors import CheckpointError
+
+# What gives the parameter again, as far as a state dict goes
+_SAME = {"detach", "detach_", "clone", "cpu", "contiguous", "requires_grad_"}
+# What is known without values
+_ASKED = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex", "element_size"}
+_ASKED |= {"__len__", "is_contiguous", "storage_offset", "__repr__"}
+_FIELDS = {"shape", "dtype", "layout", "ndim", "requires_grad", "is_sparse", "is_quantized", "is_leaf", "is_nested"}
+_FIELDS |= {"itemsize", "nbytes", "grad_fn", "grad", "_version"}
+_OF_DEVICE = {"device", "is_meta", "is_cuda", "is_cpu"}
+
+
+class StandIns(TorchFunctionMode):
+    """While it is active, modules may have stand-ins of parameters, and a state dict those of a file's tensors.
+
+    ``read``: the values of one of the file's, for code that computes with it. ``copied``: what was copied into which
+    parameter or buffer: a stand-in of the file's, or values.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor] | None = None):
+        super().__init__()
+        self.read = read
+        self.copied: dict[Held, list[Tensor]] = {}
+        self._of_model: dict[int, tuple[Tensor, Held]] = {}
+        self._in_file: dict[int, tuple[Tensor, str]] = {}
+        self._whole: dict[int, tuple[Tensor, Held]] = {}
+
+    def held_of(self, value: Any) -> Held | None:
+        """What ``value`` is the stand-in of."""
+        return self._of_model.get(id(value), (None, None))[1]
+
+    def name_of(self, value: Any) -> str | None:
+        """The same of a file's."""
+        return self._in_file.get(id(value), (None, None))[1]
+
+    def of_held(self, held: Held) -> nn.Parameter:
+        """A new one, with the attributes that the parameter's object has."""
+        param = held.owner if held.here is None else held.original.param
+        empty = torch.empty_strided(held.shape, held.stride, dtype=held.owner.dtype, device="meta")
+        made = nn.Parameter(empty, requires_grad=held.owner.requires_grad)
+        made.__dict__.update(vars(param))
+        self._of_model[id(made)] = made, held
+        return made
+
+    def of_file(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A new one."""
+        made = torch.empty(shape, dtype=dtype, device="meta")
+        self._in_file[id(made)] = made, name
+        return made
+
+    def watch(self, held: Held) -> None:
+        """Note what is copied from a stand-in into ``held``, which modules have as it is."""
+        self._whole[id(held.owner)] = held.owner, held
+
+    def values(self, value: Any) -> Any:
+        """``value``, or what the file has in its place."""
+        name = self.name_of(value)
+        if name is None:
+            return value
+        assert self.read is not None
+        return self.read(name)
+
+    def still_used(self) -> list[str]:
+        """The file's whose stand-ins others have than ``copied``."""
+        counts = collections.Counter(id(source) for sources in self.copied.values() for source in sources)
+        mine = 3  # the dict, the name in the loop, the argument
+        return [name for made, name in self._in_file.values() if sys.getrefcount(made) > mine + counts[id(made)]]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first, second, name = *(*args, None, None)[:2], getattr(func, "__name__", "")
+        field = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
+        if field in _FIELDS or name in _ASKED:
+            return func(*args, **kwargs)
+        held = self.held_of(first)
+        if name == "copy_" and (held is not None or (id(first) in self._whole and self.name_of(second) is not None)):
+            self._note(held or self._whole[id(first)][1], second)
+            return first
+        if held is not None:
+            if (
+                name in _SAME
+                or field == "data"
+                or (name == "to" and not _converts(first, (*args[1:], *kwargs.values())))
+            ):
+                return first
+            if field in _OF_DEVICE:
+                return False if field == "is_meta" else getattr(held.owner, field)
+        elif field in _OF_DEVICE and self.name_of(first) is not None:
+            return getattr(torch.empty(0, device="cpu"), field)
+        for value in find_tensors((args, kwargs)):
+            other = self.held_of(value)
+            if other is not None:
+                raise CheckpointError(
+                    f"a module's own code computes with `{other.name}` ({field or name}) while it saves or loads a "
+                    "state dict, where no rank has all of its values: keep the result in a buffer, or in `extra`"
+                )
+        return func(*_mapped(args, self.values), **_mapped(kwargs, self.values))
+
+    def _note(self, held: Held, source: Any) -> None:
+        if not isinstance(source, Tensor) or self.held_of(source) is not None:
+            raise CheckpointError(f"`{held.name}` is loaded from what is in no file: {type(source).__name__}")
+        if tuple(source.shape) != held.shape:
+            raise CheckpointError(f"`{held.name}` has shape {held.shape}, and is loaded from {tuple(source.shape)}")
+        self.copied.setdefault(held, []).append(source)
+
+
+def _converts(value: Tensor, arguments: Iterable[Any]) -> bool:
+    """Whether ``to`` with ``arguments`` makes another dtype of ``value``."""
+    dtypes = (one.dtype if isinstance(one, Tensor) else one for one in arguments)
+    return any(isinstance(dtype, torch.dtype) and dtype != value.dtype for dtype in dtypes)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)
+
+
+@contextmanager
+def shown(module: nn.Module, held: Iterable[Held], stand_ins: StandIns) -> Iterator[None]:
+    """Within, the modules in ``module`` have ``stand_ins`` of ``held``, and no flat parameters.
+
+    Raises: CheckpointError naming a parameter that a module has replaced within.
+    """
+    places = _places(module, list(held), stand_ins)
+    before = [(inner, dict(inner._parameters), _hidden(inner, new)) for inner, new in places]
+    try:
+        for inner, new in places:
+            for name, param in new.items():
+                inner.__dict__.pop(name, None)
+                if param is None:
+                    del inner._parameters[name]
+                else:
+                    inner._parameters[name] = param
+        yield
+        for inner, new in places:
+            for name, param in new.items():
+                if inner._parameters.get(name) is not param or name in inner.__dict__:
+                    one = stand_ins.held_of(param)
+                    raise CheckpointError(
+                        f"`{one.name if one else name}`: {type(inner).__name__} replaces this parameter while a state "
+                        "dict is saved or loaded, which cannot be kept: copy into it instead"
+                    )
+    finally:
+        for (inner, new), (_, parameters, hidden) in zip(places, before, strict=True):
+            for name in new:
+                inner.__dict__.pop(name, None)
+            if list(inner._parameters) != list(parameters):
+                inner._parameters.clear()
+            inner._parameters.update(parameters)
+            inner.__dict__.update(hidden)
+
+
+def _hidden(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """The views that a forward has left."""
+    return {name: module.__dict__[name] for name in names if name in module.__dict__}
+
+
+def _places(
+    module: nn.Module, held: list[Held], stand_ins: StandIns
+) -> list[tuple[nn.Module, dict[str, nn.Parameter | None]]]:
+    """What modules are to have by name; None: nothing, in place of a flat parameter."""
+    found: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+    alone: dict[int, nn.Parameter | None] = {}
+    for one in held:
+        made = stand_ins.of_held(one)
+        for place in one.original.names if one.here is not None else ():
+            found.setdefault(place.module, {})[place.name] = made
+        alone[id(one.owner)] = made if one.here is None else None
+    for inner in module.modules():
+        for name, param in inner._parameters.items():
+            if id(param) in alone and name not in found.get(inner, {}):
+                found.setdefault(inner, {})[name] = alone[id(param)]
+    return list(found.items())
