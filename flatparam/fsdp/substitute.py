@@ -5,6 +5,7 @@ torch's own runtime goes on with its class: models that it has wrapped already t
 """
 
 import functools
+import re
 import sys
 import warnings
 from types import ModuleType
@@ -22,7 +23,20 @@ NAME = "FullyShardedDataParallel"
 # Modules that keep torch's class: its own runtime, ours, and the helpers that states/torch_helpers.py has taught both
 _KEEP = ("torch.distributed.fsdp.", "flatparam.", "torch.distributed.checkpoint.state_dict")
 
-TESTED = {"accelerate": "1.15", "transformers": "5.23", "lightning": "2.6", "peft": "0.20"}  # docs/integrations.md
+# docs/integrations.md; the last of each is what `make integrations` installs
+TESTED = {
+    "accelerate": ("1.15",),
+    "transformers": ("5.23", "5.24"),
+    "lightning": ("2.6",),
+    "peft": ("0.20", "0.21"),
+}
+_EMPTY_ADAPTERS = (
+    "PEFT {version} saves empty adapters (adapter_model.safetensors without a tensor) of a model whose blocks are "
+    "units, on torch's class too, as the names of modules have those of units in them. Load the full state dict into "
+    "the model made anew and save_pretrained() that (docs/integrations.md), or use PEFT 0.20"
+)
+# What releases that were tested do worse, and from which on
+BREAKS = {"peft": ((0, 21), _EMPTY_ADAPTERS)}
 
 _originals: dict[str, ModuleType] = {}
 _bound: list[tuple[ModuleType, str]] = []  # where torch's class was
@@ -73,13 +87,20 @@ def _watch(name: str) -> None:
 
 
 def _warn_of_version(trainer: ModuleType) -> None:
-    name, version = trainer.__name__, getattr(trainer, "__version__", "of no version")
-    if is_installed() and not f"{version}.".startswith(TESTED[name] + "."):
+    name, version = trainer.__name__, str(getattr(trainer, "__version__", "of no version"))
+    if not is_installed():
+        return
+    tested = TESTED[name]
+    if not f"{version}.".startswith(tuple(f"{release}." for release in tested)):
         warnings.warn(
             f"flatparam's FullyShardedDataParallel is in the place of torch's for {name} {version}. It was tested with "
-            f"{name} {TESTED[name]}: compare a short run with flatparam.install(), which keeps torch's class",
+            f"{name} {' and '.join(tested)}: compare a short run with flatparam.install(), which keeps torch's class",
             stacklevel=2,
         )
+    since, what = BREAKS.get(name, ((), ""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if what and (numbers is None or tuple(map(int, numbers.groups())) >= since):
+        warnings.warn(what.format(version=version), stacklevel=2)
 
 
 def uninstall() -> None:

@@ -199,28 +199,46 @@ with warnings.catch_warnings(record=True) as found:
     flatparam.install(runtime=True)
     flatparam.uninstall()
     import lightning
-print(*(str(warning.message) for warning in found if "flatparam" in str(warning.message)), sep="\\n")
+messages = [str(warning.message) for warning in found]
+print(*(message for message in messages if "flatparam" in message or "PEFT" in message), sep="\\n")
 """
 
 
-def test_a_trainer_of_a_version_that_was_not_tested_is_named(tmp_path):
-    versions = {"transformers": "99.1.0", "accelerate": "99.2.0", "peft": TESTED["peft"] + ".7", "lightning": "99.3.0"}
+def warned_of(tmp_path, versions):
+    """The messages of a program that imports trainers of these versions."""
     for name, version in versions.items():
         (tmp_path / f"{name}.py").write_text(f"__version__ = {version!r}\nloaded = globals().get('loaded', 0) + 1\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
     command = [sys.executable, "-c", VERSIONS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    return done.stdout.splitlines()
+
+
+def test_a_trainer_of_a_version_that_was_not_tested_is_named(tmp_path):
+    versions = {"transformers": "99.1.0", "accelerate": "99.2.0", "peft": TESTED["peft"][0] + ".7"}
     named = [
-        re.search(r"for (\w+ [\d.]+)\. It was tested with (\w+ [\d.]+):", line) for line in done.stdout.splitlines()
+        re.search(r"for (\w+ [\d.]+)\. It was tested with (\w+ [\d. and]+):", line)
+        for line in warned_of(tmp_path, {**versions, "lightning": "99.3.0"})
     ]
-    expected = [(f"{name} {versions[name]}", f"{name} {TESTED[name]}") for name in ("transformers", "accelerate")]
+    expected = [
+        (f"{name} {versions[name]}", f"{name} {' and '.join(TESTED[name])}") for name in ("transformers", "accelerate")
+    ]
     assert [match and match.groups() for match in named] == expected
+
+
+@pytest.mark.parametrize("version", ["0.21.2", "0.22.0"])
+def test_a_release_that_loses_what_it_saves_is_told_of(tmp_path, version):
+    """PEFT since 0.21 saves empty adapters: tests/integrations/test_peft.py shows it, and the way that is told."""
+    versions = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": version, "lightning": "2.6.0"}
+    *others, last = warned_of(tmp_path, versions)
+    assert last.startswith(f"PEFT {version} saves empty adapters (adapter_model.safetensors without a tensor)")
+    assert ["flatparam's FullyShardedDataParallel" in other for other in others] == [True] * (version == "0.22.0")
 
 
 def test_the_tested_versions_are_those_that_are_installed_and_told():
     root = pathlib.Path(__file__).parents[2]
     [extra] = re.findall(r"^integrations = (\[[^]]*\])", (root / "pyproject.toml").read_text(), re.MULTILINE)
     pinned = dict(requirement.split("==") for requirement in ast.literal_eval(extra))
-    assert {name: pinned[name].rpartition(".")[0] for name in TESTED} == TESTED
+    assert {name: pinned[name].rpartition(".")[0] for name in TESTED} == {name: TESTED[name][-1] for name in TESTED}
     told = (root / "docs" / "integrations.md").read_text()
     assert all(f"| {version} |" in told for version in pinned.values())

@@ -1,9 +1,12 @@
 """PEFT's LoRA on flatparam's runtime: trained by transformers' Trainer beside torch's class, and what it reduces."""
 
 import contextlib
+import importlib.metadata
 import math
+import pathlib
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from gloo import note, run_ranks
@@ -14,6 +17,9 @@ from trainers import needs, same_files, under
 import flatparam
 
 needs("peft")
+
+# Also on torch's class: PEFT 0.21 looks for adapters by the names of modules, which have the names of units in them
+LEAVES_OUT = tuple(map(int, importlib.metadata.version("peft").split(".")[:2])) >= (0, 21)
 
 
 def adapted(checkpoint=None, layers=2):
@@ -60,6 +66,25 @@ def trained_bytes(module, size):
     return 4 * sum(trained), 4 * sum(math.ceil(numel / size) * size for numel in trained)
 
 
+def saves_adapters(trainer):
+    """Let a trainer save what PEFT since 0.21 leaves out of the file (docs/integrations.md): by a model made anew."""
+    from transformers import TrainerCallback
+
+    class Saving(TrainerCallback):
+        def on_save(self, arguments, state, control, **kwargs):
+            values = trainer.accelerator.get_state_dict(trainer.model)
+            folder = pathlib.Path(arguments.output_dir, f"checkpoint-{state.global_step}")
+            if trainer.accelerator.is_main_process:
+                assert (safetensors.torch.load_file(folder / "adapter_model.safetensors") == {}) is LEAVES_OUT
+                anew = adapted()
+                anew.load_state_dict(values)
+                anew.save_pretrained(folder)
+                assert len(safetensors.torch.load_file(folder / "adapter_model.safetensors")) == 12
+            trainer.accelerator.wait_for_everyone()
+
+    trainer.add_callback(Saving())
+
+
 def alike(folder):
     for i, settings in enumerate(SETTINGS[:2]):
         runs = {}
@@ -67,6 +92,7 @@ def alike(folder):
             note(f"{settings} {kind}")
             with under(kind):
                 trainer = a_trainer(f"{folder}/{i}-{kind}", *settings, saves=kind != "torch", make=adapted)
+                saves_adapters(trainer)
                 runs[kind] = results(trainer)
         dist.barrier()
         assert runs["runtime"] == runs["dropin"] == runs["torch"]

@@ -132,6 +132,38 @@ def alike(folder):
             same_files(f"{folder}/{i}-again/{last}", f"{folder}/{i}-runtime/{last}", but=ARGUMENTS)
 
 
+def a_low_llama():
+    """As from_pretrained() of version 5 reads it: in the dtype of the checkpoint."""
+    return a_llama().to(torch.bfloat16)
+
+
+def upcast(folder):
+    """A model in bf16 that is trained with bf16=True: accelerate puts its masters in fp32, by names in the class."""
+    for i, uo in enumerate((True, False)):
+        settings = ("FULL_STATE_DICT", {"use_orig_params": uo}, {"bf16": True})
+        runs = {}
+        for kind in ("torch", "dropin", "runtime"):
+            note(f"{uo} {kind}")
+            with under(kind):
+                trainer = a_trainer(f"{folder}/{i}-{kind}", *settings, saves=kind != "torch", make=a_low_llama)
+                runs[kind] = results(trainer)
+                assert all(param.dtype == torch.float32 for param in trainer.model.parameters())
+        dist.barrier()
+        assert runs["runtime"] == runs["dropin"] == runs["torch"]
+        if dist.get_rank() == 0:
+            same_files(f"{folder}/{i}-runtime", f"{folder}/{i}-dropin", but=ARGUMENTS)
+        for kind, saved_by in (("dropin", "runtime"), ("runtime", "runtime"), ("runtime", "dropin")):
+            note(f"{uo}: {kind} goes on from what {saved_by} has saved")
+            with under(kind):
+                trainer = a_trainer(f"{folder}/{i}-again", *settings, make=a_low_llama)
+                assert results(trainer, f"{folder}/{i}-{saved_by}/checkpoint-{SAVED}") == runs["torch"]
+
+
+@pytest.mark.multiprocess
+def test_a_model_in_bf16_trains_alike(tmp_path):
+    run_ranks(upcast, 2, str(tmp_path))
+
+
 def had_by_one(folder):
     """A model that only rank 0 has values of, and the others the names: sent while it is sharded, it trains alike.
 
