@@ -11,7 +11,7 @@ fp_handle_versions(fp_handle_steps *h, fp_versions *found)
     if (h->padded != NULL) { /* no Python code runs in these */
         PyObject *const masters[] = {h->flat_param, h->shard};
         plain = fp_torch_versions(PySequence_Fast_ITEMS(h->params), PyList_GET_SIZE(h->params), 1, found);
-        found->values += fp_param_versions(masters, 2);
+        found->values += fp_param_versions(masters, NULL, 2);
     }
     if (plain == 0) {
         long long values, grads, grad_values;
@@ -142,7 +142,7 @@ begin_gradient(fp_handle_steps *h)
     if (zeros == NULL) {
         return -1;
     }
-    h->prepared = fp_param_versions(&h->grad, 1);
+    h->prepared = fp_param_versions(&h->grad, NULL, 1);
     h->in_backward = 1;
     return 0;
 }

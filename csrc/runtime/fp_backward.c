@@ -322,7 +322,7 @@ finish_step_of(fp_unit *unit)
     }
     const int in_forward = fp_unit_is_in_forward(unit); /* which has called the backward, and goes on */
     unit->for_graph = fp_unshard_is_for_graph(unit) && fp_unit_is_full(unit);
-    unit->recorded = unit->for_graph ? fp_optimizer_steps : unit->recorded;
+    unit->recorded = unit->for_graph ? root->optimizer_steps : unit->recorded;
     const int in_no_sync = !root->synchronize && !unit->reshard_after_forward;
     if (unit->for_graph || (in_no_sync && fp_unit_is_full(unit))) {
         if (fp_unshard_keep(unit, in_no_sync ? fp_optimizer_steps : -1) < 0) {

@@ -3,6 +3,7 @@
 #include "runtime/fp_consensus.h"
 
 #include "core/fp_alloc.h"
+#include "runtime/fp_fresh.h"
 #include "runtime/fp_unshard.h"
 
 enum { PER_PART = 2 }; /* whether it gets a gradient now; whether there is one from before */
@@ -27,10 +28,10 @@ group_of(const fp_unit *unit)
     return unit->flat_params[0].shard_group;
 }
 
-/* The units with a secondary shard, by the group that they are spread over, in the order in which they joined; nested: only
- * those whose gradients are reduced in each micro-batch. *n is set also on failure. */
+/* The units that are in it, by the group that they are spread over, in the order in which they joined. *n is set also on
+ * failure. */
 static fp_exchange *
-make_exchanges(const fp_root *root, int nested, Py_ssize_t *n)
+make_exchanges(const fp_root *root, int (*is_in)(const fp_unit *unit), Py_ssize_t *n)
 {
     *n = 0;
     fp_exchange *exchanges = fp_new_array(root->n_units, sizeof *exchanges);
@@ -39,7 +40,7 @@ make_exchanges(const fp_root *root, int nested, Py_ssize_t *n)
     }
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         fp_unit *unit = root->units[s];
-        if (!unit->has_secondary_shard || (nested && unit->flat_params[0].refresh_group == NULL)) {
+        if (!is_in(unit)) {
             continue;
         }
         Py_ssize_t g = 0;
@@ -120,51 +121,56 @@ check_others(const fp_exchange *exchange)
 
 /* ---- before a forward ---- */
 
+/* What ranks ask each other of each unit that is in it. */
+typedef struct {
+    int (*is_in)(const fp_unit *unit);
+    int (*ask)(fp_unit *unit);            /* -1 with an exception set */
+    void (*hear)(fp_unit *unit, int any); /* whether some rank has told something else than 0 */
+} question;
+
+/* Parameters that were moved are taken back before. */
 static int
-is_stale(fp_unit *unit)
+ask_old(fp_unit *unit)
 {
-    const int doubted = unit->doubted;
-    int stale = 0;
-    unit->doubted = 0;
-    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        const fp_flat_param *flat_param = &unit->flat_params[k];
-        stale = stale || !fp_flat_buffer_has_values(flat_param->flat) ||
-                flat_param->synced != fp_flat_param_versions(flat_param) ||
-                (!flat_param->untracked && flat_param->synced_steps != fp_optimizer_steps);
-    }
-    for (Py_ssize_t k = 0; doubted && stale == 0 && k < unit->n_flat_params; k++) {
-        const int matches = fp_flat_buffer_has_values_of(unit->flat_params[k].flat, unit->flat_params[k].master);
-        stale = matches < 0 ? -1 : !matches;
-    }
-    return stale;
+    const int looked = fp_unshard_look_over(unit);
+    return looked != 0 ? looked : fp_fresh_is_old(unit);
 }
+
+static void
+hear_old(fp_unit *unit, int any)
+{
+    unit->stale = any;
+    unit->stale_pass = any ? unit->root->pass : unit->stale_pass;
+}
+
+static int
+ask_learned(fp_unit *unit)
+{
+    return unit->saw_writes;
+}
+
+static const question old = {fp_fresh_is_asked, ask_old, hear_old};
+static const question learned = {fp_fresh_is_learned_next, ask_learned, fp_fresh_end_learning};
 
 /* Where this rank fails it says so, and raises what it has to when the others have heard of it. */
 static int
-agree_with(fp_exchange *exchange)
+agree_with(fp_exchange *exchange, const question *asked)
 {
     PyObject *error = NULL;
     if (make_flags(exchange, exchange->n) < 0) {
         return -1;
     }
     for (Py_ssize_t i = 0; i < exchange->n; i++) {
-        fp_unit *unit = exchange->units[i];
-        const int looked = error == NULL ? fp_unshard_look_over(unit) : 0;
-        const int stale = looked < 0 ? 1 : is_stale(unit);
-        if (error != NULL) {
-            PyErr_Clear(); /* one is enough */
-        }
-        else if (looked < 0 || stale < 0) {
+        const int told = error == NULL ? asked->ask(exchange->units[i]) : 1;
+        if (told < 0) {
             error = PyErr_GetRaisedException();
             exchange->flags[exchange->n + exchange->rank] = (int32_t)(i + 1);
         }
-        exchange->flags[i] = stale != 0;
+        exchange->flags[i] = told != 0;
     }
     const int status = start(exchange, FP_EVENT_AGREES) < 0 || read_sum(exchange) < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; status == 0 && i < exchange->n; i++) {
-        fp_unit *unit = exchange->units[i];
-        unit->stale = exchange->flags[i] != 0;
-        unit->stale_pass = unit->stale ? unit->root->pass : unit->stale_pass;
+        asked->hear(exchange->units[i], exchange->flags[i] != 0);
     }
     if (error != NULL) {
         PyErr_SetRaisedException(error);
@@ -173,17 +179,28 @@ agree_with(fp_exchange *exchange)
     return status < 0 ? -1 : check_others(exchange);
 }
 
-int
-fp_consensus_on_stale(fp_root *root)
+static int
+agree(const fp_root *root, const question *asked)
 {
-    Py_ssize_t n;
-    fp_exchange *exchanges = make_exchanges(root, 0, &n);
-    int status = exchanges == NULL ? -1 : 0;
-    for (Py_ssize_t g = 0; status == 0 && g < n; g++) {
-        status = agree_with(&exchanges[g]);
+    Py_ssize_t n, in = 0;
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        in += asked->is_in(root->units[s]);
     }
-    free_exchanges(exchanges, n);
+    fp_exchange *exchanges = in == 0 ? NULL : make_exchanges(root, asked->is_in, &n);
+    int status = in == 0 || exchanges != NULL ? 0 : -1;
+    for (Py_ssize_t g = 0; exchanges != NULL && status == 0 && g < n; g++) {
+        status = agree_with(&exchanges[g], asked);
+    }
+    if (exchanges != NULL) {
+        free_exchanges(exchanges, n);
+    }
     return status;
+}
+
+int
+fp_consensus_before_forward(fp_root *root)
+{
+    return agree(root, &old) < 0 ? -1 : agree(root, &learned);
 }
 
 /* ---- in a backward ---- */
@@ -237,10 +254,23 @@ tell(const fp_root *root, fp_exchange *exchange)
     return start(exchange, FP_EVENT_AGREES_ON_GRADIENTS);
 }
 
+static int
+keeps_copy(const fp_unit *unit)
+{
+    return unit->has_secondary_shard;
+}
+
+/* Its gradients are reduced in each micro-batch. */
+static int
+is_nested(const fp_unit *unit)
+{
+    return unit->has_secondary_shard && unit->flat_params[0].refresh_group != NULL;
+}
+
 int
 fp_consensus_on_gradients(fp_root *root)
 {
-    root->exchanges = make_exchanges(root, !root->synchronize, &root->n_exchanges);
+    root->exchanges = make_exchanges(root, root->synchronize ? keeps_copy : is_nested, &root->n_exchanges);
     int status = root->exchanges == NULL ? -1 : 0;
     for (Py_ssize_t g = 0; status == 0 && g < root->n_exchanges; g++) {
         status = tell(root, &root->exchanges[g]);

@@ -1,12 +1,14 @@
-/* runtime/fp_consensus.h -- what the ranks tell each other of units with a secondary shard: once a forward and once a backward. */
+/* runtime/fp_consensus.h -- what the ranks tell each other of units: what is gathered and old when a forward begins, and of units
+ * with a secondary shard once a backward which gradients there are. */
 #pragma once
 
 #include "runtime/fp_types.h"
 
 /* Agree on which units the next pass gathers from the shards: what a rank sees of its own masters may be less than what
- * has changed, and ranks that gather over different groups would wait for each other for ever. Parameters that were moved
- * are taken back before; where a rank cannot, all ranks raise. */
-int fp_consensus_on_stale(fp_root *root);
+ * has changed, and ranks that gather over different groups, or not at all, would wait for each other for ever. Parameters that
+ * were moved are taken back before; where a rank cannot, all ranks raise. Also on which units are never gathered ahead. Without
+ * a collective where no unit is asked about (fp_fresh.h). */
+int fp_consensus_before_forward(fp_root *root);
 
 /* Tell which units get a gradient in the backward that begins. Each flat parameter's wanted and wanted_kept are known, and what
  * other ranks have cleared is, once fp_consensus_read has returned. */

@@ -136,18 +136,25 @@ fp_flat_param_show_params(fp_flat_param *flat_param)
 int64_t
 fp_flat_param_versions(const fp_flat_param *flat_param)
 {
-    return fp_param_versions(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners)) +
-           fp_param_versions(&flat_param->master, 1) + fp_flat_buffer_sources(flat_param->flat, flat_param->master);
+    return fp_param_versions(fp_items(flat_param->owners), flat_param->numels, PyTuple_GET_SIZE(flat_param->owners)) +
+           fp_param_versions(&flat_param->master, NULL, 1) +
+           fp_flat_buffer_sources(flat_param->flat, flat_param->master);
 }
 
 int
-fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param)
+fp_flat_param_trains_as_gathered(const fp_flat_param *flat_param)
 {
     int untracked = 1;
     for (Py_ssize_t i = 0; untracked && i < PyTuple_GET_SIZE(flat_param->owners); i++) {
         untracked = !fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i));
     }
-    return untracked == flat_param->untracked && flat_param->versions == fp_flat_param_versions(flat_param);
+    return untracked == flat_param->untracked;
+}
+
+int
+fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param)
+{
+    return fp_flat_param_trains_as_gathered(flat_param) && flat_param->versions == fp_flat_param_versions(flat_param);
 }
 
 int

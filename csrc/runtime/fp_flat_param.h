@@ -68,11 +68,12 @@ int fp_flat_param_show_views(fp_flat_param *flat_param);
 int fp_flat_param_show_params(fp_flat_param *flat_param);
 /* Where the modules have views: let them list the parameters, as parameters() and zero_grad() see. */
 int fp_flat_param_list_params(fp_flat_param *flat_param);
-/* A number that grows with each change of the master and of the owners that torch counts, and with each storage that the
- * master gets. */
+/* A number that grows with each change of the master, and of the owners of which this rank has something, that torch counts, and
+ * with each storage that the master gets. */
 int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
-/* Whether what was gathered last still has the values of now, and views for who requires grad now; counts: as far as versions
- * tell, which are those of all ranks where all have done the same. */
+/* Whether what was gathered last has views for who requires grad now; counts: and, as far as versions tell, the values of now;
+ * is: and modules have just these. */
+int fp_flat_param_trains_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_counts_as_gathered(const fp_flat_param *flat_param);
 int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);
 /* What modules have where they have views, borrowed: those, or what the extension made of them. */

@@ -3,6 +3,7 @@
 #include "runtime/fp_forward.h"
 
 #include "runtime/fp_backward.h"
+#include "runtime/fp_fresh.h"
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_unshard.h"
 
@@ -27,7 +28,9 @@ prefetch_forward(fp_unit *unit, int first)
         }
     }
     fp_unit *next = unit->next_forward;
-    return next == NULL || next->stale || fp_unshard_is_fresh(next) ? 0 : fp_unshard_start(next);
+    return next == NULL || next->stale || !fp_fresh_may_gather_ahead(next) || fp_fresh_is_of_now(next)
+               ? 0
+               : fp_unshard_start(next);
 }
 
 /* On an accelerator always: its gathers have a stream of their own. */
@@ -67,9 +70,13 @@ pre_forward(fp_unit *unit)
         unit->entered = root->n_order;
         unit->entry = root->entries++;
     }
+    const int goes_ahead = !root->in_backward && gathers_ahead(unit);
+    if (first && goes_ahead) {
+        fp_fresh_learn(unit);
+    }
     return fp_unshard_make_full(unit) < 0 || fp_unit_each(unit, fp_flat_param_show_views) < 0 ||
                    (!root->in_backward && fp_unit_each(unit, run_here) < 0) ||
-                   (!root->in_backward && gathers_ahead(unit) && prefetch_forward(unit, first) < 0)
+                   (goes_ahead && prefetch_forward(unit, first) < 0)
                ? NULL
                : Py_NewRef(Py_None);
 }

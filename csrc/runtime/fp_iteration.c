@@ -1,11 +1,12 @@
 /* runtime/fp_iteration.c -- an iteration of a model: one forward of the outermost unit and the backward that follows; its order
- * of units, the thread it runs in, and what is forgotten when it is broken off. At its beginning each rank looks which masters
- * of units with a secondary shard have changed, and all gather anew what one of them calls out of date (fp_consensus.c). */
+ * of units, the thread it runs in, and what is forgotten when it is broken off. At its beginning each rank looks which masters of
+ * units that it has gathered from have changed, and all gather anew what one of them calls out of date (fp_consensus.c). */
 #include "runtime/fp_iteration.h"
 
 #include "core/fp_alloc.h"
 #include "python/fp_gil.h"
 #include "runtime/fp_consensus.h"
+#include "runtime/fp_fresh.h"
 #include "runtime/fp_trace_py.h"
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_unshard.h"
@@ -263,10 +264,7 @@ fp_iteration_begin(fp_root *root)
     }
     root->n_order = 0;
     root->last_forward = root->last_refreshed = NULL;
-    return was_replaced(root, &root->through_python) < 0 ||
-                   (root->has_secondary_shards && fp_consensus_on_stale(root) < 0)
-               ? -1
-               : 0;
+    return was_replaced(root, &root->through_python) < 0 || fp_consensus_before_forward(root) < 0 ? -1 : 0;
 }
 
 static int
@@ -280,6 +278,9 @@ int
 fp_iteration_refresh(fp_root *root)
 {
     root->closed = 1;
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        fp_fresh_forget_learned(root->units[s]);
+    }
     const int done = fp_iteration_begin(root) == 0 && fp_root_each(root, refresh) == 0;
     const int status = done ? fp_iteration_wait_until_read(root) : -1;
     root->closed = 0;

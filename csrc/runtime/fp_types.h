@@ -1,6 +1,7 @@
 /* runtime/fp_types.h -- the structs of the runtime: a unit, and what the units of a tree share. Files of the runtime include
  * each other one way, those that are further down in this list those above:
  *     fp_types, fp_flat_param    the structs; one flat parameter
+ *     fp_fresh                   whether what is gathered of a unit is of now
  *     fp_unshard, fp_reduction   what is done to one unit
  *     fp_consensus               what ranks tell each other
  *     fp_reduce_order            which unit is reduced when
@@ -61,6 +62,8 @@ typedef struct {
     PyObject *error;                  /* what is raised when this backward ends, on all ranks; or NULL */
     const struct fp_unit *error_unit; /* which that is of, borrowed */
     int64_t pass;
+    int64_t
+        optimizer_steps; /* between its backwards, of optimizers that hold some of its parameters: alike on all ranks */
     int64_t gathers, refreshes, reductions; /* how many there were: for tests and plans; refreshes: gathers of shards */
 } fp_root;
 
@@ -97,16 +100,22 @@ typedef struct fp_unit {
     int64_t entered_pass; /* of its last forward */
     Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
     Py_ssize_t entry;     /* which of all first forwards that was */
-    int64_t kept_steps;   /* optimizer steps when it was gathered, or KEPT */
-    int for_graph;        /* and that it is for a graph */
-    int64_t recorded;     /* optimizer steps when a backward with create_graph=True came to it last; -1: none has */
-    int task;             /* graph task that came to this unit last */
-    Py_ssize_t position;  /* in the order of this pass; -1: none */
+    int64_t kept_steps;   /* fp_optimizer_steps when it was gathered, or KEPT */
+    int64_t gather_steps; /* optimizer_steps of the root at the gather */
+    int kept_in_no_sync;  /* KEPT, for forwards too, until a rank calls it old: see fp_consensus_on_stale */
+    int for_graph;        /* KEPT for a graph */
+    unsigned observed,
+        learned; /* kinds of forwards in which this rank, and all, know whether it is written before its turn */
+    int saw_writes, written_ahead;  /* it was, on this rank; on some rank: it is not gathered ahead */
+    int64_t seen_pass, seen_writes; /* fp_fresh_learn(): pass and writes when the forward came to the unit before */
+    int64_t recorded;    /* optimizer_steps of the root when a backward with create_graph=True came to it last; or -1 */
+    int task;            /* graph task that came to this unit last */
+    Py_ssize_t position; /* in the order of this pass; -1: none */
 } fp_unit;
 
 enum { FP_PREFETCH_NONE = 0, FP_PREFETCH_PRE = 1, FP_PREFETCH_POST = 2 };
 
-extern int64_t fp_optimizer_steps; /* of any optimizer in this process, since the first unit was made */
+extern int64_t fp_optimizer_steps; /* of any optimizer in this process: decides nothing that ranks have not agreed on */
 
 /* fp_state_next(), with RuntimeError naming the unit where event may not happen in state. */
 int fp_unit_next(const fp_unit *unit, const fp_state_table *table, unsigned state, unsigned event, unsigned *next);
@@ -127,7 +136,7 @@ fp_unit_awaits_backward(const fp_unit *unit)
 static inline int
 fp_unit_is_recorded(const fp_unit *unit)
 {
-    return unit->recorded == fp_optimizer_steps;
+    return unit->recorded == unit->root->optimizer_steps;
 }
 
 /* RuntimeError that the unit cannot do what in the middle of a pass. */

@@ -541,6 +541,17 @@ PyType_Spec fp_unit_type = FP_TYPE("Unit", fp_unit, Py_TPFLAGS_HAVE_GC, unit_slo
 static PyObject *
 note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        if (!fp_is_of(args[i], unit_dealloc)) {
+            return PyErr_Format(PyExc_TypeError, "expected a Unit, got %.200s", Py_TYPE(args[i])->tp_name);
+        }
+    }
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        fp_root *root = ((fp_unit *)args[i])->root;
+        if (root != NULL && !root->in_backward) {
+            root->optimizer_steps++;
+        }
+    }
     fp_optimizer_steps++;
     int status = 0;
     fp_unit *next = (fp_unit *)Py_XNewRef(full_units);
@@ -577,8 +588,8 @@ PyMethodDef fp_unit_methods_of_module[] = {
     {"set_grad", FP_METHOD(set_grad), METH_FASTCALL,
      "set_grad($module, tensor, grad, /)\n--\n\ntensor.grad = grad, also of another shape or dtype than torch allows."},
     {"note_optimizer_step", FP_METHOD(note_optimizer_step), METH_FASTCALL,
-     "note_optimizer_step($module, *ignored)\n--\n\nWhat a no_sync backward left full is out of date now. Units that "
-     "stay full hide that."},
+     "note_optimizer_step($module, /, *units)\n--\n\nAn optimizer has stepped that holds parameters of these units: "
+     "what is gathered of their models may be out of date. Units that stay full hide that."},
     {"note_registration_hook", note_registration_hook, METH_NOARGS,
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
      "not see what C puts into modules."},

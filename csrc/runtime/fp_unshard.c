@@ -1,8 +1,10 @@
 /* runtime/fp_unshard.c -- the unsharded data of a unit: made views of, gathered, checked for what users did to them, freed.
  *
- * What was gathered in an iteration is good for that one only: the optimizer may have stepped since. Where there is a
- * secondary shard, it is good until the masters change. */
+ * What was gathered in an iteration is good for that one only: the optimizer may have stepped since. What is good for longer is said
+ * in fp_fresh.c. */
 #include "runtime/fp_unshard.h"
+
+#include "runtime/fp_fresh.h"
 
 int
 fp_unshard_move(fp_unit *unit, fp_unit_event event)
@@ -78,24 +80,23 @@ renew(fp_unit *unit, Py_ssize_t index, int changed)
 int
 fp_unshard_look_over(fp_unit *unit)
 {
-    int any = 0;
+    int any = 0, written = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        if (fp_flat_param_take_written(flat_param, unit->name) < 0) {
-            return -1;
-        }
-        const Py_ssize_t moved = fp_flat_param_find_moved(flat_param);
+        const int taken = fp_flat_param_take_written(flat_param, unit->name);
+        const Py_ssize_t moved = taken < 0 ? -1 : fp_flat_param_find_moved(flat_param);
         if (moved < 0) {
             return -1;
         }
+        written = written || taken;
         any = any || moved < flat_param->n;
     }
     if (!any) {
-        return 0;
+        return written;
     }
     PyObject *result = PyObject_CallNoArgs(unit->moved);
     Py_XDECREF(result);
-    return result == NULL ? -1 : 0;
+    return result == NULL ? -1 : 1;
 }
 
 static int
@@ -244,13 +245,6 @@ gather_together(fp_unit *unit, int goes_on, int *gathered)
     return together > 0 ? fp_unit_end_together(unit, FP_JOIN_GATHERS, status) : status;
 }
 
-/* What was gathered in the capture of a CUDA graph has values when that is replayed; and its memory is the graph's. */
-static int
-is_void(fp_flat_param *flat_param)
-{
-    return fp_flat_buffer_is_void(flat_param->flat);
-}
-
 static int
 start_gather(fp_unit *unit)
 {
@@ -262,7 +256,8 @@ start_gather(fp_unit *unit)
     if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_look_over(unit) < 0) {
         return -1;
     }
-    if (fp_unit_each(unit, is_void) && fp_unshard_release(unit) < 0) {
+    /* What was gathered in the capture of a CUDA graph has values when that is replayed; and its memory is the graph's. */
+    if (fp_fresh_is_void(unit) && fp_unshard_release(unit) < 0) {
         return -1;
     }
     /* Only others were freed since, or could not be gathered when this was last tried. */
@@ -272,6 +267,7 @@ start_gather(fp_unit *unit)
     }
     unit->gather_pass = root->pass;
     unit->kept_steps = fp_optimizer_steps;
+    unit->gather_steps = root->optimizer_steps;
     if (gather_together(unit, goes_on, &gathered) < 0) {
         return -1;
     }
@@ -279,6 +275,7 @@ start_gather(fp_unit *unit)
         return -1;
     }
     unit->stale = 0;
+    unit->doubted = unit->doubted && unit->has_secondary_shard;
     root->gathers += gathered && unit->sharded;
     return 0;
 }
@@ -292,34 +289,6 @@ fp_unshard_start(fp_unit *unit)
     return status;
 }
 
-/* Whether what is gathered has the values of now. */
-int
-fp_unshard_is_fresh(const fp_unit *unit)
-{
-    if (!fp_unit_is_full(unit) || fp_unit_each(unit, is_void)) {
-        return 0;
-    }
-    if (unit->root->in_backward) {
-        return 1;
-    }
-    if (unit->has_secondary_shard) {
-        return !unit->stale && unit->gather_pass == unit->root->pass; /* else requires_grad may have changed since */
-    }
-    const int is_of_this_pass = unit->gather_pass == unit->root->pass;
-    if (is_of_this_pass && unit->state == FP_UNIT_UNSHARDED) {
-        return 1;
-    }
-    /* A gather one ahead is judged by what all ranks see alike. New data of a shard is no part of that: a rank whose shard is
-     * empty cannot tell. */
-    const int is_ahead = unit->state == FP_UNIT_GATHERING;
-    int fresh = unit->kept_steps == fp_optimizer_steps && (is_ahead ? is_of_this_pass : unit->state == FP_UNIT_KEPT);
-    for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {
-        fp_flat_param *flat_param = &unit->flat_params[k];
-        fresh = is_ahead ? fp_flat_param_counts_as_gathered(flat_param) : fp_flat_param_is_as_gathered(flat_param);
-    }
-    return fresh;
-}
-
 int
 fp_unshard_is_for_graph(const fp_unit *unit)
 {
@@ -329,7 +298,11 @@ fp_unshard_is_for_graph(const fp_unit *unit)
 int
 fp_unshard_make_full(fp_unit *unit)
 {
-    if ((!fp_unshard_is_fresh(unit) && fp_unshard_start(unit) < 0) || fp_unshard_move(unit, FP_UNIT_USE) < 0) {
+    const int fresh = fp_fresh_is_of_now(unit);
+    const int is_ahead =
+        fresh && unit->state == FP_UNIT_GATHERING && !unit->root->in_backward && !unit->has_secondary_shard;
+    if ((is_ahead && unit->sharded && fp_fresh_check_ahead(unit) < 0) || (!fresh && fp_unshard_start(unit) < 0) ||
+        fp_unshard_move(unit, FP_UNIT_USE) < 0) {
         return -1;
     }
     unit->gather_pass = unit->root->pass;
@@ -406,6 +379,7 @@ int
 fp_unshard_keep(fp_unit *unit, int64_t steps)
 {
     unit->kept_steps = steps;
+    unit->kept_in_no_sync = steps >= 0;
     return fp_unshard_move(unit, FP_UNIT_KEEP);
 }
 
@@ -460,7 +434,7 @@ fp_unshard_take_requires_grad(fp_unit *unit)
 int
 fp_unshard_prefetch(fp_unit *target)
 {
-    return fp_unshard_is_fresh(target) || !fp_unit_awaits_backward(target) ||
+    return fp_fresh_is_of_now(target) || !fp_unit_awaits_backward(target) ||
                    fp_unit_is_recorded(target) /* whose nodes would read what is not there yet */
                ? 0
                : fp_unshard_start(target);

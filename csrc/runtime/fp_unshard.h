@@ -10,13 +10,12 @@ int fp_unshard_make_views(fp_unit *unit, Py_ssize_t index);
  * has no such move. */
 int fp_unshard_move(fp_unit *unit, fp_unit_event event);
 
-int fp_unshard_start(fp_unit *unit);          /* start gathering */
-int fp_unshard_make_full(fp_unit *unit);      /* gather, unless what is there is of now, and wait */
-int fp_unshard_is_fresh(const fp_unit *unit); /* whether what is gathered has the values of now */
+int fp_unshard_start(fp_unit *unit);     /* start gathering */
+int fp_unshard_make_full(fp_unit *unit); /* gather, unless what is there is of now, and wait */
 /* Whether the backward that runs must leave what is gathered: the graph that it records needs it, or one that it goes through
  * and keeps, which was recorded so. */
 int fp_unshard_is_for_graph(const fp_unit *unit);
-/* Leave what is gathered as it is. steps: of optimizers, until there are more of which forwards may use it; -1: none may. */
+/* Leave what is gathered as it is. steps: fp_optimizer_steps now, where forwards may use it until it is old; -1: none may. */
 int fp_unshard_keep(fp_unit *unit, int64_t steps);
 /* A forward of the unit is over: what is gathered is freed, unless the backward of that forward or another graph needs it. */
 int fp_unshard_end_forward(fp_unit *unit, int awaits_backward);
@@ -32,7 +31,7 @@ int fp_unshard_hide_old(fp_unit *unit);
 int fp_unshard_show_params(fp_unit *unit); /* let the modules have the original parameters */
 
 /* What was written to the views goes into the shard, and so do parameters that were replaced, or whose data were; the
- * latter by Python. */
+ * latter by Python. 1: some were; 0; -1. */
 int fp_unshard_look_over(fp_unit *unit);
 /* The same after a forward. The graph has the values that were written, so it is not refused for them. */
 int fp_unshard_take_written_in_forward(fp_unit *unit);

@@ -252,6 +252,12 @@ fp_flat_buffer_is_void(const fp_flat_buffer *flat) noexcept
 }
 
 int
+fp_flat_buffer_is_captured(const fp_flat_buffer *flat) noexcept
+{
+    return flat->unsharded.defined() && fp::is_captured(flat->unsharded.device());
+}
+
+int
 fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) noexcept
 {
     return flat->is_gathered();

@@ -104,6 +104,8 @@ int64_t fp_flat_buffer_sources(fp_flat_buffer *flat, PyObject *shard);
 int fp_flat_buffer_is_gathered(const fp_flat_buffer *flat) FP_NOEXCEPT; /* what was gathered is still there */
 /* Whether that, or its gather, is void: of another capture of a CUDA graph than the current one, or of none. */
 int fp_flat_buffer_is_void(const fp_flat_buffer *flat) FP_NOEXCEPT;
+/* Whether what is put to the current stream of its device goes into a CUDA graph. */
+int fp_flat_buffer_is_captured(const fp_flat_buffer *flat) FP_NOEXCEPT;
 int fp_flat_buffer_has_values(const fp_flat_buffer *flat) FP_NOEXCEPT; /* the same, or a secondary shard is */
 /* 1 if what was gathered, or the secondary shard, has the values of shard for our part; 0: it has others, or is not
  * there; -1. */

@@ -457,12 +457,13 @@ fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ss
 }
 
 int64_t
-fp_param_versions(PyObject *const *tensors, Py_ssize_t n) noexcept
+fp_param_versions(PyObject *const *tensors, const int64_t *numels, Py_ssize_t n) noexcept
 {
     int64_t sum = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         const c10::VariableVersion &version = THPVariable_Unpack(tensors[i]).unsafeGetTensorImpl()->version_counter();
-        sum += version.enabled() ? static_cast<int64_t>(version.current_version()) : 0;
+        const bool counts = version.enabled() && (numels == nullptr || numels[i] > 0);
+        sum += counts ? static_cast<int64_t>(version.current_version()) : 0;
     }
     return sum;
 }

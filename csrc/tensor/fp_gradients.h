@@ -59,8 +59,8 @@ PyObject *fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum
  * does instead. 0: nobody has; 1: and it was not used since; 2: it was, so autograd has a gradient for it. */
 int fp_param_take_requires_grad(PyObject *view, PyObject *owner);
 
-/* Sum of the versions of tensors: it changes when one of them is changed in place. */
-int64_t fp_param_versions(PyObject *const *tensors, Py_ssize_t n) FP_NOEXCEPT;
+/* Sum of the versions of tensors: it changes when one of them is changed in place. numels: not of those that have none, or NULL. */
+int64_t fp_param_versions(PyObject *const *tensors, const int64_t *numels, Py_ssize_t n) FP_NOEXCEPT;
 /* The first parameter whose data are not its piece of shard, in one of the layouts that pieces have. -1: none. */
 Py_ssize_t fp_param_moved(const fp_param_pieces *of, PyObject *shard) FP_NOEXCEPT;
 int fp_param_requires_grad(PyObject *tensor) FP_NOEXCEPT;

@@ -1,7 +1,7 @@
-"""How often optimizers of sharded parameters have stepped in this process: what was gathered before is out of date.
+"""Which optimizers of sharded parameters have stepped in this process: what was gathered before is out of date.
 
-Ranks that run the same program count the same, so that what depends on it is the same on all of them. Versions of
-tensors would not do: a rank that holds nothing of a unit sees none of them change.
+Ranks that run the same program step the same optimizers of these, so that what depends on it is the same on all of
+them. Versions of tensors would not do: a rank that holds nothing of a unit sees none of them change.
 """
 
 import functools
@@ -17,14 +17,19 @@ from .. import _C
 from .torch_private import _is_fsdp_flattened
 
 taken = 0
-# Whether an optimizer has parameters of units, and of how many parameter groups that is said
-_known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, int]] = weakref.WeakKeyDictionary()
+_changes = 0  # how often parameters have come to units
+# Of an optimizer: whether it has parameters of units, of how many groups and after how many changes that is said, and
+# the units of the runtime that have them
+_known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, tuple[int, int], list[weakref.ref[Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
 _last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # what `taken` was after its last step
 # Parameters that wrapping has taken out of their modules: (weakly what has their values, their name, how to refuse)
 _taken_out: Any = WeakIdKeyDictionary()
 _taken_out_times = 0
 # How often that had happened, and how many groups the optimizer had, when it was found to hold none of them
 _up_to_date: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_find_units: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
 
 
 @functools.cache
@@ -64,6 +69,17 @@ def _refuse_taken_out(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _up_to_date[optimizer] = now
 
 
+def find_units(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
+    """Let ``find(params)`` give the units that have some of ``params``; the ``step`` of each is told of steps."""
+    _find_units.append(find)
+
+
+def note_change() -> None:
+    """Parameters have come to units: look anew which optimizers have some."""
+    global _changes
+    _changes += 1
+
+
 def have_stepped(params: Iterable[Tensor], since: int) -> bool:
     """Whether an optimizer of one of ``params``, which lives, has stepped since ``taken`` was ``since``.
 
@@ -76,16 +92,20 @@ def have_stepped(params: Iterable[Tensor], since: int) -> bool:
 
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global taken
-    _C.note_optimizer_step()
-    if _has_units(optimizer):
+    has_some, when, found = _known.get(optimizer, (False, (-1, -1), []))
+    if when != (len(optimizer.param_groups), _changes):
+        has_some, found = _look(optimizer)
+    units = [unit for unit in (each() for each in found) if unit is not None]
+    _C.note_optimizer_step(*(unit.step for unit in units))
+    if has_some:
         taken += 1
         _last[optimizer] = taken
 
 
-def _has_units(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    known, count = _known.get(optimizer, (False, -1))
-    if not known and count != len(groups):
-        known = any(_is_fsdp_flattened(param) for group in groups for param in group["params"])
-        _known[optimizer] = (known, len(groups))
-    return known
+def _look(optimizer: Optimizer) -> tuple[bool, list[weakref.ref[Any]]]:
+    """Whether ``optimizer`` has parameters of units, and the units of the runtime that have them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    has_some = any(_is_fsdp_flattened(param) for param in params)
+    found = [weakref.ref(unit) for find in _find_units for unit in find(params)]
+    _known[optimizer] = has_some, (len(optimizer.param_groups), _changes), found
+    return has_some, found

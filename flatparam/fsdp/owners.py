@@ -42,6 +42,7 @@ _of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its u
 def own(unit: Unit) -> None:
     """From now on ``unit`` has its parameters, flat and original, and its modules."""
     _units.add(unit)
+    optimizers.note_change()
     owner = weakref.ref(unit)
     for k, (name, segment) in enumerate(zip(unit.flat_names(), unit.segments, strict=True)):
         _of_params[segment.flat] = owner, name, k
@@ -53,6 +54,7 @@ def own(unit: Unit) -> None:
 
 def replace_param(unit: Unit, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:
     """``new`` is the parameter ``fqn`` in the k-th segment of ``unit``, in place of ``old``."""
+    optimizers.note_change()
     _of_params.pop(old, None)
     _of_params[new] = weakref.ref(unit), fqn, k
 
@@ -91,6 +93,15 @@ def owner_of_param(param: Tensor) -> tuple[Unit, str] | None:
     owner, fqn, _ = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
     return None if unit is None else (unit, fqn)
+
+
+def _owners_of(params: Iterable[Tensor]) -> dict[Unit, None]:
+    """The units that have some of ``params``."""
+    owners = map(owner_of_param, params)
+    return {owner[0]: None for owner in owners if owner is not None}
+
+
+optimizers.find_units(_owners_of)
 
 
 def segment_of(param: Tensor) -> Segment | None:

@@ -1,0 +1,221 @@
+/* runtime/fp_fresh.c -- whether what is gathered has the values of now. To gather is a collective, so all ranks of the group must
+ * decide alike. This is all that the decision depends on:
+ *
+ *  input                                      why all ranks know it alike
+ *  -----------------------------------------  ------------------------------------------------------------------------------------
+ *  state, pass and gather_pass of the unit    control flow: which units forward and backward come to, in which order. Where that
+ *                                             differs the order of collectives (fp_trace.c) tells all ranks
+ *  in_backward, synchronize, create_graph     control flow, as no_sync() and backward() are called by all
+ *  reshard_after_forward, sharded, groups     settings, compared when the unit was made
+ *  requires_grad (untracked)                  of the program; ranks that differ are told by the event of the reduction
+ *  root->optimizer_steps                      steps of optimizers that hold a parameter of some unit of the model. An optimizer
+ *                                             holds the parameters of which a rank has nothing, too. What steps in a backward does
+ *                                             not count: an optimizer in backward steps where a gradient is. Optimizers of other
+ *                                             models, threads and probes do not count
+ *  unit->stale                                asked: one all-reduce when a forward begins, of units that keep a copy (ZERO_1,
+ *                                             LAYER_ZERO), and of those that no_sync has left gathered. What one rank sees makes all
+ *                                             gather: versions of its pieces, replaced or written tensors, steps of any optimizer
+ *                                             (it may write to shards that it does not hold), load_state_dict(), refresh(), and
+ *                                             after train() or eval() the values
+ *  unit->learned, unit->written_ahead         asked: one all-reduce when a forward begins after the first one of a unit, with and
+ *                                             without gradients. refresh() forgets it on all ranks
+ *  the capture of a CUDA graph (is_void)      of the program: the same calls are captured everywhere
+ *  device, forward_prefetch                   settings, compared when the unit was made
+ *
+ * No input, as one rank alone may see it: versions and addresses of tensors, where they were not asked for as above; steps of other
+ * optimizers; which units exist besides; what garbage collection has left.
+ *
+ * A unit that is gathered ahead may be written to before its turn, by a forward (a momentum encoder). Such units are found out in the
+ * first forward, which gathers none ahead, and never are. A write that comes later raises on the rank that sees it: the
+ * other ranks have no way to know of it before they compute. */
+#include "runtime/fp_fresh.h"
+
+enum { NOT_RECORDING = 1, RECORDING = 2 }; /* forwards that record no gradients, and those that do */
+
+static int
+is_void(fp_flat_param *flat_param)
+{
+    return fp_flat_buffer_is_void(flat_param->flat);
+}
+
+int
+fp_fresh_is_void(const fp_unit *unit)
+{
+    return fp_unit_each(unit, is_void);
+}
+
+static int
+is_captured(const fp_unit *unit)
+{
+    return unit->n_flat_params > 0 && fp_flat_buffer_is_captured(unit->flat_params[0].flat);
+}
+
+/* Of a unit that is not sharded, which no other rank gathers: as this rank sees it. */
+static int
+is_of_now_here(const fp_unit *unit)
+{
+    const int is_ahead = unit->state == FP_UNIT_GATHERING && unit->gather_pass == unit->root->pass;
+    int fresh = unit->kept_steps == fp_optimizer_steps && (is_ahead || unit->state == FP_UNIT_KEPT);
+    for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {
+        fresh = fp_flat_param_is_as_gathered(&unit->flat_params[k]);
+    }
+    return fresh;
+}
+
+static int
+trains_as_gathered(const fp_unit *unit)
+{
+    int same = 1;
+    for (Py_ssize_t k = 0; same && k < unit->n_flat_params; k++) {
+        same = fp_flat_param_trains_as_gathered(&unit->flat_params[k]);
+    }
+    return same;
+}
+
+int
+fp_fresh_is_of_now(const fp_unit *unit)
+{
+    const fp_root *root = unit->root;
+    const int is_of_this_pass = unit->gather_pass == root->pass;
+    if (!fp_unit_is_full(unit) || fp_fresh_is_void(unit)) {
+        return 0;
+    }
+    if (root->in_backward) {
+        return 1;
+    }
+    if (unit->has_secondary_shard) {
+        return !unit->stale && is_of_this_pass; /* else requires_grad may have changed since */
+    }
+    if (is_of_this_pass && unit->state == FP_UNIT_UNSHARDED) {
+        return 1;
+    }
+    if (!unit->sharded) {
+        return is_of_now_here(unit);
+    }
+    return unit->state == FP_UNIT_KEPT
+               ? unit->kept_in_no_sync && !unit->stale
+               : is_of_this_pass && unit->gather_steps == root->optimizer_steps && trains_as_gathered(unit);
+}
+
+/* ---- asked when a forward begins ---- */
+
+int
+fp_fresh_is_asked(const fp_unit *unit)
+{
+    return unit->has_secondary_shard ||
+           (unit->sharded && unit->state == FP_UNIT_KEPT && unit->kept_in_no_sync && !is_captured(unit));
+}
+
+static int
+is_old(const fp_unit *unit, const fp_flat_param *flat_param)
+{
+    if (!unit->has_secondary_shard) {
+        return unit->kept_steps != fp_optimizer_steps || !fp_flat_param_counts_as_gathered(flat_param);
+    }
+    return !fp_flat_buffer_has_values(flat_param->flat) || flat_param->synced != fp_flat_param_versions(flat_param) ||
+           (!flat_param->untracked && flat_param->synced_steps != fp_optimizer_steps);
+}
+
+int
+fp_fresh_is_old(fp_unit *unit)
+{
+    const int doubted = unit->doubted;
+    int old = 0;
+    unit->doubted = 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        old = old || is_old(unit, &unit->flat_params[k]);
+    }
+    for (Py_ssize_t k = 0; doubted && old == 0 && k < unit->n_flat_params; k++) {
+        const int matches = fp_flat_buffer_has_values_of(unit->flat_params[k].flat, unit->flat_params[k].master);
+        old = matches < 0 ? -1 : !matches;
+    }
+    return old;
+}
+
+/* ---- gathered ahead ---- */
+
+static unsigned
+mode_of_forward(void)
+{
+    return fp_graph_grad_enabled() ? RECORDING : NOT_RECORDING;
+}
+
+static int
+is_learned(const fp_unit *unit)
+{
+    return !unit->sharded || unit->has_secondary_shard || (unit->learned & mode_of_forward()) != 0;
+}
+
+int
+fp_fresh_may_gather_ahead(const fp_unit *unit)
+{
+    return is_learned(unit) && !unit->written_ahead;
+}
+
+/* What changes with each write to its shards that torch counts. */
+static int64_t
+writes_to(const fp_unit *unit)
+{
+    int64_t sum = unit->root->optimizer_steps;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        sum += fp_flat_param_versions(&unit->flat_params[k]);
+    }
+    return sum;
+}
+
+void
+fp_fresh_learn(fp_unit *unit)
+{
+    const fp_root *root = unit->root;
+    if (is_learned(unit)) {
+        return;
+    }
+    unit->observed |= mode_of_forward();
+    unit->saw_writes = unit->saw_writes || (unit->seen_pass == root->pass && unit->seen_writes != writes_to(unit));
+    for (Py_ssize_t s = 0; s < root->n_units; s++) {
+        fp_unit *other = root->units[s];
+        if (other->entered_pass != root->pass && !is_learned(other)) {
+            other->seen_writes = writes_to(other);
+            other->seen_pass = root->pass;
+        }
+    }
+}
+
+int
+fp_fresh_is_learned_next(const fp_unit *unit)
+{
+    return (unit->observed & ~unit->learned) != 0 && !is_captured(unit);
+}
+
+void
+fp_fresh_end_learning(fp_unit *unit, int written)
+{
+    unit->learned |= unit->observed;
+    unit->written_ahead = unit->written_ahead || written;
+}
+
+void
+fp_fresh_forget_learned(fp_unit *unit)
+{
+    unit->learned = unit->observed = 0;
+    unit->written_ahead = unit->saw_writes = 0;
+}
+
+int
+fp_fresh_check_ahead(const fp_unit *unit)
+{
+    int same = 1;
+    for (Py_ssize_t k = 0; same && k < unit->n_flat_params; k++) {
+        same = unit->flat_params[k].versions == fp_flat_param_versions(&unit->flat_params[k]);
+    }
+    if (!same) {
+        PyErr_Format(
+            fp_get_state(PyType_GetModule(Py_TYPE(unit)))->StateError,
+            "%U: its parameters were written to in this forward, after it was gathered for its turn, which no "
+            "forward before has done. Write to them before the model's forward, or call refresh() of the model "
+            "on all ranks before the first forward that does it: then it is gathered after that",
+            unit->name);
+        return -1;
+    }
+    return 0;
+}
