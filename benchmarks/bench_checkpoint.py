@@ -88,7 +88,7 @@ def _planning(saved: int, loading: int, most: float) -> Row:
     with fake_world(loading):
         model = _many()
         start = time.perf_counter()
-        targets = into_model(list(all_held(model)), source, True, {}, None)
+        targets = into_model(list(all_held(model)), source, True, {})
         seconds = time.perf_counter() - start
     boxes = sum(map(len, source.model.values()))
     row = Row.of(

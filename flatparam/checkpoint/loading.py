@@ -17,6 +17,7 @@ import torch.nn as nn
 from .. import _C
 from ..fsdp.loading import note_filled
 from ..fsdp.states.loading import piece_of
+from .base import check_sums, sums_of_samples
 from .converting import Convert
 from .council import Council
 from .errors import CheckpointError
@@ -37,13 +38,15 @@ from .values import decode
 @dataclass
 class Loaded:
     """``extra``: what this rank has saved, or, where there were fewer ranks, the one of its number modulo theirs;
-    ``world_size``: theirs; ``missing`` and ``unexpected``: names, if it was not strict."""
+    ``world_size``: theirs; ``missing`` and ``unexpected``: names, if it was not strict; ``base``:
+    names of what was saved with ``trainable_only`` left out, and is as the model had it."""
 
     summary: Summary
     extra: Any = None
     world_size: int | None = None
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    base: list[str] = field(default_factory=list)
 
 
 def load(
@@ -91,7 +94,7 @@ def load(
             loading.check(meter)
         except Exception as caught:
             error = caught
-        council.meet(loading.digest, error, _compare)
+        council.meet([loading.digest, loading.base_sums], error, loading.compare)
         error = None
         try:
             loading.commit()
@@ -113,6 +116,7 @@ def load(
     index = loading.index
     loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
     loaded.missing, loaded.unexpected = loading.into[0].missing, loading.into[0].unexpected
+    loaded.base = list(loading.into[0].base.values())
     if index is not None:
         loaded.world_size, loaded.extra = index.world_size, loading.extra
     return loaded
@@ -134,12 +138,6 @@ def read_extra_of(source: Source, index: Index, rank: int) -> Any:
     return decode(index.ranks[rank].get("extra"), OfRank(source, rank))
 
 
-def _compare(digests: list[str]) -> None:
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            raise CheckpointError(f"nothing was loaded: rank {rank} has another checkpoint than rank 0 under this path")
-
-
 class _Loading:
     def __init__(self, model: nn.Module, optimizer: Any, council: Council):
         self.path, self.model, self.optimizer, self.council = Path(), model, optimizer, council
@@ -149,6 +147,7 @@ class _Loading:
         self.sums: Sums | None = None
         self.extra: Any = None
         self.digest = ""
+        self.base_sums: dict[str, int] = {}  # of what is not in the checkpoint, and is here
         self._of_modules: list[tuple[Any, Any]] = []
         self._taken: Taken | None = None  # what modules have loaded so far, which is undone unless all ranks go on
 
@@ -167,16 +166,19 @@ class _Loading:
         check_idle(self.model, "checkpoint.load")
         source = self.source = open_source(self.path, trusted)
         self.digest = source.digest
-        held = list(all_held(self.model))
         index = source.index
+        about = {} if index is None else index.about
+        base = about.get("base")
+        held = list(all_held(self.model, trainable_only=base is not None))
         source.fit({name for one in held for name in one.names})
         values = self._plan_modules(strict)
         if index is not None:
             self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
         source.look = partial(refuse_not_finite, source) if check_finite else None
-        about = {} if index is None else index.about
         self._taken = taken = take(self.model, held, source, self._own("own"), values, about)
-        self.into = [into_model(held, source, strict, self._own("own"), taken)]
+        self.into = [into_model(held, source, strict, self._own("own"), taken, base)]
+        if base is not None and strict:
+            self.base_sums = sums_of_samples(self.into[0].base, self.council.rank)
         if strict and taken is None and values:
             raise CheckpointError(f"the model has no module for `{min(values)}`")
         if self.optimizer is not None:
@@ -251,6 +253,16 @@ class _Loading:
             for param, grad in targets.gradients:
                 _C.set_grad(param, grad)
             self.sums.show()
+
+    def compare(self, said: list[Any]) -> None:
+        """On the first rank: ``said`` by all. Raises: CheckpointError for other checkpoints, and for another base."""
+        for rank, (other, _) in enumerate(said):
+            if other != self.digest:
+                raise CheckpointError(
+                    f"nothing was loaded: rank {rank} has another checkpoint than rank 0 under this path"
+                )
+        if self.index is not None and "base" in self.index.about:
+            check_sums(self.index.about["base"], [sums for _, sums in said])
 
     def close(self) -> None:
         if self._taken is not None:

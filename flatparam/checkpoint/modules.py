@@ -208,7 +208,8 @@ def take(
     Raises: whatever a module raises; CheckpointError for what cannot be kept; the module is as it was then.
     """
     names = {name for one in held for name in one.names}
-    fits = names == source.model.keys()
+    base: Mapping[str, Any] = about.get("base", {})
+    fits = names == {*source.model, *base}
     if not any(takes_by_itself(inner, fits) for inner in module.modules()):
         return None
     of_modules = about.get("given", [])
@@ -216,7 +217,13 @@ def take(
     if own:
         boxes = {name: chunks for name, chunks in boxes.items() if name in own or name not in of_modules}
         boxes |= {name: chunks for name, chunks in own.items() if name not in names}
-    stand_ins = StandIns(lambda name: source.whole(name, boxes[name]))
+
+    def read(name: str) -> Tensor:
+        if name not in boxes:
+            raise CheckpointError(f"`{name}` is of the base, and not in the checkpoint: a module computes with it")
+        return source.whole(name, boxes[name])
+
+    stand_ins = StandIns(read)
     buffers = {name: one for one in held if one.is_buffer for name in one.names}
     state: Any = OrderedDict(values)
     for name, chunks in boxes.items():
@@ -225,6 +232,9 @@ def take(
             state[name] = source.whole(name, chunks)
         else:
             state[name] = stand_ins.of_file(name, chunks[0].shape, chunks[0].torch_dtype(name))
+    for name, (dtype, shape, _) in base.items():
+        if dtype in DTYPES:
+            state[name] = stand_ins.of_file(name, tuple(shape), DTYPES[dtype])
     if "metadata" in about:
         paths = {path: clean_tensor_name(path + ".").rstrip(".") for path, _ in module.named_modules()}
         state._metadata = OrderedDict((path, dict(about["metadata"].get(told, _PLAIN))) for path, told in paths.items())

@@ -35,10 +35,19 @@ class InHandle(Held):
         return self.handle.zero1_world_size > 1
 
 
-def all_held(module: nn.Module) -> Iterator[Held]:
-    """What this rank holds of ``module``, also in handles. Raises: ValueError for what something else has cut."""
-    held = list(held_by(module, other=_in_handle))
-    refuse_forms(held, "flatparam.checkpoint", "use torch.distributed.checkpoint with SHARDED_STATE_DICT")
+def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[Held]:
+    """What this rank holds of ``module``, also in handles. ``trainable_only``: frozen parameters are not read.
+
+    Raises: ValueError for what something else has cut.
+    """
+
+    def other(name: str, tensor: Tensor) -> Held | None:
+        is_left_out = trainable_only and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        return None if is_left_out and owner_of(tensor) is None else _in_handle(name, tensor)
+
+    held = list(held_by(module, other=other))
+    read = (one for one in held if not trainable_only or one.is_buffer or one.owner.requires_grad)
+    refuse_forms(read, "flatparam.checkpoint", "use torch.distributed.checkpoint with SHARDED_STATE_DICT")
     return iter(held)
 
 

@@ -18,6 +18,7 @@ from ..fsdp.names import clean_tensor_name, join
 from ..fsdp.safetensors_files import bytes_of
 from ..fsdp.wrapper import Wrapper
 from ..layer_zero._sums import Sum
+from .base import description, is_trained, sums_of_samples
 from .errors import CheckpointError
 from .files import NAMES, Part
 from .gradients import taken
@@ -101,11 +102,12 @@ class SavePlan:
         self.parts.setdefault(f"{folder}/{name}.safetensors", []).append(part)
 
 
-def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SavePlan:
+def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainable_only: bool = False) -> SavePlan:
     """What ``rank`` writes. Raises: CheckpointError naming what cannot be written, before anything is."""
     check_idle(module, "checkpoint.save")
     units = list(unit_paths(module))
-    plan = SavePlan(held=list(all_held(module)))
+    plan = SavePlan(held=list(all_held(module, trainable_only)))
+    named = None if optimizer is None else Named(optimizer, plan.held)
     for held in plan.held:
         if isinstance(held, InHandle) and held.handle._sum != Sum.NONE:
             raise CheckpointError(
@@ -116,24 +118,35 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int) -> SaveP
             raise CheckpointError(f"parameter `{held.name}` has no values yet: load or initialize it first")
     given = given_by(module, plan.held)
     names = {held: held.names if given is None else given.names[held] for held in plan.held}
+    base = {one: names[one][0] for one in plan.held if trainable_only and not is_trained(one, named)}
+    if trainable_only:
+        _plan_base(plan, base, rank)
     for held in plan.held:
-        for name in names[held]:
+        for name in names[held] if held not in base else ():
             plan.add(MODEL, name, held, held.flat, rank)
     values: dict[str, Tensor] = {}
     plan.told["extra"] = encode(extra, "extra", values)
     plan.told["aliases"] = {name: first for first, *others in names.values() for name in others} if rank == 0 else {}
     plan.alone.modules = _values_of_modules(module, plan.alone.of_modules)
-    rest = (one for one in plan.held if one.unit is None and not isinstance(one, InHandle))
+    rest = (one for one in plan.held if one.unit is None and not isinstance(one, InHandle) and one not in base)
     plan.alone.tensors = {names[one][0]: one.owner.detach() for one in rest if one.numel or given is not None}
     if given is not None:
         _plan_given(plan, given, rank)
     with taken(plan.held, units, "checkpoint.save", saves=optimizer is not None) as kept:
-        if optimizer is not None:
-            _plan_optimizer(plan, Named(optimizer, plan.held), values, rank)
+        if named is not None:
+            _plan_optimizer(plan, named, values, rank)
             plan.told["kept"] = {name: [start, sums.numel(), owed] for name, (start, sums, owed) in kept.items()}
             values |= {f"kept.{name}": sums for name, (_, sums, _) in kept.items() if sums.numel()}
     plan.add_own(values, rank)
     return plan
+
+
+def _plan_base(plan: SavePlan, base: dict[Held, str], rank: int) -> None:
+    """Have told what parameters there are beside those that are saved. Raises: CheckpointError where all are."""
+    if not any(one not in base and not one.is_buffer for one in plan.held):
+        raise CheckpointError("trainable_only=True saves parameters that require grad, and the model has none")
+    plan.told["base"] = {name: description(one) for one, name in base.items()}
+    plan.told["base_sums"] = sums_of_samples(base, rank)
 
 
 def _plan_given(plan: SavePlan, given: Given, rank: int) -> None:

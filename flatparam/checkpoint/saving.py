@@ -24,6 +24,7 @@ from .._version import __version__
 from ..fsdp import peers
 from ..fsdp.order import settle
 from ..fsdp.unit import units_of
+from .base import with_sums
 from .council import Council
 from .errors import CheckpointError
 from .files import Part, sync_folder, write_file
@@ -32,6 +33,7 @@ from .optimizers import labelled
 from .planning import ALIKE, SavePlan, describe_units, plan_save
 from .progress import Meter, Summary
 
+_ABOUT = ("aliases", "modules", "given", "metadata", "base")  # what the first rank says of the model
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 # By the folder that it writes to. Weak: Ctrl-C may come where nothing here can catch it.
@@ -112,6 +114,7 @@ def save(
     *,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
+    trainable_only: bool = False,
     progress: bool = False,
 ) -> Summary:
     """Save a checkpoint in the folder ``path``, which is there when all ranks have written, or not at all.
@@ -126,12 +129,14 @@ def save(
         extra: tensors, numbers, str, bool, None, and lists, tuples and dicts of those, of each rank its own.
         process_group: the ranks that hold the model.
         overwrite: take the place of a checkpoint there, in one step.
+        trainable_only: leave out parameters that are frozen and were not trained, the base: a load keeps those that the
+            model has, and refuses another base by name. Buffers are saved.
         progress: show a bar on rank 0.
 
     Raises:
         CheckpointError: on every rank alike, naming the rank and what is wrong; nothing is there then.
     """
-    return _Saving(path, model, optimizer, extra, process_group, overwrite, progress).write()
+    return _Saving(path, model, optimizer, extra, process_group, overwrite, trainable_only, progress).write()
 
 
 def async_save(
@@ -142,6 +147,7 @@ def async_save(
     *,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
+    trainable_only: bool = False,
     progress: bool = False,
 ) -> Pending:
     """``save`` in a thread, from a copy of this rank's boxes in host memory (pinned, if they are on an accelerator).
@@ -149,7 +155,7 @@ def async_save(
     Returns when the copy is made. ``wait()`` of the result, before the next save begins, raises what went wrong; else
     the next save does, or the end of the program warns of it.
     """
-    saving = _Saving(path, model, optimizer, extra, process_group, overwrite, progress)
+    saving = _Saving(path, model, optimizer, extra, process_group, overwrite, trainable_only, progress)
     saving.copy()
     return Pending(saving)
 
@@ -158,7 +164,15 @@ class _Saving:
     """One save: ``__init__`` plans it, on all ranks or on none; ``write`` does the rest, in any thread."""
 
     def __init__(
-        self, path: Any, model: nn.Module, optimizer: Any, extra: Any, group: Any, overwrite: bool, progress: bool
+        self,
+        path: Any,
+        model: nn.Module,
+        optimizer: Any,
+        extra: Any,
+        group: Any,
+        overwrite: bool,
+        trainable_only: bool,
+        progress: bool,
     ):
         self.overwrite = overwrite
         self.council = council = Council(group, "checkpoint.save")
@@ -173,14 +187,14 @@ class _Saving:
             unheard = _take_unheard()
             if unheard is not None:
                 raise CheckpointError(f"{unheard}. wait() says this; nothing is saved to {self.path} now, save again")
-            self.plan = plan_save(model, optimizer, extra, council.rank)
+            self.plan = plan_save(model, optimizer, extra, council.rank, trainable_only)
             settle(segment for unit in units_of(model.modules()) for segment in unit.segments)
             if council.is_first:
                 self.units = describe_units(model)
             own = self.plan.alone.digest() if council.size > 1 else ""
         except Exception as caught:
             error = caught
-        mine = [str(self.path), self.id, own, None if optimizer is None else list(labelled(optimizer))]
+        mine = [str(self.path), self.id, own, None if optimizer is None else list(labelled(optimizer)), trainable_only]
         try:
             self.id, first = council.meet(mine, error, self._begin)
             self.plan.keep_alone(council.rank, first != own)
@@ -202,7 +216,7 @@ class _Saving:
 
     def _begin(self, said: list[Any]) -> list[Any]:
         """On the first rank: compare, and make the folder."""
-        path, name, digest, labels = said[0]
+        path, name, digest, labels, trainable_only = said[0]
         for rank, other in enumerate(said):
             if other[0] != path:
                 raise CheckpointError(f"rank {rank} saves to {other[0]}, rank 0 to {path}")
@@ -210,6 +224,8 @@ class _Saving:
                 raise CheckpointError(f"rank {0 if labels is None else rank} saves no optimizer, another rank does")
             if other[3] != labels:
                 raise CheckpointError(f"rank {rank} saves the optimizers {other[3]}, rank 0 {labels}")
+            if other[4] != trainable_only:
+                raise CheckpointError(f"rank {rank} saves with trainable_only={other[4]}, rank 0 with {trainable_only}")
         self._check_path()
         for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.partial-*"):
             if left in _under_way:
@@ -294,11 +310,13 @@ class _Saving:
         pieces: dict[tuple[str, str], list[tuple[int, list[Any]]]] = {}
         alike: dict[str, dict[str, str]] = {}
         keys: dict[str, tuple[int, list[str]]] = {}
+        sums: list[dict[str, int]] = []
         for rank, seal in enumerate(seals):
             told = read_sealed(self._table(rank), seal)
             index.add_files(told["files"])
+            sums.append(told.get("base_sums", {}))
             if rank == 0:
-                index.about |= {key: told[key] for key in ("aliases", "modules", "given", "metadata") if key in told}
+                index.about |= {key: told[key] for key in _ABOUT if key in told}
                 index.optimizer = told.get("optimizer")
                 alike = told.get("alike", {})
             _check_alike(rank, told.get("alike", {}), alike)
@@ -312,6 +330,11 @@ class _Saving:
             for name, values in of_optimizer.get("pieces", {}).items():
                 for key, value in values.items():
                     pieces.setdefault((name, key), []).append((rank, value))
+        if "base" in index.about:
+            of_base = index.about["base"].items()
+            index.about["base"] = with_sums(
+                {n: one for n, one in of_base if n not in index.tensors.get(MODEL, {})}, sums
+            )
         boxes = index.tensors.get(OPTIMIZER, {})
         for (name, key), said in pieces.items():
             if any(has_dims for _, (*_, has_dims, _) in said) and f"state.{name}.{key}" in boxes:

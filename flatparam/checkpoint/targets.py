@@ -18,6 +18,7 @@ from ..fsdp.names import clean_tensor_name
 from ..fsdp.outputs import find_tensors
 from ..fsdp.safetensors_files import DTYPES
 from ..fsdp.states.values import same
+from .base import Base, check_names
 from .boxes import Read, check_whole, reads_of
 from .converting import Convert, converted_groups
 from .errors import CheckpointError
@@ -41,15 +42,22 @@ class Targets:
     groups: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    base: dict[Held, str] = field(default_factory=dict)  # by their names in the checkpoint, which has no values of them
     touched: list[Held] = field(default_factory=list)
     tied: list[tuple[Held, str, str]] = field(default_factory=list)  # with two names that both are there
     rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from which dtype to which
 
 
 def into_model(
-    held: list[Held], source: Source, strict: bool, own: Mapping[str, list[Chunk]], taken: Taken | None
+    held: list[Held],
+    source: Source,
+    strict: bool,
+    own: Mapping[str, list[Chunk]],
+    taken: Taken | None = None,
+    base: Base | None = None,
 ) -> Targets:
     """``own``: boxes of this rank alone, which count instead of the model's. ``taken``: what modules have said to it.
+    ``base``: what is not in it, and stays as the model has it.
 
     Raises: CheckpointError for names, shapes and kinds of dtype that do not fit."""
     found = Targets()
@@ -58,6 +66,10 @@ def into_model(
         names = one.names if taken is None else taken.names.get(one, [])
         known.update(names)
         name = next((name for name in names if name in source.model), None)
+        of_base = next((name for name in names if name in base), None) if name is None and base else None
+        if of_base is not None:
+            found.base[one] = of_base
+            continue
         if name is None:
             found.missing.append(one.name)
             continue
@@ -76,6 +88,8 @@ def into_model(
     if taken is not None:
         found.missing, found.unexpected = taken.missing, taken.unexpected
         found.touched += taken.values
+    if base:
+        check_names(base, found.base, known, strict)
     if strict and (found.missing or found.unexpected):
         parts = [
             f"{kind}: " + ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,110 @@
+"""What a checkpoint of trained parameters alone says of the others, its base: names, shapes, dtypes, some values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ..common.tensors import row_major
+from ..fsdp.held import Held
+from .errors import CheckpointError
+from .files import NAMES
+from .optimizers import Named
+from .pieces import written
+
+SAMPLES = 1024  # elements of each parameter
+_WRAPS = 2**64
+_MIX = 0x1E3779B97F4A7C15  # odd, and below 2**63
+
+Base = Mapping[str, list[Any]]  # by name: dtype, shape, and of all ranks' samples; None: not read
+
+
+def is_trained(held: Held, named: Named | None) -> bool:
+    """Whether it requires grad, or an optimizer keeps state for it, as it was trained before it was frozen."""
+    if held.is_buffer or held.owner.requires_grad:
+        return True
+    return named is not None and id(held.owner) in named.group_of and bool(named.state_of(held.owner))
+
+
+def description(held: Held) -> list[Any]:
+    """Dtype and shape of it."""
+    return [NAMES.get(held.owner.dtype, str(held.owner.dtype)), list(held.shape)]
+
+
+def sums_of_samples(names: Mapping[Held, str], rank: int) -> dict[str, int]:
+    """Of each, by name, a number of those samples that ``rank`` would write; added up over ranks it is the same for
+    the same values, however they are spread."""
+    found = {}
+    for held, name in names.items():
+        if type(held.owner) in (Tensor, nn.Parameter):
+            found[name] = _sum(held, *written(held, rank))
+    return found
+
+
+def _sum(held: Held, begin: int, end: int) -> int:
+    numel = torch.Size(held.shape).numel()
+    count = min(numel, SAMPLES)
+    if begin == end:
+        return 0
+    index = torch.arange(count, device="cpu") * numel // max(count, 1)  # of the tensor in rows
+    place, rest = torch.zeros_like(index), index
+    for stride, step in zip(row_major(held.shape), held.stride, strict=True):  # in the order of its memory
+        place += rest // stride * step
+        rest = rest % stride
+    here = (place >= begin) & (place < end)
+    values = held.flat.detach().view(torch.uint8).view(-1, held.flat.itemsize)
+    some = values.index_select(0, (place[here] - held.start).to(values.device)).cpu().long()
+    number = torch.zeros_like(index[here])
+    for i in range(some.shape[1]):
+        number = (number + some[:, i] + 1) * _MIX
+        number = number ^ (number >> 29)
+    return int(((index[here] * 2 + 1) * number).sum()) % _WRAPS
+
+
+def check_names(base: Base, names: Mapping[Held, str], known: set[str], strict: bool) -> None:
+    """Compare the parameters of the model, ``names``, with those of ``base``. ``known``: all names in the model.
+
+    Raises: CheckpointError naming the first that has another shape; if ``strict``, also another dtype or none here.
+    """
+    absent = next((name for name in base if name not in known), None)
+    if strict and absent is not None:
+        raise CheckpointError(f"{_needs(base)}, with `{absent}`, which the model has not")
+    for held, name in names.items():
+        (dtype, shape), (has, here) = base[name][:2], description(held)
+        if shape != here or (strict and dtype != has):
+            raise CheckpointError(f"{_needs(base)}: `{name}` is {dtype} of shape {shape} there, and {has} {here} here")
+        if not held.has_values:
+            raise CheckpointError(f"{_needs(base)}: `{name}` has no values yet: load the base first")
+
+
+def _added(told: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for sums in told:
+        for name, number in sums.items():
+            found[name] = (found.get(name, 0) + number) % _WRAPS
+    return found
+
+
+def with_sums(base: Base, told: Iterable[Mapping[str, int]]) -> dict[str, list[Any]]:
+    """``base`` of names, dtypes and shapes with what all ranks have told, as text: readers of JSON round numbers."""
+    found = _added(told)
+    return {name: [*one, f"{found[name]:016x}" if name in found else None] for name, one in base.items()}
+
+
+def check_sums(base: Base, told: Iterable[Mapping[str, int]]) -> None:
+    """``told``: by each rank. Raises: CheckpointError naming a parameter that has other values than the base's."""
+    found = _added(told)
+    wrong = [name for name, number in found.items() if base[name][2] not in (None, f"{number:016x}")]
+    if wrong:
+        raise CheckpointError(
+            f"{_needs(base)}: `{wrong[0]}` has other values here, as {len(wrong)} of {len(found)} parameters that were "
+            "compared: load that base first, or pass strict=False to load into another one"
+        )
+
+
+def _needs(base: Base) -> str:
+    return f"the checkpoint has trained parameters alone, and needs the base of {len(base)} that they were trained on"
