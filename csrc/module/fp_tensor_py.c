@@ -79,6 +79,18 @@ clear_grads(PyObject *module, PyObject *params)
 }
 
 static PyObject *
+mark_zeros(PyObject *module, PyObject *grad)
+{
+    return fp_none_unless(fp_gradients_mark_zeros(grad));
+}
+
+static PyObject *
+is_zeroed(PyObject *module, PyObject *grad)
+{
+    return fp_bool_unless(fp_gradients_is_zeroed(grad));
+}
+
+static PyObject *
 grad_summary(PyObject *module, PyObject *params)
 {
     int none, any;
@@ -257,6 +269,11 @@ PyMethodDef fp_tensor_methods[] = {
     {"clear_grads", clear_grads, METH_O,
      "clear_grads($module, params, /)\n--\n\nSet each parameter's .grad to None; False, with nothing done, "
      "unless is_plain(*params)."},
+    {"mark_zeros", mark_zeros, METH_O,
+     "mark_zeros($module, grad, /)\n--\n\nMake the zeros of grad, which is shown next, -0.0: is_zeroed() then tells "
+     "whether it was set to zeros. csrc/tensor/fp_gradients.h has the rule."},
+    {"is_zeroed", is_zeroed, METH_O,
+     "is_zeroed($module, grad, /)\n--\n\nWhether grad was set to zeros since mark_zeros()."},
     {"grad_summary", grad_summary, METH_O,
      "grad_summary($module, params, /)\n--\n\n(no parameter has a gradient, some parameter requires one); None "
      "unless is_plain(*params)."},

@@ -473,6 +473,9 @@ fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
     for (Py_ssize_t i = 0; i < owners.n; i++) {
         flat_param->gets[i] = (char)(flat_param->owed[i] || fp_param_requires_grad(owners.params[i]));
     }
+    if (status == 0 && flat_param->saved != NULL) {
+        status = fp_flat_buffer_settle_copies(flat_param->flat) < 0 ? -1 : fp_gradients_mark_zeros(kept);
+    }
     if (status == 0) {
         const int64_t own = flat_param->refresh_group == NULL ? -1 : flat_param->own;
         status = fp_gradients_show_kept(&owners, flat_param->gets, kept, own);

@@ -164,9 +164,35 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
 // What a parameter shows of what is kept.
 enum class Shows { nothing, kept, zeros, written };
 
-// The same of all; the last two where it was changed in place. A device is asked once for all.
+// Its parts, where it is complex.
+at::Tensor
+in_reals(const at::Tensor &tensor)
+{
+    return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+}
+
+// A gradient that Python gives, apart from any graph. Raises if its storage was freed.
+at::Tensor
+given(PyObject *object)
+{
+    at::Tensor grad = unpack(object).detach();
+    TORCH_CHECK(!is_plain_tensor(grad) || grad.numel() == 0 || bytes_for(grad) <= memory_of(storage_of(grad)),
+                "the gradient's storage is freed, or too small for it");
+    return grad;
+}
+
+// Whether a gradient that was changed in place was changed to something else than zeros, as a scalar on its device.
+at::Tensor
+is_edited(const at::Tensor &grad, bool marked)
+{
+    return marked ? at::logical_or(grad.ne(0), in_reals(grad).signbit().view(grad.sizes())).any() : grad.any();
+}
+
+// The same of all; the last two where it was changed in place. marked: fp_gradients_mark_zeros() was called for kept. A
+// device is asked once for all.
 std::vector<Shows>
-shown_of(const at::Tensor &kept, const std::vector<at::Tensor> &params, const fp_param_pieces &of, int64_t own)
+shown_of(const at::Tensor &kept, bool marked, const std::vector<at::Tensor> &params, const fp_param_pieces &of,
+         int64_t own)
 {
     std::vector<Shows> shows(params.size(), Shows::nothing);
     std::vector<at::Tensor> on_device;
@@ -178,10 +204,10 @@ shown_of(const at::Tensor &kept, const std::vector<at::Tensor> &params, const fp
         }
         shows[i] = grad._version() == 0 ? Shows::kept : Shows::zeros;
         if (grad._version() != 0 && grad.is_cpu()) {
-            shows[i] = grad.any().item<bool>() ? Shows::written : Shows::zeros;
+            shows[i] = is_edited(grad, marked).item<bool>() ? Shows::written : Shows::zeros;
         }
         else if (grad._version() != 0) {
-            on_device.push_back(grad.any());
+            on_device.push_back(is_edited(grad, marked));
             places.push_back(i);
         }
     }
@@ -343,6 +369,22 @@ fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *k
     });
 }
 
+int
+fp_gradients_mark_zeros(PyObject *kept_object)
+{
+    return fp::guarded(-1, [&] {
+        const fp::Plainly plainly;
+        const at::Tensor kept = fp::in_reals(fp::given(kept_object));
+        kept.masked_fill_(kept.eq(0), -0.0);
+    });
+}
+
+int
+fp_gradients_is_zeroed(PyObject *grad_object)
+{
+    return fp::guarded(-1, [&] { return fp::is_edited(fp::given(grad_object), true).item<bool>() ? 0 : 1; });
+}
+
 Py_ssize_t
 fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside)
 {
@@ -352,7 +394,7 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
         const bool is_sharded = fp::unpack(aside.like).numel() != of->geometry->shared->total;
         const bool has_reduced = *aside.tensor != nullptr;
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        const std::vector<fp::Shows> shows = fp::shown_of(kept, targets, *of, -1);
+        const std::vector<fp::Shows> shows = fp::shown_of(kept, has_reduced, targets, *of, -1);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
@@ -404,7 +446,7 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_p
         const fp::Plainly plainly;
         const at::Tensor &kept = fp::unpack(kept_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        const std::vector<fp::Shows> shows = fp::shown_of(kept, targets, *of, own);
+        const std::vector<fp::Shows> shows = fp::shown_of(kept, *aside.tensor != nullptr, targets, *of, own);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();

@@ -28,6 +28,27 @@ PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char 
 /* Make params[i].grad its place in kept where which[i]: in the unsharded gradient if own < 0; else its piece of the shard,
  * which begins at own in kept (numels < 0: nothing). */
 int fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept, int64_t own);
+/* What users do to .grad between backwards, while it shows what no_sync has kept. One rule for the runtime, LayerZero's
+ * handle and the drop-in:
+ *
+ *   .grad               nothing is put aside           a reduced gradient of a backward before is put aside
+ *   left as it is       what is kept counts            both count
+ *   None, set to zeros  nothing counts                 nothing counts: a user has one gradient, and has cleared it
+ *   changed in place    counts as changed (*)          refused, naming it: what is put aside is not changed with it (**)
+ *   replaced            NO_SHARD: counts as given; else it is the reduced gradient, and what was kept is given up
+ *
+ * (*) nested LayerZero refuses it: there .grad is a piece of what is kept on several ranks. (**) the drop-in changes what
+ * is kept alone, as torch does. In each row a parameter, with flat parameters a unit, is seen by itself.
+ *
+ * Gradients of a micro-batch may be zeros, so zeros in place do not tell row two from row three. Where something is put
+ * aside, what is kept is therefore shown with -0.0 for 0.0, which every sum and comparison takes for the same: zero_(),
+ * fill_(0) and copy_() of zeros leave no sign, scaling leaves it. Adding 0.0 to zeros, or scaling them by a negative number,
+ * counts as zeroing. */
+/* Make the zeros of kept, which is shown next, -0.0. */
+int fp_gradients_mark_zeros(PyObject *kept);
+/* Whether a gradient, which was changed in place since it was marked and shown, was set to zeros; -1: error. */
+int fp_gradients_is_zeroed(PyObject *grad);
+
 /* The reduced gradient that was put aside: *tensor, or NULL; which parameters have one in it; and which
  * do not require grad any more and have something in what is kept. The functions below keep it up to date. */
 typedef struct {

@@ -78,6 +78,18 @@ class PostBackward:
             late = hook if isinstance(hook, _LateHook) else _LateHook(self, hook)
             self._kept_hook = (flat_param._post_backward_hook_state[0], late, self._version_of_unsharded_grad())
 
+    def _is_reduced_next(self: Any) -> bool:
+        """Whether the runtime reduces the gradient of this backward, as it does outside of no_sync().
+
+        Its hook refers to the wrapper, which knows. True where there is no such hook.
+        """
+        state: Any = getattr(self.flat_param, "_post_backward_hook_state", (None, None))
+        hook: Any = state[-1]
+        hook = hook.hooks_dict_ref().get(hook.id) if hasattr(hook, "hooks_dict_ref") else None
+        hook = hook._hook if isinstance(hook, _LateHook) else hook
+        wrappers = [arg() if isinstance(arg, weakref.ref) else arg for arg in getattr(hook, "args", ())]
+        return all(getattr(wrapper, "_sync_gradients", True) for wrapper in wrappers)
+
     def _version_of_unsharded_grad(self: Any) -> int | None:
         grad = self.flat_param.grad
         is_unsharded = grad is not None and grad.size() == self.flat_param._unpadded_unsharded_size

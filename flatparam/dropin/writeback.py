@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from .. import _C
 from ..common.tensors import has_memory, same_storage
 from ..common.torch_private import HandleTrainingState
 from .views import Views
@@ -184,13 +185,13 @@ class Writeback(Views):
         grad, left = flat_param.grad, self._versions_left_by_backward  # () where the user drives the steps himself
         pairs = zip(self._versions_of_grads(), left, strict=False)
         changed = [i for i, (version, before) in enumerate(pairs) if version != before]
-        if grad is None or (changed and not grad.any()):
+        if grad is None or (changed and _C.is_zeroed(grad)):
             self._offloaded_grad = None
             vars(flat_param).pop("_saved_grad_shard", None)
         elif changed and self._use_orig_params:
             views = list(self._get_unflat_views(grad))
             for i in changed:
-                if not views[i].any():
+                if _C.is_zeroed(views[i]):
                     self._zero_grad_of_earlier_backwards(i)
 
     def _give_back_unused_grad(self) -> None:
@@ -213,8 +214,14 @@ class Writeback(Views):
         return self._offloaded_grad is not None or hasattr(self.flat_param, "_saved_grad_shard")
 
     def _note_grads_left_by_backward(self) -> None:
-        """Remember what the gradients are that a backward leaves to the user; later versions are of his making."""
+        """Remember what the gradients are that a backward leaves to the user; later versions are of his making.
+
+        Zeros are marked, so that zeroing them is told from other changes: csrc/tensor/fp_gradients.h has the rule.
+        """
         if self._training_state == HandleTrainingState.BACKWARD_POST and self._keeps_grad_of_earlier_backwards():
+            grad = self.flat_param.grad
+            if grad is not None and _C.is_plain(grad) and (self._use_orig_params or not self._is_reduced_next()):
+                _C.mark_zeros(grad)
             self._versions_left_by_backward = self._versions_of_grads()
 
     def _versions_of_grads(self) -> list[int | None]:

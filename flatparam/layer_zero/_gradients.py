@@ -72,6 +72,7 @@ class Gradients(Parameters):
                 self._zero_cleared_pieces()
             if count:
                 flat_param._saved_grad_shard = flat_param.grad
+                self._total = None  # as long as it is put aside, _show_sum() marks what is shown
             _C.set_grad(flat_param, None)
 
     @torch.no_grad()
@@ -278,7 +279,7 @@ class Gradients(Parameters):
         if hasattr(flat_param, "_full_param_padded"):
             self.wait_reduce_scatter()
             vars(flat_param).pop("_saved_grad", None)
-            self._reduced_before = None
+            self._reduced_before = self._versions_shown = None
             self._stop_showing()
             if self._in_backward:
                 self._take_runtime_grads()

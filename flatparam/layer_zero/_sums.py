@@ -44,6 +44,7 @@ class Sums(Base):
 
     _last_use: Any = None  # an event on an accelerator
     _is_watched = False  # before an optimizer's step
+    _versions_shown: list[int | None] | None = None  # of each gradient, where reduced ones are put aside
     _rs_handle: Any = None
     _reduced_before: Tensor | None = None  # in this backward, by a reduction whose successor is under way
 
@@ -145,12 +146,18 @@ class Sums(Base):
         flat_param = self.flat_param
         whole = flat_param._cpu_grad if self._sum == Sum.ON_HOST else flat_param._full_prec_grad_padded
         total = whole[: flat_param._unpadded_unsharded_size.numel()]
+        has_aside = hasattr(flat_param, "_saved_grad_shard")
+        if has_aside:  # csrc/tensor/fp_gradients.h has the rule
+            if self._last_use is not None:
+                self._last_use.synchronize()  # the host reads what is being copied to it
+            _C.mark_zeros(total)
         self._flat._clear_grads()
         _C.set_grad(flat_param, total)
         self._flat._set_unsharded_grads(total)
         self._note_shown()
-        if self._total is None and self._is_on_host and self._sum == Sum.ON_DEVICE:
-            self._total = total
+        self._versions_shown = self._flat._versions_of_grads() if has_aside else None
+        if self._is_on_host and self._sum == Sum.ON_DEVICE:
+            self._total = None if has_aside else total  # C shows that again without marks
         if not self._is_watched:
             self._is_watched = True
             _watched.add(self)
@@ -190,7 +197,10 @@ class Sums(Base):
         return True
 
     def _notice_cleared_grads(self) -> None:
-        """Give up what the user has cleared or zeroed since it was shown, of this sum and of earlier reductions."""
+        """Give up what the user has cleared or zeroed since it was shown, of this sum and of earlier reductions.
+
+        Raises: ValueError naming a parameter whose gradient was changed otherwise while reduced ones are put aside.
+        """
         if not self._is_shown or self._is_as_shown:
             return
         flat_param = self.flat_param
@@ -201,11 +211,27 @@ class Sums(Base):
             self.free_full_prec_grad()
             return
         with torch.no_grad():
+            zeroed = self._zeroed_grads()
             self._flat._zero_dropped_grads()
-            for i, view in enumerate(self._flat._get_unflat_views(flat_param.grad)):
-                if not view.any():
-                    self._flat._zero_grad_of_earlier_backwards(i)
+            for i in zeroed:
+                self._flat._zero_grad_of_earlier_backwards(i)
         self._note_shown()
+
+    def _zeroed_grads(self) -> list[int]:
+        """Which parameters' gradients were set to zeros in place, where reduced ones are put aside."""
+        flat_param, zeroed = self.flat_param, []
+        pairs = zip(self._flat._versions_of_grads(), self._versions_shown or (), strict=False)
+        changed = [i for i, (now, shown) in enumerate(pairs) if now is not None and now != shown]
+        views = list(self._flat._get_unflat_views(flat_param.grad)) if changed else []
+        for i in changed:
+            if not _C.is_zeroed(views[i]):
+                raise ValueError(
+                    f"the gradient of `{flat_param._fqns[i]}` was changed in place between micro-batches. There it "
+                    "shows their sum; what was reduced before was put aside, and would not have been changed. Change "
+                    "gradients after the reduction, or call recover() of every handle"
+                )
+            zeroed.append(i)
+        return zeroed
 
     def _drop_cleared_grad(self) -> Tensor | None:
         """The reduced gradient; None, and it is given up, where no original parameter has one any more."""

@@ -318,6 +318,41 @@ def in_flight_together():
         assert_close(full_grads(driver.handles, model), [p.grad.float() for p in reference.parameters()], atol)
 
 
+def changing_zeros(offload):
+    """Beside a gradient that was reduced, a sum of zeros can be cleared, and is not taken for cleared when changed."""
+    model, driver, reference = twins(2, offload=offload)
+    weights = [m.blocks[0].scale for m in (model, reference)]
+
+    def begin():
+        for m in (model, reference):
+            m.zero_grad()
+        driver.backward(losses(model, 0, 1))
+        unsharded_backward(reference, 0, 1)
+        driver.sync = False
+        (loss_of(model, data(77)) * 0.0).backward()
+        for handle in driver.handles:
+            handle._training_state = State.IDLE
+
+    begin()
+    driver.backward(losses(model, 1, 1))
+    unsharded_backward(reference, 1, 1)
+    assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
+    begin()
+    for weight in weights:
+        weight.grad.zero_()
+    driver.backward(losses(model, 1, 1))
+    unsharded_backward(reference, 1, 1)
+    assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
+    for change in (lambda grad: grad.mul_(1.0), lambda grad: grad.mul_(0.5)):
+        begin()
+        change(weights[0].grad)
+        with pytest.raises(ValueError, match="the gradient of `scale` was changed in place between micro-batches"):
+            driver.backward(losses(model, 1, 1))
+        for handle in driver.handles:
+            handle.recover()
+        assert_close(full_grads(driver.handles, model), [p.grad for p in reference.parameters()])
+
+
 def clearing(offload, to_none):
     """Whatever is cleared is gone; what is not is added to."""
     note(f"offload={offload} to none={to_none}")
@@ -332,6 +367,8 @@ def clearing(offload, to_none):
 
     abandoned()
     assert all(p.grad is not None for p in model.parameters())
+    if not to_none:
+        changing_zeros(offload)
     with pytest.raises(ValueError, match=r"SGD.step\(\): the gradient of `.*` is the sum of this rank's micro-batc"):
         optimizer.step()
     optimizer.zero_grad(set_to_none=to_none)

@@ -1,0 +1,202 @@
+"""Between micro-batches .grad shows what no_sync has kept: clearing it is told from changing it, also if it is zeros.
+
+One rule for the runtime, its LayerZero strategies and the drop-in: csrc/tensor/fp_gradients.h has the table. The oracle
+is the mean over the ranks of an unsharded module's gradients.
+"""
+
+import itertools
+
+import pytest
+import torch
+from fsdp_models import FSDP, Averaged, data, full_grads, loss_of, make, wrap_blocks
+from gloo import handle_of, note, run_ranks
+from layer_zero_ranks import layer_zero
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
+
+from flatparam import ShardingStrategy
+
+pytestmark = pytest.mark.multiprocess
+
+RUNTIME = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1")
+LAYER_ZERO = ("LAYER_ZERO", "LAYER_ZERO_NESTED")
+DROPIN = ("dropin FULL_SHARD", "dropin SHARD_GRAD_OP")
+
+
+def wrapped(strategy, uo):
+    if strategy in LAYER_ZERO:
+        return layer_zero(2, strategy, use_orig_params=uo)
+    if strategy in DROPIN:
+        settings = {"sharding_strategy": getattr(ShardingStrategy, strategy.split()[1]), "use_orig_params": uo}
+        return wrap_blocks(make(), TorchsFSDP, device_id=torch.device("cpu"), **settings)
+    return wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+
+
+def grads_of(model, uo):
+    """Of all parameters by name; of the drop-in by a step, as it shows none with flat parameters."""
+    if isinstance(model, FSDP) and not isinstance(model, TorchsFSDP):
+        return full_grads(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with TorchsFSDP.summon_full_params(model, writeback=False):
+        after = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {name: param.detach() - after[name] for name, param in make().named_parameters()}
+
+
+def means(ranks):
+    found = []
+    for step in (0, 1):
+        module = make()
+        Averaged(module, ranks).backward(lambda rank, step=step: [data(step, rank)])
+        found.append({name: param.grad for name, param in module.named_parameters()})
+    return found
+
+
+def of_nothing(model):
+    return loss_of(model, data(9)) * 0.0
+
+
+def of_an_input_of_zeros(model):
+    """The first weight gets a gradient of zeros, and others do not."""
+    return loss_of(model, torch.zeros(4, 3))
+
+
+def gradients(model):
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def one_by_one(change):
+    return lambda model: [change(grad) for grad in gradients(model)]
+
+
+CLEAR = {
+    "set_to_none": lambda model: model.zero_grad(),
+    "in place": lambda model: model.zero_grad(set_to_none=False),
+    "an optimizer's": lambda model: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
+    "copies": one_by_one(lambda grad: grad.copy_(torch.zeros_like(grad))),
+}
+CHANGE = {
+    "by one": one_by_one(lambda grad: grad.mul_(1.0)),
+    "by half": one_by_one(lambda grad: grad.mul_(0.5)),
+    "by a third": one_by_one(lambda grad: grad.div_(3.0)),
+    "together": lambda model: torch._foreach_mul_(gradients(model), 0.5),
+    "clipped": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+}
+
+
+def one_weight(model):
+    return [model.first.weight]
+
+
+def assert_close(model, uo, wanted, what):
+    found = grads_of(model, uo)
+    for name, grad in wanted.items():
+        if found[name] is None:
+            assert not grad.any(), (what, name)
+        else:
+            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
+
+
+def backward(model, loss, synced):
+    if synced:
+        loss(model).backward()
+        return
+    with model.no_sync():
+        loss(model).backward()
+
+
+def begun(strategy, uo, loss, kept):
+    """A model after a synced backward and ``kept`` micro-batches of zeros."""
+    model = wrapped(strategy, uo)
+    backward(model, lambda m: loss_of(m, data(0)), True)
+    for _ in range(kept):
+        backward(model, loss, False)
+    return model
+
+
+def last(model):
+    loss_of(model, data(1)).backward()
+
+
+def refused(strategy):
+    """Nested: by the ranks that have a piece, which the others are told."""
+    said = r"the gradient of .* was changed (in place )?between micro-batches"
+    if strategy == "LAYER_ZERO_NESTED":
+        return pytest.raises((ValueError, RuntimeError), match=rf"{said}|rank \d has raised an error")
+    return pytest.raises(ValueError, match=said)
+
+
+def of_all(strategy, uo, ranks):
+    zeroth, first = means(ranks)
+    both = {name: grad + first[name] for name, grad in zeroth.items()}
+    for kept in (1, 2):
+        what = f"{strategy} uo={uo} kept={kept}"
+        model = begun(strategy, uo, of_nothing, kept)
+        last(model)
+        assert_close(model, uo, both, f"{what} left as it is")
+        for name, clear in CLEAR.items():
+            note(f"{what} cleared: {name}")
+            model = begun(strategy, uo, of_nothing, kept)
+            clear(model)
+            last(model)
+            assert_close(model, uo, first, f"{what} cleared: {name}")
+        for name, change in CHANGE.items():
+            note(f"{what} changed: {name}")
+            model = begun(strategy, uo, of_nothing, kept)
+            change(model)
+            if strategy in DROPIN:  # what is kept is changed alone, as with torch
+                last(model)
+                assert_close(model, uo, both, f"{what} changed: {name}")
+                continue
+            with refused(strategy):
+                last(model)
+            if strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):  # else all go on to the end
+                assert_close(model, uo, zeroth, f"{what} refused: {name}")
+
+
+def of_one(strategy, uo, ranks):
+    """A gradient of zeros beside others, and one that is cleared beside others."""
+    zeroth, first = means(ranks)
+    module = make()
+    of_an_input_of_zeros(module).backward()
+    kept = {name: param.grad for name, param in module.named_parameters()}
+    assert not kept["first.weight"].any()
+    sums = {name: zeroth[name] + kept[name] + first[name] for name in kept}
+    what = f"{strategy} uo={uo} one of zeros"
+    model = begun(strategy, uo, of_an_input_of_zeros, 1)
+    last(model)
+    assert_close(model, uo, sums, what)
+    for weight in ("first.weight", "last.weight") if uo else ():
+        note(f"{what}, {weight}")
+        model = begun(strategy, uo, of_an_input_of_zeros, 1)
+        for grad in [param.grad for name, param in model.named_parameters() if name.endswith(weight)]:
+            if grad is not None:
+                grad.zero_()
+        last(model)
+        assert_close(model, uo, {**sums, weight: first[weight]}, f"{what}, {weight} zeroed")
+        model = begun(strategy, uo, of_an_input_of_zeros, 1)
+        for grad in [param.grad for name, param in model.named_parameters() if name.endswith(weight)]:
+            if grad is not None:
+                grad.mul_(0.5)
+        if strategy in DROPIN:
+            last(model)
+            halved = zeroth[weight] + 0.5 * kept[weight] + first[weight]
+            assert_close(model, uo, {**sums, weight: halved}, f"{what}, {weight} changed")
+            continue
+        with refused(strategy):
+            last(model)
+
+
+def all_of(strategy, uo, ranks):
+    with handle_of("flatparam"):
+        of_all(strategy, uo, ranks)
+        of_one(strategy, uo, ranks)
+
+
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product((*RUNTIME, *DROPIN), (False, True))))
+def test_clearing_gradients_of_zeros_is_told_from_changing_them(strategy, uo):
+    run_ranks(all_of, 2, strategy, uo, 2)
+
+
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(LAYER_ZERO, (False, True))))
+def test_clearing_gradients_of_zeros_of_layer_zero_is_told_from_changing_them(strategy, uo):
+    run_ranks(all_of, 4, strategy, uo, 4)
