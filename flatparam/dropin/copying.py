@@ -44,7 +44,15 @@ _STEP_OF_HANDLE = (
     *("_needs_pre_forward_unshard", "_needs_pre_backward_unshard", "_unsharded_flat_param_for_skipped_views"),
     *("_state", "_is_of_backward", "_backward_made_graph", "_has_optim_in_backward", "_ran_pre_backward_hook"),
     *("_kept_hook", "_accumulators", "_runtimes_hook", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
-    *("_native", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside", "_versions_left_by_backward"),
+    *(
+        "_left_values",
+        "_native",
+        "_freed_message",
+        "_shard_seen",
+        "_offloaded_grad",
+        "_put_aside",
+        "_versions_left_by_backward",
+    ),
 )
 _STEP_OF_FLAT_PARAM = (
     *("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_padded_unsharded_size", "_mp_shard"),

@@ -152,6 +152,7 @@ class Gathering(Gradients):
                     "freed or resized outside of flatparam, and its values are lost. Leave storages as they are"
                 )
             )
+        self._left_values = None
         expected = numel * self.world_size
         if padded_unsharded_flat_param.numel() != expected:
             raise self._wrong(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}")
@@ -255,6 +256,8 @@ class Gathering(Gradients):
                 raise
         if not free_unsharded_flat_param and self._training_state is HandleTrainingState.FORWARD:
             self._left_gathered = (self._sum_of_versions(), self._modes())
+            if not self._left_gathered[1][0]:
+                self._note_left_values()
 
     post_reshard = TORCH_HANDLE.post_reshard  # NO_SHARD: frees the low-precision copy that was computed with
 

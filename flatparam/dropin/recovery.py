@@ -7,6 +7,7 @@ without an exception, if an optimizer steps between a forward and its backward, 
 the user writes the parameters there.
 """
 
+import warnings
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -51,6 +52,7 @@ class Interruptible(PostBackward, Driven):
     _ranks_with_trainable: tuple[tuple[bool, ...], int] = ((), 0)  # for which parameters require gradients
     # The sum of the parameters' versions and the modes when a forward left the parameters gathered
     _left_gathered: tuple[int | None, tuple[bool, bool]] | None = None
+    _left_values: tuple[torch.Tensor, int] | None = None  # some of the shard then, and how many forwards used it since
 
     @property
     def _training_state(self) -> HandleTrainingState:
@@ -70,9 +72,12 @@ class Interruptible(PostBackward, Driven):
             interrupted = self._state not in _AT_REST or (self._prefetched and self._is_of_backward)
             if interrupted or self._is_out_of_date():
                 self._recover()
+            elif self._left_gathered is not None and not self._left_gathered[1][0]:
+                self._follow_evaluation()
             self._steps_seen = optimizers.taken
-        elif state is _SUMMONED and self._handle_index is not None and self._is_out_of_date():
-            self._free_gathered()  # else it would be shown, and saved
+        elif state is _SUMMONED and self._handle_index is not None:
+            if self._is_out_of_date() or (self._left_gathered is not None and not self._left_gathered[1][0]):
+                self._free_gathered()  # else it would be shown, and saved
         elif state is _BACKWARD_PRE and in_backward and not self._needs_pre_backward_unshard:
             self._begin_later_backward()
         elif state is _IDLE and self._put_aside and not getattr(self, "_ran_pre_backward_hook", True):
@@ -116,6 +121,27 @@ class Interruptible(PostBackward, Driven):
         if now is None or versions is None or not self._every_rank_has_trainable():
             return bool(modes != self._modes())
         return bool(versions != now)
+
+    def _follow_evaluation(self: Any) -> None:
+        """A forward follows one without gradients, which has left parameters gathered.
+
+        Programs exchange weights around an evaluation by ``.data`` (averages of weights), which no version counts. So a
+        change of modes, which all ranks see, has them gathered anew. Within one mode ranks could not agree on it, and
+        a warning says so, of some of the values, looked at ever more seldom.
+        """
+        if self._left_gathered[1] != self._modes():
+            if self.uses_sharded_strategy:
+                self._free_gathered()
+        elif self._left_values is not None:
+            before, uses = self._left_values
+            self._left_values = before, uses + 1
+            if uses & (uses - 1) == 0 and not _same_values(before, _some_of(self.flat_param._local_shard)):
+                _warn_of_old_values(self._names())
+
+    def _note_left_values(self: Any) -> None:
+        """After a forward without gradients: what is gathered has the values of now, if that was for this forward."""
+        if self._left_values is None and self.uses_sharded_strategy:
+            self._left_values = _some_of(self.flat_param._local_shard).clone(), 1
 
     def _sum_of_versions(self: Any) -> int | None:
         found = _C.versions(self.flat_param._params if self._use_orig_params else (self.flat_param,))
@@ -214,3 +240,32 @@ class Interruptible(PostBackward, Driven):
                 self._recover()
             finally:
                 self._state = _IDLE
+
+
+_LOOKED_AT = 256  # elements of a shard
+
+
+def _some_of(shard: torch.Tensor) -> torch.Tensor:
+    return shard.detach()[:: max(1, shard.numel() // _LOOKED_AT)]
+
+
+def _same_values(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Bit for bit; also where they cannot be compared."""
+    if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
+        return True
+    return torch.equal(before.view(torch.uint8), now.contiguous().view(torch.uint8))
+
+
+_told_of_old_values: list[str] = []  # in which unit first: the others of a model are no news
+
+
+def _warn_of_old_values(names: str) -> None:
+    if not _told_of_old_values:
+        _told_of_old_values.append(names)
+        warnings.warn(
+            f"parameters in {names} were written by `.data` between two evaluations, which nothing counts: with "
+            "torch's FullyShardedDataParallel the second one computes with what the first one has gathered. Call "
+            "`handle.reshard(True)` for all handles of model._all_handles after writing, on every rank, or use "
+            "flatparam.install(runtime=True), which gathers in every forward",
+            stacklevel=2,
+        )

@@ -182,7 +182,6 @@ def test_a_backward_after_a_step_and_a_summon(setting):
 
 def _collectives_of_passes(kind, setting):
     """Count the all-gathers of each of several forwards."""
-    counts = []
     with handle_of(kind):
         model, optimizer = start(setting)
         with contextlib.ExitStack() as stack:
@@ -190,6 +189,7 @@ def _collectives_of_passes(kind, setting):
                 stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name)))
                 for name in ("all_gather", GATHER_SINGLE)
             ]
+            counts = [0]
             for grad in (False, False, True, True):
                 with torch.set_grad_enabled(grad):
                     value = loss(model, 2)
@@ -198,7 +198,7 @@ def _collectives_of_passes(kind, setting):
             optimizer.step()
             loss(model, 2).backward()
             counts.append(sum(spy.call_count for spy in spies))
-    return counts
+    return [later - earlier for earlier, later in itertools.pairwise(counts)]
 
 
 def _collectives_of_both(setting):
@@ -209,6 +209,9 @@ def _collectives_of_both(setting):
 @pytest.mark.parametrize("setting", SHARDED[::2], ids=str)
 def test_no_more_is_gathered_where_nothing_has_changed(setting):
     for torchs, ours in run_ranks(_collectives_of_both, 2, setting):
+        of_first, after_evaluation = ours[0], ours.pop(2)
+        assert after_evaluation == of_first  # weights may have been exchanged by `.data`: test_exchanged_weights.py
+        assert after_evaluation > torchs.pop(2)
         assert ours == torchs
         assert len(set(ours)) > 1
 
