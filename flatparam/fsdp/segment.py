@@ -80,6 +80,9 @@ class Segment:
     """
 
     dtype: torch.dtype  # of the shard, as far as flatparam has put it in one
+    keeps_dtype = (
+        False  # it computes in the dtype from before the shard was put in another, and the inputs may change that
+    )
 
     def __init__(self, originals: list[Original], options: Options):
         placement = options.placement

@@ -25,6 +25,7 @@ from .order import follow
 from .outputs import cast_floats, find_tensors, move_tensors
 from .owners import segment_of
 from .placement import is_grid
+from .stored import choose_dtype
 from .summon import Summoned, refuse_unreduced, surely
 from .torch_calls import enter_forward, is_never_recomputed
 from .unit import Unit, units_of
@@ -50,6 +51,8 @@ class Stepping(Wrapper):
             unit.check_registered()
         step = unit.step
         if step.root is None:
+            choose_dtype(self.fsdp_modules(self._outermost()), find_tensors((args, kwargs)))
+            step = unit.step
             self._lazy_init()
         if self._full_in_eval:
             self._choose_precision()

@@ -6,7 +6,7 @@ the device while it is used for something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
+from .agreement import check_described, groups_of_placement
 from .errors import StateError
 from .segment import Segment
 from .unit import Unit
@@ -24,7 +25,8 @@ from .wrapper import Wrapper
 def store(wrapper: Wrapper, segment: Segment, dtype: Any) -> None:
     """Have the shard in ``dtype`` from now on, and its gradients; what is computed and reduced in stays.
 
-    That is what ``mixed_precision`` says, and without a ``param_dtype`` the dtype that the shard had before.
+    That is what ``mixed_precision`` says, and without a ``param_dtype`` the dtype that the shard had before, as in
+    torch's class; the first forward may choose the shard's (``choose_dtype``).
     Raises: TypeError for no floating dtype, ValueError where ``dtype`` would round, StateError in the middle of a pass,
     and after the first forward of a unit without ``param_dtype``.
     """
@@ -47,10 +49,35 @@ def store(wrapper: Wrapper, segment: Segment, dtype: Any) -> None:
     _put(wrapper, segment, lambda tensor: tensor.to(dtype))
     unit.look_over()  # what was written to the parameters themselves
     if keeps:
-        segment.compute_dtype = segment.dtype
+        segment.compute_dtype, segment.keeps_dtype = segment.dtype, True
         unit.make_step()
     else:
         unit.go_on()
+
+
+def choose_dtype(wrappers: Sequence[Wrapper], inputs: Iterable[Tensor]) -> None:
+    """Before the first forward of a tree: say what masters compute in that were put in another dtype.
+
+    Without ``param_dtype`` the inputs decide: in the masters' own if all floating ones are in it, where torch's class
+    would refuse them. A collective call where there are such masters.
+    Raises: ValueError on all ranks if their inputs differ in that.
+    """
+    kept = [segment for wrapper in wrappers for segment in wrapper._unit.segments if segment.keeps_dtype]
+    if not kept:
+        return
+    floating = {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
+    in_full = bool(floating) and all(floating == {segment.flat.dtype} for segment in kept)
+    in_full = in_full and not torch.is_autocast_enabled(kept[0].device.type)  # which takes either
+    said = [("the dtype of floating inputs", f"{each.flat.dtype}, as of the masters: {in_full}") for each in kept]
+    for group in groups_of_placement(wrappers[0]._placement):
+        check_described(said, None, group)
+    for segment in kept:
+        segment.keeps_dtype = False
+        if in_full:
+            segment.compute_dtype = None
+    for wrapper in wrappers if in_full else ():
+        if any(segment in kept for segment in wrapper._unit.segments):
+            wrapper._unit.make_step()
 
 
 @torch.no_grad()

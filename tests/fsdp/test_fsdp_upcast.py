@@ -136,6 +136,37 @@ def gradients_too(uo):
         assert not all(map(torch.equal, grads, before))
 
 
+def by_inputs(uo):
+    """Without mixed precision inputs in fp32 have all computed in fp32, where torch's class refuses them."""
+    with under("torch"):
+        expected = trained(wrap(torch.bfloat16, None, uo).float(), torch.float32)
+        model = wrap(torch.bfloat16, None, uo)
+        upcast(model)
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            model(inputs(0, torch.float32))
+    with under("runtime"):
+        model = wrap(torch.bfloat16, None, uo)
+        upcast(model)
+        same(trained(model, torch.float32), expected)
+        model = wrap(torch.bfloat16, None, uo)
+        upcast(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(inputs(0, torch.float32)).dtype == torch.bfloat16
+        assert model._handle._fwd_bwd_param_dtype == torch.bfloat16
+        if dist.get_world_size() > 1:
+            model = wrap(torch.bfloat16, None, uo)
+            upcast(model)
+            with pytest.raises(ValueError, match=r"the dtype of floating inputs"):
+                model(inputs(0, torch.float32 if dist.get_rank() else torch.bfloat16))
+            model(inputs(0, torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("uo", "ranks"), [(False, 1), (False, 2), (True, 2)])
+def test_inputs_decide_without_mixed_precision(uo, ranks):
+    run_ranks(by_inputs, ranks, uo)
+
+
 def refused(uo):
     with under("runtime"):
         model = wrap(torch.bfloat16, None, uo)
