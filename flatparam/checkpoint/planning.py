@@ -106,6 +106,8 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
     """What ``rank`` writes. Raises: CheckpointError naming what cannot be written, before anything is."""
     check_idle(module, "checkpoint.save")
     units = list(unit_paths(module))
+    for unit in units:
+        unit.check_not_apart("checkpoint.save")
     plan = SavePlan(held=list(all_held(module, trainable_only)))
     named = None if optimizer is None else Named(optimizer, plan.held)
     for held in plan.held:

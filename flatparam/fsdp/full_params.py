@@ -34,8 +34,9 @@ class FullParams(Wrapper):
 
         A collective call. ``writeback``: each rank keeps its own shard of what was written. ``rank0_only``: rank 0 of
         the group that shares a unit sees them, the others their shards. ``with_grads``: ``.grad`` too.
-        Raises: ValueError in a forward, a backward or another summon, for ``writeback`` with ``rank0_only``, and for
-        ``with_grads`` with gradients of ``no_sync`` that are not reduced yet.
+        Raises: ValueError in a forward, a backward or another summon, for ``writeback`` with ``rank0_only``, for
+        ``with_grads`` with gradients of ``no_sync`` that are not reduced yet, and where ranks were wrapped with other
+        values than each other: what is whole would be a mixture.
         """
         if writeback and rank0_only:
             raise WritebackError(
@@ -49,6 +50,8 @@ class FullParams(Wrapper):
                     "summon_full_params: Cannot manually unshard parameters during forward/backward or another summon"
                 )
                 units.append(wrapper._unit)
+        for unit in units:
+            unit.check_not_apart("summon_full_params")
         if with_grads:
             refuse_unreduced(units, "summon_full_params(with_grads=True)")
         if offload_to_cpu and not rank0_only:

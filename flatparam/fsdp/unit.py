@@ -176,6 +176,11 @@ class Unit:
             )
         return None
 
+    def check_not_apart(self, what: str) -> None:
+        """Raises: ValueError, naming the call ``what``, if ranks have other values than each other, from the start."""
+        if self.apart:
+            raise ValueError(f"{what}: {self.why_apart()}")
+
     def check_filled(self) -> None:
         """Raises: ValueError naming a parameter that has no values yet."""
         for segment in self.segments:

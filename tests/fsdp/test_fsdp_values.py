@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import pickle
 import warnings
 
@@ -13,6 +14,7 @@ from gloo import fake_world, note, run_ranks
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import _C, ShardingStrategy, checkpoint, load_safetensors
@@ -30,13 +32,54 @@ def apart(name, kind, **settings):
     return model
 
 
+def give_no_mixture(model):
+    """Neither of what shows whole values, nor of what saves them; rows are what a checkpoint may be read into."""
+    for call in (model.state_dict, model.module.state_dict, lambda: checkpoint.save("none", model)):
+        with pytest.raises(
+            (ValueError, checkpoint.CheckpointError),
+            match="has other values on rank 1",
+        ):
+            call()
+    for flags in ({}, {"writeback": False}, {"rank0_only": True, "writeback": False}):
+        with (
+            pytest.raises(ValueError, match=r"summon_full_params: .* has other values"),
+            FSDP.summon_full_params(model, **flags),
+        ):
+            pass
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        model.state_dict()
+    assert not os.path.exists("none")
+
+
+def put_values(module):
+    """Those of all ranks, in each module that has some of its own."""
+    for param in module.parameters(recurse=False):
+        with torch.no_grad():
+            param.copy_(torch.arange(1.0, param.numel() + 1).view(param.shape) / 100)
+
+
+def starting_apart_from_meta():
+    torch.manual_seed(dist.get_rank())  # as where dropout is to differ
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with pytest.warns(UserWarning, match="`0.weight` of the unit of Sequential has other values"):
+        model = FSDP(module)
+    with pytest.raises(ValueError, match=r"state_dict: parameter `0.weight` .* has other values"):
+        model.state_dict()
+
+
+@pytest.mark.multiprocess
+def test_ranks_whose_random_states_differ_where_meta_modules_get_values():
+    run_ranks(starting_apart_from_meta, 2)
+
+
 def starting_apart():
     state = make().state_dict()
     for strategy, uo in itertools.product(("FULL_SHARD", "NO_SHARD", "ZERO_1"), (False, True)):
         note(f"{strategy} {uo}")
         settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
         model = apart("inner.weight", "Block", **settings)
-        model.state_dict()
+        give_no_mixture(model)
         with pytest.raises(RuntimeError):  # nothing is loaded
             model.load_state_dict({})
         with pytest.raises(ValueError, match="has other values"):
@@ -45,13 +88,16 @@ def starting_apart():
         loss_of(model, data(0)).backward()
         assert_same(model, make())
         written = apart("inner.weight", "Block", **settings)
-        with FSDP.summon_full_params(written):
-            for param, value in zip(written.parameters(), make().parameters(), strict=True):
-                param.data.copy_(value.data)
+        give_no_mixture(written)
+        written.apply(put_values)
         loss_of(written, data(0)).backward()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            wrap_blocks(make(dist.get_rank()), sync_module_states=True, **settings)(data(0))
+            synced = wrap_blocks(make(dist.get_rank()), sync_module_states=True, **settings)
+            synced.state_dict()
+            with FSDP.summon_full_params(synced):
+                pass
+            synced(data(0))
             wrap_blocks(make(dist.get_rank()), check_values=False, **settings)(data(0))
             policy = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
             FSDP(make(dist.get_rank()), check_values=False, **policy, **settings)(data(0))

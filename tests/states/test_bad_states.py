@@ -2,13 +2,15 @@
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import full_params, make, wrap_blocks
-from gloo import note, run_ranks
+from gloo import fake_world, note, run_ranks
 from test_torch_helpers import trained
+from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -112,3 +114,29 @@ def not_fitting(uo):
 @pytest.mark.parametrize("check", [not_alike, not_fitting])
 def test_bad_states(check, uo):
     run_ranks(check, 2, uo)
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_a_parameter_without_state_beside_others_that_have_some_is_named(uo):
+    """A whole state loads without a word; one that lacks a parameter, or its whole unit's, is told."""
+    with fake_world():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one rank shards nothing
+            model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 3), use_orig_params=uo), nn.Linear(3, 1)), use_orig_params=uo)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        state = FSDP.full_optim_state_dict(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            FSDP.optim_state_dict_to_load(model, optimizer, copy.deepcopy(state))
+        for name in ("0.weight", "0.bias"):
+            state["state"].pop(name)
+        with pytest.warns(
+            UserWarning, match="has nothing for `0.weight`, `0.bias`, and has `1.weight` of the same par"
+        ):
+            FSDP.optim_state_dict_to_load(model, optimizer, copy.deepcopy(state))
+        state["state"] = {}  # of an optimizer that has not stepped
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            FSDP.optim_state_dict_to_load(model, optimizer, copy.deepcopy(state))

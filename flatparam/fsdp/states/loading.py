@@ -49,6 +49,7 @@ def cut(
     state = by_first_name(table, full.get("state", {}))
     described = classify(table, state)
     plan = {one: found for one in stepped if (found := _plan(one, described)) is not None}
+    _warn_of_missing(groups, plan)
     result: dict[str, Any] = {"state": {}}
     if "param_groups" in full:
         result["param_groups"] = _param_groups(table, full["param_groups"], groups, keys, own)
@@ -73,6 +74,22 @@ def cut(
             )
             result["state"][key] = value
     return result
+
+
+def _warn_of_missing(groups: list[list[Stepped]], plan: Mapping[Stepped, Any]) -> None:
+    """Name a parameter that begins without state beside others of its group that go on with theirs."""
+    for group in groups:
+        lacking = [one for one in group if one not in plan and one.tensor.requires_grad]
+        having = next((one for one in group if one in plan), None)
+        if having is not None and lacking:
+            names = [f"`{param.name}`" for one in lacking for param in one.params]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warnings.warn(
+                f"the optimizer's state has nothing for {', '.join(names[:3])}{more}, and has "
+                f"`{having.params[0].name}` of the same parameter group: the optimizer begins anew for these. "
+                "It had no gradient before the state was taken, or the state is not whole",
+                stacklevel=5,
+            )
 
 
 def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:

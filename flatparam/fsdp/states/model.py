@@ -58,6 +58,7 @@ class ModelStates(Kinds):
         one unit beside the result. FULL: every parameter whole, in its own precision. SHARDED: rows of it, a DTensor
         where the unit was made with a device mesh, else a ShardedTensor. LOCAL: each flat parameter as a ShardedTensor,
         whose shard is the parameter's memory. What no unit shards is whole in all of them.
+        Raises: ValueError for FULL where ranks were wrapped with other values than each other, and none were loaded.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         prefix, destination = kwargs.get("prefix", ""), kwargs.get("destination")
@@ -74,6 +75,9 @@ class ModelStates(Kinds):
         if not already:
             self._check_idle_here("state_dict")
         kind = _kind(unit, self._settings.state_dict_type)
+        # other kinds are what a checkpoint may be read into
+        if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT and not already:
+            unit.check_not_apart("state_dict")
         config = self._settings.state_dict_config
         to_cpu, keep_vars = config.offload_to_cpu, kwargs.get("keep_vars", False)
         drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
