@@ -154,6 +154,10 @@ alias(const at::Tensor &flat, const View &place)
 // The bytes of memory that a storage has: none if it is freed, also where it has kept its size.
 size_t memory_of(c10::StorageImpl *storage);
 
+// Whether storage is as torch makes one: nobody reads its memory by its address, and it is not the memory of a file that other
+// processes may have too.
+bool has_own_memory(const c10::StorageImpl *storage);
+
 // Give storage room for bytes, 0: free it; see fp_torch_resize_storage. Throws, and changes nothing, if it borrows its
 // memory, or somebody else does (a NumPy array). given: memory for it; null: its allocator has some.
 void resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size,

@@ -59,7 +59,7 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     bool is_lent() const
     {
         return unsharded.defined() && data != FP_DATA_BORROWED &&
-               (!fp::storage_of(unsharded)->resizable() || fp::is_held(fp::storage_of(unsharded)));
+               (!fp::has_own_memory(fp::storage_of(unsharded)) || fp::is_held(fp::storage_of(unsharded)));
     }
     bool is_under_way() const
     {

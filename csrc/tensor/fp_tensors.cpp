@@ -44,6 +44,20 @@ memory_of(c10::StorageImpl *storage)
     return address_of(storage) == nullptr ? 0 : storage->nbytes();
 }
 
+// What torch has moved to shared memory has none, also where it was freed at that time.
+static c10::Allocator *
+allocator_of(const c10::StorageImpl *storage)
+{
+    c10::Allocator *const own = const_cast<c10::StorageImpl *>(storage)->allocator();
+    return own != nullptr ? own : c10::GetAllocator(storage->device_type());
+}
+
+bool
+has_own_memory(const c10::StorageImpl *storage)
+{
+    return storage->resizable() && const_cast<c10::StorageImpl *>(storage)->allocator() != nullptr;
+}
+
 void
 resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool keeps_size, c10::DataPtr given)
 {
@@ -52,7 +66,7 @@ resize_storage(c10::StorageImpl *storage, size_t bytes, const char *reason, bool
         const c10::OptionalDeviceGuard device(storage->device());
         storage->set_data_ptr_noswap(bytes == 0               ? c10::DataPtr(nullptr, storage->device())
                                      : given.get() != nullptr ? std::move(given)
-                                                              : storage->allocator()->allocate(bytes));
+                                                              : allocator_of(storage)->allocate(bytes));
     }
     const bool guarded = set_freed_reason(storage, bytes == 0 ? reason : nullptr);
     if (!(guarded && keeps_size)) {
@@ -482,6 +496,12 @@ fp_torch_clear_grads(PyObject *const *params, Py_ssize_t n)
 }
 
 int
+fp_torch_is_leaf(PyObject *object) noexcept
+{
+    return !fp::is_tensor(object) || THPVariable_Unpack(object).is_leaf();
+}
+
+int
 fp_torch_allocate(PyObject *object, int64_t numel)
 {
     return fp::guarded(-1, [&] {
@@ -512,7 +532,7 @@ fp_torch_free(PyObject *object, const char *reason, int keeps_size)
         }
         const at::Tensor &tensor = THPVariable_Unpack(object);
         c10::StorageImpl *storage = fp::storage_of(tensor);
-        if (!storage->resizable() && fp::is_reused(storage)) {
+        if (!fp::has_own_memory(storage) && fp::is_reused(storage)) {
             fp::move_to_storage(tensor, fp::freed_source(tensor.options(), storage->nbytes(), reason, keeps_size != 0));
         }
         else {

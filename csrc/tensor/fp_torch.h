@@ -122,6 +122,7 @@ int fp_torch_convert(PyObject *target, PyObject *source, int accumulate);
 /* Give the device from outside of torch (PrivateUse1) kernels, or NULL to take them back. For tests: it is not locked. */
 void fp_torch_use_kernels(const fp_kernels *kernels);
 
+int fp_torch_is_leaf(PyObject *object) FP_NOEXCEPT; /* as tensor.is_leaf; 1 too of what is no tensor */
 /* Give the freed storage of tensor room for numel elements, in place: views made before are valid again. Contents are not
  * kept. 1; 0: it has just that room already; 2, with nothing done: it has other room, or tensor is not plain; -1. */
 int fp_torch_allocate(PyObject *tensor, int64_t numel);

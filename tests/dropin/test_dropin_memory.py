@@ -12,7 +12,7 @@ from gloo import fake_world, handle_of, note, run_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-SETTINGS = ((True, BY_ADDRESS), (False, BY_ADDRESS), (True, ("shared",)))
+SETTINGS = ((True, BY_ADDRESS), (False, BY_ADDRESS), (True, ("shared",)), (True, ("in a file",)))
 
 
 def memory_kept(settings):

@@ -1,6 +1,7 @@
 """Ways in which others take the memory of a tensor and go on using it, and the values that they find there."""
 
 import ctypes
+import os
 
 import numpy as np
 import torch
@@ -28,6 +29,12 @@ def shared(weight):
     return weight.detach().share_memory_().numpy()
 
 
+def in_a_file(weight):
+    """As queues of torch.multiprocessing hand it to other processes: another mapping of the memory it is moved to."""
+    descriptor, size = weight.detach().untyped_storage()._share_fd_cpu_()[:2]
+    return torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), size)
+
+
 WAYS = {
     "NumPy": lambda weight: weight.detach().numpy(),
     "NumPy by DLPack": lambda weight: np.from_dlpack(weight.detach()),
@@ -37,6 +44,7 @@ WAYS = {
     "not read yet": lambda weight: weight.detach().__dlpack__(max_version=(1, 0)),
     "by C": by_c,
     "shared": shared,
+    "in a file": in_a_file,
     "storage": lambda weight: weight.untyped_storage(),
 }
 BY_ADDRESS = tuple(WAYS)[:7]
