@@ -74,8 +74,10 @@ static PyObject *
 board_post(board_object *self, PyObject *text)
 {
     int64_t number;
-    const char *utf8 = PyUnicode_AsUTF8(text);
-    return utf8 == NULL || fp_board_post(self->board, utf8, &number) < 0 ? NULL : PyLong_FromLongLong(number);
+    PyObject *shown = fp_as_text(text);
+    const int status = shown == NULL ? -1 : fp_board_post(self->board, PyUnicode_AsUTF8(shown), &number);
+    Py_XDECREF(shown);
+    return status < 0 ? NULL : PyLong_FromLongLong(number);
 }
 
 static PyObject *

@@ -52,8 +52,7 @@ fp_handle_free(fp_handle_steps *h, PyObject *tensor, const char *by_method)
 {
     int status = 0;
     if (h->is_on_host && h->message != NULL) {
-        const char *reason = PyUnicode_AsUTF8(h->message);
-        status = reason == NULL ? -1 : fp_torch_free(tensor, reason, 0);
+        status = fp_torch_free(tensor, PyUnicode_AsUTF8(h->message), 0);
     }
     return status == 0 ? fp_handle_run(h, by_method, tensor) : status < 0 ? -1 : 0;
 }

@@ -465,7 +465,9 @@ bind_buffers(fp_handle_steps *h, PyObject *ignored)
         }
         *slot = value;
     }
-    h->message = PyObject_GetAttrString(h->flat, "_freed_message");
+    PyObject *message = PyObject_GetAttrString(h->flat, "_freed_message");
+    h->message = message == NULL ? NULL : fp_as_text(message);
+    Py_XDECREF(message);
     h->numel = h->message == NULL ? -1 : fp_torch_numel(h->padded);
     h->shard_numel = h->numel < 0 ? -1 : fp_torch_numel(h->shard);
     return fp_none_unless(h->shard_numel < 0 ? -1 : 0);

@@ -34,19 +34,27 @@ allocate(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *
 free_storage(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    const char *reason = NULL;
+    PyObject *reason = NULL;
     if (fp_check_nargs_between("free", nargs, 1, 3) < 0) {
         return NULL;
     }
     if (nargs > 1 && args[1] != Py_None) {
-        reason = PyUnicode_AsUTF8(args[1]); /* lives as long as the argument */
+        reason = fp_as_text(args[1]); /* owned */
         if (reason == NULL) {
             return NULL;
         }
     }
     const int keeps_size = nargs > 2 ? PyObject_IsTrue(args[2]) : 0;
-    const int status = keeps_size < 0 ? -1 : fp_torch_free(args[0], reason, keeps_size);
+    const char *text = reason == NULL ? NULL : PyUnicode_AsUTF8(reason);
+    const int status = keeps_size < 0 ? -1 : fp_torch_free(args[0], text, keeps_size);
+    Py_XDECREF(reason);
     return status < 0 ? NULL : PyBool_FromLong(status);
+}
+
+static PyObject *
+is_leaf(PyObject *module, PyObject *object)
+{
+    return PyBool_FromLong(fp_torch_is_leaf(object));
 }
 
 static PyObject *
@@ -251,6 +259,8 @@ PyMethodDef fp_tensor_methods[] = {
      "mode is on: loops in C do with them what torch's operations would."},
     {"is_plain_tensor", is_plain_tensor, METH_O,
      "is_plain_tensor($module, object, /)\n--\n\nWhether it is a dense tensor of no subclass, whatever modes are on."},
+    {"is_leaf", is_leaf, METH_O,
+     "is_leaf($module, object, /)\n--\n\nAs tensor.is_leaf, whatever modes are on; True of what is no tensor."},
     {"allocate", FP_METHOD(allocate), METH_FASTCALL,
      "allocate($module, tensor, numel, /)\n--\n\nGive the freed storage of tensor room for numel elements of its "
      "dtype. Contents are not kept.\n\nFalse: it has just that room already; None, with nothing done: it has other "

@@ -30,6 +30,28 @@ fp_check_nargs(const char *name, Py_ssize_t nargs, Py_ssize_t expected)
     return fp_check_nargs_between(name, nargs, expected, expected);
 }
 
+PyObject *
+fp_as_text(PyObject *text)
+{
+    if (!PyUnicode_Check(text)) {
+        return PyErr_Format(PyExc_TypeError, "expected a str, got %.200s", Py_TYPE(text)->tp_name);
+    }
+    if (PyUnicode_AsUTF8(text) != NULL) { /* which text keeps */
+        return Py_NewRef(text);
+    }
+    if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+        return NULL;
+    }
+    PyErr_Clear();
+    PyObject *bytes = PyUnicode_AsEncodedString(text, "utf-8", "backslashreplace");
+    PyObject *shown = bytes == NULL ? NULL : PyUnicode_FromEncodedObject(bytes, "utf-8", "strict");
+    Py_XDECREF(bytes);
+    if (shown != NULL && PyUnicode_AsUTF8(shown) == NULL) {
+        Py_CLEAR(shown);
+    }
+    return shown;
+}
+
 int
 fp_as_int64(PyObject *object, int64_t *out)
 {

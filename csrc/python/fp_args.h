@@ -80,6 +80,10 @@ int fp_as_int64(PyObject *object, int64_t *out);
 /* A float or int (or __float__, __index__) as double. *out is written only on success. */
 int fp_as_double(PyObject *object, double *out);
 
+/* A str that UTF-8 can encode, new reference: text, or text with what it cannot (lone surrogates) as \\udc80 and the like, to
+ * be shown. PyUnicode_AsUTF8() of it does not fail. TypeError unless text is a str. */
+PyObject *fp_as_text(PyObject *text);
+
 /* True or False as 1 or 0, nothing else: TypeError. */
 int fp_as_bool(PyObject *object, int *out);
 

@@ -75,7 +75,7 @@ extend_views(fp_flat_param *flat_param)
         return -1;
     }
     Py_XSETREF(flat_param->extended, made);
-    return fp_flat_param_forward_requires_grad(flat_param);
+    return 0;
 }
 
 int
@@ -171,20 +171,19 @@ fp_flat_param_is_as_gathered(fp_flat_param *flat_param)
     return moved == flat_param->n;
 }
 
-int
-fp_flat_param_forward_requires_grad(const fp_flat_param *flat_param)
+PyObject *
+fp_flat_param_of_view(const fp_flat_param *flat_param, PyObject *view)
 {
     PyObject *values = fp_flat_param_attributes(flat_param);
-    for (Py_ssize_t i = 0; flat_param->params != NULL && !flat_param->untracked && i < flat_param->n; i++) {
-        PyObject *method = PyObject_GetAttrString(PyTuple_GET_ITEM(flat_param->params, i), "requires_grad_");
-        const int status =
-            method == NULL ? -1 : PyObject_SetAttrString(PyTuple_GET_ITEM(values, i), "requires_grad_", method);
-        Py_XDECREF(method);
-        if (status < 0) {
-            return -1;
+    if (values == NULL || flat_param->params == NULL || flat_param->untracked) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < flat_param->n; i++) {
+        if (PyTuple_GET_ITEM(values, i) == view) {
+            return PyTuple_GET_ITEM(flat_param->params, i);
         }
     }
-    return 0;
+    return NULL;
 }
 
 int
@@ -301,7 +300,7 @@ fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param)
     Py_SETREF(flat_param->params, params);
     Py_SETREF(flat_param->owners, Py_NewRef(params));
     flat_param->versions = flat_param->synced = -1;
-    return flat_param->views == NULL ? 0 : fp_flat_param_forward_requires_grad(flat_param);
+    return 0;
 }
 
 static int

@@ -80,8 +80,8 @@ int fp_flat_param_is_as_gathered(fp_flat_param *flat_param);
 PyObject *fp_flat_param_attributes(const fp_flat_param *flat_param);
 /* Let autograd refuse the graphs that need the values that are gathered, those of the extension too. */
 int fp_flat_param_refuse_graphs(fp_flat_param *flat_param);
-/* Let requires_grad_() of a view that stands in a Parameter's place be that of the Parameter. */
-int fp_flat_param_forward_requires_grad(const fp_flat_param *flat_param);
+/* The original parameter in whose place modules have view, which has a node; borrowed; NULL: it is none of these. */
+PyObject *fp_flat_param_of_view(const fp_flat_param *flat_param, PyObject *view);
 /* Where views have no node: what somebody has let require grad is set on its parameter. RuntimeError, naming it in the
  * unit called name, if autograd would give that view a gradient which nobody reduces. */
 int fp_flat_param_take_requires_grad(const fp_flat_param *flat_param, PyObject *name);

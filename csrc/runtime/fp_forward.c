@@ -161,10 +161,12 @@ note_opaque(fp_unit *unit, PyObject *output, int found)
                                             "containers of them, a dataclass, or a class "
                                             "that is registered with torch.utils._pytree.",
                                             unit->reason, Py_TYPE(output)->tp_name);
-    if (opaque == NULL) {
+    PyObject *text = opaque == NULL ? NULL : fp_as_text(opaque);
+    Py_XDECREF(opaque);
+    if (text == NULL) {
         return -1;
     }
-    Py_XSETREF(unit->opaque, opaque);
+    Py_XSETREF(unit->opaque, text);
     return 0;
 }
 

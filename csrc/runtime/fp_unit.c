@@ -54,14 +54,14 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     PyObject_GC_UnTrack(unit); /* nobody finds it before it is complete */
-    unit->name = Py_NewRef(name);
+    unit->name = fp_as_text(name);
     unit->moved = Py_NewRef(moved);
-    unit->reason = Py_NewRef(reason);
+    unit->reason = fp_as_text(reason);
     unit->reshard_after_forward = reshard_after_forward;
     unit->position = -1;
     unit->flat_params = fp_new_array(PyTuple_GET_SIZE(flat_params), sizeof *unit->flat_params);
-    const char *text = unit->flat_params == NULL ? NULL : PyUnicode_AsUTF8(name);
-    unit->ref = text == NULL ? NULL : fp_params_ref_new(unit, text, &fp_backward_unit_calls);
+    const int complete = unit->name != NULL && unit->reason != NULL && unit->flat_params != NULL;
+    unit->ref = complete ? fp_params_ref_new(unit, PyUnicode_AsUTF8(unit->name), &fp_backward_unit_calls) : NULL;
     if (unit->ref == NULL) {
         goto fail;
     }
@@ -392,6 +392,18 @@ unit_shows_views(const fp_unit *unit, void *ignored)
 }
 
 static PyObject *
+unit_owner_of(const fp_unit *unit, PyObject *view)
+{
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        PyObject *param = fp_flat_param_of_view(&unit->flat_params[k], view);
+        if (param != NULL) {
+            return Py_NewRef(param);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 unit_views(const fp_unit *unit, PyObject *ignored)
 {
     PyObject *list = PyList_New(unit->n_flat_params);
@@ -448,6 +460,10 @@ static PyMethodDef unit_methods[] = {
     {"views", FP_METHOD(unit_views), METH_NOARGS,
      "views($self, /)\n--\n\nThe views of each part, or what its extension has made of them; None before there are "
      "any."},
+    {"owner_of", FP_METHOD(unit_owner_of), METH_O,
+     "owner_of($self, view, /)\n--\n\nThe original parameter whose differentiable view this is, or what an extension "
+     "has "
+     "made of that; None: it is none of this unit's."},
     {"settle", FP_METHOD(unit_settle), METH_NOARGS,
      "settle($self, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has kept counts. "
      "Returns unreduced."},
@@ -483,15 +499,16 @@ unit_get_text(PyObject *self, void *closure)
 static int
 unit_set_text(PyObject *self, PyObject *text, void *closure)
 {
-    if (text == NULL || !PyUnicode_Check(text) || PyUnicode_AsUTF8(text) == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError, "expected the %s to be a str, got %.200s",
-                         (intptr_t)closure == NAME ? "name" : "reason",
-                         text == NULL ? "nothing" : Py_TYPE(text)->tp_name);
-        }
+    if (text == NULL || !PyUnicode_Check(text)) {
+        PyErr_Format(PyExc_TypeError, "expected the %s to be a str, got %.200s",
+                     (intptr_t)closure == NAME ? "name" : "reason", text == NULL ? "nothing" : Py_TYPE(text)->tp_name);
         return -1;
     }
-    Py_SETREF(*(PyObject **)((char *)self + (intptr_t)closure), Py_NewRef(text));
+    PyObject *shown = fp_as_text(text);
+    if (shown == NULL) {
+        return -1;
+    }
+    Py_SETREF(*(PyObject **)((char *)self + (intptr_t)closure), shown);
     return 0;
 }
 

@@ -21,7 +21,7 @@ static const char *
 freed_reason(const fp_unit *unit)
 {
     PyObject *reason = unit->opaque != NULL ? unit->opaque : unit->reason;
-    return reason == NULL ? NULL : PyUnicode_AsUTF8(reason);
+    return reason == NULL ? NULL : PyUnicode_AsUTF8(reason); /* each is made with that */
 }
 
 /* Make the views, unless made is 0 and there are some that fit who requires grad. */
@@ -54,9 +54,6 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
     }
     flat_param->untracked = untracked;
     Py_XSETREF(flat_param->views, views);
-    if (fp_flat_param_forward_requires_grad(flat_param) < 0) {
-        return -1;
-    }
     return flat_param->shows != FP_SHOWS_PARAMS || flat_param->params == NULL ? fp_flat_param_show(flat_param, 1) : 0;
 }
 

@@ -25,6 +25,11 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+def printable(text: str) -> str:
+    """``text`` with what UTF-8 cannot encode, lone surrogates of a name, as ``\\udc80`` and the like."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def p_assert(cond: Any, s: str, raise_assertion_error: bool = True) -> None:
     """torch 1.12's: print ``s`` and the stack, and raise AssertionError, unless ``cond`` holds; also under ``-O``."""
     _p_assert(cond, s, raise_assertion_error)

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import _C
 from ..common import optimizers
 from .errors import StateError
+from .names import printable
 
 if TYPE_CHECKING:
     from .segment import Segment
@@ -121,14 +122,14 @@ def _why_sharded(tensor: Tensor) -> str | None:
     """What is said of a shard that is taken for a whole parameter, by whatever name."""
     owner = owner_of_param(tensor)
     if owner is not None:
-        return FREED.format(unit=owner[0].name, names=f"`{owner[1]}`")
+        return printable(FREED.format(unit=owner[0].name, names=f"`{owner[1]}`"))
     storage, at = tensor.untyped_storage()._cdata, tensor.storage_offset()  # of a view of one
     for unit in _units:
         for here in (here for segment in unit.segments for here in segment.here()):
             piece = here.original.param
             begin = piece.storage_offset()
             if piece.untyped_storage()._cdata == storage and begin <= at < begin + max(1, piece.numel()):
-                return FREED.format(unit=unit.name, names=f"`{here.original.fqn}`")
+                return printable(FREED.format(unit=unit.name, names=f"`{here.original.fqn}`"))
     return None
 
 

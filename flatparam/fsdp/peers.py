@@ -25,6 +25,7 @@ from .. import _C
 from ..common.collectives import name_in_cpp
 from ..common.torch_private import torch_flat_param
 from .errors import OrderError, StoreGoneError
+from .names import printable
 from .stores import Store, reaching, store_of, store_of_world
 
 READING = 2.0  # seconds in which the others read what a rank has to say before it goes
@@ -62,7 +63,7 @@ class Board:
     @reaching()
     def post(self, text: str) -> None:
         """Let the others know why this rank ends, and wait until they do, but not for long."""
-        text = text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
+        text = printable(text).replace("\0", "\\0")
         number = self.native.post(text)
         if self.native.number("members") == 0 and torch_flat_param.FlatParamHandle.__module__.startswith("flatparam."):
             return  # these ranks use torch's runtime with the drop-in, where nobody reads

@@ -1,7 +1,7 @@
 """Calls of torch's that are noted, for what a unit does in them.
 
 Reentrant activation checkpoints recompute, and so train, only what has an input that requires grad.
-``torch.func.functional_call`` puts tensors in place of others for the time of a call.
+``torch.func.functional_call`` puts tensors in place of others for the time of a call. ``requires_grad_()`` freezes.
 """
 
 import functools
@@ -13,7 +13,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from .. import _C
 from ..common.torch_private import _named_member_accessor
+from .owners import all_units
 
 
 class _UnderWay(threading.local):
@@ -52,6 +54,7 @@ def is_never_recomputed(by_default: bool) -> bool:
 def watch() -> None:
     """Note from now on which reentrant checkpoints are under way, and what is exchanged."""
     _watch_exchanges()
+    _watch_freezing()
     forward: Any = CheckpointFunction.forward
 
     @functools.wraps(forward)
@@ -99,6 +102,27 @@ def _watch_exchanges() -> None:
         return before
 
     _named_member_accessor.swap_tensor = seen_as(swapping, swap)
+
+
+def _watch_freezing() -> None:
+    """Let ``requires_grad_()`` of what stands in a parameter's place during a forward be that of the parameter.
+
+    It has a history, so torch refuses to freeze it, and asks nobody before. An attribute of the tensor that says
+    otherwise would go with it into files and copies.
+    """
+    tensor: Any = Tensor
+    original = tensor.requires_grad_
+
+    @functools.wraps(original)
+    def requires_grad_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self if _C.is_leaf(self) else _frozen_by(self), *args, **kwargs)
+
+    tensor.requires_grad_ = requires_grad_
+
+
+def _frozen_by(view: Any) -> Any:
+    """The parameter in whose place ``view`` stands, or ``view`` itself."""
+    return next((owner for unit in all_units() if (owner := unit.step.owner_of(view)) is not None), view)
 
 
 def seen_as(ours: Any, function: Any) -> Any:

@@ -91,7 +91,12 @@ def memory_kept(strategy, orig, ways):
     assert not any(full) or strategy in ("NO_SHARD", "ZERO_1"), full  # it went with those who took it
 
 
-WAYS = ((True, (*BY_ADDRESS, "storage")), (False, (*BY_ADDRESS, "storage")), (True, ("shared",)), (True, ("in a file",)))
+WAYS = (
+    (True, (*BY_ADDRESS, "storage")),
+    (False, (*BY_ADDRESS, "storage")),
+    (True, ("shared",)),
+    (True, ("in a file",)),
+)
 
 
 @pytest.mark.multiprocess

@@ -1,12 +1,16 @@
 """Freezing and unfreezing, also by hooks in the middle of a forward, where modules have views: as unsharded."""
 
+import copy
+import io
 import itertools
+import pickle
 
 import pytest
 import torch
 from fsdp_models import STRATEGIES, assert_same, assert_same_grads, data, loss_of, make, wrap_blocks
-from gloo import fake_world, note, run_ranks
+from gloo import fake_world, handle_of, note, run_ranks
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
@@ -188,3 +192,83 @@ def test_what_trains_has_its_gradient_though_it_was_frozen_in_another_forward():
             weight.requires_grad_(True)
             loss.backward()
             assert weight.grad.abs().sum() > 0, strategy
+
+
+def by_torch(tensor, weights_only=True):
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+COPIES = {
+    "torch.save": by_torch,
+    "torch.save, all of it": lambda tensor: by_torch(tensor, weights_only=False),
+    "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("kind", ["runtime", "dropin"])
+@pytest.mark.parametrize("orig", [True, False])
+def test_weights_in_a_forward_carry_nothing_into_files_and_copies(kind, orig):
+    """What is set on them, and what is made of them, is what the unsharded module's weights have: nothing of ours."""
+    wrapper, settings = (FSDP, {}) if kind == "runtime" else (TorchsFSDP, {"device_id": torch.device("cpu")})
+    found = []
+
+    def look(module, *ignored):
+        for name, weight in module.named_parameters():
+            plain = weight.detach()  # no history: only leaves can be copied deeply
+            found.append((name, vars(weight), vars(plain)))
+            for way, made in COPIES.items():
+                copied = made(plain if way != "torch.save" else weight)
+                assert torch.equal(copied, plain), (name, way)
+                assert not vars(copied), (name, way)
+
+    with fake_world(1), handle_of("flatparam"):
+        module = make()
+        for part in (module.first, module.last):
+            part.register_forward_hook(look)
+        model = wrap_blocks(module, wrapper, use_orig_params=orig, **settings)
+        loss_of(model, data(0)).backward()
+        with torch.no_grad():
+            model(data(0))
+    assert len(found) == 6 if orig else not found
+    assert all(own == detached == {} for _, own, detached in found), found
+
+
+def test_activations_saved_to_files_and_read_for_backward():
+    """PyTorch's tutorial of saved_tensors_hooks: ``torch.load`` has weights_only=True by default."""
+
+    def pack(tensor):
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        return buffer
+
+    def unpack(buffer):
+        buffer.seek(0)
+        return torch.load(buffer)
+
+    with fake_world(1):
+        plain, model = make(), wrap_blocks(make(), use_orig_params=True)
+        for module in (plain, model):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                loss = loss_of(module, data(0))
+            loss.backward()
+        assert_same_grads(model, plain)
+
+
+def test_requires_grad_of_other_tensors_is_torchs():
+    with fake_world(1):
+        model = FSDP(nn.Linear(3, 3), use_orig_params=True)
+        model(torch.ones(2, 3)).sum().backward()
+        made = torch.ones(3, requires_grad=True) * 2
+        assert made.requires_grad_() is made
+        with pytest.raises(RuntimeError, match="you can only change requires_grad flags of leaf variables"):
+            made.requires_grad_(False)
+        leaf = torch.ones(3)
+        assert leaf.requires_grad_(requires_grad=True) is leaf
+        assert leaf.requires_grad
+        with pytest.raises(TypeError):
+            leaf.requires_grad_("no flag", 1)
