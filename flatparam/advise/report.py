@@ -3,7 +3,7 @@
 from typing import Any
 
 from flatparam.advise.candidates import Candidate, Question
-from flatparam.inspect.report import aligned, human
+from flatparam.common.tables import aligned, human
 
 HEADINGS = (
     *("strategy", "units", "inner", "micro-batches", "reduced", "memory"),

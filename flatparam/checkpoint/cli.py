@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..common.parsing import Parser, in_a_command
-from ..fsdp.safetensors_files import FileError
+from ..common.tables import aligned, human, one_name_of, without_numbers
+from ..fsdp.safetensors_files import DTYPES, FileError
 from .errors import CheckpointError
 from .exporting import export, open_source, tensors_of, verify
+from .files import Chunk
+from .index import Index
 
 
 def parser() -> Parser:
@@ -21,6 +26,7 @@ def parser() -> Parser:
     )
     commands = made.add_subparsers(dest="command", required=True, parser_class=Parser)
     show = commands.add_parser("show", help="print its tensors, where they lie, and how it was saved")
+    show.add_argument("--all", action="store_true", help="each tensor and unit, also those that are equal")
     check = commands.add_parser("verify", help="read all of it, compare it with its checksums if it has any")
     check.add_argument("--finite", action="store_true", help="refuse NaN and infinities, too")
     write = commands.add_parser("export", help="write its model as one safetensors file")
@@ -33,43 +39,96 @@ def parser() -> Parser:
 
 
 def many(count: int, word: str, plural: str | None = None) -> str:
-    return f"{count} {word if count == 1 else plural or word + 's'}"
+    return f"{count:,} {word if count == 1 else plural or word + 's'}"
 
 
-def gathered_from(unit: dict[str, Any]) -> str:
-    """Words for a unit whose forward and backward gather over other ranks than have its shards; else none."""
+def gathered_over(unit: dict[str, Any]) -> str:
+    """Over how many ranks forward and backward gather it, where those are others than have its shards."""
     over = unit["parameters_over"]
-    return f", parameters over {many(over, 'rank')}{', nested' if unit['nested'] else ''}" if over > 1 else ""
+    return f"{over}{', nested' if unit['nested'] else ''}" if over > 1 else ""
 
 
-def show(path: Path, trusted: bool) -> str:
-    """What is printed of a checkpoint. Raises: CheckpointError, FileError, OSError."""
+def show(path: Path, trusted: bool, every: bool = False) -> str:
+    """What is printed of a checkpoint. ``every``: each unit and tensor, and where it lies; else those that are equal
+    but for a number in their names are one line.
+
+    Raises: CheckpointError, FileError, OSError.
+    """
     source = open_source(path, trusted)
     try:
         lines = [str(path)]
-        index = source.index
-        if index is not None:
-            about = ", ".join(f"{key} {index.about[key]}" for key in ("flatparam", "torch"))
-            lines.append(f"saved by {index.world_size} ranks ({about}), {index.bytes} bytes, id {index.id}")
-            lines += [
-                f"unit {unit['name'] or '(root)'}: {unit['strategy']}, {many(unit['shards'], 'shard')}, "
-                f"{many(unit['replicas'], 'replica')}{gathered_from(unit)}"
-                for unit in index.units
-            ]
-        for folder, name, chunks in tensors_of(source):
-            first, files = chunks[0], len({chunk.file for chunk in chunks})
-            where = f"{many(len(chunks), 'box', 'boxes')} in {many(files, 'file')}"
-            lines.append(f"{folder:<10}{name}  {first.dtype} {list(first.shape)}  {where}")
+        if source.index is not None:
+            lines += of_index(source.index, every)
+        lines += ["", table_of_tensors(list(tensors_of(source)), every)]
     finally:
         source.close()
     return "\n".join(lines)
+
+
+def of_index(index: Index, every: bool) -> list[str]:
+    """What is known of one of ours beside its tensors."""
+    about = ", ".join(f"{key} {index.about[key]}" for key in ("flatparam", "torch"))
+    lines = [f"saved by {many(index.world_size, 'rank')} ({about}), {human(index.bytes)}, id {index.id}"]
+    optimizer = index.optimizer or {}
+    classes = optimizer.get("classes", {})
+    if classes:
+        named = ", ".join(f"{label}: {kind}" if label else kind for label, kind in classes.items())
+        lines.append(f"optimizer {named}, {many(len(optimizer['groups']), 'group')} of parameters")
+    base = index.about.get("base")
+    if base is not None:
+        lines.append(f"trained parameters alone: needs a base of {many(len(base), 'parameter')}, which is not in it")
+        of_base = [(name, dtype, str(shape)) for name, (dtype, shape, _) in base.items()]
+        lines += ["", aligned([("base", "tensors", "dtype", "shape"), *merged(of_base, every)], 1, 1)]
+    if index.units:
+        rows = [
+            (
+                *(unit["name"] or "(root)", unit["strategy"] or "", str(unit["shards"]), str(unit["replicas"])),
+                *(gathered_over(unit), " ".join(unit["dtypes"]), f"{sum(unit['shard_numels']):,}"),
+            )
+            for unit in index.units
+        ]
+        heading = ("unit", "units", "strategy", "shards", "replicas", "gathered over", "dtypes", "elements of a shard")
+        lines += ["", aligned([heading, *merged(rows, every)], 1, 1)]
+    return lines
+
+
+def merged(rows: Iterable[tuple[str, ...]], every: bool) -> list[tuple[str, ...]]:
+    """Rows whose names differ in numbers alone as one, with how many they are after the name; in the order of the
+    first of each."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *rest in rows:
+        groups.setdefault((name if every else without_numbers(name), *rest), []).append(name)
+    return [(one_name_of(names), f"{len(names):,}", *rest) for (_, *rest), names in groups.items()]
+
+
+def table_of_tensors(tensors: list[tuple[str, str, list[Chunk]]], every: bool) -> str:
+    """Of model and optimizer: name, dtype, shape, bytes, and in how many boxes and files each lies."""
+    groups: dict[tuple[Any, ...], list[tuple[str, list[Chunk]]]] = {}
+    for folder, name, chunks in tensors:
+        kind = name if every else without_numbers(name)
+        groups.setdefault((folder, kind, chunks[0].dtype, chunks[0].shape), []).append((name, chunks))
+    rows = [("tensors", "", "count", "dtype", "shape", "bytes", "boxes", "files")]
+    sizes, all_boxes, files = [], 0, set()
+    for (folder, _, dtype, shape), members in groups.items():
+        boxes = [chunk for _, chunks in members for chunk in chunks]
+        here = {chunk.file for chunk in boxes}
+        known = DTYPES.get(dtype)
+        size = 0 if known is None else len(members) * math.prod(shape) * known.itemsize
+        name = one_name_of([name for name, _ in members])
+        counts = (human(size), f"{len(boxes):,}", f"{len(here):,}")
+        rows.append((folder, name, f"{len(members):,}", dtype, str(list(shape)), *counts))
+        sizes.append(size)
+        all_boxes += len(boxes)
+        files |= here
+    total = (f"{len(tensors):,}", "", "", human(sum(sizes)), f"{all_boxes:,}", f"{len(files):,}")
+    return aligned([*rows, ("total", "", *total)], 2, 1, 1)
 
 
 def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.command == "show":
-            print(show(options.path, options.trusted))
+            print(show(options.path, options.trusted, options.all))
         elif options.command == "verify":
             summary = verify(options.path, check_finite=options.finite, trusted=options.trusted)
             without_sums = "every byte can be read; it has no checksums, so whether a value has changed is not known"

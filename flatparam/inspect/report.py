@@ -3,6 +3,7 @@
 from itertools import groupby
 from typing import Any
 
+from flatparam.common.tables import aligned, human
 from flatparam.fsdp.memory import MemoryPlan, Moment
 from flatparam.inspect.planning import Settings, Unit
 
@@ -11,16 +12,6 @@ HEADINGS = (
     *("shard", "gradient", "optimizer", "unsharded", "peak"),
 )
 UNITS_OF_HEADINGS = ("", "", "", "", "elements", "elements", "elements", *("bytes a rank",) * 5)
-
-
-def human(size: int) -> str:
-    """Bytes with three digits or more."""
-    value, unit = float(size), "B"
-    for bigger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1000:
-            break
-        value, unit = value / 1024, bigger
-    return f"{size} B" if unit == "B" else f"{value:.{2 if value < 10 else 1}f} {unit}"
 
 
 def worst(plan: MemoryPlan, unit: int) -> int:
@@ -68,17 +59,6 @@ def table(units: list[Unit], plan: MemoryPlan) -> str:
     totals = tuple(map(sum, zip(*map(numbers, range(len(units))), strict=True)))
     rows.append(row("total", "", len(units), totals, plan.peak))
     return aligned(rows, names=2, headings=2, totals=1)
-
-
-def aligned(rows: list[tuple[str, ...]], names: int, headings: int, totals: int = 0) -> str:
-    """A table: the first ``names`` columns to the left, the others to the right; rules below headings, above totals."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = "<" * names + ">" * (len(widths) - names)
-    cells = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
-    lines = ["  ".join(row).rstrip() for row in cells]
-    rule = "-" * max(map(len, lines))
-    end = len(lines) - totals
-    return "\n".join([*lines[:headings], rule, *lines[headings:end], *([rule, *lines[end:]] if totals else [])])
 
 
 def summary(units: list[Unit], plan: MemoryPlan) -> str:

@@ -268,9 +268,24 @@ def test_commands_show_verify_and_export(tmp_path):
     status, out, _ = command("show", tmp_path / "one")
     assert status == 0
     assert "saved by 2 ranks" in out
-    assert "unit blocks.1: FULL_SHARD, 2 shards, 1 replica\n" in out
-    assert "unit (root): FULL_SHARD, 2 shards, 1 replica\n" in out
-    assert "image  F32 [3, 4, 2, 5]" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["optimizer", "torch.optim.AdamW,", "1", "group", "of", "parameters"] in lines
+    blocks = [name for name, _ in Odd().blocks.named_children()]
+    assert any(
+        line[:5] == [f"blocks.{{0..{len(blocks) - 1}}}", str(len(blocks)), "FULL_SHARD", "2", "1"] for line in lines
+    )
+    assert any(line[:5] == ["(root)", "1", "FULL_SHARD", "2", "1"] for line in lines)
+    assert any(line[:8] == ["model", "image", "1", "F32", "[3,", "4,", "2,", "5]"] for line in lines)
+    state = Odd().state_dict()
+    equal = [name for name in state if name.startswith("blocks.") and name.endswith(".inner.weight")]
+    (row,) = [line for line in lines if line[:2] == ["model", f"blocks.{{0..{len(equal) - 1}}}.inner.weight"]]
+    shape = list(state[equal[0]].shape)
+    assert row[2:6] == [str(len(equal)), "F32", f"[{shape[0]},", f"{shape[1]}]"]
+    status, everything, _ = command("show", tmp_path / "one", "--all")
+    rows = [line.split() for line in everything.splitlines()]
+    assert {row[1] for row in rows if row[:1] == ["model"]} == state.keys()
+    units = {row[0] for row in rows if row[1:3] == ["1", "FULL_SHARD"]}
+    assert units == {"(root)", *(f"blocks.{name}" for name in blocks)}
     status, out, _ = command("verify", tmp_path / "one", "--finite")
     assert (status, "as it was saved" in out) == (0, True)
     status, out, err = command("export", tmp_path / "one", tmp_path / "whole.safetensors", "--quiet")

@@ -12,6 +12,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy as S
 from flatparam import checkpoint
 from flatparam.checkpoint import CheckpointError
+from flatparam.checkpoint.cli import show
 
 
 class Lora(nn.Module):
@@ -124,6 +125,9 @@ def test_on_ranks(tmp_path):
 def test_another_base_is_refused_by_name(tmp_path):
     model = net()
     checkpoint.save(tmp_path / "one", model, trainable_only=True)
+    shown = show(tmp_path / "one", trusted=False)
+    assert "trained parameters alone: needs a base of 4 parameters" in shown
+    assert ["*.base.weight", "2", "F32", "[40,", "40]"] in [line.split() for line in shown.splitlines()]
     checkpoint.export(tmp_path / "one", tmp_path / "one.safetensors")
     assert sorted(load_file(tmp_path / "one.safetensors")) == sorted(
         name for name in model.state_dict() if "base" not in name
