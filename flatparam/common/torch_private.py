@@ -75,6 +75,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.utils import _named_member_accessor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import _StopRecomputationError
 
 
 @functools.cache

@@ -25,13 +25,13 @@ from ..common.collectives import (
     wait_in_slices,
     wait_in_thread,
 )
-from . import peers
+from . import peers, stores
 from .errors import OrderError, StoreGoneError
 from .placement import Placement
 from .posts import Exchange, event_of
 from .register import number_of, number_of_part
 from .sequence import AND_SO, TRANSPORT, Sequence
-from .stores import WITHOUT_STORE, store_of
+from .stores import store_of
 
 if TYPE_CHECKING:
     from .segment import Segment
@@ -62,7 +62,7 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     except RuntimeError:  # it is no backend of torch's kind
         return None
     is_wrapped, backend = unwrapped(backend) is not backend, unwrapped(backend)
-    if name_of(backend) in WITHOUT_STORE:
+    if name_of(backend) in stores.WITHOUT_STORE:
         return None
     sequence = Sequence(group, backend, store, device.type)
     # a wrapper's own comparison waits as long as a collective may take
@@ -84,6 +84,7 @@ def before(segment: Segment, kind: int, device: torch.device) -> Sequence | None
 
     Raises: OrderError, when the other ranks do another thing.
     """
+    come_back()
     number = number_of_part(segment)
     sequence = None if number is None else sequence_of(segment.placement.optim, device)
     if sequence is not None and number is not None:
@@ -101,6 +102,28 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
     else:
         sequence.order.launch()
         sequence.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+
+
+troubled: list[Sequence] = []  # whose ranks wait, maybe, for one that an exception has kept from what comes next: this
+
+
+def tell_trouble(units: Iterable[Unit], error: BaseException) -> None:
+    """``error`` has ended a pass of ``units`` on this rank, which lives on: ranks that wait for it there are told."""
+    if not isinstance(error, Exception) or isinstance(error, OrderError):
+        return
+    for unit in units:
+        for segment in unit.segments:
+            for _, group in _orders_of(unit.options.placement):
+                sequence = None if group is None else _sequences.get(group, {}).get(segment.device.type)
+                if sequence is not None and sequence not in troubled:
+                    sequence.tell_trouble(peers.describe(error, dist.get_rank(), "has not gone on since"))
+                    troubled.append(sequence)
+
+
+def come_back() -> None:
+    """This rank goes on after what it has told by ``tell_trouble``."""
+    while troubled:
+        troubled.pop().come_back()
 
 
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, peers.Meetings] = weakref.WeakKeyDictionary()
@@ -133,6 +156,7 @@ def exchange(
     Once ``check_exchanges`` was called for ``group`` it is checked as those of units are. Raises: OrderError, when
     another rank does another thing, or cannot come to it.
     """
+    come_back()
     device = tensors[-1].device
     orders = [sequence for _, sequence in sorted(_checked.get(group, {}).items())]
     for sequence in orders:

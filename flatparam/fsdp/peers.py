@@ -240,7 +240,7 @@ def _ends_with(error: BaseException | None) -> None:
         error._flatparam_posted = True  # type: ignore[attr-defined]
         ours = ([one for one in list(_boards.values()) if one is not None] or [_board_at_end()])[-1]
         ours.join()
-        ours.post(_describe(error, ours.rank))
+        ours.post(describe(error, ours.rank, "has ended"))
 
 
 def _board_at_end() -> Board:
@@ -251,14 +251,15 @@ def _board_at_end() -> Board:
     return ours
 
 
-def _describe(error: BaseException, rank: int) -> str:
+def describe(error: BaseException, rank: int, since: str) -> str:
+    """What the others are told of ``error``, after which ``rank`` does as ``since`` says."""
     if isinstance(error, OrderError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     message = "".join(traceback.format_exception_only(error)).strip()
     message = message if len(message) <= _LENGTH else message[:_LENGTH] + "..."
-    return f"rank {rank} has raised an error of its own{where} and has ended: {message}"
+    return f"rank {rank} has raised an error of its own{where} and {since}: {message}"
 
 
 class _Watch(NamedTuple):

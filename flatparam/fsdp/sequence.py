@@ -48,6 +48,7 @@ _WATCHING = 0.5  # seconds between two looks of the thread that looks where wait
 _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than it does
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
+_TROUBLED_FOR = 2.0  # seconds after which ranks that wait are told of an exception that another one goes on after
 _KEPT_FOR = 1.0  # seconds before one who asks about what another was kept from is told: it may be kept from it, too
 _AGAIN = "0"  # said by a rank which an exception has kept from what it said, too
 _LOST = "What the device was waiting for has no values"
@@ -84,6 +85,7 @@ class Sequence:
         self._readers = 0  # of it
         self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
         self._told_of_loss = False
+        self._trouble = ""  # which this rank has told, and not come back from
 
     def join(self, others: Iterable["Sequence"]) -> None:
         """The same model is spread over the groups of ``others``: what this one cannot be used for they cannot."""
@@ -306,6 +308,7 @@ class Sequence:
                 self._raise_if_lost(now - begin, lambda rank: not answered())
                 self._point_at(index)
                 self._answer()
+                self._raise_if_troubled(now - begin, mine)
                 if asks and (kept := self._said(f"{index}/kept")):
                     kept_since = min(kept_since, now)
                     if now - kept_since > _KEPT_FOR:
@@ -387,6 +390,7 @@ class Sequence:
         self._look_at_question()
         mine = self._post_at(self.order.count - 1)
         if mine is not None:
+            self._raise_if_troubled(waited, mine)
             self._answer()
             if waited > self._seconds():
                 self._late(mine)
@@ -424,6 +428,25 @@ class Sequence:
     def _raise_if_broken(self) -> None:
         if broken := self._said("broken"):
             self._break(json.loads(broken)[0])
+
+    def tell_trouble(self, text: str) -> None:
+        """An exception has ended a pass on this rank: ``text`` says which. It lives on, and may come back."""
+        if self._own_store is not None and not self._reason:
+            self._trouble = json.dumps([self._ranks[self._me], self.order.passes, text])
+            with contextlib.suppress(StoreGoneError):
+                self._store.set("trouble", self._trouble)
+
+    def come_back(self) -> None:
+        """It goes on."""
+        with contextlib.suppress(StoreGoneError):
+            self._store.compare_set("trouble", self._trouble, "")
+
+    def _raise_if_troubled(self, waited: float, mine: Post) -> None:
+        """If an exception has ended another rank's pass, which this one is in, and not yet if all have left it."""
+        if waited > _TROUBLED_FOR and (said := self._said("trouble")):
+            rank, step, text = json.loads(said)
+            if rank != mine.rank and mine.step <= step:
+                self._break(text, "", absent=1)
 
     def _differ(self, first: Post, mine: Post) -> NoReturn:
         self._break(*difference(self.register, first, mine))

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.profiler import record_function
 
 from .. import _C
+from ..common.torch_private import _StopRecomputationError
 from . import collectives
 from .clip import by_group, clip
 from .errors import StateError
 from .materialize import put_buffer
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
-from .order import follow
+from .order import come_back, follow, tell_trouble, troubled
 from .outputs import cast_floats, find_tensors, move_tensors
 from .owners import segment_of
 from .placement import is_grid
@@ -68,6 +69,8 @@ class Stepping(Wrapper):
             args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
         if records and step.has_frozen:
             step.expect_inputs(find_tensors((args, kwargs)))
+        if troubled:
+            come_back()
         under_way = enter_forward(records)
         try:
             step.pre_forward()
@@ -83,10 +86,17 @@ class Stepping(Wrapper):
                 unit.explain(error)
             finally:
                 step.abort_forward()
+                self._tell_trouble(error)
                 unit.check_shards(error)
             raise
         finally:
             under_way.pop()
+
+    def _tell_trouble(self, error: BaseException) -> None:
+        """``error`` has ended a forward: tell the others, if it was the outermost one, or recomputed by backward."""
+        root: Any = self._unit.step.root
+        if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
+            tell_trouble(units_of(self._outermost().modules()), error)
 
     def _refuse_untrained(self) -> None:
         """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp import peers
+from flatparam.fsdp import stores
 
 pytestmark = pytest.mark.multiprocess
 
@@ -104,7 +104,7 @@ def test_a_wait_that_a_signal_ends_goes_on_in_the_next_call():
 
 def failures():
     """A group whose gathers fail after a second, once there are units, and nobody who says so before."""
-    peers.WITHOUT_STORE = (*peers.WITHOUT_STORE, "gloo")
+    stores.WITHOUT_STORE = (*stores.WITHOUT_STORE, "gloo")
     for strategy, uo in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (False, True)):
         group = dist.new_group(timeout=datetime.timedelta(seconds=30))
         model = make(cls=Impatient)

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
+from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks, say, wait_until_said
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -195,3 +195,57 @@ def test_a_heartbeat_that_is_no_number_of_seconds_is_refused(monkeypatch):
             ValueError, match=f"expected FLATPARAM_HEARTBEAT to be seconds, or 0 for none, got '{text}'"
         ):
             _heartbeat()
+
+
+def raise_once(model):
+    """In the forward of its second unit."""
+
+    def fail(*args):
+        hook.remove()
+        raise ValueError("batch 17 is bad")
+
+    hook = model.module[1].module.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="batch 17"):
+        step(model)
+
+
+def catch(how):
+    """Rank 1 catches what a forward raises, and goes on with something else; or all ranks do."""
+    model = made(limit=60.0)
+    for _ in range(2):
+        step(model)
+    me = dist.get_rank()
+    if how == "alone":
+        begin = time.monotonic()
+        if me == 1:
+            raise_once(model)
+        else:
+            try:
+                step(model)
+            except OrderError as error:
+                return str(error), time.monotonic() - begin
+        wait_until_said("the others were told")
+    else:
+        raise_once(model)
+        time.sleep(4.0 * me)  # it loads data, say
+        step(model)
+    return "nothing", 0.0
+
+
+def test_what_one_rank_catches_is_told_to_those_who_wait_for_it():
+    """Within a second or two after 2 s, on a machine that is not busy; the time-out is a minute."""
+    others = run_ranks(catch_and_say, 3, environment={"FLATPARAM_HEARTBEAT": "0"})
+    for text, seconds in (others[0], others[2]):
+        assert re.match(RAISED.replace("rank 0", "rank 1").replace("has ended", "has not gone on since"), text), others
+        assert 1.9 < seconds < 15.0
+
+
+def catch_and_say():
+    found = catch("alone")
+    if dist.get_rank() == 0:
+        say("the others were told")
+    return found
+
+
+def test_what_all_ranks_catch_is_told_to_nobody():
+    assert run_ranks(catch, 2, "all") == [("nothing", 0.0)] * 2

@@ -27,6 +27,7 @@ from flatparam.fsdp import order, sequence
 from flatparam.fsdp.errors import OrderError
 from flatparam.fsdp.order import sequence_of
 from flatparam.fsdp.sequence import Sequence, _limit
+from flatparam.fsdp.stores import Store
 
 pytestmark = pytest.mark.multiprocess
 
@@ -466,7 +467,7 @@ class CountingStore:
         sequence._own_store = self
 
     def __getattr__(self, name):
-        self._count(name in ("set", "add", "delete_key"))
+        self._count(name in ("set", "add", "delete"))
         return getattr(self.store, name)
 
     def compare_set(self, key, expected, desired):
@@ -746,7 +747,7 @@ def test_a_group_has_an_order_for_each_kind_of_device():
     """One may be gloo's, whose waits can be given up, and one NCCL's, whose cannot."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        store = dist.HashStore()
+        store = Store(dist.HashStore())
         made = [
             Sequence(dist.group.WORLD, Named(name), store, kind) for name, kind in (("gloo", "cpu"), ("nccl", "cuda"))
         ]
