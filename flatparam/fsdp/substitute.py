@@ -29,6 +29,7 @@ TESTED = {
     "transformers": ("5.23", "5.24"),
     "lightning": ("2.6",),
     "peft": ("0.20", "0.21"),
+    "trl": ("1.16",),
 }
 _EMPTY_ADAPTERS = (
     "PEFT {version} saves empty adapters (adapter_model.safetensors without a tensor) of a model whose blocks are "

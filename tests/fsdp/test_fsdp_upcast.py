@@ -1,6 +1,8 @@
 """Masters in fp32 of a model in 16 bits, as accelerate makes them. The oracle is torch's class, upcast alike."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from trainers import under
+
+import flatparam
 
 LOW = (torch.bfloat16, torch.float16)
 WEIGHTS = (*LOW, torch.float32)
@@ -165,6 +169,31 @@ def by_inputs(uo):
 @pytest.mark.parametrize(("uo", "ranks"), [(False, 1), (False, 2), (True, 2)])
 def test_inputs_decide_without_mixed_precision(uo, ranks):
     run_ranks(by_inputs, ranks, uo)
+
+
+def kept(uo, folder):
+    """A copy, a pickle and a checkpoint of an upcast model go on as it does."""
+    with under("runtime"):
+        for mixed in (None, torch.bfloat16):
+            model = wrap(torch.bfloat16, mixed, uo)
+            upcast(model)
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            flatparam.checkpoint.save(f"{folder}/{mixed}", model)
+            copies.append(wrap(torch.bfloat16, mixed, uo))
+            upcast(copies[-1])
+            with torch.no_grad():
+                for param in copies[-1].parameters():
+                    param.zero_()
+            flatparam.checkpoint.load(f"{folder}/{mixed}", copies[-1])
+            expected = trained(model, torch.bfloat16)
+            for each in copies:
+                same(trained(each, torch.bfloat16), expected)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("uo", [False, True])
+def test_upcast_models_are_copied_and_saved(uo, tmp_path):
+    run_ranks(kept, 2, uo, str(tmp_path))
 
 
 def refused(uo):
