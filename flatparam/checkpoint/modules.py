@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..fsdp.held import Held
 from ..fsdp.loading import may_become
-from ..fsdp.names import clean_tensor_name
+from ..fsdp.names import clean_tensor_name, join, without_wrappers
 from ..fsdp.safetensors_files import DTYPES
+from ..fsdp.states.before import Beside
 from ..fsdp.states.model import ModelStates, after_load, before_load
 from ..fsdp.states.ungathered import ungathered
 from ..fsdp.states.values import same
@@ -56,7 +57,7 @@ class Taken:
     itself: set[Held]
     missing: list[str]
     unexpected: list[str]
-    before: Before
+    before: Beside
 
 
 def _ours(hook: Any) -> bool:
@@ -153,47 +154,6 @@ def _tensor(name: str, value: Tensor) -> Tensor:
     )
 
 
-class Before:
-    """What the modules in ``module`` have that is no parameter, to have it again."""
-
-    def __init__(self, module: nn.Module):
-        self._found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._inside: list[tuple[Any, Any]] = []
-        for inner in module.modules():
-            mappings: list[dict[str, Any]] = [inner._buffers]
-            if takes_by_itself(inner, fits=False) and not isinstance(inner, ModelStates):
-                mappings += [vars(inner), inner._modules]
-            for mapping in mappings:
-                self._found.append((mapping, dict(mapping)))
-                self._inside += [(value, _copy(value)) for value in mapping.values() if _is_changed_in_place(value)]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for value, copy in self._inside:
-            if isinstance(value, Tensor):
-                if value.shape != copy.shape:
-                    value.resize_(copy.shape)
-                value.copy_(copy)
-            elif isinstance(value, list):
-                value[:] = copy
-            else:
-                value.clear()
-                value.update(copy)
-        for mapping, values in self._found:
-            mapping.clear()
-            mapping.update(values)
-
-
-def _is_changed_in_place(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
-    return type(value) in (list, dict, set)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
-
-
 def take(
     module: nn.Module,
     held: list[Held],
@@ -235,13 +195,15 @@ def take(
     for name, (dtype, shape, _) in base.items():
         if dtype in DTYPES:
             state[name] = stand_ins.of_file(name, tuple(shape), DTYPES[dtype])
-    if "metadata" in about:
-        paths = {path: clean_tensor_name(path + ".").rstrip(".") for path, _ in module.named_modules()}
-        state._metadata = OrderedDict((path, dict(about["metadata"].get(told, _PLAIN))) for path, told in paths.items())
     for one in held:
         if one.is_buffer:
             stand_ins.watch(one)
-    before = Before(module)
+    paths = _paths(module)
+    state = _under_paths(state, paths)
+    if "metadata" in about:
+        told = {path: dict(about["metadata"].get(clean, _PLAIN)) for path, clean in paths.items()}
+        state._metadata = OrderedDict(told)
+    before = Beside(module)
     try:
         with ungathered(), shown(module, [one for one in held if not one.is_buffer], stand_ins), stand_ins:
             result = module.load_state_dict(state, strict=False)
@@ -253,7 +215,26 @@ def take(
     return _taken(held, stand_ins, result, before, source)
 
 
-def _taken(held: list[Held], stand_ins: StandIns, result: Any, before: Before, source: Source) -> Taken:
+def _paths(module: nn.Module) -> dict[str, str]:
+    """Each path of a module, and what it is in the unwrapped model."""
+    return {path: clean_tensor_name(path + ".").rstrip(".") for path, _ in module.named_modules()}
+
+
+def _under_paths(state: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
+    """``state`` with the names that torch comes to: those of the modules here, but for units and checkpoint wrappers,
+    which rename by hooks."""
+    known = {clean: without_wrappers(path) for path, clean in paths.items()}
+    found: Any = OrderedDict()
+    for name, value in state.items():
+        path, _, rest = name.rpartition(".")
+        while path and path not in known:
+            path, _, last = path.rpartition(".")
+            rest = f"{last}.{rest}"
+        found[join(known[path], rest)] = value
+    return found
+
+
+def _taken(held: list[Held], stand_ins: StandIns, result: Any, before: Beside, source: Source) -> Taken:
     found = Taken({}, {}, set(), [], [], before)
     for one, sources in stand_ins.copied.items():
         for value in sources:

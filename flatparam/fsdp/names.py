@@ -15,6 +15,11 @@ def clean_tensor_name(name: str) -> str:
     return name.replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "")
 
 
+def without_wrappers(path: str) -> str:
+    """A module's path without the parts that units and checkpoint wrappers add, and take away in state dicts."""
+    return f"{path}.".replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "").rstrip(".")
+
+
 def without_units(name: str) -> str:
     """``name`` without the parts that units add to it; those of checkpoint wrappers stay."""
     return name.replace(FSDP_PREFIX, "")

@@ -398,9 +398,12 @@ def undone(folder):
     other = made()
     other.module["fails"].fails = dist.get_rank() == 1
     other.module["ids"].change(1.0)
-    before = other.state_dict()
+    before = {name: copy.copy(value) for name, value in other.state_dict().items()}
     with pytest.raises(CheckpointError, match="rank 1.*it fails" if dist.get_rank() == 0 else "it fails"):
         checkpoint.load(folder / "one", other)
+    assert equal(other.state_dict(), before)
+    with pytest.raises((RuntimeError, ValueError), match="it fails"):  # of states it is the same
+        other.load_state_dict(one.state_dict())
     assert equal(other.state_dict(), before)
     other.module["fails"].fails = False
     checkpoint.load(folder / "one", other)

@@ -9,10 +9,66 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..held import managed_places
+from ..held import managed_places, unit_paths
 from ..originals import Original
 from ..segment import Segment
 from ..unit import Unit
+from ..wrapper import Wrapper
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether code of ``module`` decides what it takes from a state dict."""
+    if isinstance(module, Wrapper):
+        return False
+    is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
+class Beside:
+    """What the modules in ``module`` have beside parameters: buffers, and attributes where ``loads_by_itself``.
+
+    Tensors, lists, dicts and sets among them are copied, as they may be changed in place.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._inside: list[tuple[Any, Any]] = []
+        managed = managed_places(unit_paths(module))  # views that a forward has left have no memory
+        for inner in module.modules():
+            mappings: list[dict[str, Any]] = [inner._buffers]
+            if loads_by_itself(inner):
+                mappings += [vars(inner), inner._modules]
+            for mapping in mappings:
+                self._found.append((mapping, dict(mapping)))
+                own = [value for name, value in mapping.items() if (inner, name) not in managed]
+                self._inside += [(value, _copy(value)) for value in own if _is_changed_in_place(value)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let them have it again."""
+        for value, copied in self._inside:
+            if isinstance(value, Tensor):
+                if value.shape != copied.shape:
+                    value.resize_(copied.shape)
+                value.detach().copy_(copied)
+            elif isinstance(value, list):
+                value[:] = copied
+            else:
+                value.clear()
+                value.update(copied)
+        for mapping, values in self._found:
+            mapping.clear()
+            mapping.update(values)
+
+
+def _is_changed_in_place(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and not value.is_meta
+    return type(value) in (list, dict, set)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
 class Before:
@@ -28,6 +84,7 @@ class Before:
             for segment in unit.segments:
                 self._shards.append((segment, segment.flat.detach().clone()))
                 self._templates += [(original, original.template) for original in segment.originals]
+        self._beside = Beside(module)
         self._kept: list[tuple[nn.Module, Any]] = []  # beside tensors
         managed = managed_places(units)
         for inner in module.modules():
@@ -37,10 +94,9 @@ class Before:
                 and kind.set_extra_state is not nn.Module.set_extra_state
             ):
                 self._kept.append((inner, copy.deepcopy(inner.get_extra_state())))
-            for mapping in (inner._parameters, inner._buffers):
-                for name, tensor in mapping.items():
-                    if tensor is not None and (inner, name) not in managed:
-                        self._others.append((mapping, name, tensor, tensor.detach().clone()))
+            for name, tensor in inner._parameters.items():
+                if tensor is not None and (inner, name) not in managed:
+                    self._others.append((inner._parameters, name, tensor, tensor.detach().clone()))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -55,5 +111,6 @@ class Before:
         for mapping, name, tensor, value in self._others:
             tensor.detach().copy_(value)
             mapping[name] = tensor
+        self._beside.restore()
         for inner, kept in self._kept:
             inner.set_extra_state(kept)
