@@ -260,6 +260,35 @@ before_accumulation(void *object, int index)
         begin_backward(unit) < 0 || fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ? -1 : 0);
 }
 
+/* Where nothing is sharded, a parameter can be used outside of its unit's forward (a layer that reads the weight of another
+ * one, a penalty on weights): its gradient counts as what the unit gives, so the end of the backward reduces it. */
+static int
+param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
+{
+    fp_unit *unit = object;
+    fp_flat_param *flat_param = &unit->flat_params[index];
+    if (unit->root == NULL) {
+        return 0;
+    }
+    const int hooks = check_may_turn(unit) < 0 ? -1 : fp_graph_has_hooks(PyTuple_GET_ITEM(flat_param->owners, i));
+    if (hooks > 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "%U: parameter `%U` has hooks, and is used outside of the forward of its unit, so they would be "
+                     "called before and after its gradient is reduced: remove them, or wrap the module that uses it "
+                     "with the one that has it",
+                     unit->name, flat_param->attributes.items[i].name);
+    }
+    if (hooks != 0) {
+        return -1;
+    }
+    const turn ours = begin_turn(unit, "param_gradient");
+    return end_turn(ours, begin_backward(unit) < 0 ||
+                                  fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ||
+                                  fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->master) < 0
+                              ? -1
+                              : 1);
+}
+
 /* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
  * forwards a retained graph is gone through again nobody knows, nor where one that was recorded still comes to it: then the end
  * of the backward frees it. */
@@ -284,6 +313,32 @@ inputs_done(void *object, int64_t when)
     }
     fp_iteration_leave(entered);
     return status;
+}
+
+/* Whether gradients of its parameters that do not come from views are to be reduced: those of shards are of this rank. */
+static int
+takes_from_outside(const fp_flat_param *flat_param)
+{
+    return flat_param->params != NULL && !flat_param->is_sharded &&
+           (flat_param->shard_group != NULL || flat_param->replicate_group != NULL);
+}
+
+static int
+watch(const fp_unit *unit, Py_ssize_t k, int takes)
+{
+    PyObject *owners = unit->flat_params[k].owners;
+    return fp_graph_watch(fp_items(owners), PyTuple_GET_SIZE(owners), unit->ref, (int)k, takes);
+}
+
+int
+fp_backward_watch(const fp_unit *unit)
+{
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        if (takes_from_outside(&unit->flat_params[k]) && watch(unit, k, 1) < 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 static int
@@ -314,8 +369,7 @@ finish_step_of(fp_unit *unit)
             return -1;
         }
         if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat) &&
-            (fp_graph_watch(fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners), unit->ref, (int)k) <
-                 0 ||
+            (watch(unit, k, takes_from_outside(flat_param)) < 0 ||
              fp_flat_param_show_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0)) {
             return -1;
         }
@@ -395,5 +449,6 @@ const fp_module_params_calls fp_backward_unit_calls = {
     .gradients_ready = gradients_ready,
     .before_accumulation = before_accumulation,
     .inputs_done = inputs_done,
+    .param_gradient = param_gradient,
 };
 const fp_module_params_calls fp_backward_root_calls = {.before_backward = finish};

@@ -81,11 +81,11 @@ pre_forward(fp_unit *unit)
                : Py_NewRef(Py_None);
 }
 
-/* A forward is over: parameters() are the original ones from now on, of units that stay full too. */
+/* A forward is over: parameters() are the original ones from now on, of units that stay full too. A loss may use them. */
 static int
 list_params(fp_root *root, fp_unit *unit)
 {
-    return fp_unit_each(unit, fp_flat_param_list_params);
+    return fp_unit_each(unit, fp_flat_param_list_params) < 0 || fp_backward_watch(unit) < 0 ? -1 : 0;
 }
 
 PyObject *

@@ -226,7 +226,9 @@ call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad)
 {
     torch::autograd::variable_list now = {grad};
     for (size_t k = 0; k < meta.hooks_.size(); k++) {
-        now = (*meta.hooks_[k])(now);
+        if (dynamic_cast<const UnitHook *>(meta.hooks_[k].get()) == nullptr) {
+            now = (*meta.hooks_[k])(now);
+        }
     }
     if (!now.at(0).is_same(grad)) {
         grad.copy_(now[0]);
@@ -291,7 +293,7 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_r
             if (meta->post_acc_grad_hooks_ != nullptr) {
                 hooked.push_back(targets[i]);
             }
-            if (!meta->hooks_.empty()) {
+            if (fp::has_hooks_of_users(targets[i])) {
                 finish();
                 fp::call_hooks(*meta, fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i)));
             }

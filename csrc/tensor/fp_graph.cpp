@@ -174,16 +174,33 @@ struct AfterInputs final : UnitHook {
 // On a parameter: autograd is about to add a gradient that does not come from a view of it.
 struct BeforeAccumulation final : UnitHook {
     int index;
+    size_t param, n; // which of how many, if the unit takes its gradient; n = 0: it does not
 
-    BeforeAccumulation(std::shared_ptr<UnitRef> unit, int flat) : UnitHook(std::move(unit)), index(flat) {}
+    BeforeAccumulation(std::shared_ptr<UnitRef> unit, int flat, size_t which, size_t of)
+        : UnitHook(std::move(unit)), index(flat), param(which), n(of)
+    {
+    }
 
     torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
     {
         const WithGil gil;
-        if (ref->unit != nullptr) {
+        int taken = 0;
+        if (ref->unit != nullptr && n > 0 && grads.at(0).defined()) {
+            TORCH_CHECK(
+                !at::GradMode::is_enabled(), "flatparam: ", ref->name,
+                " cannot take part in backward(create_graph=True): its gradients are reduced without a history");
+            torch::autograd::variable_list of_all(n);
+            of_all[param] = grads[0];
+            fp_gradients gradients{of_all};
+            call_unit(*ref, [&](void *unit) {
+                taken = ref->calls.param_gradient(unit, index, static_cast<Py_ssize_t>(param), &gradients);
+                return taken;
+            });
+        }
+        else if (ref->unit != nullptr) {
             call_unit(*ref, [&](void *unit) { return ref->calls.before_accumulation(unit, index); });
         }
-        return grads;
+        return taken > 0 ? torch::autograd::variable_list(1) : grads;
     }
 };
 
@@ -361,20 +378,28 @@ fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref, int64_t when)
 }
 
 int
-fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index)
+fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index, int takes)
 {
     return fp::guarded(-1, [&] {
-        for (const at::Tensor &target : fp::unpack_all(params, n)) {
-            auto &hooks = torch::autograd::impl::materialize_autograd_meta(target)->hooks_; // beside the user's
+        const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
+        for (size_t i = 0; i < targets.size(); i++) {
+            auto &hooks = torch::autograd::impl::materialize_autograd_meta(targets[i])->hooks_; // beside the user's
             if (std::none_of(hooks.begin(), hooks.end(), [&](const auto &hook) {
                     const auto *ours = dynamic_cast<const fp::BeforeAccumulation *>(hook.get());
                     return ours != nullptr && ours->ref == ref->shared;
                 })) {
-                hooks.push_back(std::make_unique<fp::BeforeAccumulation>(ref->shared, index));
+                hooks.push_back(
+                    std::make_unique<fp::BeforeAccumulation>(ref->shared, index, i, takes != 0 ? targets.size() : 0));
             }
         }
         return 0;
     });
+}
+
+int
+fp_graph_has_hooks(PyObject *param)
+{
+    return fp::guarded(-1, [&] { return fp::has_hooks_of_users(fp::unpack(param)) ? 1 : 0; });
 }
 
 int

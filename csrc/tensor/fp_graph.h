@@ -14,6 +14,8 @@ typedef struct {
     int (*gradients_ready)(void *unit, int flat, fp_gradients *gradients);
     int (*before_accumulation)(void *unit, int flat); /* see fp_graph_watch */
     int (*inputs_done)(void *unit, int64_t when);     /* see fp_graph_hook_inputs */
+    /* 1: the unit has taken that of the i-th parameter, the only one of gradients; 0: autograd adds it to .grad. */
+    int (*param_gradient)(void *unit, int flat, Py_ssize_t i, fp_gradients *gradients);
 } fp_module_params_calls;
 
 /* A weak reference to a unit that nodes and hooks of a graph hold: they may outlive it. Counted. */
@@ -32,9 +34,10 @@ int fp_graph_hook(PyObject *tensor, fp_params_ref *ref, uint64_t began);
  * grad and that it comes to. 1: done; 0: none requires grad, or one was computed by nothing, or is a view of a unit's
  * parameter: of these nothing can be told. */
 int fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref, int64_t when);
-/* From now on call ref's unit before autograd adds to .grad of one of the params, those of flat index. It may be called
- * again: torch drops such hooks when the user registers one. */
-int fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index);
+/* From now on call ref's unit before autograd adds to .grad of one of the params, those of flat index; takes: and let it
+ * take the gradient. It may be called again, with the same takes: torch drops such hooks when the user registers one. */
+int fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index, int takes);
+int fp_graph_has_hooks(PyObject *param); /* of users, by register_hook() */
 /* The user's thread that this code runs for, as a number. A backward runs for the thread that has called it, in whichever
  * threads its nodes run and whatever backwards these call. */
 uintptr_t fp_graph_caller(void) FP_NOEXCEPT;

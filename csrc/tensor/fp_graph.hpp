@@ -88,6 +88,16 @@ struct UnitHook : torch::autograd::FunctionPreHook {
     }
 };
 
+// Whether somebody has called register_hook() of tensor.
+inline bool
+has_hooks_of_users(const at::Tensor &tensor)
+{
+    const auto *meta = torch::autograd::impl::get_autograd_meta(tensor);
+    return meta != nullptr && std::any_of(meta->hooks_.begin(), meta->hooks_.end(), [](const auto &hook) {
+               return dynamic_cast<const UnitHook *>(hook.get()) == nullptr;
+           });
+}
+
 } // namespace fp
 
 struct fp_params_ref {
