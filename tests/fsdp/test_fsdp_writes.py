@@ -26,6 +26,7 @@ from fsdp_models import (
 )
 from gloo import fake_world, note, run_ranks
 from torch import nn
+from torch.distributed.fsdp import CPUOffload
 from torch.func import functional_call
 from torch.nn.utils import stateless, vector_to_parameters
 
@@ -494,3 +495,41 @@ def test_what_torchs_tools_read_of_an_exchanged_parameter():
             model.module.weight = nn.Parameter(torch.ones(3, 3))
         model.cpu()
         assert [id(param) for param in model._flat_param._params] == [id(param) for param in model.parameters()]
+
+
+@every_setting
+@pytest.mark.parametrize("offload", [False, True])
+def test_edits_of_full_parameters_without_writeback(strategy, uo, offload):
+    """They stay only where full parameters are the model's own: as docs/runtime.md says."""
+    stays = strategy == "NO_SHARD" and not offload
+    with fake_world(2):
+        settings = {"sharding_strategy": ShardingStrategy[strategy], "cpu_offload": CPUOffload(offload_params=offload)}
+        model = FSDP(nn.Linear(3, 3), use_orig_params=uo, check_values=False, **settings)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with FSDP.summon_full_params(model, writeback=False, with_grads=True), torch.no_grad():
+            model.module.weight.fill_(7.0)
+            model.module.weight.grad.fill_(5.0)
+        [segment] = model._unit.segments
+        for here in segment.here():
+            if here.original.fqn == "weight" and here.numel > 0:
+                assert (here.of(segment.flat) == 7.0).all() == stays
+                grad = here.original.param.grad if uo else here.of(segment.flat.grad)
+                assert (grad == 5.0).all() == stays
+
+
+def test_data_in_another_dtype_are_taken_in_the_parameters_own():
+    with fake_world(1):
+        model = FSDP(nn.Linear(3, 3), use_orig_params=True)
+        rounded = torch.full((3, 3), 0.1).bfloat16()
+        model.module.weight.data = rounded
+        model(torch.ones(1, 3))
+        weight = model.module.weight
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight.detach(), rounded.float())
+        low = FSDP(nn.Linear(3, 3).bfloat16(), use_orig_params=True)
+        before = full_params(low)["weight"]
+        low.module.weight.data = torch.full((3, 3), 0.1)
+        with pytest.raises(ValueError, match=r"`weight` are of torch.float32, which torch.bfloat16 would round"):
+            low(torch.ones(1, 3, dtype=torch.bfloat16))
+        assert torch.equal(full_params(low)["weight"], before)
