@@ -13,12 +13,17 @@ from ..agreement import digest_of
 from ..held import held_by
 from ..loading import Values, kind_of, units_by_name
 from ..names import clean_tensor_name
+from ..unit import Unit
+from .entries import is_own
 from .rows import is_rows
 from .values import dtype_of
 
 
-def checked_values(module: nn.Module, state: Mapping[str, Any]) -> Values:
+def checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Unit | None]) -> Values:
     """What must be the same on all ranks that share a unit: of each parameter of which ``state`` has a whole value.
+
+    Not of units that are ``compared`` already, nor of a value that is the module's own parameter: ranks have different
+    pieces of it.
 
     Raises: RuntimeError for a tensor that ``module`` has in another kind of dtype, or that is cut off. Kinds are those
     of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
@@ -28,7 +33,9 @@ def checked_values(module: nn.Module, state: Mapping[str, Any]) -> Values:
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
     dtypes |= {name: one.owner.dtype for one in held for name in one.names}
-    values: Values = {}
+    places = {name: (one.segment, one.here) for one in held if one.segment and one.here for name in one.names}
+    first = {name: one.name for one in held for name in one.names}
+    found: dict[str, set[str]] = {}  # by first name, as a rank may have a value under another name of a tied parameter
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
@@ -39,7 +46,7 @@ def checked_values(module: nn.Module, state: Mapping[str, Any]) -> Values:
                 raise RuntimeError(f"`{key}` has dtype {has}, which cannot be loaded into {dtype}: convert it first")
             if kind_of(dtype) == "integer" and not in_rows and not torch.equal(value.to(dtype).to(has), value):
                 raise RuntimeError(f"`{key}` of {has} has values that {dtype} cannot hold")
-        if name in units and not in_rows:
+        if name in units and units[name] not in compared and not in_rows and not is_own(value, *places[name]):
             digest = digest_of(value.detach().cpu().contiguous())
-            values[name] = (units[name], f"{has} {tuple(value.shape)} {digest}")
-    return values
+            found.setdefault(first[name], set()).add(f"{has} {tuple(value.shape)} {digest}")
+    return {name: (units[name], " ".join(sorted(digests))) for name, digests in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from ...common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata,
 from ..errors import StateError
 from ..names import FSDP_PREFIX
 from ..originals import Original
-from ..segment import Segment
+from ..segment import Here, Segment
 from ..unit import Unit
 from ..wrapper import Wrapper
+from .rows import is_rows
 
 Take = Callable[[Segment, Original, Tensor], Any]  # what becomes of a whole parameter
 
@@ -30,6 +31,29 @@ def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, Segment, Original]
         for original in segment.originals:
             for fqn in original.fqns:
                 yield prefix + fqn, segment, original
+
+
+def is_own(value: Any, segment: Segment, here: Here) -> bool:
+    """Whether ``value`` is the parameter of ``here`` itself, its flat parameter, or this rank's piece of the shard.
+
+    To load such a value changes nothing. torch's helpers put them where the caller's state dict has no value.
+    """
+    if value is here.original.param or value is segment.flat:
+        return True
+    if not isinstance(value, Tensor) or is_rows(value) or value.is_meta or value.numel() != max(here.numel, 0):
+        return False
+    mine = here.of(segment.flat.detach())
+    is_same = value.dtype == mine.dtype and value.shape == mine.shape
+    return is_same and (value.data_ptr() == mine.data_ptr() if value.numel() else segment.is_sharded)
+
+
+def own_values(unit: Unit, state: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The keys of the values in ``state`` that are the unit's own parameters."""
+    for segment in unit.segments:
+        for here in segment.here():
+            for key in (prefix + fqn for fqn in here.original.fqns):
+                if key in state and is_own(state[key], segment, here):
+                    yield key
 
 
 def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:

@@ -7,7 +7,8 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -21,13 +22,13 @@ from ..held import Held
 from ..loading import Values, agree_on_loading
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..order import settle
-from ..originals import Original
+from ..originals import Name, Original
 from ..segment import Segment
 from ..summon import Summoned, summon, surely
 from ..unit import Unit, units_of
 from .before import Before
 from .checked import checked_values
-from .entries import own_names, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
+from .entries import own_names, own_values, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
 from .kinds import Kinds
 from .rows import (
     agree_on_rows,
@@ -50,6 +51,9 @@ _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
 
 class ModelStates(Kinds):
     """The part of the wrapper that saves and loads parameters and buffers."""
+
+    _watched: _Watched | None = None  # while its module loads
+    _written: Mapping[str, tuple[Unit | None, str]] = MappingProxyType({})  # of the load that has ended last
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Parameters and buffers under the names of the unwrapped model, in the form that ``state_dict_type`` says.
@@ -155,7 +159,9 @@ class ModelStates(Kinds):
         try:
             try:
                 result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-                values = checked_values(self, state_dict)
+                wrappers = [wrapper for wrapper in self.modules() if isinstance(wrapper, ModelStates)]
+                values = {name: value for wrapper in wrappers for name, value in wrapper._written.items()}
+                values |= checked_values(self, state_dict, {unit for unit, _ in values.values()})
             except BaseException:
                 self._end_loadings(keeps=False)
                 raise
@@ -182,6 +188,8 @@ class ModelStates(Kinds):
 
     def _end_loading(self, keeps: bool = True) -> None:
         """``keeps``: what was loaded; else the shards stay as they are."""
+        if not keeps:
+            self._watched, self._written = None, {}
         if self._loading is not None:
             self._loading.leave(keeps)
             self._loading = None
@@ -238,17 +246,25 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
         if unit.options.use_orig_params:
             unit.step.put(False)
         return
-    _make_whole(unit, state_dict, prefix + FSDP_PREFIX)
+    prefix += FSDP_PREFIX
+    own = list(own_values(unit, state_dict, prefix))
+    for key in own:  # loading the parameter into itself is no change
+        del state_dict[key]
+    _make_whole(unit, state_dict, prefix)
     on_host = unit.options.device is not None  # as the shards are
-    loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
-    loading.missing = unit.without(lambda fqn: prefix + FSDP_PREFIX + fqn in state_dict)
-    module._loading = loading
+    loading = module._loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
+    loading.missing = unit.without(lambda fqn: prefix + fqn in state_dict)
     loading.enter()
+    module._watched = _Watched(unit, prefix, own)
 
 
 def after_load(module: nn.Module, incompatible: Any) -> None:
     """As torch has loaded a unit."""
     assert isinstance(module, ModelStates)
+    watched, module._watched = module._watched, None
+    if watched is not None and module._loading is not None:
+        module._loading.missing, module._written = watched.outcome()
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in watched.own]
     if not is_ungathered():
         if module._loading is None and module._unit.summoned is None:
             module._unit.filled(module._missing)
@@ -256,6 +272,47 @@ def after_load(module: nn.Module, incompatible: Any) -> None:
         module._end_loading()
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [without_units(key) for key in keys]
+
+
+class _Watched:
+    """Which parameters of a unit a load writes to, under whatever names: hooks of modules may rename entries.
+
+    Made when modules have the whole parameters. ``own``: the keys of values that were the parameters themselves.
+    """
+
+    def __init__(self, unit: Unit, prefix: str, own: list[str]):
+        self.unit, self.prefix, self.own = unit, prefix, own
+        originals = (original for segment in unit.segments for original in segment.originals)
+        self._before = [(original, [_state_of(place) for place in original.names]) for original in originals]
+
+    def outcome(self) -> tuple[list[Original], Values]:
+        """The parameters that were not written to; and a digest of each other one, by name."""
+        missing: list[Original] = []
+        written: Values = {}
+        for original, before in self._before:
+            after = [_state_of(place) for place in original.names]
+            now = next((new for old, new in zip(before, after, strict=True) if new != old), None)
+            if now is None:
+                missing.append(original)
+            else:
+                value = original.plain(now.param.detach())
+                name = clean_tensor_name(self.prefix + original.fqn)
+                written[name] = (self.unit, f"{value.dtype} {digest_of(value.cpu().contiguous())}")
+        return missing, written
+
+
+class _ShownParam(NamedTuple):
+    param: Tensor
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ShownParam) and self.param is other.param and self.version == other.version
+
+
+def _state_of(place: Name) -> _ShownParam:
+    param = place.module._parameters[place.name]
+    assert param is not None
+    return _ShownParam(param, param._version)
 
 
 def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Original]:
