@@ -41,8 +41,9 @@ typedef struct {
     int deferred;            /* gradients of this pass are kept though they are to be reduced */
     int64_t versions;        /* of the owners and the master at the last gather */
     int has_secondary_shard; /* what is gathered is good until the masters change, not for one pass */
-    int64_t synced;          /* versions at the last gather from the shards; -1: what it gave is out of date */
-    int64_t synced_steps;    /* optimizer steps then */
+    int64_t holders;      /* of what is gathered and of its views before a forward: the fewest since they were made */
+    int64_t synced;       /* versions at the last gather from the shards; -1: what it gave is out of date */
+    int64_t synced_steps; /* optimizer steps then */
     int64_t kept_first, own; /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
     char *cleared;           /* nested, of the owners: what other ranks are to clear of what they have kept too */
     fp_turn_state turn;      /* in the order of reductions; changed by fp_reduce_order_move() alone */

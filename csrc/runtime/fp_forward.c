@@ -48,6 +48,16 @@ run_here(fp_flat_param *flat_param)
     return flat_param->views == NULL ? 0 : fp_flat_buffer_run_here(flat_param->flat, fp_items(flat_param->views));
 }
 
+static int
+count_holders(fp_flat_param *flat_param)
+{
+    if (flat_param->views != NULL) {
+        const int64_t now = fp_flat_buffer_holders(flat_param->flat, fp_items(flat_param->views));
+        flat_param->holders = now < flat_param->holders ? now : flat_param->holders;
+    }
+    return 0;
+}
+
 static PyObject *
 pre_forward(fp_unit *unit)
 {
@@ -76,6 +86,7 @@ pre_forward(fp_unit *unit)
     }
     return fp_unshard_make_full(unit) < 0 || fp_unit_each(unit, fp_flat_param_show_views) < 0 ||
                    (!root->in_backward && fp_unit_each(unit, run_here) < 0) ||
+                   (unit->depth == 1 && unit->pending == 0 && fp_unit_each(unit, count_holders) < 0) ||
                    (goes_ahead && prefetch_forward(unit, first) < 0)
                ? NULL
                : Py_NewRef(Py_None);

@@ -54,6 +54,7 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
     }
     flat_param->untracked = untracked;
     Py_XSETREF(flat_param->views, views);
+    flat_param->holders = INT64_MAX;
     return flat_param->shows != FP_SHOWS_PARAMS || flat_param->params == NULL ? fp_flat_param_show(flat_param, 1) : 0;
 }
 
@@ -134,6 +135,11 @@ fp_unshard_take_written_in_forward(fp_unit *unit)
     return 0;
 }
 
+static const char changed_between[] =
+    "and those that are flattened with it were modified by an inplace operation, an optimizer's step or a loaded "
+    "state dict, between forward and backward, which needs the weights of the forward: step, load and write after "
+    "the backward. FSDP does not support changing the parameters between forward and backward";
+
 int
 fp_unshard_check_unchanged(fp_unit *unit)
 {
@@ -158,6 +164,10 @@ fp_unshard_check_unchanged(fp_unit *unit)
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
         if (versions != flat_param->versions) {
+            /* A graph has saved some of them, so autograd would refuse it, in words of its own */
+            if (fp_flat_buffer_holders(flat_param->flat, fp_items(flat_param->views)) > flat_param->holders) {
+                return refuse_moved(unit, flat_param, 0, changed_between);
+            }
             if (fp_flat_param_refuse_graphs(flat_param) < 0) {
                 return -1;
             }

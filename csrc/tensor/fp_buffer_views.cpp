@@ -176,6 +176,19 @@ fp_flat_buffer_moved_view(const fp_flat_buffer *flat, PyObject *const *views) no
     return -1;
 }
 
+int64_t
+fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *views) noexcept
+{
+    if (!flat->unsharded.defined()) {
+        return 0;
+    }
+    int64_t holders = static_cast<int64_t>(flat->unsharded.storage().use_count());
+    for (size_t i = 0; i < flat->geometry->views.size(); i++) { /* a graph saves a view itself, or a view of it */
+        holders += static_cast<int64_t>(fp::unpack(views[i]).use_count());
+    }
+    return holders;
+}
+
 void
 fp_flat_buffer_forget_written(fp_flat_buffer *flat) noexcept
 {

@@ -93,6 +93,8 @@ int fp_flat_buffer_give_up(fp_flat_buffer *flat);
  * fp_flat_buffer_forget_written: what was changed in place is of no interest. */
 int fp_flat_buffer_is_written(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
 Py_ssize_t fp_flat_buffer_moved_view(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
+/* How many hold what is gathered, or views of it: more than before a forward: a graph may have saved some. */
+int64_t fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
 int fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard, PyObject *const *views, Py_ssize_t *misfit);
 void fp_flat_buffer_forget_written(fp_flat_buffer *flat) FP_NOEXCEPT;
 /* Let autograd refuse the graphs that need the values that are gathered. */

@@ -387,6 +387,9 @@ def ones_as_gradients(model):
 def between_forward_and_backward(strategy, uo):
     module, model = make(), wrap(make(), strategy, uo)
     step_both(model, module, 0)
+    told = (
+        r"the unit of .*: parameter `\w+` of a \w+ and those .* were modified by an inplace operation, .* between forw"
+    )
     for write in ("step", "load", "in place"):
         note(f"{strategy} uo={uo} {write}")
         loss = loss_of(model, data(1))
@@ -400,11 +403,30 @@ def between_forward_and_backward(strategy, uo):
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(0.5)
-        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
+        with pytest.raises(RuntimeError, match=told):
             loss.backward()
         model.zero_grad()
         model.load_state_dict(module.state_dict())
         step_both(model, module, 2)
+
+    note(f"{strategy} uo={uo} what no graph has saved")
+    torch.manual_seed(8)
+    linear = nn.Linear(3, 5)
+    alone = FSDP(copy.deepcopy(linear), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+    for m in (alone, alone, linear, linear):
+        m(data(0, 0)).sum().backward()
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+        m.zero_grad()
+    loss, expected = (m(data(1, 0)).sum() for m in (alone, linear))  # its backward needs the input alone
+    with torch.no_grad():
+        for param in alone.parameters():
+            param.mul_(0.5)
+    loss.backward()
+    expected.backward()
+    with FSDP.summon_full_params(alone, with_grads=True):
+        for param, wanted in zip(alone.parameters(), linear.parameters(), strict=True):
+            assert torch.equal(param.grad, wanted.grad)
+            assert torch.equal(param, wanted * 0.5)
 
     # gradients of before are cleared, and data that are written are kept
     note(f"{strategy} uo={uo} clearing")
