@@ -121,33 +121,56 @@ root_refresh(fp_root *root, PyObject *ignored)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Whether gradients are reduced follows from how many blocks of no_sync are open. A block is open if its list has an item. */
-static PyObject *
-set_open(fp_root *root, PyObject *block, int open)
+static int
+count_blocks(fp_root *root, int more)
 {
-    if (!PyList_Check(block)) {
-        return PyErr_Format(PyExc_TypeError, "expected a list, got %.200s", Py_TYPE(block)->tp_name);
-    }
-    const int before = PyList_GET_SIZE(block) > 0;
-    if (before != open &&
-        (open ? PyList_Append(block, Py_True) : PyList_SetSlice(block, 0, PY_SSIZE_T_MAX, NULL)) < 0) {
-        return NULL;
-    }
-    root->blocks += open - before;
+    root->blocks += more;
     root->synchronize = root->blocks == 0;
-    Py_RETURN_NONE;
+    return 0;
 }
 
+static int
+check_block(PyObject *block)
+{
+    if (!PyList_Check(block)) {
+        PyErr_Format(PyExc_TypeError, "expected a list, got %.200s", Py_TYPE(block)->tp_name);
+        return -1;
+    }
+    return 0;
+}
+
+/* Whether gradients are reduced follows from how many blocks of no_sync are open. A block is open if its list has an item: the
+ * number of resets when it began. */
 static PyObject *
 root_begin_no_sync(fp_root *root, PyObject *block)
 {
-    return set_open(root, block, 1);
+    if (check_block(block) < 0) {
+        return NULL;
+    }
+    PyObject *resets = PyList_GET_SIZE(block) > 0 ? NULL : PyLong_FromLongLong(root->resets);
+    const int status = resets == NULL                     ? (PyErr_Occurred() ? -1 : 0)
+                       : PyList_Append(block, resets) < 0 ? -1
+                                                          : count_blocks(root, 1);
+    Py_XDECREF(resets);
+    return fp_none_unless(status);
 }
 
 static PyObject *
 root_end_no_sync(fp_root *root, PyObject *block)
 {
-    return set_open(root, block, 0);
+    int64_t resets = -1;
+    if (check_block(block) < 0 || (PyList_GET_SIZE(block) > 0 && fp_as_int64(PyList_GET_ITEM(block, 0), &resets) < 0) ||
+        PyList_SetSlice(block, 0, PY_SSIZE_T_MAX, NULL) < 0) {
+        return NULL;
+    }
+    return fp_none_unless(resets == root->resets ? count_blocks(root, -1) : 0);
+}
+
+static PyObject *
+root_end_all_no_sync(fp_root *root, PyObject *ignored)
+{
+    root->resets++;
+    return fp_none_unless(count_blocks(root, -root->blocks));
 }
 
 static PyObject *
@@ -165,6 +188,8 @@ static PyMethodDef root_methods[] = {
      "begin_no_sync($self, block, /)\n--\n\nGradients are kept and not reduced until block, an empty list, is ended."},
     {"end_no_sync", FP_METHOD(root_end_no_sync), METH_O,
      "end_no_sync($self, block, /)\n--\n\nWhat begin_no_sync() began with block ends, if it has not ended yet."},
+    {"end_all_no_sync", FP_METHOD(root_end_all_no_sync), METH_NOARGS,
+     "end_all_no_sync($self, /)\n--\n\nNo block is open any more; end_no_sync() of one that was does nothing."},
     {"recover", FP_METHOD(root_recover), METH_NOARGS,
      "recover($self, /)\n--\n\nForget whatever a pass that was broken off has left; every unit is idle and sharded "
      "then."},

@@ -41,6 +41,7 @@ typedef struct {
     int backward_prefetch, forward_prefetch;
     int synchronize;               /* 0: no_sync */
     int blocks;                    /* of no_sync that are open */
+    int64_t resets;                /* how often all of them were ended at once */
     int through_python;            /* for this pass */
     int always_python;             /* a hook is set */
     int in_backward;               /* between the first before_backward and the end of that pass */

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..fsdp.held import Held
 from ..fsdp.segment import Segment
 from ..fsdp.summon import refuse_unreduced
@@ -33,31 +33,36 @@ def _place(held: Held, segment: Segment) -> tuple[int, int, int]:
     return (begin - first, begin - offset, end - begin) if begin < end else (0, 0, 0)
 
 
-@contextmanager
-def taken(held: Iterable[Held], units: list[Unit], what: str, saves: bool) -> Iterator[Kept]:
-    """What no_sync has kept. Within, ``.grad`` is what was reduced, of backwards before.
+def taken(held: Iterable[Held], units: list[Unit], what: str, saves: bool) -> _C.Block:
+    """Gives ``Kept``, what no_sync has kept. Within, ``.grad`` is what was reduced, of backwards before.
 
     ``saves``: else it is refused. Raises: StateError, ValueError naming a unit.
     """
-    if not saves:
-        refuse_unreduced(units, what)
-    found: Kept = {}
-    for unit in units:
-        unit.step.settle()
-    for one in held if saves else ():
-        if one.unit is not None and one.segment is not None:
-            kept = one.unit.step.kept()[one.unit.segments.index(one.segment)]
-            if kept is not None:
-                at, start, numel = _place(one, one.segment)
-                shown = one.owner.grad is not None and not one.owner.requires_grad
-                found[one.name] = (start, kept.narrow(0, at, numel), shown)
-    try:
+
+    def begin() -> Kept:
+        if not saves:
+            refuse_unreduced(units, what)
+        found: Kept = {}
         for unit in units:
+            unit.step.settle()
+        for one in held if saves else ():
+            if one.unit is not None and one.segment is not None:
+                kept = one.unit.step.kept()[one.unit.segments.index(one.segment)]
+                if kept is not None:
+                    at, start, numel = _place(one, one.segment)
+                    shown = one.owner.grad is not None and not one.owner.requires_grad
+                    found[one.name] = (start, kept.narrow(0, at, numel), shown)
+        for unit in units:
+            hidden.append(unit)
             unit.step.show_kept(False)
-        yield found
-    finally:
-        for unit in units:
+        return found
+
+    def end() -> None:
+        for unit in hidden:
             unit.step.show_kept(True)
+
+    hidden: list[Unit] = []
+    return _C.Block(begin, end)
 
 
 class Sums:

@@ -6,9 +6,8 @@ would give nothing, in silence. So a parameter stands for the views that its uni
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
+from .. import _C
 from .owners import owner_of_param, segment_of
-from .summon import surely
 
 
 @functools.cache
@@ -71,8 +70,7 @@ def _edges(params: Sequence[Tensor]) -> list[tuple[Tensor, GradientEdge]]:
     return found
 
 
-@contextlib.contextmanager
-def _no_others(params: Sequence[Tensor]) -> Iterator[None]:
+def _no_others(params: Sequence[Tensor]) -> _C.Block:
     """The others of a unit, whose gradients come with theirs, are frozen until the backward has ended."""
     given = {id(param) for param in params}
     others = [
@@ -81,10 +79,7 @@ def _no_others(params: Sequence[Tensor]) -> Iterator[None]:
         for original in segment.originals
         if original.param.requires_grad and not given & {id(segment.flat), id(original.param)}
     ]
-    with contextlib.ExitStack() as leaving:
-        surely(leaving, _require_grad, others, True)
-        _require_grad(others, False)
-        yield
+    return _C.Block(functools.partial(_require_grad, others, False), functools.partial(_require_grad, others, True))
 
 
 def _require_grad(params: Sequence[Tensor], requires: bool) -> None:

@@ -13,6 +13,7 @@ from .either import or_torchs
 from .errors import WritebackError
 from .names import without_units
 from .summon import refuse_unreduced, summon
+from .unit import Unit
 from .wrapper import Wrapper
 
 
@@ -21,7 +22,6 @@ class FullParams(Wrapper):
 
     @staticmethod
     @or_torchs
-    @contextlib.contextmanager
     def summon_full_params(
         module: nn.Module,
         recurse: bool = True,
@@ -29,7 +29,7 @@ class FullParams(Wrapper):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Within the block the parameters of the units under ``module`` are whole, in full precision.
 
         A collective call. ``writeback``: each rank keeps its own shard of what was written. ``rank0_only``: rank 0 of
@@ -38,32 +38,36 @@ class FullParams(Wrapper):
         ``with_grads`` with gradients of ``no_sync`` that are not reduced yet, and where ranks were wrapped with other
         values than each other: what is whole would be a mixture.
         """
-        if writeback and rank0_only:
-            raise WritebackError(
-                "writeback=True with rank0_only=True is not supported: it would leave the ranks with different "
-                "parameters. Pass one of them"
-            )
-        units = []
-        for wrapper in module.modules() if recurse else [module]:
-            if isinstance(wrapper, Wrapper):
-                wrapper._check_idle(
-                    "summon_full_params: Cannot manually unshard parameters during forward/backward or another summon"
+
+        def units() -> list[Unit]:
+            if writeback and rank0_only:
+                raise WritebackError(
+                    "writeback=True with rank0_only=True is not supported: it would leave the ranks with different "
+                    "parameters. Pass one of them"
                 )
-                units.append(wrapper._unit)
-        for unit in units:
-            unit.check_not_apart("summon_full_params")
-        if with_grads:
-            refuse_unreduced(units, "summon_full_params(with_grads=True)")
-        if offload_to_cpu and not rank0_only:
-            warnings.warn(
-                "summon_full_params(offload_to_cpu=True) without rank0_only=True holds every parameter once a rank in "
-                "the memory of each host",
-                stacklevel=3,
-            )
-        with summon(
+            found = []
+            for wrapper in module.modules() if recurse else [module]:
+                if isinstance(wrapper, Wrapper):
+                    wrapper._check_idle(
+                        "summon_full_params: Cannot manually unshard parameters during forward/backward or another "
+                        "summon"
+                    )
+                    found.append(wrapper._unit)
+            for unit in found:
+                unit.check_not_apart("summon_full_params")
+            if with_grads:
+                refuse_unreduced(found, "summon_full_params(with_grads=True)")
+            if offload_to_cpu and not rank0_only:
+                warnings.warn(
+                    "summon_full_params(offload_to_cpu=True) without rank0_only=True holds every parameter once a rank "
+                    "in the memory of each host",
+                    stacklevel=3,
+                )
+            return found
+
+        return summon(
             units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
-        ):
-            yield
+        )
 
     def _summon_full_params(
         self, recurse: bool = True, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False
@@ -74,7 +78,7 @@ class FullParams(Wrapper):
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on every module, while the parameters of its unit are whole; what it writes is kept."""
         self._check_idle("apply")
-        with summon([self._unit], writeback=True):
+        with summon(lambda: [self._unit], writeback=True):
             super().apply(fn)
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.profiler import record_function
 
 from .. import _C
+from ..common.switches import environment_is_on
 from ..common.torch_private import _StopRecomputationError
 from . import collectives
 from .clip import by_group, clip
@@ -27,8 +28,8 @@ from .outputs import cast_floats, find_tensors, move_tensors
 from .owners import segment_of
 from .placement import is_grid
 from .stored import choose_dtype
-from .summon import Summoned, refuse_unreduced, surely
-from .torch_calls import enter_forward, is_never_recomputed
+from .summon import Summoned, in_turn, refuse_unreduced
+from .torch_calls import enter_forward, is_never_recomputed, leave_forwards
 from .unit import Unit, units_of
 from .wrapper import Wrapper
 
@@ -124,12 +125,11 @@ class Stepping(Wrapper):
             args, kwargs = move_tensors(whole.device, (args, kwargs), unit.name)
             if self.mixed_precision.param_dtype is not None:
                 args, kwargs = cast_floats(whole.dtype, (args, kwargs))
-        self._put_buffers(True)
-        try:
-            with self._units_below_in_full() as below:
-                output = self.module(*args, **kwargs)
-        finally:
-            self._put_buffers(self._in_full)
+        with (
+            _C.Block(lambda: self._put_buffers(True), lambda: self._put_buffers(self._in_full)),
+            self._units_below_in_full() as below,
+        ):
+            output = self.module(*args, **kwargs)
         outer = self._outer() if self._outer is not None else None
         if (
             outer is not None
@@ -146,9 +146,8 @@ class Stepping(Wrapper):
                     tensor.register_hook(functools.partial(_refuse_backward, unit.name))
         return output
 
-    @contextlib.contextmanager
-    def _units_below_in_full(self) -> Generator[list[FullyShardedDataParallel], None, None]:
-        """Have the units below that are not summoned compute in full precision too; yields those that would not."""
+    def _units_below_in_full(self) -> _C.Block:
+        """Have the units below that are not summoned compute in full precision too; gives those that would not."""
         below = [
             wrapper
             for wrapper in self.fsdp_modules(self)
@@ -159,15 +158,19 @@ class Stepping(Wrapper):
         if below and self._unit.step.root is None:
             self._lazy_init()
         before = [wrapper._full_in_eval for wrapper in below]
-        try:
+
+        def begin() -> list[FullyShardedDataParallel]:
             for wrapper in below:
                 wrapper._full_in_eval = False
                 wrapper._compute_in_full(True)
-            yield below
-        finally:
+            return below
+
+        def end() -> None:
             for wrapper, full_in_eval in zip(below, before, strict=True):
                 wrapper._full_in_eval = full_in_eval
                 wrapper._compute_in_full(False)
+
+        return _C.Block(begin, end)
 
     def _lazy_init(self) -> None:
         """Join all units of the tree to one `_C.Root`; the first forward does it."""
@@ -256,18 +259,54 @@ class Stepping(Wrapper):
                 dtype = self._buffer_dtypes[key] if in_full else self.mixed_precision.buffer_dtype
                 put_buffer(inner, name, buffer.to(dtype))
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Within the block gradients are kept unsharded and not reduced. For the root, between steps."""
-        self._check_root("no_sync")
-        if self._unit.step.root is None:
-            self._lazy_init()
-        root: Any = self._unit.step.root
-        block: list[object] = []
-        with contextlib.ExitStack() as leaving:
-            surely(leaving, root.end_no_sync, block)
+        opened: list[tuple[_C.Root, list[object]]] = []
+
+        def begin() -> None:
+            self._check_root("no_sync")
+            if self._unit.step.root is None:
+                self._lazy_init()
+            root: Any = self._unit.step.root
+            block: list[object] = []
+            opened.append((root, block))
             root.begin_no_sync(block)
-            yield
+
+        def end() -> None:
+            for root, block in opened:
+                root.end_no_sync(block)
+
+        return _C.Block(begin, end)
+
+    def reset_state(self) -> None:
+        """Leave what is under way, if its end is lost: ``no_sync``, ``summon_full_params``, a load, a pass.
+
+        For the root, and for the case that signals, or a debugger, have kept the end of a block from running, so that
+        calls say that a unit is not idle, or gradients are not reduced. Nothing of a ``summon_full_params`` is written
+        back, a state dict that is half loaded leaves the shards as they are, gradients that ``no_sync`` has kept stay,
+        those of a backward that was broken off go. No communication: each rank may call it alone.
+        Raises: StateError where this is not the root.
+        """
+        if self._outermost() is not self:
+            raise StateError(f"`reset_state()` is for the root: this is {self._unit.name}")
+        wrappers = self.fsdp_modules(self)
+        steps: list[Callable[[], None]] = []
+        for wrapper in wrappers:
+            root: Any = wrapper._unit.step.root
+            if root is not None:
+                steps += [root.end_all_no_sync, root.recover] if root.state != "IDLE" else [root.end_all_no_sync]
+            steps.append(functools.partial(wrapper._end_loading, False))
+            if wrapper._unit.summoned is not None:
+                steps.append(functools.partial(wrapper._unit.summoned.leave, False))
+            steps.append(wrapper._compute_as_set)
+        with _C.Block(lambda: None, functools.partial(in_turn, steps)):
+            leave_forwards()
+
+    def _compute_as_set(self: Any) -> None:
+        """In full precision in an evaluation alone, where that was asked for."""
+        self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
+        if self._in_full and not (self._full_in_eval and not self.module.training):
+            self._compute_in_full(False)
 
     def sync_params(self) -> None:
         """Gather the parameters anew wherever they have changed, into what forward and backward gather from.

@@ -1,9 +1,8 @@
 """Full parameters outside of forward and backward: gathered into memory of their own, in the shards' own precision."""
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -244,7 +243,7 @@ class Summoned:
     def leave(self, keeps: bool = True) -> None:
         """Write back what was asked for, unless ``keeps`` is False, and let the modules have what they had before.
 
-        Where an exception comes in between, Ctrl-C's say, call it again (``surely``): it writes no more, and goes on.
+        Where an exception comes in between, Ctrl-C's say, call it again: it writes no more, and goes on.
         """
         if self.unit.summoned is not self:
             return
@@ -432,27 +431,52 @@ def _gradient_of(unit: Unit, segment: Segment, dtype: torch.dtype) -> Tensor:
     return shard
 
 
-def surely(stack: contextlib.ExitStack, callback: Callable[..., object], *args: Any) -> None:
-    """Have ``stack`` call it twice: the second goes on where an exception has ended the first, Ctrl-C's say."""
-    for _ in range(2):
-        stack.callback(callback, *args)
+def summon(units: Callable[[], Iterable[Unit]], **flags: Any) -> _C.Block:
+    """Full parameters of ``units()``, which is called where the block begins, within it. A collective call."""
+    summoning = _Summoning(units, flags)
+    return _C.Block(summoning.begin, summoning.end)
 
 
-@contextlib.contextmanager
-def summon(units: Iterable[Unit], **flags: Any) -> Iterator[None]:
-    """Full parameters of ``units`` within the block. A collective call."""
-    units = list(units)
-    # What is sharded is gathered, and waited for there
-    order.settle(segment for unit in units for segment in unit.segments if not segment.is_sharded)
-    with contextlib.ExitStack() as leaving:
-        entered: list[Summoned] = []
+class _Summoning:
+    """The full parameters of several units."""
+
+    def __init__(self, units: Callable[[], Iterable[Unit]], flags: dict[str, Any]):
+        self._units, self._flags = units, flags
+        self._states: list[Summoned] = []
+        self._are_all_there = False
+
+    def begin(self) -> None:
+        units = list(self._units())
+        # What is sharded is gathered, and waited for there
+        order.settle(segment for unit in units for segment in unit.segments if not segment.is_sharded)
         for unit in units:
-            state = Summoned(unit, **flags)
-            surely(leaving, state.leave)
-            state.enter()
-            entered.append(state)
-        leaving.callback(_note_written, entered)
-        yield
+            self._states.append(Summoned(unit, **self._flags))
+            self._states[-1].enter()
+        self._are_all_there = True
+
+    def end(self) -> None:
+        """Leave all of them; called again, those that an exception has kept from it. Raises: what the last one does."""
+        steps: list[Callable[[], None]] = [state.leave for state in reversed(self._states)]
+        if self._are_all_there:
+            self._are_all_there = False
+            steps.insert(0, functools.partial(_note_written, self._states))
+        in_turn(steps)
+
+
+def in_turn(steps: Iterable[Callable[[], None]]) -> None:
+    """Call each of ``steps``, also after one has raised. Raises: what the last one raised, or Ctrl-C's exception."""
+    failed: BaseException | None = None
+    try:
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:
+                if failed is None or isinstance(failed, Exception):
+                    failed = error
+        if failed is not None:
+            raise failed
+    finally:
+        failed = None  # it has this frame
 
 
 def _note_written(entered: list[Summoned]) -> None:

@@ -35,6 +35,11 @@ def enter_forward(records: bool) -> list[tuple[str, bool]]:
     return stack
 
 
+def leave_forwards() -> None:
+    """None is under way in this thread, whatever has not ended."""
+    _here.stack.clear()
+
+
 def is_never_recomputed(by_default: bool) -> bool:
     """Whether this thread is in a checkpoint that a backward will not come to, but could.
 

@@ -5,6 +5,8 @@ Oracle: the same steps of a model that nobody has interrupted.
 
 import contextlib
 import linecache
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,17 @@ from fsdp_models import data, loss_of, make, wrap_blocks
 from gloo import fake_world
 from interrupting import Bomb, Interrupted, equal
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 
 import flatparam
+from flatparam import _C, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
+from flatparam.fsdp.errors import StateError
 from flatparam.fsdp.summon import _active
 
 INSIDE = Path(flatparam.__file__).parent / "fsdp"
 FILES = [str(INSIDE / name) for name in ("summon.py", "full_params.py", "states/model.py")]
+LEAVING = [contextlib.__file__, *(str(path) for path in INSIDE.rglob("*.py"))]  # wherever a block may be left
 NONE = torch.empty(0, 0, 0)
 STRIDE = 5  # of the places, so that this takes seconds
 
@@ -139,6 +144,138 @@ def test_a_tie_is_told_of_with_gradients_too():
             model.blocks[1].module.inner.weight = model.blocks[0].module.inner.weight
         assert equal([grad for *_, grad in before], [grad for *_, grad in now(model)])
         go_on(model, optimizer)
+
+
+BLOCKS = {
+    "no_sync": lambda model: model.no_sync(),
+    "summon": lambda model: FSDP.summon_full_params(model),
+    "state_dict_type": lambda model: FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "ZERO_1"])
+def test_blocks_end_wherever_a_signal_comes_while_they_are_left(block, strategy):
+    """In contextlib too, whose ExitStack drops the callbacks that are left, whose generators end with a traceback."""
+
+    def leave(model, bomb):
+        try:
+            with BLOCKS[block](model):
+                sys.settrace(bomb._enter_function)
+        except Interrupted:
+            pass
+        finally:
+            sys.settrace(None)
+
+    def keeps(model):
+        kinds = [FSDP.get_state_dict_type(model).state_dict_type]
+        return kinds, model._unit.summoned, _active[:]
+
+    with fake_world(2):
+        settings = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+        model, optimizer = start(**settings)
+        before, expected = keeps(model), go_on(model, optimizer)
+        listing = Bomb(LEAVING, in_exits=True)
+        leave(model, listing)
+        places = [place for place in listing.places if not is_end_of_with(place, listing.places)]
+        for place in places[:: max(1, len(places) // 20)]:
+            model, optimizer = start(**settings)
+            bomb = Bomb(LEAVING, place, in_exits=True)
+            leave(model, bomb)
+            assert bomb.exploded, place
+            assert keeps(model) == before, place
+            assert equal(expected, go_on(model, optimizer)), place
+
+
+def test_a_signal_in_the_midst_of_steps_of_blocks_leaves_none_open():
+    """Real signals, which Python looks at between its instructions: all blocks have ended, gradients are reduced."""
+
+    def interrupt(number, frame):
+        raise Interrupted
+
+    with fake_world(2):
+        model, optimizer = start(use_orig_params=True)
+        expected = go_on(model, optimizer)
+        model, optimizer = start(use_orig_params=True)
+        before, came, k = signal.signal(signal.SIGALRM, interrupt), 0, 0
+        try:
+            while came < 60:
+                k += 1
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + k * 7 % 100))
+                    for _ in range(50):
+                        with model.no_sync(), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                            pass
+                except Interrupted:
+                    came += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
+        assert equal(expected, go_on(model, optimizer))
+
+
+def test_what_nobody_ends_can_be_left():
+    """Blocks whose end is lost, as where several signals come: ``reset_state()`` leaves them."""
+    with fake_world(2):
+        model, optimizer = start(use_orig_params=True)
+        expected = go_on(model, optimizer)
+        model, optimizer = start(use_orig_params=True)
+        lost = model.no_sync()
+        lost.__enter__()
+        whole = FSDP.summon_full_params(model)
+        whole.__enter__()
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+        with pytest.raises(StateError, match="SUMMON_FULL_PARAMS"):
+            model.no_sync().__enter__()
+        with pytest.raises(StateError, match="is for the root"):
+            model.blocks[0].reset_state()
+        model.reset_state()
+        assert not _active
+        assert equal(expected, go_on(model, optimizer))
+        for block in (whole, lost):
+            block.__exit__(None, None, None)  # nothing is left to do
+        with model.no_sync():
+            loss_of(model, data(1)).backward()
+            assert model._unit.step.unreduced
+        loss_of(model, data(1)).backward()
+        assert not model._unit.step.unreduced
+        model.reset_state()
+
+        model, optimizer = start(use_orig_params=True)
+        model.blocks[1].register_forward_hook(lambda *args: output_hook())
+        output_hook = lambda: None  # noqa: E731
+        loss = loss_of(model, data(1))
+        loss.register_hook(lambda grad: grad.no_such_name)
+        with pytest.raises(AttributeError):
+            loss.backward()
+        model.reset_state()
+        assert model.training_state.name == "IDLE"
+
+
+def test_a_block_is_ended_until_that_is_done():
+    done = []
+
+    def end(times):
+        done.append(times)
+        if len(done) <= times:
+            raise KeyError(len(done))
+
+    for times, calls in ((0, 1), (1, 2), (2, 3), (5, 3)):
+        del done[:]
+        missed = contextlib.suppress(KeyError) if times else contextlib.nullcontext()
+        with missed, _C.Block(lambda: "begun", lambda: end(times)) as begun:  # noqa: B023
+            assert begun == "begun"
+        assert len(done) == calls
+    with pytest.raises(KeyError, match="1"), _C.Block(lambda: None, lambda: end(9)):
+        del done[:]
+    del done[:]
+    with pytest.raises(ZeroDivisionError), _C.Block(lambda: 1 / 0, lambda: end(0)):
+        pass
+    assert done == [0]
+    with pytest.raises(ZeroDivisionError), _C.Block(lambda: None, lambda: None):
+        raise ZeroDivisionError
 
 
 def test_no_sync_ends():

@@ -141,10 +141,14 @@ def equal(expected, got):
 
 
 class Bomb:
-    """In its context, raises ``error`` at one place of ``files``; if ``at`` is None, lists all the places."""
+    """In its context, raises ``error`` at one place of ``files``; if ``at`` is None, lists all the places.
 
-    def __init__(self, files, at=None, error=Interrupted):
+    ``in_exits``: in methods ``__exit__`` too, as a signal may come there.
+    """
+
+    def __init__(self, files, at=None, error=Interrupted, in_exits=False):
         self.files, self.at, self.error = frozenset(files), at, error
+        self._spared = ("__del__",) if in_exits else ("__exit__", "__del__")  # a __del__ swallows what it raises
         self.places = []
         self.exploded = False
         self._runs = collections.Counter()
@@ -160,7 +164,7 @@ class Bomb:
         return self._line if frame.f_code.co_filename in self.files else None
 
     def _line(self, frame, event, argument):
-        if event == "line" and frame.f_code.co_name not in ("__exit__", "__del__"):  # a __del__ swallows what it raises
+        if event == "line" and frame.f_code.co_name not in self._spared:
             line = (frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno)
             self._runs[line] += 1
             place = (*line, self._runs[line])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
 from operator import attrgetter
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 
+from ... import _C
 from ..either import or_torchs
 from ..errors import StateError
 from ..wrapper import Wrapper
@@ -86,22 +86,24 @@ class Kinds(Wrapper):
 
     @staticmethod
     @or_torchs
-    @contextlib.contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> Generator[None, None, None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """``set_state_dict_type`` for the block; the settings before are restored, also after an exception."""
-        wrappers = Wrapper.fsdp_modules(module)
-        before = [wrapper._settings for wrapper in wrappers]
-        Kinds.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        try:
-            yield
-        finally:
-            for wrapper, settings in zip(wrappers, before, strict=True):
+        before: list[tuple[Any, StateDictSettings]] = []
+
+        def begin() -> None:
+            before.extend((wrapper, wrapper._settings) for wrapper in Wrapper.fsdp_modules(module))
+            Kinds.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+        def end() -> None:
+            for wrapper, settings in before:
                 wrapper._settings = settings
+
+        return _C.Block(begin, end)
 
 
 def _common(wrappers: list[Any], *, whole: bool) -> StateDictSettings | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import warnings
 from collections import OrderedDict
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
+from ... import _C
 from ..agreement import digest_of
 from ..errors import StateError
 from ..held import Held
@@ -24,7 +25,7 @@ from ..names import FSDP_PREFIX, clean_tensor_name, without_units
 from ..order import settle
 from ..originals import Name, Original
 from ..segment import Segment
-from ..summon import Summoned, summon, surely
+from ..summon import Summoned, in_turn, summon
 from ..unit import Unit, units_of
 from .before import Before
 from .checked import checked_values
@@ -105,7 +106,7 @@ class ModelStates(Kinds):
             counts = len(destination), len(metadata)
             whole = kind is StateDictType.FULL_STATE_DICT
             on_host = whole and to_cpu and unit.options.device is not None  # where the parameters are
-            with summon([unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
+            with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
                 super().state_dict(**kwargs)
                 if kind is StateDictType.LOCAL_STATE_DICT:
                     settle(unit.segments)
@@ -182,9 +183,9 @@ class ModelStates(Kinds):
         return result
 
     def _end_loadings(self, keeps: bool) -> None:
-        with contextlib.ExitStack() as ending:
-            for wrapper in self.fsdp_modules(self):
-                surely(ending, wrapper._end_loading, keeps)
+        steps = [functools.partial(wrapper._end_loading, keeps) for wrapper in self.fsdp_modules(self)]
+        with _C.Block(lambda: None, functools.partial(in_turn, steps[::-1])):
+            pass
 
     def _end_loading(self, keeps: bool = True) -> None:
         """``keeps``: what was loaded; else the shards stay as they are."""
