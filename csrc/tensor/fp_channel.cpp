@@ -433,8 +433,11 @@ fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard)
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         TORCH_CHECK(!gather->work, "an all-gather is under way");
-        const at::Tensor own = fp::unpack(shard).detach(); // the same memory, also when shard is given other data
-        gather->work = fp::all_gather(*gather->group, fp::unpack(output), own);
+        /* The same memory, also when shard is given other data. Neither has a Python object: a thread of the backend lets go of
+         * them, and one that takes the GIL for that while the interpreter ends aborts the process. */
+        const at::Tensor own = fp::unpack(shard).detach(), &given = fp::unpack(output);
+        at::Tensor whole = fp::alias(given, given.sizes(), given.strides(), given.storage_offset());
+        gather->work = fp::all_gather(*gather->group, whole, own);
     });
 }
 

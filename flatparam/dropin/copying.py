@@ -46,6 +46,7 @@ _STEP_OF_HANDLE = (
     *("_kept_hook", "_accumulators", "_runtimes_hook", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
     *(
         "_left_values",
+        "_is_compared",
         "_native",
         "_freed_message",
         "_shard_seen",

@@ -23,6 +23,7 @@ from ..common.torch_private import (
     _no_dispatch_record_stream,
 )
 from .base import RESHARD, TORCH_HANDLE, UNSHARD, step_of, unseen
+from .comparing import check_same_on_all_ranks
 from .gradients import Gradients
 from .views import SETATTR_IN_C
 
@@ -38,6 +39,7 @@ _BACKWARD_POST = HandleTrainingState.BACKWARD_POST
 class Gathering(Gradients):
     """The part of FlatParamHandle that a step and summon_full_params() go through."""
 
+    _is_compared = False  # with those of the other ranks
     _native: tuple[Any, _C.Gather | None] = (None, None)  # of which group; None: through torch's Python
 
     # Unsharding
@@ -157,6 +159,9 @@ class Gathering(Gradients):
         if padded_unsharded_flat_param.numel() != expected:
             raise self._wrong(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}")
         group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group
+        if not self._is_compared and not self._use_fake_all_gather:
+            check_same_on_all_ranks(self)
+            self._is_compared = True
         try:
             if self._gather_in_c(padded_unsharded_flat_param, shard, group):
                 pass

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
+from ..common.described import Described, digest_of_said, first_difference
 from ..common.tensors import in_storage_order, lacks_memory
 from .errors import OrderError
 from .order import exchange, gather_objects, meet
@@ -36,7 +37,6 @@ _TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
 _PATIENCE = 2.0  # seconds in which the others are expected
 
 _Result = TypeVar("_Result")
-Described = list[tuple[str, str]]  # (name, what it is) of everything that must be the same on all ranks
 
 
 class Agreed(NamedTuple):
@@ -184,7 +184,7 @@ def _compare(
 
 def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8)) -> list[list[int]]:
     """What each rank of ``group`` says: the digest of it, ``word``, and a number that no other rank has."""
-    digest = hashlib.sha256(repr(said).encode()).digest()
+    digest = digest_of_said(said)
     parts = (*(digest[8 * i : 8 * i + 8] for i in range(_SAID)), word, os.urandom(8))
     mine = torch.tensor(
         [int.from_bytes(part, "little", signed=True) for part in parts],
@@ -316,13 +316,4 @@ def _explain(said: Described | str, group: dist.ProcessGroup) -> str:
     for other in everyone:
         if isinstance(other, str):
             return other
-    first = everyone[0]
-    for rank, other in zip(ranks, everyone, strict=True):
-        for i in range(max(len(first), len(other))):
-            expected, found = (side[i] if i < len(side) else ("nothing", "-") for side in (first, other))
-            if expected != found:
-                return (
-                    f"the ranks have built different units: rank {ranks[0]} has {expected[0]} ({expected[1]}), rank "
-                    f"{rank} has {found[0]} ({found[1]})"
-                )
-    raise AssertionError("the ranks have built the same unit, but other digests of it")
+    return f"the ranks have built different units: {first_difference(ranks, everyone)}"

@@ -15,10 +15,11 @@ from torch import Tensor
 from .. import _C
 from ..common import optimizers
 from ..common.collectives import gathering, is_replaced, native_gather
+from ..common.described import Described
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..fsdp.agreement import Described, check_described
+from ..fsdp.agreement import check_described
 from ..fsdp.placement import check_pair
 from ._gradients import Gradients
 from .metadata import FlatParamShardMetadata

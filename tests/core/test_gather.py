@@ -1,5 +1,7 @@
 """``_C.Gather``: all-gathers that Python begins without torch's Python, against the ranks' own numbers."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +45,27 @@ def _gathers():
 
 def test_a_gather_is_begun_waited_for_in_slices_and_used_again():
     run_ranks(_gathers, 2)
+
+
+def _let_go():
+    """The backend's thread lets go of what it was given, and would take the GIL for an object of Python's."""
+    gather = _C.Gather(dist.group.WORLD, name_in_cpp(dist.group.WORLD), True)
+    tensors = [torch.zeros(4), torch.ones(2)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    if dist.get_rank() == 0:
+        gather.begin(*tensors)
+        del tensors[:]
+        assert [tensor() for tensor in gone] == [None, None]
+        say("rank 0 has let go")
+    else:
+        wait_until_said("rank 0 has let go")
+        gather.begin(*tensors)
+    while not gather.wait():
+        pass
+
+
+def test_a_gather_under_way_holds_no_objects_of_python():
+    run_ranks(_let_go, 2)
 
 
 def test_what_is_no_group_or_tensor_is_refused():

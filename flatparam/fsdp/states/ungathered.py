@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from ... import _C
 
 _of_thread = threading.local()
 
 
-@contextmanager
-def ungathered() -> Iterator[None]:
+def ungathered() -> _C.Block:
     """Within, wrappers save and load as ``nn.Module`` does, under the names of the unwrapped model.
 
     No collective call. Of this thread alone.
     """
     before = is_ungathered()
-    _of_thread.on = True
-    try:
-        yield
-    finally:
-        _of_thread.on = before
+    return _C.Block(lambda: setattr(_of_thread, "on", True), lambda: setattr(_of_thread, "on", before))
 
 
 def is_ungathered() -> bool:
