@@ -302,7 +302,8 @@ def _describe(name: str, originals: list[Original], options: Options) -> Describ
                 f"parameter `{original.fqn}`",
                 f"shape {tuple(original.shape)}, strides {original.stride}, {original.param.dtype}, "
                 f"requires_grad={original.param.requires_grad}, {len(original.fqns)} names, "
-                f"blocks of {original.block}{'' if original.form is None else f', {original.form}'}",
+                f"blocks of {original.block}{'' if original.form is None else f', {original.form}'}"
+                f"{'' if original.kept is None else f', {original.kept}'}",
             )
             for original in originals
         ),

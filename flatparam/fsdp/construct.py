@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from ..common.torch_private import _init_utils
 from .api import ShardingStrategy
+from .extensions import is_kept
+from .materialize import own_modules, parameters_of
 from .owners import owner_of, owner_of_param
 from .placement import Placement, groups_of, place
 from .unit import Unit
@@ -99,6 +102,39 @@ def first_name(unit: Unit) -> str:
     """For messages: one of its parameters."""
     names = [original.fqn for segment in unit.segments for original in segment.originals]
     return f"parameter `{names[0]}`" if names else "no parameters"
+
+
+def warn_of_frozen(
+    root: nn.Module, targets: set[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> None:
+    """Say once, on rank 0, that units will hold frozen parameters in the flat parameter of those that train (LoRA)."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    of_module = dict.fromkeys([root, *targets])
+    mixed, total, trained, example = 0, 0, 0, ""
+    for unit in of_module:
+        own = list(own_modules(unit, targets.__contains__, ignored_modules))
+        params = dict.fromkeys(param for param in parameters_of(own).values() if param not in ignored_params)
+        numels = [(param.requires_grad, param.numel()) for param in params if not is_kept(param)]
+        trains = sum(numel for requires_grad, numel in numels if requires_grad)
+        if trains == 0 or all(requires_grad for requires_grad, _ in numels):
+            continue
+        mixed, total, trained = mixed + 1, total + sum(numel for _, numel in numels), trained + trains
+        example = example or type(unit).__name__
+    if mixed:
+        warn_user(
+            f"{mixed} of {len(of_module)} units ({example}, ...) have frozen parameters beside those that train: "
+            f"gradients take memory, and are reduced, for {total} elements where {trained} train. Pass segments=True, "
+            "which gives frozen parameters a flat parameter of their own"
+        )
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line outside of flatparam that has led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "flatparam":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def warn_of_padding(unit: Unit) -> None:

@@ -1,7 +1,10 @@
 """Parameters that are flattened in another form: DTensors of tensor parallelism, and what torch's FSDP extensions take.
 
 An extension makes of a parameter the plain tensor that is flattened and sharded, and of that, whole again, what modules
-and state dicts have. Source: torch 2.13, ``torch/distributed/fsdp/_fsdp_extensions.py``.
+and state dicts have. A frozen parameter of a subclass over plain memory, 4-bit weights say, needs none: modules have an
+object of the subclass in each forward, and state dicts have its plain bytes, as torch's class gives them.
+
+Source: torch 2.13, ``torch/distributed/fsdp/_fsdp_extensions.py``.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
+from .. import _C
 from ..common.torch_private import FSDPExtensions, _FSDPDeviceHandle, torch_extensions
 from .placement import Placement
 
@@ -40,6 +46,44 @@ class Form:
     def local(self, value: Tensor) -> Tensor:
         """The opposite, detached."""
         return local_state(value, (self.extension,))
+
+
+class Kept:
+    """The class and the attributes of a frozen parameter whose bytes are flattened: what modules need of it."""
+
+    def __init__(self, param: Tensor):
+        self.cls = type(param)
+        self.attributes = vars(param)
+
+    def __str__(self) -> str:
+        return self.cls.__name__
+
+    def of(self, plain: Tensor) -> Tensor:
+        """An object of the subclass in the memory of ``plain``; what is set on it stays for the next forward."""
+        made = plain.as_subclass(self.cls)
+        made.__dict__ = self.attributes
+        return made
+
+
+def plain_memory(param: Tensor) -> Tensor | None:
+    """The plain tensor that a parameter of a subclass is; None: it is of no subclass, or is more than its memory."""
+    if type(param) in (Tensor, nn.Parameter, FlatParameter) or param.is_meta:
+        return None
+    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None
+    plain = stripped(param)
+    return plain if _C.is_plain_tensor(plain) else None
+
+
+def is_kept(param: Tensor) -> bool:
+    """Whether its bytes are flattened apart, and modules get an object of its subclass."""
+    return not param.requires_grad and plain_memory(param) is not None
+
+
+def stripped(value: Tensor) -> Tensor:
+    """The memory of a tensor of a subclass as a plain tensor, detached."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().as_subclass(Tensor)
 
 
 def extensions_of(mesh: Any) -> tuple[FSDPExtensions, ...]:
@@ -87,7 +131,7 @@ def check_mesh(fqn: str, value: Tensor, placement: Placement) -> None:
 class Extended:
     """Makes what modules have in place of the views of one flat parameter: the C core calls it in each forward."""
 
-    def __init__(self, forms: list[Form | None]):
+    def __init__(self, forms: list[Form | Kept | None]):
         self._forms = forms
         self._made: weakref.WeakSet[Tensor] = weakref.WeakSet()
 

@@ -14,8 +14,6 @@ from ..common.switches import environment_is_on, fakes
 from ..common.torch_private import (
     TorchsFSDP,
     _override_module_mixed_precision,
-    _Policy,
-    _validate_frozen_params,
 )
 from .agreement import check_same_unit, groups_of_placement, telling, with_host
 from .api import ShardingStrategy
@@ -28,6 +26,7 @@ from .construct import (
     ignored,
     placement_of,
     strategy_of_one_rank,
+    warn_of_frozen,
     warn_of_padding,
 )
 from .copies import Copies, watch_torch
@@ -248,8 +247,8 @@ class FullyShardedDataParallel(
             for inner in module.modules():
                 if isinstance(inner, full_precision) and inner is not module and inner not in ignored_modules:
                     targets[inner] = {**arguments, "mixed_precision": None}
-        if isinstance(policy, _Policy) and not arguments["segments"]:
-            _validate_frozen_params(module, set(targets), ignored_params, arguments["use_orig_params"])
+        if arguments["use_orig_params"] and not arguments["segments"]:
+            warn_of_frozen(module, set(targets), ignored_modules, ignored_params)
         check_not_tied(module, targets, ignored_modules, ignored_params)
         if full_precision:
             names = _override_module_mixed_precision(module, full_precision)

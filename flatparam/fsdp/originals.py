@@ -16,7 +16,7 @@ from .. import _C
 from ..common.layout import FlatLayout
 from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
 from ..common.torch_private import FSDPExtensions
-from .extensions import Form, check_mesh, flattened
+from .extensions import Form, Kept, check_mesh, flattened, is_kept, plain_memory, stripped
 from .materialize import template_of
 from .names import clean_tensor_name, join
 from .outputs import DeviceError
@@ -112,6 +112,7 @@ class Original:
     block: int = 1  # elements that stay on one rank
     template: Tensor | None = None  # where param is a placeholder: what it stands for, on the meta device
     form: Form | None = None  # what modules have of it, where that is no plain tensor
+    kept: Kept | None = None  # frozen, of a subclass over plain memory: its bytes are flattened and never converted
 
     @property
     def fqn(self) -> str:
@@ -128,7 +129,17 @@ class Original:
 
     def plain(self, value: Tensor) -> Tensor:
         """The opposite."""
+        if self.kept is not None:
+            return stripped(value)
         return value if self.form is None else self.form.local(value)
+
+    def parameter(self, whole: Tensor, requires_grad: bool) -> nn.Parameter:
+        """What modules have of a whole plain tensor, as a parameter in the same memory."""
+        if self.kept is None:
+            return nn.Parameter(self.formed(whole), requires_grad)
+        made = self.kept.of(whole.detach()).requires_grad_(requires_grad)
+        assert isinstance(made, nn.Parameter)  # of the class of one
+        return made
 
 
 @dataclass(frozen=True)
@@ -188,11 +199,14 @@ def find_originals(
                     template = None if template is None else whole
                 if form is not None and placement is not None:
                     check_mesh(place.fqn, param, placement)
+                kept = None
+                if form is None and template is None and is_kept(param):
+                    whole, kept = stripped(param), Kept(param)
                 strided = whole.layout == torch.strided
                 contiguous = strided and is_truly_contiguous(whole)
                 dense = contiguous or (strided and is_dense(whole))
                 found[id(param)] = Original(
-                    param if form is None or template is not None else nn.Parameter(whole, param.requires_grad),
+                    param if whole is param or template is not None else nn.Parameter(whole, param.requires_grad),
                     [place],
                     whole.shape,
                     tuple(whole.stride()) if dense else row_major(whole.shape),
@@ -200,6 +214,7 @@ def find_originals(
                     [place.fqn],
                     template=template,
                     form=form,
+                    kept=kept,
                 )
                 continue
             original.fqns.append(place.fqn)
@@ -219,7 +234,7 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
     """Refuse what one unit cannot flatten together. Raises: ValueError naming the first offender."""
     if not originals:
         return
-    first = originals[0]
+    first = next((original for original in originals if original.kept is None), originals[0])
     for original in originals:
         param = original.param
         if (
@@ -240,10 +255,11 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
             raise ValueError(refusal)
         if not _C.is_plain_tensor(param):
             kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
+            freeze = "freeze it before it is wrapped, " if plain_memory(param) is not None else ""
             mesh = "pass another dimension of its mesh as device_mesh=, " if isinstance(param, DTensor) else ""
             raise ValueError(
                 f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; "
-                f"{mesh}make it a plain nn.Parameter, or ignore it (ignored_states)"
+                f"{mesh}{freeze}make it a plain nn.Parameter, or ignore it (ignored_states)"
             )
         if param.dtype.itemsize == 1:
             raise ValueError(
@@ -256,6 +272,8 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
                 f"{what}: build it in torch.float32 and pass MixedPrecision(param_dtype={param.dtype}), or freeze it "
                 "before it is wrapped"
             )
+        if original.kept is not None:
+            continue  # in a flat parameter of its own
         if param.dtype != first.param.dtype and not options.segments:
             raise ValueError(
                 f"Must flatten tensors with uniform dtype but got {first.param.dtype} (`{first.fqn}`) and "
@@ -276,13 +294,13 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
 
 def by_segment(originals: list[Original], options: Options) -> list[list[Original]]:
     """The originals of each flat parameter of a unit."""
-    if not originals:
-        return []
-    if not options.segments:
-        return [originals]
     groups: dict[Any, list[Original]] = {}
     for original in originals:
-        groups.setdefault((original.param.dtype, original.param.requires_grad), []).append(original)
+        apart = (original.param.dtype, original.param.requires_grad)
+        key = apart if options.segments or original.kept is not None else None
+        groups.setdefault((original.kept is not None, key), []).append(original)
+    if not options.segments and len(groups) < 2:
+        return list(groups.values())
     return sorted(groups.values(), key=lambda group: not group[0].param.requires_grad)
 
 
@@ -294,9 +312,12 @@ class Dtypes(NamedTuple):
 
 
 def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
-    """Where parameters of one segment lie, and their dtypes: mixed precision would lose half of a complex one."""
+    """Where parameters of one segment lie, and their dtypes.
+
+    Mixed precision would lose half of a complex one, and the bytes of a subclass are no numbers.
+    """
     first, precision = originals[0].param, options.mixed_precision
-    real = first.is_floating_point()
+    real = first.is_floating_point() and originals[0].kept is None
     dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)
     dtype = dtypes.compute or first.dtype
     arranged = options.atomic is not None or (options.shard_alignment or 1) > 1  # else torch's layout

@@ -92,6 +92,7 @@ class Segment:
         self._of_slice = next((one for one in options.extensions if isinstance(one, DTensorExtensions)), None)
         self.use_orig_params = options.use_orig_params
         self.has_forms = any(original.form is not None for original in originals)  # modules have other than plain ones
+        self.keeps_class = originals[0].kept is not None  # modules have objects of the parameters' own subclass
         self.layout, (self.compute_dtype, self._reduce_dtype) = layout_of(originals, placement.shards, options)
         self.in_rows = [
             options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
@@ -276,7 +277,9 @@ class Segment:
             offloads=options.offload_grads,
             full_precision=placement.full_precision,
             device=options.device,
-            extension=Extended([item.form for item in self.originals]) if self.has_forms else None,
+            extension=Extended([item.form or item.kept for item in self.originals])
+            if self.has_forms or self.keeps_class
+            else None,
         )
 
 

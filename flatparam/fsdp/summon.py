@@ -192,12 +192,12 @@ class Summoned:
         return whole if segment.is_sharded or self._keeps(segment) else whole.clone()
 
     def _show(self, original: Original, value: Tensor, trained: bool) -> None:
-        if self.unit.options.use_orig_params and original.form is None:
+        if self.unit.options.use_orig_params and original.form is None and original.kept is None:
             if self.with_grads:
                 original.param.grad = None
             original.param.data = value
             return
-        param = nn.Parameter(original.formed(value), requires_grad=trained)
+        param = original.parameter(value, trained)
         self._made[original.fqn] = param
         for place in original.names:
             vars(place.module).pop(place.name, None)
@@ -313,8 +313,9 @@ class Summoned:
             for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
                 if not self._keeps(segment):
                     continue
-                if not segment.has_forms:
-                    made = [self._made[original.fqn] for original in segment.originals] if self._made else None
+                if not segment.has_forms and not segment.keeps_class:
+                    uses = self.unit.options.use_orig_params  # then some of them may be in another segment
+                    made = None if uses else [self._made[original.fqn] for original in segment.originals]
                     if self.unit.step.lie_in(k, made, whole, True):
                         continue
                 for i, place in enumerate(segment.unsharded(whole)):

@@ -47,7 +47,7 @@ class Unit:
         self.name = name
         check_tensors(originals, options)
         for original in originals:
-            for place in original.names if original.form is not None else ():
+            for place in original.names if original.form is not None or original.kept is not None else ():
                 place.module._parameters[place.name] = original.param  # its own memory is free once it was copied
         self.segments = [Segment(group, options) for group in by_segment(originals, options)]
         if not options.use_orig_params:

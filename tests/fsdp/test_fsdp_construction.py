@@ -206,10 +206,12 @@ def frozen_beside_trained(segments, use_orig_params):
 
 
 def test_frozen_beside_trained_parameters_are_told_of():
-    message = "blocks.1 has both parameters with requires_grad=True and False. "
-    with pytest.warns(UserWarning, match=message + "We do not recommend"):
+    numel = sum(param.numel() for param in Block(5).parameters())
+    told = rf"1 of 4 units \(Block, ...\) have frozen parameters .* {numel} elements where {numel - 5} train"
+    with pytest.warns(UserWarning, match=told + r".*segments=True") as warned:
         frozen_beside_trained(False, True)
-    with pytest.raises(ValueError, match=message + "FSDP does not support"):
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(ValueError, match=r"uniform `requires_grad`.*`scale` has False.*segments=True"):
         frozen_beside_trained(False, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
