@@ -147,6 +147,26 @@ def by_hand(folder):
     checkpoint.load(folder / "wrapped", plain, fourth)
     assert all(state["step"] == 2 for state in fourth.state.values())
     assert len(fourth.state) == len(list(plain.parameters()))
+    for one in (module, again, plain):
+        count_by_hooks(one)
+    module.count += 7
+    checkpoint.save(folder / f"hooked {world}", module)
+    checkpoint.load(folder / f"hooked {world}", again)  # cut for another number of ranks
+    checkpoint.save(folder / "again", again)
+    checkpoint.load(folder / f"hooked {world}", plain)
+    first = {name: param.clone() for name, param in plain.state_dict().items()}
+    checkpoint.load(folder / "again", plain)
+    assert not differing(plain.state_dict(), first)
+    assert plain.count == again.count == 7
+
+
+def count_by_hooks(module):
+    """A tensor that is no buffer goes into state dicts and comes from them."""
+    module.count = torch.zeros(())
+    module.register_state_dict_post_hook(lambda self, state, prefix, _: state.update({prefix + "count": self.count}))
+    module.register_load_state_dict_pre_hook(
+        lambda self, state, prefix, *_: setattr(self, "count", state.pop(prefix + "count"))
+    )
 
 
 def test_handles_of_layer_zero(tmp_path):
