@@ -342,8 +342,14 @@ is_put(fp_attribute *item, const PyObject *object, const PyObject *listed, int i
         return !is_parameter || value == object;
     }
     const PyObject *in_dict = PyDict_GetItemWithError(dicts->dict, item->name);
-    const PyObject *in_parameters = PyErr_Occurred() ? NULL : PyDict_GetItemWithError(dicts->parameters, item->name);
-    return PyErr_Occurred() ? -1 : in_parameters == listed && in_dict == (is_parameter ? NULL : object);
+    if (in_dict == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    const PyObject *in_parameters = PyDict_GetItemWithError(dicts->parameters, item->name);
+    if (in_parameters == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    return in_parameters == listed && in_dict == (is_parameter ? NULL : object);
 }
 
 Py_ssize_t

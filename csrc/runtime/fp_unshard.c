@@ -159,8 +159,8 @@ fp_unshard_check_unchanged(fp_unit *unit)
                                 "the weights of the forward: change it after the backward. FSDP does not support "
                                 "changing the parameters between forward and backward");
         }
-        if (fp_flat_param_take_written(flat_param, unit->name) < 0) {
-            return -1;
+        if (fp_flat_buffer_is_changed(flat_param->flat) && fp_flat_param_take_written(flat_param, unit->name) < 0) {
+            return -1; /* which would look at the data of all views once more */
         }
         const int64_t versions = fp_flat_param_versions(flat_param);
         if (versions != flat_param->versions) {

@@ -160,9 +160,15 @@ fp_flat_buffer_refuse_graphs(fp_flat_buffer *flat, PyObject *const *views)
 }
 
 int
+fp_flat_buffer_is_changed(const fp_flat_buffer *flat) noexcept
+{
+    return flat->unsharded._version() != flat->seen_version;
+}
+
+int
 fp_flat_buffer_is_written(const fp_flat_buffer *flat, PyObject *const *views) noexcept
 {
-    return flat->unsharded._version() != flat->seen_version || fp_flat_buffer_moved_view(flat, views) >= 0;
+    return fp_flat_buffer_is_changed(flat) || fp_flat_buffer_moved_view(flat, views) >= 0;
 }
 
 Py_ssize_t

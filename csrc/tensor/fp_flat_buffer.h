@@ -86,12 +86,13 @@ int fp_flat_buffer_wait(fp_flat_buffer *flat);
 int fp_flat_buffer_give_up(fp_flat_buffer *flat);
 
 /* What users have written to the views. fp_flat_buffer_is_written: 1 if one was changed in place, as far as torch counts that, or
- * was given other data. fp_flat_buffer_moved_view: the first one that was given other data; -1: none.
+ * was given other data; _is_changed: if the former. fp_flat_buffer_moved_view: the first one that was given other data; -1: none.
  * fp_flat_buffer_take_written takes it: our part goes into the shard, all of it into what is gathered, and the views are where
  * they were. 1: the shard has changed; 0: it has not; -1. *misfit: the view whose new data have another shape, dtype or
  * device, so that they were dropped; n: one was changed in place where nobody reads that; else -1.
  * fp_flat_buffer_forget_written: what was changed in place is of no interest. */
 int fp_flat_buffer_is_written(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
+int fp_flat_buffer_is_changed(const fp_flat_buffer *flat) FP_NOEXCEPT;
 Py_ssize_t fp_flat_buffer_moved_view(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;
 /* How many hold what is gathered, or views of it: more than before a forward: a graph may have saved some. */
 int64_t fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *views) FP_NOEXCEPT;

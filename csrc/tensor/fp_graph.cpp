@@ -207,7 +207,7 @@ struct BeforeAccumulation final : UnitHook {
 // What fp_graph_keep_caller leaves among this thread's states, which autograd gives to the threads of a backward. A task that
 // was called by a thread without it is told by that thread's queue.
 struct Caller final : c10::SafePyObject {
-    static constexpr const char *key = "flatparam";
+    static inline const std::string key = "flatparam"; // made once: it is looked up in each hook
     uintptr_t number;
 
     explicit Caller(uintptr_t thread) : SafePyObject(nullptr, nullptr), number(thread) {}

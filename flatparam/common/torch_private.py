@@ -5,8 +5,11 @@ flatparam's while that is installed in its place.
 """
 # ruff: noqa: F401
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
+import torch
 import torch.distributed.fsdp._flat_param as torch_flat_param
 import torch.distributed.fsdp._fsdp_extensions as torch_extensions
 import torch.distributed.fsdp._traversal_utils as torch_traversal
@@ -87,3 +90,20 @@ def leave_out_of_graphs() -> None:
 
     for folder in ("common", "dropin", "fsdp", "layer_zero"):
         rules.add(f"flatparam.{folder}")
+
+
+# Whether a transform of torch.func is in force. To ask for the stack of them makes one, which autograd copies for each
+# node that runs from then on
+in_transform = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
+
+
+@contextlib.contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """As if no transform of torch.func were in force."""
+    if not in_transform():
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield

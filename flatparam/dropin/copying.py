@@ -48,6 +48,7 @@ _STEP_OF_HANDLE = (
         "_left_values",
         "_is_compared",
         "_native",
+        "_chunks",
         "_freed_message",
         "_shard_seen",
         "_offloaded_grad",

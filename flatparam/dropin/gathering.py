@@ -41,6 +41,7 @@ class Gathering(Gradients):
 
     _is_compared = False  # with those of the other ranks
     _native: tuple[Any, _C.Gather | None] = (None, None)  # of which group; None: through torch's Python
+    _chunks: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
 
     # Unsharding
 
@@ -165,9 +166,8 @@ class Gathering(Gradients):
         try:
             if self._gather_in_c(padded_unsharded_flat_param, shard, group):
                 pass
-            elif shard.is_cpu:  # not views of what refers to them: a cycle
-                chunks = padded_unsharded_flat_param.detach().chunk(self.world_size)
-                all_gather_chunks(list(chunks), shard, group)
+            elif shard.is_cpu:
+                all_gather_chunks(self._chunks_of(padded_unsharded_flat_param), shard, group)
             else:
                 all_gather_single(padded_unsharded_flat_param, shard, group)
         except BaseException:
@@ -192,6 +192,25 @@ class Gathering(Gradients):
             pass
         self._native = group, native
         return True
+
+    def _chunks_of(self, padded: Tensor) -> list[Tensor]:
+        """Its equal chunks, one a rank; those of the tensor that was gathered last are kept."""
+        kept, chunks = self._chunks
+        if kept is not padded or not self._are_chunks(chunks, padded):
+            chunks = padded.detach().chunk(self.world_size)  # not views of what refers to them: a cycle
+            self._chunks = (padded, chunks) if _C.is_plain(padded, *chunks) else (None, ())
+        return list(chunks)
+
+    def _are_chunks(self, chunks: tuple[Tensor, ...], padded: Tensor) -> bool:
+        """Whether ``padded`` still is what these are chunks of: a user may have set its data."""
+        first = chunks[0]
+        return (
+            len(chunks) == self.world_size
+            and first.numel() * self.world_size == padded.numel()
+            and (first.dtype, first.storage_offset(), first.stride())
+            == (padded.dtype, padded.storage_offset(), padded.stride())
+            and same_storage(first, padded)
+        )
 
     @step_of(UNSHARD)
     def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:

@@ -23,7 +23,7 @@ from ..common.torch_private import (
     _ShardParamInfo,
     _warn_skip_writeback_check,
     logger,
-    temporarily_clear_interpreter_stack,
+    outside_of_transforms,
 )
 from . import copying
 from .base import STREAM, TORCH_HANDLE, step_of, steps_by_path
@@ -245,7 +245,7 @@ class FlatParamHandle(Flattening, Gathering):
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    @temporarily_clear_interpreter_stack()
+    @outside_of_transforms()
     def init_flat_param_attributes(self) -> None:
         """Make the tensors that unsharding needs, their storages freed. Run once, at the runtime's lazy initialization.
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 from .. import _C
 from ..common import optimizers
 from ..common.tensors import is_allocated, same_storage
-from ..common.torch_private import HandleTrainingState
+from ..common.torch_private import HandleTrainingState, in_transform
 from .post_backward import PostBackward, task_of_autograd
 
 _FORWARD, _IDLE = HandleTrainingState.FORWARD, HandleTrainingState.IDLE  # looked up once: the state is set often
@@ -28,7 +28,6 @@ _BACKWARD_PRE = HandleTrainingState.BACKWARD_PRE
 _IN_BACKWARD = (_BACKWARD_PRE, HandleTrainingState.BACKWARD_POST)
 
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
-_transform_in_force = torch._C._functorch.peek_interpreter_stack  # of torch.func: the innermost one, or None
 _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
@@ -67,7 +66,7 @@ class Interruptible(PostBackward, Driven):
         # A forward begins, of torch's runtime (else the user sets the state as suits him), not one that activation
         # checkpointing runs again
         if state is _FORWARD and not in_backward and self._handle_index is not None:
-            if _transform_in_force() is not None:
+            if in_transform():
                 self._refuse_to_be_differentiated()
             interrupted = self._state not in _AT_REST or (self._prefetched and self._is_of_backward)
             if interrupted or self._is_out_of_date():
