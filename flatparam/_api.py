@@ -3,7 +3,6 @@
 
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
-    ModuleWrapPolicy,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,

@@ -53,12 +53,15 @@ class ShardingStrategy(Enum):
 
     @classmethod
     def of(cls, value: Any) -> "ShardingStrategy":
-        """The member that ``value`` is: one of this enum or of torch's; None is FULL_SHARD."""
+        """The member that ``value`` is: one of this enum or of torch's, or its name; None is FULL_SHARD."""
         if value is None:
             return cls.FULL_SHARD
         if isinstance(value, Enum) and type(value).__name__ == "ShardingStrategy" and value.name in cls.__members__:
             return cls[value.name]
-        raise TypeError(f"expected a ShardingStrategy, got {value!r}")
+        if isinstance(value, str) and value in cls.__members__:
+            return cls[value]
+        names = ", ".join(name for name in cls.__members__ if not name.startswith("_"))
+        raise TypeError(f"expected a ShardingStrategy, got {value!r}: pass one of {names}")
 
 
 class TrainingState_(Enum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import warnings
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from ..common.torch_private import _init_utils
+from ..common.warned import is_first_rank, warn_user
 from .api import ShardingStrategy
 from .extensions import is_kept
 from .materialize import own_modules, parameters_of
@@ -108,7 +108,7 @@ def warn_of_frozen(
     root: nn.Module, targets: set[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> None:
     """Say once, on rank 0, that units will hold frozen parameters in the flat parameter of those that train (LoRA)."""
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if not is_first_rank():
         return
     of_module = dict.fromkeys([root, *targets])
     mixed, total, trained, example = 0, 0, 0, ""
@@ -127,14 +127,6 @@ def warn_of_frozen(
             f"gradients take memory, and are reduced, for {total} elements where {trained} train. Pass segments=True, "
             "which gives frozen parameters a flat parameter of their own"
         )
-
-
-def warn_user(message: str) -> None:
-    """Warn at the line outside of flatparam that has led here."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "flatparam":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
 
 
 def warn_of_padding(unit: Unit) -> None:
@@ -172,6 +164,8 @@ def check_types(**arguments: object) -> None:
         if not isinstance(value, cls) and not (value is None and may_be_none):
             wanted = f"{cls.__module__.split('.')[0]}'s {cls.__name__}{' or None' if may_be_none else ''}"
             wanted = "True or False" if cls is int else wanted
+            if cls is MixedPrecision and isinstance(value, torch.dtype):
+                wanted += f", as in MixedPrecision(param_dtype={value})"
             raise TypeError(f"expected {name} to be {wanted}, got {value!r:.200} ({type(value).__name__})")
     precision = arguments.get("mixed_precision")
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):

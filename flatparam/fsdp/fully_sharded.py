@@ -71,7 +71,8 @@ class FullyShardedDataParallel(
 ):
     """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
 
-    Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13), and
+    Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13); ``sharding_strategy`` may be a name, and
+        ``auto_wrap_policy`` a set of classes; and
         ``placement``: groups to shard over (:class:`Placement`) instead of strategy and process group;
         ``segments``: a unit may hold parameters of several dtypes, and frozen beside trainable ones, each in a flat
         parameter of its own: frozen ones have no gradient memory and are not reduced;

@@ -1,12 +1,17 @@
 """Which modules become units: torch's wrap policies and callables, and putting the units in their place."""
 
+import collections
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.nn as nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsModuleWrapPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ..common.torch_private import _Policy
+from ..common.warned import is_first_rank, warn_user
 from .names import join
 
 
@@ -20,8 +25,11 @@ def targets_of(
     """The descendants of ``root`` that ``policy`` selects, with the arguments of each; ``root`` itself never is.
 
     ``policy``: one of torch's policy objects, or a callable that gets the keywords ``module``, ``recurse`` and a count
-    of parameters (``nonwrapped_numel``, or ``unwrapped_params`` as torch 1.12 had it).
+    of parameters (``nonwrapped_numel``, or ``unwrapped_params`` as torch 1.12 had it); or a set of classes.
+    Warns if classes are given and no module is of one.
     """
+    if isinstance(policy, set | frozenset | list | tuple):
+        policy = ModuleWrapPolicy(policy)
     if isinstance(policy, _Policy):
         targets = policy._run_policy(root, ignored_modules, dict(arguments))
     elif isinstance(policy, type):
@@ -32,9 +40,45 @@ def targets_of(
             module: dict(arguments) for module in _ask(root, _with_count(policy), ignored_modules, ignored_params)
         }
     else:
-        raise TypeError(f"auto_wrap_policy must be a callable or one of torch's policies, got {policy!r}")
+        raise TypeError(
+            f"auto_wrap_policy must be a callable, one of torch's policies or a set of classes, got {policy!r}"
+        )
+    if not targets and is_first_rank():
+        _warn_of_none(root, policy)
     targets.pop(root, None)
     return targets
+
+
+class ModuleWrapPolicy(TorchsModuleWrapPolicy):
+    """torch's policy of this name, which takes one class too. Raises: TypeError naming what is no class of modules."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]] | type[nn.Module]):
+        classes = {module_classes} if isinstance(module_classes, type) else set(module_classes)
+        for one in classes:
+            if not isinstance(one, type):
+                raise TypeError(f"expected classes of modules as the units of a policy, got {one!r:.200}")
+        super().__init__(classes)
+
+
+def _classes_of(policy: Any) -> list[type[nn.Module]]:
+    """Those whose modules ``policy`` chooses; none where it chooses otherwise."""
+    if isinstance(policy, TorchsModuleWrapPolicy):
+        return sorted(policy._module_classes, key=lambda one: one.__name__)
+    if isinstance(policy, functools.partial) and policy.func is transformer_auto_wrap_policy:
+        return sorted(policy.keywords.get("transformer_layer_cls", ()), key=lambda one: one.__name__)
+    return []
+
+
+def _warn_of_none(root: nn.Module, policy: Any) -> None:
+    """Say that no module is of a class that ``policy`` names, and of which classes there are some."""
+    named = _classes_of(policy)
+    if named:
+        there = collections.Counter(type(module).__name__ for module in root.modules() if module is not root)
+        found = ", ".join(f"{name} ({count})" for name, count in there.most_common(20)) or "none"
+        warn_user(
+            f"auto_wrap_policy chooses modules of {', '.join(one.__name__ for one in named)}, and "
+            f"{type(root).__name__} has none: all of it is one unit. Its modules are of: {found}"
+        )
 
 
 def _with_count(policy: Callable[..., bool]) -> Callable[[nn.Module, bool, int], bool]:

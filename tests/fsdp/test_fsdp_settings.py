@@ -1,23 +1,29 @@
 """Settings and modules that are out of the ordinary: optimizers in backward, modules without a forward."""
 
 import copy
+import functools
 import itertools
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Averaged, assert_same, data, loss_of, make, wrap_blocks
+from fsdp_models import Averaged, Block, Model, assert_same, data, loss_of, make, wrap_blocks
 from gloo import fake_world, note, run_ranks
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsModuleWrapPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
+import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
+from flatparam import ModuleWrapPolicy, ShardingStrategy
 from flatparam.common.torch_private import logger
+from flatparam.fsdp.wrap import targets_of
 
 
 def optimizers_in_backward():
@@ -321,3 +327,64 @@ def test_other_dtypes_of_mixed_precision_are_refused(name, dtype):
     expected = f"expected mixed_precision.{name} to be a floating-point torch.dtype or None, got {dtype!r}"
     with fake_world(1), pytest.raises(TypeError, match=expected):
         FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(**{name: dtype}))
+
+
+def test_a_strategy_may_be_a_name():
+    with fake_world(1):
+        model = FSDP(nn.Linear(2, 2), sharding_strategy="NO_SHARD")
+        assert model.sharding_strategy == ShardingStrategy.NO_SHARD
+        for wrong in ("no_shard", "ZERO_4", 3):
+            with pytest.raises(TypeError, match=rf"got {wrong!r}: pass one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, "):
+                FSDP(nn.Linear(2, 2), sharding_strategy=wrong)
+
+
+def test_a_dtype_for_mixed_precision_is_told_how_to_be_one():
+    expected = r"or None, as in MixedPrecision\(param_dtype=torch.bfloat16\), got torch.bfloat16"
+    with fake_world(1), pytest.raises(TypeError, match=expected):
+        FSDP(nn.Linear(2, 2), mixed_precision=torch.bfloat16)
+
+
+@pytest.mark.parametrize("policy", [{Block}, [Block], ModuleWrapPolicy(Block), ModuleWrapPolicy({Block})])
+def test_a_policy_may_be_a_set_of_classes_or_of_one_class(policy):
+    with fake_world(1):
+        model = FSDP(Model(), auto_wrap_policy=policy, sharding_strategy="NO_SHARD")
+        assert [type(unit.module) for unit in FSDP.fsdp_modules(model)] == [Model, Block, Block, Block]
+
+
+def test_what_is_no_class_in_a_policy_is_refused():
+    for call in (lambda: ModuleWrapPolicy({"Block"}), lambda: FSDP(Model(), auto_wrap_policy={"Block"})):
+        with fake_world(1), pytest.raises(TypeError, match=r"expected classes of modules .* got 'Block'"):
+            call()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {nn.Conv2d},
+        TorchsModuleWrapPolicy({nn.Conv2d}),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Conv2d}),
+    ],
+)
+def test_a_policy_that_chooses_nothing_is_told_of_once(policy, rank):
+    expected = "chooses modules of Conv2d, and Model has none: all of it is one unit. Its modules are of: "
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        targets_of_rank(policy, rank)
+    told = [one for one in found if "auto_wrap_policy" in str(one.message)]
+    assert len(told) == 1 - rank
+    for one in told:
+        assert expected + "Linear (8), Block (3), ModuleList (1)" in str(one.message)
+        assert one.filename == __file__
+
+
+def targets_of_rank(policy, rank):
+    with fake_world(2, rank=rank):
+        return targets_of(Model(), policy, set(), set(), {})
+
+
+def test_exceptions_are_names_of_the_package():
+    assert {"DeviceError", "OrderError", "StateError"} <= set(flatparam.__all__)
+    assert flatparam.StateError is flatparam.fsdp.errors.StateError
+    assert issubclass(flatparam.DeviceError, ValueError)
+    assert issubclass(flatparam.OrderError, RuntimeError)
