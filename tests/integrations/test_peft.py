@@ -66,7 +66,7 @@ def trained_bytes(module, size):
     return 4 * sum(trained), 4 * sum(math.ceil(numel / size) * size for numel in trained)
 
 
-def saves_adapters(trainer):
+def saves_adapters(trainer, make=adapted):
     """Let a trainer save what PEFT since 0.21 leaves out of the file (docs/integrations.md): by a model made anew."""
     from transformers import TrainerCallback
 
@@ -76,8 +76,8 @@ def saves_adapters(trainer):
             folder = pathlib.Path(arguments.output_dir, f"checkpoint-{state.global_step}")
             if trainer.accelerator.is_main_process:
                 assert (safetensors.torch.load_file(folder / "adapter_model.safetensors") == {}) is LEAVES_OUT
-                anew = adapted()
-                anew.load_state_dict(values)
+                anew = make()
+                anew.load_state_dict({key: value for key, value in values.items() if "lora_" in key}, strict=False)
                 anew.save_pretrained(folder)
                 assert len(safetensors.torch.load_file(folder / "adapter_model.safetensors")) == 12
             trainer.accelerator.wait_for_everyone()
