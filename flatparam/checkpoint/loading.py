@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from .. import _C
 from ..fsdp.loading import note_filled
+from ..fsdp.names import bare_names
 from ..fsdp.states.loading import piece_of
 from .base import check_sums, sums_of_samples
 from .converting import Convert
@@ -239,7 +240,8 @@ class _Loading:
             torch.autograd.graph.increment_version(held.owner)
             if isinstance(held, InHandle):
                 held.handle._forget_what_was_gathered()
-        note_filled(self.model, {*self.source.model, *(name for one in self.into[0].touched for name in one.names)})
+        names = {*self.source.model, *(name for one in self.into[0].touched for name in one.names)}
+        note_filled(self.model, names, bare_names(self.model))
         for module, value in self._of_modules:
             module.set_extra_state(value)
         if self.named is not None:

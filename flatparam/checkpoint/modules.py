@@ -6,7 +6,7 @@ That is overrides and hooks of ``state_dict`` and ``load_state_dict``. A model w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..fsdp.held import Held
 from ..fsdp.loading import may_become
-from ..fsdp.names import clean_tensor_name, join, without_wrappers
+from ..fsdp.names import bare_names, join, without_wrappers
 from ..fsdp.safetensors_files import DTYPES
 from ..fsdp.states.before import Beside
 from ..fsdp.states.model import ModelStates, after_load, before_load
@@ -102,11 +102,11 @@ def given_by(module: nn.Module, held: list[Held]) -> Given | None:
     cut = [one for one in held if one.segment is not None or isinstance(one, InHandle)]
     with ungathered(), shown(module, cut, stand_ins), stand_ins:
         state = module.state_dict(keep_vars=True)
-    found = Given()
+    found, bare = Given(), bare_names(module)
     by_name = {name: one for one in held for name in one.names}
     by_place = {_place(one.owner): one for one in held if one.here is None and not isinstance(one, InHandle)}
     for key, value in state.items():
-        name = clean_tensor_name(key)
+        name = bare(key)
         one = (stand_ins.held_of(value) or by_place.get(_place(value))) if isinstance(value, Tensor) else None
         other = by_name.get(name)
         if one is None and other is not None and other not in cut and same(value, other.owner):
@@ -128,7 +128,7 @@ def given_by(module: nn.Module, held: list[Held]) -> Given | None:
             if any(name in others for other, others in found.names.items() if other is not one):
                 raise CheckpointError(f"`{name}`: the model's state_dict() has another parameter under this name")
     metadata = getattr(state, "_metadata", {})
-    found.metadata = {clean_tensor_name(path + ".").rstrip("."): told for path, told in metadata.items()}
+    found.metadata = {bare(path): told for path, told in metadata.items()}
     found.metadata = {path: told for path, told in found.metadata.items() if told != _PLAIN}
     return found
 
@@ -212,12 +212,13 @@ def take(
     except BaseException:
         before.restore()
         raise
-    return _taken(held, stand_ins, result, before, source)
+    return _taken(held, stand_ins, result, before, source, bare_names(module))
 
 
 def _paths(module: nn.Module) -> dict[str, str]:
-    """Each path of a module, and what it is in the unwrapped model."""
-    return {path: clean_tensor_name(path + ".").rstrip(".") for path, _ in module.named_modules()}
+    """Each path of a module, and that in the bare model."""
+    bare = bare_names(module)
+    return {path: bare(path) for path, _ in module.named_modules()}
 
 
 def _under_paths(state: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
@@ -234,7 +235,9 @@ def _under_paths(state: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
     return found
 
 
-def _taken(held: list[Held], stand_ins: StandIns, result: Any, before: Beside, source: Source) -> Taken:
+def _taken(
+    held: list[Held], stand_ins: StandIns, result: Any, before: Beside, source: Source, bare: Callable[[str], str]
+) -> Taken:
     found = Taken({}, {}, set(), [], [], before)
     for one, sources in stand_ins.copied.items():
         for value in sources:
@@ -244,7 +247,7 @@ def _taken(held: list[Held], stand_ins: StandIns, result: Any, before: Beside, s
             else:
                 found.names.setdefault(one, []).append(name)
     by_name = {name: one for one in held for name in one.names}
-    missing = [clean_tensor_name(name) for name in getattr(result, "missing_keys", [])]
+    missing = [bare(name) for name in getattr(result, "missing_keys", [])]
     for one in held:
         if one.is_buffer and one not in stand_ins.copied and not set(one.names) <= set(missing):
             found.itself.add(one)
@@ -256,7 +259,7 @@ def _taken(held: list[Held], stand_ins: StandIns, result: Any, before: Beside, s
             loaded.add(one)
     found.missing = [one.name for one in held if one not in loaded]
     found.missing += [name for name in missing if name not in by_name and name.rpartition(".")[2] != _EXTRA]
-    found.unexpected = [clean_tensor_name(name) for name in getattr(result, "unexpected_keys", [])]
+    found.unexpected = [bare(name) for name in getattr(result, "unexpected_keys", [])]
     return found
 
 

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..fsdp.held import Held, held_by, refuse_forms
+from ..fsdp.names import bare_names
 from ..layer_zero.handle import FlatParamHandle, owner_of
 from ..layer_zero.states import IDLE
 
@@ -45,7 +46,7 @@ def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[Held]:
         is_left_out = trainable_only and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         return None if is_left_out and owner_of(tensor) is None else _in_handle(name, tensor)
 
-    held = list(held_by(module, other=other))
+    held = list(held_by(module, other=other, name_of=bare_names(module)))
     read = (one for one in held if not trainable_only or one.is_buffer or one.owner.requires_grad)
     refuse_forms(read, "flatparam.checkpoint", "use torch.distributed.checkpoint with SHARDED_STATE_DICT")
     return iter(held)

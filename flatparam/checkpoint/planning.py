@@ -14,7 +14,7 @@ from torch import Tensor
 from ..common.layout import Box
 from ..common.torch_private import TorchsFSDP
 from ..fsdp.held import Held, unit_paths, units_in
-from ..fsdp.names import clean_tensor_name, join
+from ..fsdp.names import bare_names, join
 from ..fsdp.safetensors_files import bytes_of
 from ..fsdp.wrapper import Wrapper
 from ..layer_zero._sums import Sum
@@ -185,10 +185,10 @@ def check_idle(module: nn.Module, what: str) -> None:
 
 def _values_of_modules(module: nn.Module, values: dict[str, Tensor]) -> dict[str, Any]:
     """What modules give by ``get_extra_state``, by its name in a state dict."""
-    found = {}
+    found, bare = {}, bare_names(module)
     for path, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
-            key = clean_tensor_name(join(path, "_extra_state"))
+            key = bare(join(path, "_extra_state"))
             found[key] = encode(inner.get_extra_state(), key, values)
     return found
 
@@ -271,14 +271,14 @@ def digest(values: Mapping[Any, Any]) -> str:
 def describe_units(module: nn.Module) -> list[dict[str, Any]]:
     """How each unit is spread: over which ranks, in the order of shards."""
     strategies = {id(w._unit): w.sharding_strategy.name for w in module.modules() if isinstance(w, Wrapper)}
-    found = []
+    found, bare = [], bare_names(module)
     for path, unit in units_in(module):
         placement = unit.options.placement
         group = placement.optim
         ranks = None if group is None else dist.get_process_group_ranks(group)
         found.append(
             {
-                "name": clean_tensor_name(path + ".").rstrip("."),
+                "name": bare(path),
                 "strategy": strategies.get(id(unit)),
                 "shards": placement.shards,
                 "replicas": placement.replicas,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..fsdp.held import Held
 from ..fsdp.loading import may_become
-from ..fsdp.names import clean_tensor_name
+from ..fsdp.names import bare_names
 from ..fsdp.outputs import find_tensors
 from ..fsdp.safetensors_files import DTYPES
 from ..fsdp.states.values import same
@@ -378,9 +378,9 @@ def values_of_modules(
     Raises: CheckpointError, if ``strict``, for one that is not there, or whose state the checkpoint has not.
     """
     found = []
-    by_name = {}
+    by_name, bare = {}, bare_names(module)
     for path, inner in module.named_modules():
-        clean = clean_tensor_name(path + ".").rstrip(".")
+        clean = bare(path)
         if type(inner).set_extra_state is not nn.Module.set_extra_state:
             by_name[f"{clean}._extra_state" if clean else "_extra_state"] = inner
     gives = {name for name, inner in by_name.items() if type(inner).get_extra_state is not nn.Module.get_extra_state}

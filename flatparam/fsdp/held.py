@@ -101,11 +101,17 @@ class Held:
 Other = Callable[[str, Tensor], Held | None]
 
 
-def held_by(module: nn.Module, *, buffers: bool = True, other: Other = lambda name, tensor: None) -> Iterator[Held]:
+def held_by(
+    module: nn.Module,
+    *,
+    buffers: bool = True,
+    other: Other = lambda name, tensor: None,
+    name_of: Callable[[str], str] = clean_tensor_name,
+) -> Iterator[Held]:
     """What this rank holds of ``module``: first what units manage, in the order of their layouts, then the rest, whole.
 
     The rest is parameters that no unit manages and, with ``buffers``, persistent buffers. ``other``: makes what is held
-    of such a tensor, if something else has cut it.
+    of such a tensor, if something else has cut it. ``name_of``: gives each name in ``module`` the one that it has here.
     """
     places = unit_paths(module)
     alone: dict[int, Held] = {}  # by what is theirs alone
@@ -113,7 +119,7 @@ def held_by(module: nn.Module, *, buffers: bool = True, other: Other = lambda na
     for unit, paths in places.items():
         unit.look_over()
         for segment in unit.segments:
-            for one in _of_segment(unit, paths, segment):
+            for one in _of_segment(unit, paths, segment, name_of):
                 if segment.use_orig_params:
                     alone[id(one.owner)] = one
                 else:
@@ -129,7 +135,7 @@ def held_by(module: nn.Module, *, buffers: bool = True, other: Other = lambda na
         for name, tensor in tensors:
             if tensor is None or (inner, name) in managed or id(tensor) in flat:
                 continue
-            key = clean_tensor_name(join(path, name))
+            key = name_of(join(path, name))
             if id(tensor) in alone:
                 alone[id(tensor)].names.append(key)
                 continue
@@ -140,10 +146,10 @@ def held_by(module: nn.Module, *, buffers: bool = True, other: Other = lambda na
     yield from rest
 
 
-def _of_segment(unit: Unit, paths: list[str], segment: Segment) -> Iterator[Held]:
+def _of_segment(unit: Unit, paths: list[str], segment: Segment, name_of: Callable[[str], str]) -> Iterator[Held]:
     for number, (here, piece) in enumerate(zip(segment.here(), segment.pieces, strict=True)):
         original = here.original
-        names = [clean_tensor_name(join(path, fqn)) for path in paths for fqn in original.fqns]
+        names = [name_of(join(path, fqn)) for path in paths for fqn in original.fqns]
         owner = original.param if segment.use_orig_params else segment.flat
         start = piece.intra_param_start_idx or 0
         yield Held(names, owner, tuple(original.shape), original.stride, unit, segment, number, here, start)

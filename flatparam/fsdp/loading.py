@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -91,16 +91,19 @@ def load_safetensors(module: nn.Module, files: Paths, *, strict: bool = True) ->
     return found
 
 
-def note_filled(module: nn.Module, names: Container[str]) -> None:
-    """Have the units in ``module`` know that their parameters called ``names``, as when unwrapped, have values."""
+def note_filled(module: nn.Module, names: Container[str], name_of: Callable[[str], str] = clean_tensor_name) -> None:
+    """Let the units in ``module`` know that their parameters called ``names`` have values.
+
+    ``name_of``: gives each name in ``module`` the one that it has in ``names``.
+    """
     for unit, paths in unit_paths(module).items():
-        others = unit.without(partial(_is_in, names, paths))
+        others = unit.without(partial(_is_in, names, name_of, paths))
         unit.filled(others)
         unit.loaded(others)
 
 
-def _is_in(names: Container[str], paths: list[str], fqn: str) -> bool:
-    return any(clean_tensor_name(join(path, fqn)) in names for path in paths)
+def _is_in(names: Container[str], name_of: Callable[[str], str], paths: list[str], fqn: str) -> bool:
+    return any(name_of(join(path, fqn)) in names for path in paths)
 
 
 def _match(wanted: list[Held], files: Files, strict: bool) -> _IncompatibleKeys:

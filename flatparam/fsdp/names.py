@@ -1,6 +1,10 @@
 """Names of modules and parameters, and the parts of them that wrappers add."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..common.torch_private import _p_assert
 
@@ -18,6 +22,38 @@ def clean_tensor_name(name: str) -> str:
 def without_wrappers(path: str) -> str:
     """A module's path without the parts that units and checkpoint wrappers add, and take away in state dicts."""
     return f"{path}.".replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "").rstrip(".")
+
+
+def bare_names(module: nn.Module) -> Callable[[str], str]:
+    """Returns a function from a name in ``module``, of a parameter, buffer or module, to its name in the bare model.
+
+    The bare model has no units, checkpoint wrappers, compiled modules (``_orig_mod``) and DDP (``module``). Source of
+    the behaviour: the names of ``torch.distributed.checkpoint.state_dict``.
+    """
+    inside: set[str] = set()  # paths of modules that are not named
+    for path, inner in module.named_modules(remove_duplicate=False):
+        clean = _clean_path(path)
+        if isinstance(inner, DistributedDataParallel):
+            inside.add(join(clean, "module"))
+        elif type(inner).__name__ == "OptimizedModule":  # to import its class takes seconds
+            inside.add(join(clean, "_orig_mod"))
+
+    def bare(name: str) -> str:
+        name = _clean_path(name)
+        if not inside:
+            return name
+        parts, path = [], ""
+        for part in name.split("."):
+            path = join(path, part)
+            if path not in inside:
+                parts.append(part)
+        return ".".join(parts)
+
+    return bare
+
+
+def _clean_path(path: str) -> str:
+    return clean_tensor_name(path + ".").rstrip(".")
 
 
 def without_units(name: str) -> str:
