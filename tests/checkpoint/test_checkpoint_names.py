@@ -1,4 +1,4 @@
-"""Checkpoints of compiled models and of DDP have the names of the bare model. The oracle: torch's state-dict helpers."""
+"""Checkpoints of compiled models and of DDP have the names of the bare model. Oracle: torch's state-dict helpers."""
 
 import pytest
 import torch
@@ -63,12 +63,12 @@ WRAPS = {
     "units of compiled": lambda model: FSDP(compiled(model), use_orig_params=True),
     "a compiled block in units": lambda model: FSDP(with_compiled_block(model), use_orig_params=True),
     "units in a compiled block": lambda model: with_compiled_block(
-        Replaced(model, FSDP(model.module, use_orig_params=True))
+        with_module(model, FSDP(model.module, use_orig_params=True))
     ),
 }
 
 
-def Replaced(model, inner):  # noqa: N802
+def with_module(model, inner):
     model.module = inner
     return model
 

@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -284,36 +284,33 @@ class _Watched:
     def __init__(self, unit: Unit, prefix: str, own: list[str]):
         self.unit, self.prefix, self.own = unit, prefix, own
         originals = (original for segment in unit.segments for original in segment.originals)
-        self._before = [(original, [_state_of(place) for place in original.names]) for original in originals]
+        self._before = [(place, *_version(place)) for original in originals for place in original.names]
 
     def outcome(self) -> tuple[list[Original], Values]:
         """The parameters that were not written to; and a digest of each other one, by name."""
+        now = {id(place): _version(place) for place, _, _ in self._before}
+        changed = {
+            id(place): now[id(place)][0]
+            for place, param, version in self._before
+            if now[id(place)][0] is not param or now[id(place)][1] != version
+        }
         missing: list[Original] = []
         written: Values = {}
-        for original, before in self._before:
-            after = [_state_of(place) for place in original.names]
-            now = next((new for old, new in zip(before, after, strict=True) if new != old), None)
-            if now is None:
+        for original in (original for segment in self.unit.segments for original in segment.originals):
+            param = next((changed[id(place)] for place in original.names if id(place) in changed), None)
+            if param is None:
                 missing.append(original)
             else:
-                value = original.plain(now.param.detach())
+                value = original.plain(param.detach())
                 name = clean_tensor_name(self.prefix + original.fqn)
                 written[name] = (self.unit, f"{value.dtype} {digest_of(value.cpu().contiguous())}")
         return missing, written
 
 
-class _ShownParam(NamedTuple):
-    param: Tensor
-    version: int
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ShownParam) and self.param is other.param and self.version == other.version
-
-
-def _state_of(place: Name) -> _ShownParam:
+def _version(place: Name) -> tuple[Tensor, int]:
     param = place.module._parameters[place.name]
     assert param is not None
-    return _ShownParam(param, param._version)
+    return param, param._version
 
 
 def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Original]:
