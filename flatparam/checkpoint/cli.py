@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..common.parsing import Parser, in_a_command
-from ..common.tables import aligned, human, one_name_of, without_numbers
+from ..common.tables import aligned, human, merged, one_name_of, without_numbers
 from ..fsdp.safetensors_files import DTYPES, FileError
 from .errors import CheckpointError
 from .exporting import export, open_source, tensors_of, verify
@@ -90,15 +89,6 @@ def of_index(index: Index, every: bool) -> list[str]:
         heading = ("unit", "units", "strategy", "shards", "replicas", "gathered over", "dtypes", "elements of a shard")
         lines += ["", aligned([heading, *merged(rows, every)], 1, 1)]
     return lines
-
-
-def merged(rows: Iterable[tuple[str, ...]], every: bool) -> list[tuple[str, ...]]:
-    """Rows whose names differ in numbers alone as one, with how many they are after the name; in the order of the
-    first of each."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, *rest in rows:
-        groups.setdefault((name if every else without_numbers(name), *rest), []).append(name)
-    return [(one_name_of(names), f"{len(names):,}", *rest) for (_, *rest), names in groups.items()]
 
 
 def table_of_tensors(tensors: list[tuple[str, str, list[Chunk]]], every: bool) -> str:

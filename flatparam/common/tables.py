@@ -1,6 +1,7 @@
 """Tables for people: bytes with a unit, columns that line up, names of many things that differ in a number."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def human(size: int) -> str:
@@ -42,3 +43,23 @@ def one_name_of(names: Sequence[str]) -> str:
         is_range = len(differing) == 1 and numbers == list(range(numbers[0], numbers[0] + len(names)))
         found[i] = f"{{{numbers[0]}..{numbers[-1]}}}" if is_range else "*"
     return ".".join(found)
+
+
+def merged(rows: Iterable[tuple[Any, ...]], every: bool) -> list[tuple[Any, ...]]:
+    """Rows whose names, the first of each, differ in numbers alone as one, with how many they are after the name; in
+    the order of the first of each. ``every``: as many as they are."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, *rest in rows:
+        groups.setdefault((name if every else without_numbers(name), *rest), []).append(name)
+    return [(one_name_of(names), f"{len(names):,}", *rest) for (_, *rest), names in groups.items()]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``numbers`` in order, each once: ``0..3, 6``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)

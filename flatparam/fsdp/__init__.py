@@ -6,13 +6,13 @@ from .errors import OrderError, StateError
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
 from .materialize import defer_init
-from .memory import MemoryPlan, Piece, UnitPlan
+from .memory import MemoryPlan, Piece, ShardMap, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .outputs import DeviceError
 from .placement import Placement
 from .wrap import ModuleWrapPolicy
 
-__all__ = ["FullyShardedDataParallel", "MemoryPlan", "OrderError", "Piece", "Placement", "UnitPlan"]
+__all__ = ["FullyShardedDataParallel", "MemoryPlan", "OrderError", "Piece", "Placement", "ShardMap", "UnitPlan"]
 __all__ += ["DeviceError", "ModuleWrapPolicy", "StateError", "defer_init", "load_safetensors"]
 __all__ += ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_tensor_name", "p_assert"]
 __all__ += api.__all__

@@ -15,6 +15,7 @@ import torch
 from ..common.layout import Box, FlatLayout, boxes_of_range
 from .names import join
 from .placement import Placement, Row
+from .printed import table_of_pieces, table_of_plan
 from .unit import Unit
 
 
@@ -86,7 +87,7 @@ class MemoryPlan:
     of a synced forward and backward, whose units run in the order given, and whose gradients are added to earlier ones;
     ``peak_alone``: the same where there are none; ``peak_no_sync``: where micro-batches in ``no_sync`` came before,
     since the gradients were cleared; ``no_sync``: gradients that these keep unsharded; ``host``: what lies in host
-    memory instead, where something is offloaded to it.
+    memory instead, where something is offloaded to it. ``print`` shows a table.
     """
 
     units: tuple[UnitPlan, ...]
@@ -97,6 +98,16 @@ class MemoryPlan:
     peak_alone: int = 0
     peak_no_sync: int = 0
     host: int = 0
+
+    def table(self, every: bool = False) -> str:
+        """The plan as a table, which ``print`` shows: equal units whose names differ in numbers alone are one line.
+
+        ``every``: each has a line.
+        """
+        return table_of_plan(self, every)
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 def plan_unit(
@@ -344,12 +355,25 @@ class Piece:
     trained: bool
 
 
-def shard_map(units: Iterable[tuple[str, Unit]]) -> list[Piece]:
+class ShardMap(list[Piece]):
+    """Pieces, unit by unit, in the order of the layout. ``print`` shows tables."""
+
+    def table(self, every: bool = False) -> str:
+        """The map as tables, which ``print`` shows: parameters that are cut alike and whose names differ in numbers
+        alone are one line, and so are ranks that hold as much. ``every``: a line for each piece instead.
+        """
+        return table_of_pieces(self, every)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def shard_map(units: Iterable[tuple[str, Unit]]) -> ShardMap:
     """Every piece of every parameter on every rank of its group, unit by unit, in the order of the layout.
 
     ``units``: with the path of each in the unwrapped model. No communication.
     """
-    found = []
+    found = ShardMap()
     for path, unit in units:
         for segment in unit.segments:
             for index, original in enumerate(segment.originals):
@@ -372,12 +396,12 @@ def shard_map(units: Iterable[tuple[str, Unit]]) -> list[Piece]:
     return found
 
 
-def plan_of_unit(unit: Unit, optimizer_bytes: int) -> UnitPlan:
+def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
     """``plan_unit`` of a unit that there is. ``optimizer_bytes``: for each element of its shard."""
     flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.segments]
     placement = unit.options.placement
     return plan_unit(
-        unit.name,
+        name,
         flats,
         placement,
         lambda dtype: optimizer_bytes,

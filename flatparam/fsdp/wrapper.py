@@ -17,10 +17,11 @@ from . import collectives
 from .api import ShardingStrategy, TrainingState
 from .errors import StateError
 from .foreign import Marks
-from .memory import MemoryPlan, Piece, plan_of_unit, plan_tree, shard_map
-from .names import FSDP_WRAPPED_MODULE, clean_tensor_name
+from .memory import MemoryPlan, ShardMap, plan_of_unit, plan_tree, shard_map
+from .names import FSDP_WRAPPED_MODULE, without_wrappers
 from .originals import Original
 from .placement import Placement
+from .printed import of_unit
 from .summon import Summoned
 from .unit import Unit, units_of
 
@@ -109,19 +110,31 @@ class Wrapper(Marks, nn.Module):
             return found
         return [inner for inner in found if inner._outermost() is inner] if root_only else found
 
-    def shard_map(self) -> list[Piece]:
-        """What every rank holds of every parameter of this unit and of those below it. No communication."""
-        paths = {id(inner): clean_tensor_name(path + ".").rstrip(".") for path, inner in self.named_modules(prefix="")}
-        return shard_map((paths[id(wrapper)], wrapper._unit) for wrapper in self.fsdp_modules(self))
+    def _units_below(self) -> list[tuple[str, Unit]]:
+        """This unit and those below it, each with its path in this one's module."""
+        return [(without_wrappers(path), m._unit) for path, m in self.named_modules() if isinstance(m, Wrapper)]
+
+    def shard_map(self) -> ShardMap:
+        """What every rank holds of every parameter of this unit and of those below it. No communication.
+
+        Returns: a list of ``Piece``; ``print`` shows it as tables.
+        """
+        return shard_map(self._units_below())
 
     def memory_plan(self, optimizer_bytes: int = 8) -> MemoryPlan:
         """The bytes that this rank will hold, before training. No communication.
 
         ``optimizer_bytes``: of optimizer state for each element of the shard; 8 for Adam in fp32.
+        Returns: the plan, whose units have their paths in this one's module; ``print`` shows it as a table.
         """
         prefetches = self._backward_prefetch is not None or self._forward_prefetch
-        plans = (plan_of_unit(wrapper._unit, optimizer_bytes) for wrapper in self.fsdp_modules(self))
+        plans = (plan_of_unit(path or "(root)", unit, optimizer_bytes) for path, unit in self._units_below())
         return plan_tree(plans, prefetches, gathers_ahead=self.compute_device.type != "cpu")
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows of this unit: its strategy, ranks and sizes."""
+        unit = self.__dict__.get("_unit")  # there is none while it is made
+        return "" if unit is None else of_unit(self._strategy.name, unit)
 
     def check_is_root(self) -> bool:
         """Whether no other unit holds this one. Changes nothing."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flatparam.common.parsing import Parser, in_a_command
+from flatparam.fsdp.printed import summary
 from flatparam.inspect.planning import (
     OPTIMIZERS,
     SUPPORTED,
@@ -20,7 +21,7 @@ from flatparam.inspect.planning import (
     plans_by_strategy,
     units_of,
 )
-from flatparam.inspect.report import as_json, summary, table, title
+from flatparam.inspect.report import as_json, table, title
 
 OPTIMIZER_HELP = "state for each element, in its dtype: adam two, sgd (with momentum) one, none nothing"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -97,7 +98,7 @@ def inspect(options: argparse.Namespace) -> str:
         options.json.write_text(json.dumps(as_json(type(module).__name__, units, plan, settings), indent=1) + "\n")
     if options.png is not None:
         drawing("inspect", "--png").draw(head, units, settings, plans_by_strategy(module, settings), options.png)
-    return f"{head}\n\n{table(units, plan)}\n\n{summary(units, plan)}"
+    return f"{head}\n\n{table(units, plan)}\n\n{summary(plan)}"
 
 
 def main(arguments: list[str]) -> int:

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flatparam.fsdp.memory import MemoryPlan
+from flatparam.fsdp.printed import phase
 from flatparam.inspect.planning import Settings, Unit
-from flatparam.inspect.report import phase
 
 PARTS = {"shard": "#12406b", "gradient": "#1f6fb4", "optimizer": "#7fb0dc", "full": "#e08a1e"}
 LABELS = {"shard": "parameter shard", "gradient": "gradient shard", "optimizer": "optimizer state", "full": "unsharded"}
@@ -92,7 +92,7 @@ def _step(axes: Axes, units: list[Unit], plan: MemoryPlan, name: str, scale: flo
     axes.axhspan(0, plan.between_steps / scale, color=PARTS["shard"], label="between steps")
     top = max(range(len(moments)), key=lambda i: moments[i].bytes)
     axes.annotate(
-        phase(moments[top], units),
+        phase(moments[top], plan.units),
         (top, sizes[top]),
         textcoords="offset points",
         xytext=(0, 6),

@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from flatparam.common.tables import aligned, human
-from flatparam.fsdp.memory import MemoryPlan, Moment
+from flatparam.fsdp.memory import MemoryPlan
 from flatparam.inspect.planning import Settings, Unit
 
 HEADINGS = (
@@ -59,29 +59,6 @@ def table(units: list[Unit], plan: MemoryPlan) -> str:
     totals = tuple(map(sum, zip(*map(numbers, range(len(units))), strict=True)))
     rows.append(row("total", "", len(units), totals, plan.peak))
     return aligned(rows, names=2, headings=2, totals=1)
-
-
-def summary(units: list[Unit], plan: MemoryPlan) -> str:
-    """What each rank holds, and when it is most."""
-    top = max(plan.moments, key=lambda moment: moment.bytes)
-    between, peak = human(plan.between_steps), human(plan.peak)
-    return "\n".join(
-        [
-            f"each rank: {between} between steps, {peak} at the peak ({phase(top, units)})",
-            f"the first backward after zero_grad(): {human(plan.peak_alone)}; with micro-batches in no_sync(): "
-            f"{human(plan.peak_no_sync)}; activations and buffers come on top",
-        ]
-    )
-
-
-def phase(moment: Moment, units: list[Unit]) -> str:
-    """A moment in words."""
-    name = units[moment.unit].name
-    return {
-        "forward": f"forward of {name}",
-        "backward": f"backward of {name}",
-        "reduce": f"reduction of {name}'s gradient",
-    }[moment.phase]
 
 
 def as_json(model: str, units: list[Unit], plan: MemoryPlan, settings: Settings) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What the runtime says before training: the map of shards, the plan of memory, and that the ranks agree."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -292,3 +293,130 @@ def nobody_comes():
 @pytest.mark.multiprocess
 def test_an_error_that_waits_to_be_told_is_seen():
     run_ranks(nobody_comes, 2)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)  # sizes that need no padding
+
+    def forward(self, x):
+        return x + self.b(self.a(x)).sum()
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Pair() for _ in range(3)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+SIZES = {"(root)": 8 * 4 + 4, "blocks.{0..2}": 8 * 8 + 8 + 8 * 4}
+
+
+def pairs(**settings):
+    return FSDP(Pairs(), auto_wrap_policy=ModuleWrapPolicy({Pair}), **settings)
+
+
+def rows_of(printed):
+    return [line.split() for line in str(printed).splitlines()]
+
+
+def named(rows, name):
+    (row,) = [row for row in rows if row[:1] == [name]]
+    return row
+
+
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_print_shows_of_the_plan(uo):
+    with fake_world(2):
+        model = pairs(use_orig_params=uo)
+        before = str(model.memory_plan())
+        rows = rows_of(before)
+        for name, count in (("(root)", 1), ("blocks.{0..2}", 3)):
+            shard, full = f"{SIZES[name] // 2 * 4} B".split(), f"{SIZES[name] * 4} B".split()
+            adam = f"{SIZES[name] // 2 * 8} B".split()
+            row = named(rows, name)
+            assert row[:12] == [name, str(count), *shard, *shard, *adam, *full, *full]
+        total = (SIZES["(root)"] + 3 * SIZES["blocks.{0..2}"]) // 2 * 4
+        assert named(rows, "total")[:4] == ["total", "4", str(total), "B"]
+        assert len([row for row in rows if row[:1] and row[0].startswith("blocks")]) == 1
+        every = rows_of(model.memory_plan().table(every=True))
+        assert [named(every, f"blocks.{i}")[1:4] for i in range(3)] == [["1", *named(rows, "blocks.{0..2}")[2:4]]] * 3
+        model(torch.ones(1, 8)).sum().backward()
+        assert str(model.memory_plan()) == before
+        inner = model.module.blocks[1].memory_plan()
+        assert [unit.name for unit in inner.units] == ["(root)"]
+
+
+def test_what_print_shows_of_memory_of_the_host():
+    with fake_world(2):
+        plan = pairs().memory_plan()
+    assert "host memory" not in str(plan)
+    assert str(dataclasses.replace(plan, host=3 * 2**20)).endswith("\nhost memory: 3.00 MiB")
+
+
+def test_what_print_shows_of_the_map():
+    with fake_world(2):
+        model = pairs(use_orig_params=True, atomic="row")
+        pieces = model.shard_map()
+        rows = rows_of(pieces)
+        state = Pairs().state_dict()
+        for name, shape in (("a.weight", "[8, 8]"), ("a.bias", "[8]"), ("b.weight", "[4, 8]")):
+            here = [piece for piece in pieces if piece.fqn == f"blocks.0.{name}"]
+            ranks = sorted({piece.rank for piece in here})
+            row = named(rows, f"blocks.{{0..2}}.{name}")
+            assert row[1:] == [
+                *("3", "float32", *shape.split(), "yes"),
+                *(["0..1"] if len(ranks) == 2 else [str(ranks[0])]),
+                *" to ".join(f"{n}" for n in sorted({piece.numel for piece in here})).split(),
+            ]
+            assert sum(piece.numel for piece in here) == state[f"blocks.0.{name}"].numel()
+        on_ranks = rows[rows.index(["ranks", "parameters", "on", "each", "elements", "on", "each"]) + 2 :]
+        held = {}
+        for ranks, _, numel in on_ranks:
+            first, _, last = ranks.partition("..")
+            held.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(numel)))
+        assert held == {rank: sum(p.numel for p in pieces if p.rank == rank) for rank in range(2)}
+        assert sum(held.values()) == sum(value.numel() for value in state.values())
+        every = rows_of(pieces.table(every=True))
+        assert len(every) == 2 + len(pieces)
+        assert {row[0] for row in every[2:]} == state.keys()
+        assert pieces == list(pieces)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "over"),
+    [
+        ("FULL_SHARD", "over 4 ranks;"),
+        ("NO_SHARD", "over 1 rank, 4 replicas;"),
+        ("HYBRID_SHARD", "over 2 ranks, 2 replicas;"),
+        ("LAYER_ZERO", "over 4 ranks, gathered over 2;"),
+    ],
+)
+@pytest.mark.parametrize("uo", [False, True])
+def test_what_print_shows_of_a_model(strategy, over, uo):
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2)) if strategy in ("HYBRID_SHARD", "LAYER_ZERO") else None
+        model = pairs(sharding_strategy=ShardingStrategy[strategy], device_mesh=mesh, use_orig_params=uo)
+        lines = [line.strip() for line in repr(model).splitlines()]
+        shards = model.placement.shards
+        told = [line for line in lines if line.startswith(f"{strategy} {over}")]
+        wanted = [(2, SIZES["(root)"]), (3, SIZES["blocks.{0..2}"])]
+        assert len(told) == 2, lines
+        for line, (params, numel) in zip(told, wanted, strict=True):
+            shard = numel // shards
+            assert f"{params} parameters of {numel} elements, in a shard {shard} of float32, {shard * 4} B" in line
+        assert "(0-2): 3 x FullyShardedDataParallel(" in lines
+
+
+def test_what_print_shows_of_units_without_parameters_and_not_wrapped_to_the_end():
+    with fake_world(2):
+        assert "FULL_SHARD over 2 ranks; no parameters of its own" in repr(FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)))))
+        unfinished = FSDP.__new__(FSDP)
+        nn.Module.__init__(unfinished)
+        assert repr(unfinished) == "FullyShardedDataParallel()"
