@@ -388,3 +388,21 @@ def test_exceptions_are_names_of_the_package():
     assert flatparam.StateError is flatparam.fsdp.errors.StateError
     assert issubclass(flatparam.DeviceError, ValueError)
     assert issubclass(flatparam.OrderError, RuntimeError)
+
+
+def differing():
+    """The message has what differs, and nothing of what is the same."""
+    rank, said = dist.get_rank(), "the ranks have built different units: "
+    precision = MixedPrecision(reduce_dtype=torch.bfloat16 if rank else None)
+    expected = (
+        r"rank 0 has the unit of Linear \(reduce_dtype=None\), rank 1 has the unit of Linear \(reduce_dtype=torch"
+    )
+    with pytest.raises(ValueError, match=said + expected + r".bfloat16\)$"):
+        FSDP(nn.Linear(3, 4), mixed_precision=precision)
+    expected = r"rank 0 has parameter `weight` \(shape \(4, 3\), strides \(3, 1\)\), rank 1 has parameter `weight` "
+    with pytest.raises(ValueError, match=said + expected + r"\(shape \(4, 2\), strides \(2, 1\)\)$"):
+        FSDP(nn.Linear(3 - rank, 4))
+
+
+def test_an_error_of_ranks_that_differ_shows_what_does():
+    run_ranks(differing, 2)
