@@ -221,9 +221,7 @@ class Writeback(Views):
         if self._training_state == HandleTrainingState.BACKWARD_POST and self._keeps_grad_of_earlier_backwards():
             grad = self.flat_param.grad
             if grad is not None and _C.is_plain(grad) and (self._use_orig_params or not self._is_reduced_next()):
-                # padding stays as torch has it
-                for shown in self._get_unflat_views(grad) if self._use_orig_params else (grad,):
-                    _C.mark_zeros(shown)
+                _C.mark_zeros(grad)
             self._versions_left_by_backward = self._versions_of_grads()
 
     def _versions_of_grads(self) -> list[int | None]:

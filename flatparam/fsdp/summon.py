@@ -197,7 +197,7 @@ class Summoned:
                 original.param.grad = None
             original.param.data = value
             return
-        param = original.parameter(value, trained)
+        param = original.parameter(value.data, trained)  # which counts writes by itself
         self._made[original.fqn] = param
         for place in original.names:
             vars(place.module).pop(place.name, None)

@@ -148,7 +148,7 @@ def test_what_is_not_finite(tmp_path):
 
 
 def test_what_appears_at_the_path_during_a_save_stays(tmp_path):
-    one = saving._Saving(tmp_path / "one", nn.Linear(2, 2), None, None, None, False, False)
+    one = saving._Saving(tmp_path / "one", nn.Linear(2, 2), None, None, None, False, False, False)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "mine").write_text("x")
     with pytest.raises(CheckpointError, match="is there already"):
@@ -158,7 +158,7 @@ def test_what_appears_at_the_path_during_a_save_stays(tmp_path):
 
 
 def test_two_saves_at_once_to_one_path(tmp_path):
-    one = saving._Saving(tmp_path / "one", nn.Linear(2, 2), None, None, None, False, False)
+    one = saving._Saving(tmp_path / "one", nn.Linear(2, 2), None, None, None, False, False, False)
     with pytest.raises(CheckpointError, match="another save to it goes on"):
         checkpoint.save(tmp_path / "one", nn.Linear(2, 2))
     one.write()

@@ -114,12 +114,12 @@ def test_names_that_are_torch_s_own():
         "transformer_auto_wrap_policy",
         "size_based_auto_wrap_policy",
         "lambda_auto_wrap_policy",
-        "ModuleWrapPolicy",
         "CustomPolicy",
         "enable_wrap",
         "wrap",
     ):
         assert getattr(flatparam, name) is getattr(wrap, name)
+    assert issubclass(flatparam.ModuleWrapPolicy, wrap.ModuleWrapPolicy)  # which takes one class, too
     for name in ("TrainingState", "HandleTrainingState"):
         assert getattr(flatparam, name) is getattr(_common_utils, name)
     for name in ("FSDP_PREFIX", "FSDP_WRAPPED_MODULE"):

@@ -82,11 +82,11 @@ def arguments():
     with refused("this rank is not in the group", ValueError):
         Placement(optim=alone[1 - dist.get_rank()], grad=alone[1 - dist.get_rank()])
     with refused("ShardingStrategy", TypeError):
-        FSDP(make(), sharding_strategy="FULL_SHARD")
+        FSDP(make(), sharding_strategy="FULL_SHARDED")
     with refused("backward_prefetch", TypeError):
         FSDP(make(), backward_prefetch="pre")
-    with refused("auto_wrap_policy", TypeError):
-        FSDP(make(), auto_wrap_policy={Block})
+    with refused("expected classes of modules as the units of a policy, got 'Linear'", TypeError):
+        FSDP(make(), auto_wrap_policy={"Linear"})
     with refused(r"auto_wrap_policy is the class Block: pass ModuleWrapPolicy\({Block}\)", TypeError):
         FSDP(make(), auto_wrap_policy=Block)
     with refused("auto_wrap_policy is the class CustomPolicy: pass an object of it", TypeError):

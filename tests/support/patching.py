@@ -13,7 +13,14 @@ import torch
 from gloo import fake_world, handle_of
 from recording import Recorder
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _flat_param, _init_utils
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    _flat_param,
+    _init_utils,
+    _runtime_utils,
+)
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # (strategy, use_orig_params, mixed precision)
@@ -146,6 +153,10 @@ def use(model, mode, recorder):
                 parameter.data = parameter.data * 0.5  # to be written back
     with torch.no_grad():
         recorder.tensor("evaluation", model(x))
+    if (
+        mode[0] != "NO_SHARD"
+    ):  # ours gathers anew what an evaluation has left, as weights may be exchanged there by .data
+        _runtime_utils._reshard(model, model._handle, True)
     with FullyShardedDataParallel.summon_full_params(model):
         recorder.parameters("summoned", model)
     for number in range(2):

@@ -22,7 +22,7 @@ OURS = ("_fp", "_flatparam")
 STORAGES = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard", "_local_shard", "_saved_grad_shard")
 
 
-def digest(tensor):
+def digest(tensor, signed_zeros=True):
     """Return the hash of a dense tensor's elements, in logical order, and its first ones for the message."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
@@ -34,17 +34,19 @@ def digest(tensor):
     if tensor.untyped_storage().size() == 0:
         return "freed"
     flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    if not signed_zeros:
+        flat = torch.where(flat == 0, 0, flat)
     raw = flat.view(torch.uint8).numpy().tobytes()
     return f"{hashlib.sha1(raw).hexdigest()[:16]} {[round(float(x), 5) for x in flat[:4].double()]}"
 
 
-def describe(tensor):
+def describe(tensor, signed_zeros=True):
     """Return what a user can see of one tensor, as a tuple of plain values."""
     if tensor is None:
         return ("None",)
     if not isinstance(tensor, torch.Tensor):
         return (type(tensor).__qualname__, repr(tensor))
-    seen = digest(tensor)
+    seen = digest(tensor, signed_zeros)
     stale = seen in ("freed", "empty") and not isinstance(tensor, nn.Parameter)
     try:
         is_leaf = "unknown" if stale else tensor.is_leaf  # torch may refuse to look at a view of memory since freed
@@ -59,6 +61,11 @@ def describe(tensor):
         f"flat={isinstance(tensor, FlatParameter)} parameter={isinstance(tensor, nn.Parameter)}",
         seen,
     )
+
+
+def describe_gradient(gradient):
+    """The same of ``.grad``, whose zeros the drop-in marks by their signs between micro-batches."""
+    return describe(gradient, signed_zeros=False)
 
 
 class Recorder:
@@ -111,10 +118,10 @@ class Recorder:
         flats = [unit._handle.flat_param for unit in units(model)]
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.add(f"{label} {name}", self.identity(parameter), place(parameter, flats), *describe(parameter))
-            self.add(f"{label} {name}.grad", place(parameter.grad, flats), *describe(parameter.grad))
+            self.add(f"{label} {name}.grad", place(parameter.grad, flats), *describe_gradient(parameter.grad))
         for number, flat in enumerate(flats):
             self.add(f"{label} unit {number}", self.identity(flat), *describe(flat))
-            self.add(f"{label} unit {number} grad", *describe(flat.grad))
+            self.add(f"{label} unit {number} grad", *describe_gradient(flat.grad))
             self.add(f"{label} unit {number} attributes", *sorted(n for n in vars(flat) if not n.startswith(OURS)))
             self.add(f"{label} unit {number} mask", repr(getattr(flat, "_is_grad_none_mask", "absent")))
             for name in STORAGES:
