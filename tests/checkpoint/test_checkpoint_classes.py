@@ -159,6 +159,27 @@ def test_classes_that_are_not_torchs(tmp_path):
     refused(tmp_path / "one", model, MAKERS["AdamW"](model.parameters()), r"saved of test_checkpoint_classes\.Own")
 
 
+class Momentum(torch.optim.AdamW):
+    """A class of torch by inheritance, which steps, and keeps, otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    buffer = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(buffer, alpha=group["lr"])
+
+
+def test_a_subclass_that_steps_by_itself_keeps_its_own_state(tmp_path):
+    _, before = saved(tmp_path, Momentum)
+    forget_classes(tmp_path / "one")
+    model = net(1)
+    optimizer = Momentum(model.parameters())
+    checkpoint.load(tmp_path / "one", model, optimizer)
+    assert str(optimizer.state_dict()) == str(before.state_dict())
+
+
 def test_converting(tmp_path):
     first, optimizer = saved(tmp_path, MAKERS["AdamW"])
     for convert, keys in (({}, []), ({"exp_avg": "momentum_buffer"}, ["momentum_buffer"])):

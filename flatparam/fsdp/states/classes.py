@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -67,12 +68,18 @@ def why_not(optimizer: Any, settings: Iterable[Mapping[str, Any]], keys: Mapping
 def lacks_state(optimizer: Any, keys: Mapping[str, Iterable[str]]) -> str | None:
     """The same for states alone."""
     kind = class_of(optimizer)
-    needed = KEPT.get(kind.removeprefix(f"{_TORCHS}."))
+    needed = KEPT.get(kind.removeprefix(f"{_TORCHS}.")) if _steps_as_torch(_inner(optimizer)) else None
     for name, found in keys.items() if needed is not None else ():
         saved = list(found)
         if needed not in saved and not _ALL_KEPT.isdisjoint(saved):
             return f"the state of `{name}` has {saved}, and no `{needed}`, which {kind} keeps"
     return None
+
+
+def _steps_as_torch(optimizer: Any) -> bool:
+    """Whether its ``step`` is of a class of torch: a subclass with one of its own keeps its own state."""
+    step = getattr(type(optimizer), "step", None)
+    return getattr(inspect.unwrap(step), "__module__", "").startswith(_TORCHS) if callable(step) else False
 
 
 def _is_number(value: Any) -> bool:
