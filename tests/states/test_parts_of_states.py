@@ -132,3 +132,33 @@ def deferred():
 @pytest.mark.multiprocess
 def test_a_renamed_value_fills_a_deferred_parameter():
     run_ranks(deferred, 2)
+
+
+class ByData(nn.Linear):
+    """A module that loads by ``.data``, of whose writes torch counts none."""
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        for name, param in self.named_parameters():
+            param.data.copy_(state[prefix + name])
+
+
+def uncounted():
+    """Such writes are compared as others are, and count as loaded where ranks have begun apart."""
+    rank = dist.get_rank()
+    for uo in (False, True):
+        torch.manual_seed(rank)
+        model = FSDP(nn.Sequential(ByData(4, 4), nn.Linear(4, 2)), use_orig_params=uo)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        values = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"`0\.weight` differs"):
+            model.load_state_dict({**values, "0.weight": torch.full((4, 4), float(rank))})
+        model.load_state_dict(values)
+        plain.load_state_dict(values)
+        assert_equals(model, plain)
+        x = torch.ones(1, 4)
+        assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.multiprocess
+def test_writes_that_torch_does_not_count_are_compared_and_fill():
+    run_ranks(uncounted, 2)

@@ -44,7 +44,7 @@ from .rows import (
 )
 from .table import Table
 from .ungathered import is_ungathered
-from .values import copy_of, dtype_of, shape_of
+from .values import copy_of, dtype_of, same, shape_of
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go
 _ready: dict[tuple[int, str], OrderedDict[str, Any]] = {}
@@ -256,7 +256,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     loading = module._loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
     loading.missing = unit.without(lambda fqn: prefix + fqn in state_dict)
     loading.enter()
-    module._watched = _Watched(unit, prefix, own)
+    module._watched = _Watched(unit, prefix, own, state_dict)
 
 
 def after_load(module: nn.Module, incompatible: Any) -> None:
@@ -279,15 +279,17 @@ class _Watched:
     """Which parameters of a unit a load writes to, under whatever names: hooks of modules may rename entries.
 
     Made when modules have the whole parameters. ``own``: the keys of values that were the parameters themselves.
+    ``state``: what is loaded. torch counts no write by ``.data``, so a parameter that has its value there counts too.
     """
 
-    def __init__(self, unit: Unit, prefix: str, own: list[str]):
+    def __init__(self, unit: Unit, prefix: str, own: list[str], state: Mapping[str, Any]):
         self.unit, self.prefix, self.own = unit, prefix, own
+        self._given = {key: state[key] for key, _, _ in own_names(unit, prefix) if key in state}
         originals = (original for segment in unit.segments for original in segment.originals)
         self._before = [(place, *_version(place)) for original in originals for place in original.names]
 
     def outcome(self) -> tuple[list[Original], Values]:
-        """The parameters that were not written to; and a digest of each other one, by name."""
+        """The parameters that were not written to; and by name a digest of each other one, and of what has a value."""
         now = {id(place): _version(place) for place, _, _ in self._before}
         changed = {
             id(place): now[id(place)][0]
@@ -298,13 +300,24 @@ class _Watched:
         written: Values = {}
         for original in (original for segment in self.unit.segments for original in segment.originals):
             param = next((changed[id(place)] for place in original.names if id(place) in changed), None)
+            given = [self._given[key] for key in (self.prefix + fqn for fqn in original.fqns) if key in self._given]
             if param is None:
-                missing.append(original)
-            else:
-                value = original.plain(param.detach())
-                name = clean_tensor_name(self.prefix + original.fqn)
-                written[name] = (self.unit, f"{value.dtype} {digest_of(value.cpu().contiguous())}")
+                param = now[id(original.names[0])][0]
+                if not any(_has(param, value) for value in given):
+                    missing.append(original)
+                    if not given:
+                        continue
+            value = original.plain(param.detach())
+            name = clean_tensor_name(self.prefix + original.fqn)
+            written[name] = (self.unit, f"{value.dtype} {digest_of(value.cpu().contiguous())}")
         return missing, written
+
+
+def _has(param: Tensor, value: Any) -> bool:
+    """Whether ``value``, of a state dict, is that of ``param``, which may be in another dtype."""
+    if not isinstance(value, Tensor) or type(value.detach()) is not Tensor or value.is_meta or param.is_meta:
+        return False
+    return same(value.detach().to(param.device, param.dtype), param.detach())
 
 
 def _version(place: Name) -> tuple[Tensor, int]:
