@@ -15,7 +15,7 @@ from torch.distributed.fsdp import StateDictType
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
 from flatparam.checkpoint import CheckpointError
-from flatparam.fsdp.states.classes import KEPT, class_of
+from flatparam.fsdp.states.classes import KEPT, class_of, why_not
 
 MAKERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -178,6 +178,15 @@ def test_a_subclass_that_steps_by_itself_keeps_its_own_state(tmp_path):
     optimizer = Momentum(model.parameters())
     checkpoint.load(tmp_path / "one", model, optimizer)
     assert str(optimizer.state_dict()) == str(before.state_dict())
+
+
+def test_a_setting_of_a_later_release_is_no_other_class():
+    """What schedulers put into groups, and the parameters, are of every class."""
+    later = Own(net().parameters(), lr=0.1)
+    later.defaults["decay"] = 0.0
+    group = {"lr": 0.1, "initial_lr": 0.1, "max_lr": 0.2, "params": ["0.weight"]}
+    assert why_not(later, [group], {}) is None
+    assert "`momentum`" in why_not(later, [{**group, "momentum": 0.9}], {})
 
 
 def test_converting(tmp_path):

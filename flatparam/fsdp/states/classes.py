@@ -26,6 +26,8 @@ KEPT = {
 _ALL_KEPT = frozenset(KEPT.values())
 _INSIDE = ("optimizer", "_optimizer")  # where accelerate's and Lightning's wrappers have what they wrap
 _TORCHS = "torch.optim"
+# Numbers in groups of any class: their parameters, and what torch's schedulers put there
+_OF_ANY = ("params", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
 def class_of(optimizer: Any) -> str:
@@ -59,7 +61,7 @@ def why_not(optimizer: Any, settings: Iterable[Mapping[str, Any]], keys: Mapping
     for saved in settings:
         here = {key for key, value in defaults.items() if _is_number(value)}
         lacking = sorted(here - saved.keys())
-        others = sorted(key for key, value in saved.items() if _is_number(value) and key not in defaults)
+        others = sorted(key for key, value in saved.items() if _is_number(value) and key not in {*defaults, *_OF_ANY})
         if lacking and others and saved:
             return f"its groups have `{'`, `'.join(others)}`, and not `{'`, `'.join(lacking)}`, which {kind} has"
     return lacks_state(optimizer, keys)
