@@ -171,6 +171,16 @@ struct AfterInputs final : UnitHook {
     }
 };
 
+// Whether the node that runs adds to .grad: grad(inputs) asks the hooks of a parameter too, and then gives what they return.
+bool
+accumulates()
+{
+    const auto &of_some = *torch::autograd::get_current_graph_task_exec_info(); // empty: all run
+    const auto node = torch::autograd::get_current_node();
+    const auto info = of_some.find(node.get());
+    return info == of_some.end() || info->second.needed_;
+}
+
 // On a parameter: autograd is about to add a gradient that does not come from a view of it.
 struct BeforeAccumulation final : UnitHook {
     int index;
@@ -183,6 +193,9 @@ struct BeforeAccumulation final : UnitHook {
 
     torch::autograd::variable_list operator()(const torch::autograd::variable_list &grads) override
     {
+        if (!accumulates()) {
+            return grads;
+        }
         const WithGil gil;
         int taken = 0;
         if (ref->unit != nullptr && n > 0 && grads.at(0).defined()) {

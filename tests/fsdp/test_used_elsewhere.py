@@ -133,3 +133,22 @@ def sharded(strategy, uo):
 )
 def test_a_weight_used_outside_of_its_units_forward_is_named_where_it_is_sharded(strategy, uo):
     run_ranks(sharded, 2, strategy, uo)
+
+
+def asked_for_gradients():
+    torch.manual_seed(0)
+    model = FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
+    weight = model.module.weight
+    x = torch.ones(1, 2)
+    with model.no_sync():
+        model(x).sum().backward()
+    for create_graph in (False, True):
+        (grad,) = torch.autograd.grad(weight.square().sum(), [weight], create_graph=create_graph)
+        assert torch.equal(grad, 2 * weight)
+        assert torch.equal(weight.grad, torch.ones(2, 2))
+    model(x).sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+
+
+def test_asking_autograd_for_a_gradient_returns_it_and_leaves_grad_alone():
+    run_ranks(asked_for_gradients, 2)
