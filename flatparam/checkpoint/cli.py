@@ -11,7 +11,7 @@ from ..common.parsing import Parser, in_a_command
 from ..common.tables import aligned, human, merged, one_name_of, without_numbers
 from ..fsdp.safetensors_files import DTYPES, FileError
 from .errors import CheckpointError
-from .exporting import export, open_source, tensors_of, verify
+from .exporting import TIED, export, open_source, tensors_of, verify
 from .files import Chunk
 from .index import Index
 
@@ -33,6 +33,9 @@ def parser() -> Parser:
         command.add_argument("path", type=Path, metavar="PATH", help="a folder, a safetensors file or an index")
         command.add_argument("--trusted", action="store_true", help="read torch's .metadata, a pickle: it can run code")
     write.add_argument("file", type=Path, metavar="FILE", help="the file to write; one that is there is replaced")
+    write.add_argument(
+        "--tied", choices=TIED, default="one", help="names of a tied parameter in the file (default: one)"
+    )
     write.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
 
@@ -124,7 +127,8 @@ def main(arguments: list[str]) -> int:
             without_sums = "every byte can be read; it has no checksums, so whether a value has changed is not known"
             print(f"{summary}: {without_sums if summary.id is None else 'as it was saved'}")
         else:
-            print(export(options.path, options.file, trusted=options.trusted, progress=not options.quiet))
+            path = options.path
+            print(export(path, options.file, tied=options.tied, trusted=options.trusted, progress=not options.quiet))
     except (CheckpointError, FileError, OSError) as error:
         print(f"flatparam checkpoint: {in_a_command(error)}", file=sys.stderr)
         return 1

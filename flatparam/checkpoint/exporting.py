@@ -19,6 +19,8 @@ from .index import NAME
 from .progress import Meter, Summary
 from .reading import Checkpoint, Look, Source, refuse_not_finite
 
+TIED = ("one", "all")
+
 
 def open_source(path: str | os.PathLike[str], trusted: bool = False) -> Source:
     """A checkpoint of any kind. Raises: CheckpointError, FileError, OSError."""
@@ -58,13 +60,24 @@ def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted:
 
 
 def export(
-    path: str | os.PathLike[str], file: str | os.PathLike[str], *, trusted: bool = False, progress: bool = False
+    path: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    tied: str = "one",
+    trusted: bool = False,
+    progress: bool = False,
 ) -> Summary:
     """Write the model of a checkpoint as one safetensors file of whole tensors, one tensor in memory at a time.
 
     No collective call. The file is there when it is complete; one that was there is replaced.
+
+    Args: ``tied``: ``"one"`` writes a tied parameter under the first of its sorted names, and its other names into the
+    header's metadata, each with that one, as safetensors' ``save_model`` does, whose ``load_model`` reads it; ``"all"``
+    writes it under each of its names.
     Raises: CheckpointError, FileError, OSError.
     """
+    if tied not in TIED:
+        raise CheckpointError(f"expected tied= to be one of {', '.join(map(repr, TIED))}, got {tied!r}")
     target = Path(os.path.abspath(file))
     if target.is_dir():
         raise CheckpointError(f"{target}: is a folder; name a file in it")
@@ -73,8 +86,10 @@ def export(
     source = open_source(path, trusted)
     meter = Meter("export", progress)
     try:
-        parts = []
+        parts, left_out = [], _other_names(source) if tied == "one" else {}
         for name, chunks in source.model.items():
+            if name in left_out:
+                continue
             check_whole(name, chunks)
             shape = chunks[0].shape
             empty = torch.empty(shape, dtype=chunks[0].torch_dtype(name), device="meta")
@@ -83,7 +98,12 @@ def export(
         beside = f".{target.name}.partial-{secrets.token_hex(16)}"
         try:
             write_file(
-                target.parent, beside, parts, meter.add, lambda part: source.whole(part.key, source.model[part.key])
+                target.parent,
+                beside,
+                parts,
+                meter.add,
+                lambda part: source.whole(part.key, source.model[part.key]),
+                left_out,
             )
             os.replace(target.parent / beside, target)
         except BaseException:
@@ -94,6 +114,16 @@ def export(
         source.close()
         seconds = meter.close()
     return Summary(str(target), source.index.id if source.index else None, meter.bytes, meter.bytes, seconds)
+
+
+def _other_names(source: Source) -> dict[str, str]:
+    """Names of tied parameters that are left out, and which one stands for each."""
+    aliases: dict[str, str] = {} if source.index is None else source.index.about.get("aliases", {})
+    groups: dict[str, list[str]] = {}
+    for name, first in aliases.items():
+        groups.setdefault(first, [first]).append(name)
+    named = (sorted(name for name in names if name in source.model) for names in groups.values())
+    return {name: names[0] for names in named for name in names[1:]}
 
 
 def _only_read(chunk: Chunk, values: torch.Tensor) -> None:

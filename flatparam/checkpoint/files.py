@@ -8,15 +8,16 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..fsdp.safetensors_files import DTYPES, bytes_of
+from ..fsdp.safetensors_files import DTYPES, PACKED, bytes_of
 from .errors import CheckpointError
 
 SUM_BYTES = 2**20  # of a box, for each of its checksums
@@ -65,10 +66,12 @@ def write_file(
     parts: Sequence[Part],
     progress: Callable[[int], object],
     values: Callable[[Part], Tensor] = lambda part: part.tensor,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Write ``parts`` to ``folder / name``, down to the disk. ``progress`` is told of bytes.
 
     ``values``: gives the tensor of a part when it is written, where the part has one on the meta device.
+    ``metadata``: of the header, beside that of torch's distributed checkpoints.
     Returns: what the index tells of the file: its bytes, the crc32 of its header, and the boxes in it.
     Raises: CheckpointError for a dtype that the format has not, OSError.
     """
@@ -83,7 +86,7 @@ def write_file(
             raise CheckpointError(f"`{part.key}` is of {part.tensor.dtype}, which no safetensors file has")
         chunks[part.key] = Chunk(name, dtype, part.shape, part.offsets, tuple(part.tensor.shape), at)
         at += part.tensor.numel() * part.tensor.itemsize
-    header = _header(parts, chunks)
+    header = _header(parts, chunks, metadata)
     for chunk in chunks.values():
         chunk.begin += len(header)
     with naming(folder / name), open(folder / name, "wb", buffering=0) as file:
@@ -100,15 +103,21 @@ def write_file(
     return {"bytes": at + len(header), "header": zlib.crc32(header), "tensors": tensors}
 
 
-def _header(parts: Sequence[Part], chunks: dict[str, Chunk]) -> bytes:
+def _header(parts: Sequence[Part], chunks: dict[str, Chunk], metadata: Mapping[str, str]) -> bytes:
     places = {part.key: {"saved_offsets": list(part.offsets)} for part in parts}
     told: dict[str, Any] = {
-        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        "__metadata__": {
+            **metadata,
+            **{"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"},
+        }
     }
     for part in parts:
         chunk = chunks[part.key]
         end = chunk.begin + part.tensor.numel() * part.tensor.itemsize
-        told[part.key] = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [chunk.begin, end]}
+        sizes = chunk.sizes
+        if chunk.dtype == PACKED:
+            sizes = (*sizes[:-1], 2 * sizes[-1]) if sizes else (2,)
+        told[part.key] = {"dtype": chunk.dtype, "shape": sizes, "data_offsets": [chunk.begin, end]}
     text = json.dumps(told).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text

@@ -109,7 +109,7 @@ class Boxes(Foreign):
 
     def __init__(self, folder: Path, files: Iterable[Path]):
         self._closing = ExitStack()
-        self._entries: dict[tuple[str, int], Entry] = {}
+        self._entries: dict[tuple[str, int, tuple[int, ...], str], Entry] = {}  # empty ones begin where others do
         tensors: dict[str, list[Chunk]] = {}
         try:
             for path in files:
@@ -117,7 +117,10 @@ class Boxes(Foreign):
         except BaseException:
             self.close()
             raise
-        for chunks in tensors.values():
+        for name, chunks in tensors.items():
+            if len({len(chunk.sizes) for chunk in chunks}) > 1:
+                self.close()
+                raise FileError(f"{folder}: the boxes of `{name}` have different numbers of dimensions")
             extents = [[o + s for o, s in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
             shape = tuple(max(ends) for ends in zip(*extents, strict=True))
             for chunk in chunks:
@@ -129,15 +132,17 @@ class Boxes(Foreign):
         header, entries = open_entries(path, self._closing)
         places = _places(path, header)
         for name, entry in entries.items():
-            offsets = (0,) * len(entry.shape) if places is None else tuple(places.get(name, ()))
-            if len(offsets) != len(entry.shape) or not all(type(at) is int and at >= 0 for at in offsets):
+            told = [0] * len(entry.shape) if places is None else places.get(name)
+            offsets = tuple(told) if isinstance(told, list) else ()
+            fits = isinstance(told, list) and len(offsets) == len(entry.shape)
+            if not fits or not all(type(at) is int and at >= 0 for at in offsets):
                 raise FileError(f"{path}: `{name}` has no offsets for its shape {entry.shape}")
-            self._entries[str(path), entry.begin] = entry
+            self._entries[str(path), entry.begin, entry.shape, entry.dtype_name] = entry
             chunk = Chunk(str(path), entry.dtype_name, entry.shape, offsets, entry.shape, entry.begin)
             tensors.setdefault(name, []).append(chunk)
 
     def entry(self, chunk: Chunk) -> Entry:
-        return self._entries[chunk.file, chunk.begin]
+        return self._entries[chunk.file, chunk.begin, chunk.sizes, chunk.dtype]
 
     def close(self) -> None:
         self._closing.close()
@@ -149,7 +154,7 @@ def _places(path: Path, header: bytes) -> dict[str, Any] | None:
     try:
         text = told.get("DCP_SHARDING_INFO")
         return None if text is None else {name: place["saved_offsets"] for name, place in json.loads(text).items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise FileError(f"{path}: its DCP_SHARDING_INFO is not what torch writes: {error}") from error
 
 

@@ -113,7 +113,7 @@ def read_index(folder: Path) -> Index:
             units=body["units"],
         )
         index.add_files(body["files"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a checkpoint's index: {type(error).__name__}: {error}") from error
     return index
 
@@ -139,7 +139,7 @@ def read_sealed(path: Path, expected: int | None = None) -> dict[str, Any]:
         try:
             seal = json.loads(first)
             known = isinstance(seal, dict) and seal.get("format") == FORMAT
-        except ValueError:
+        except (ValueError, RecursionError):
             known = False
         if not known:
             raise CheckpointError(
@@ -155,7 +155,7 @@ def read_sealed(path: Path, expected: int | None = None) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is another file than was written: the file system shows an old one")
     try:
         body = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON: {error}") from error
     if not isinstance(body, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(body).__name__}")

@@ -89,5 +89,5 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         if kind == _FLOAT:
             return float(content)
         return _DTYPES[content] if kind == _DTYPE else {_TENSOR: tensors}[kind][content]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"a value that no checkpoint has: {kind} {content!r:.100}") from error

@@ -20,7 +20,7 @@ from .names import clean_tensor_name, join
 from .order import gather_objects
 from .originals import same_bytes
 from .posts import Exchange
-from .safetensors_files import Entry, Files, sample_of
+from .safetensors_files import DTYPES, PACKED, Entry, Files, sample_of
 from .unit import Unit, units_of
 from .wrapper import Wrapper
 
@@ -152,8 +152,14 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
-    """Whether what a file has in ``source`` (None: torch has no such) may be loaded into ``dtype``."""
-    return source == dtype or (source is not None and kind_of(source) == kind_of(dtype) != "integer")
+    """Whether what a file has in ``source`` (None: torch has no such) may be loaded into ``dtype``.
+
+    torch converts no packed numbers.
+    """
+    packed = DTYPES.get(PACKED)
+    if source == dtype or source is None or packed in (source, dtype):
+        return source == dtype
+    return kind_of(source) == kind_of(dtype) != "integer"
 
 
 def units_by_name(held: Iterable[Held]) -> dict[str, Unit]:

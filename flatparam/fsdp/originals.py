@@ -50,7 +50,7 @@ def block_of(fqn: str, param: nn.Parameter, shape: Sequence[int], stride: Sequen
     """Elements of ``param`` that stay together: a row, what the callable says, or one.
 
     Where the rows are no runs of memory (a transposed weight): all of it.
-    Raises: ValueError, TypeError naming the parameter when the callable gives no int of at least 1.
+    Raises: ValueError, TypeError naming the parameter when the callable gives no int of at least 1 (0 if it is empty).
     """
     if atomic is None:
         return 1
@@ -59,6 +59,8 @@ def block_of(fqn: str, param: nn.Parameter, shape: Sequence[int], stride: Sequen
     block: Any = atomic(param)
     if isinstance(block, bool) or not isinstance(block, int):
         raise TypeError(f"expected atomic(param) to give an int for parameter `{fqn}`, got {block!r}")
+    if block == 0 == math.prod(shape):
+        return 1  # an empty parameter has nothing to cut
     if block < 1:
         raise ValueError(f"expected atomic(param) to give at least 1 element for parameter `{fqn}`, got {block}")
     return block

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
 from ..common.tables import aligned, human, merged, ranges
+from ..common.tensors import has_memory
 
 if TYPE_CHECKING:
     from .memory import MemoryPlan, Moment, Piece, UnitPlan
     from .unit import Unit
+
+
+class ShowingFreed(TorchFunctionMode):
+    """Prints freed tensors by their shapes: ``extra_repr`` of some modules formats all attributes of the module."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__repr__ and args[0].numel() and not args[0].is_meta and not has_memory(args[0]):
+            return f"<sharded: {tuple(args[0].shape)} of {of_dtype(args[0].dtype)}>"
+        return func(*args, **(kwargs or {}))
 
 
 def of_dtype(dtype: object) -> str:

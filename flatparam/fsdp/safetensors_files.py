@@ -28,12 +28,20 @@ MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 CHUNK_BYTES = 2**20
 SLAB_BYTES = 2**22  # read at once where a box is no run of the file
 _SAMPLES, _SAMPLE_BYTES = 5, 1024  # of each tensor, to compare with other ranks' files
+PACKED = "F4"  # files count numbers, torch pairs of them: a row of a file has twice the numbers of torch's
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
 }
+_NEWER = {
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    PACKED: "float4_e2m1fn_x2",
+}
+DTYPES |= {name: getattr(torch, dtype) for name, dtype in _NEWER.items() if hasattr(torch, dtype)}
 
 
 class FileError(ValueError):
@@ -228,6 +236,10 @@ def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry
         if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype_name, str):
             raise FileError(f"{path}: `{name}` has {reprlib.repr(told)} where dtype, shape and data_offsets should be")
         dtype = DTYPES.get(dtype_name)
+        if dtype_name == PACKED and dtype is not None:
+            if not shape or shape[-1] % 2:
+                raise FileError(f"{path}: `{name}` of shape {shape} has an odd number of {PACKED} in a row")
+            shape = (*shape[:-1], shape[-1] // 2)
         if dtype is not None and offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
             raise FileError(
                 f"{path}: `{name}` of shape {shape} and dtype {dtype_name} should have "

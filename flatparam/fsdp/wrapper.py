@@ -21,7 +21,7 @@ from .memory import MemoryPlan, ShardMap, plan_of_unit, plan_tree, shard_map
 from .names import FSDP_WRAPPED_MODULE, without_wrappers
 from .originals import Original
 from .placement import Placement
-from .printed import of_unit
+from .printed import ShowingFreed, of_unit
 from .summon import Summoned
 from .unit import Unit, units_of
 
@@ -130,6 +130,10 @@ class Wrapper(Marks, nn.Module):
         prefetches = self._backward_prefetch is not None or self._forward_prefetch
         plans = (plan_of_unit(path or "(root)", unit, optimizer_bytes) for path, unit in self._units_below())
         return plan_tree(plans, prefetches, gathers_ahead=self.compute_device.type != "cpu")
+
+    def __repr__(self) -> str:
+        with ShowingFreed():
+            return super().__repr__()
 
     def extra_repr(self) -> str:
         """What ``print`` shows of this unit: its strategy, ranks and sizes."""

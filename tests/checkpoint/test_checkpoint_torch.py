@@ -288,7 +288,7 @@ def test_commands_show_verify_and_export(tmp_path):
     assert units == {"(root)", *(f"blocks.{name}" for name in blocks)}
     status, out, _ = command("verify", tmp_path / "one", "--finite")
     assert (status, "as it was saved" in out) == (0, True)
-    status, out, err = command("export", tmp_path / "one", tmp_path / "whole.safetensors", "--quiet")
+    status, out, err = command("export", tmp_path / "one", tmp_path / "whole.safetensors", "--quiet", "--tied", "all")
     assert (status, err) == (0, "")
     status, out, _ = command("verify", tmp_path / "whole.safetensors")
     read = sum(tensor.nbytes for tensor in load_file(tmp_path / "whole.safetensors").values())

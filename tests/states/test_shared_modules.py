@@ -220,7 +220,7 @@ def in_files(strategy, uo, folder):
     state = make(9, Shared).state_dict()
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "units" / "model")))
     assert equal({name: state[name] for name in NAMES}, wanted)
-    checkpoint.export(folder / "units", folder / f"units {rank}.safetensors")
+    checkpoint.export(folder / "units", folder / f"units {rank}.safetensors", tied="all")
     plain = make(9, Shared)
     plain.load_state_dict(load_file(folder / f"units {rank}.safetensors"))
     check(plain)
