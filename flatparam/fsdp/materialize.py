@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..common.tensors import same_storage
 from ..common.torch_private import FSDPExtensions
 from . import order
 from .extensions import local_state
@@ -78,7 +79,10 @@ def materialize(
 ) -> None:
     """Fill what lies on the meta device: by ``param_init_fn(module)`` for each module, else by ``reset_parameters()``.
 
-    Each call may fill what the module registers itself, and nothing below it.
+    Each call may fill what the module registers itself, and nothing below it. It may put other objects in place: tied
+    parameters and buffers stay tied, with the values of the module that was filled last, and ignored parameters stay
+    ignored, with the values that they had. A new ignored parameter, of one on the meta device, is added to
+    ``ignored_params``.
     Raises: ValueError for a ``param_init_fn`` that cannot be called or that leaves something on the meta device;
     AttributeError naming the class that has no ``reset_parameters``.
     """
@@ -87,21 +91,13 @@ def materialize(
     if not any(tensor.is_meta for tensor in own_state(modules, ignored_params)):
         return
     target = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    objects = _Objects(modules, ignored_params)
     for module in modules:
         if param_init_fn is not None:
             param_init_fn(module)
-            continue
-        if not any(tensor.is_meta for tensor in own_state([module], ignored_params)):
-            continue
-        module.to_empty(device=target, recurse=False)
-        reset: Any = getattr(module, "reset_parameters", None)
-        if reset is None:
-            raise AttributeError(
-                f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): "
-                "define it, or pass param_init_fn"
-            )
-        with torch.no_grad():
-            reset()
+        elif any(tensor.is_meta for tensor in own_state([module], ignored_params)):
+            _reset(module, target)
+        objects.restore(module)
     for module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor not in ignored_params and tensor.is_meta:
@@ -109,6 +105,52 @@ def materialize(
                     f"param_init_fn left `{name}` of {type(module).__name__} (shape {tuple(tensor.shape)}) on the meta "
                     "device: it gets every module of the unit, and fills what that module registers itself"
                 )
+
+
+def _reset(module: nn.Module, device: torch.device) -> None:
+    module.to_empty(device=device, recurse=False)
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise AttributeError(
+            f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): "
+            "define it, or pass param_init_fn"
+        )
+    with torch.no_grad():
+        reset()
+
+
+class _Objects:
+    """Which parameters and buffers were one object, and which were ignored, before modules are filled."""
+
+    def __init__(self, modules: list[nn.Module], ignored_params: set[nn.Parameter]):
+        self._ignored_params = ignored_params
+        self._ignored: dict[nn.Module, list[tuple[str, nn.Parameter, Tensor]]] = {}
+        self._tied: dict[nn.Module, list[tuple[dict[str, Any], str, list[tuple[dict[str, Any], str]]]]] = {}
+        places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        for module in modules:
+            for registered in (module._parameters, module._buffers):
+                for name, tensor in registered.items():
+                    if tensor is None:
+                        continue
+                    if tensor in ignored_params:
+                        self._ignored.setdefault(module, []).append((name, tensor, tensor.data))  # type: ignore[arg-type]
+                    else:
+                        places.setdefault(tensor, []).append((registered, name))
+                        self._tied.setdefault(module, []).append((registered, name, places[tensor]))
+
+    def restore(self, module: nn.Module) -> None:
+        """After ``module`` was filled: let others have what they shared with it, and itself what was ignored."""
+        for name, param, data in self._ignored.get(module, ()):
+            now = module._parameters[name]
+            if param.is_meta and now is not None and now is not param and now not in _templates:
+                self._ignored_params.add(now)
+                continue
+            module._parameters[name] = param
+            if not same_storage(param, data):
+                param.data = data
+        for registered, name, places in self._tied.get(module, ()):
+            for others, other in places if len(places) > 1 else ():
+                others[other] = registered[name]
 
 
 def accelerator_of(
