@@ -119,7 +119,7 @@ def do_not_come(library, before):
     sim = torch.device("sim", 0)
     group = simulated.new_group()
     model = wrap_blocks(Chosen(), process_group=group, device_id=sim)
-    for _ in range(2):
+    for _ in range(1 if before == "clips" else 4):  # until all is new, or known: else the host asks the others first
         model(torch.ones(2, 3, device=sim), ALL).sum().backward()
     device.synchronize()
     device.set_time_out(group._get_backend(sim), TIME_OUT)
