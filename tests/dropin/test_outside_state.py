@@ -41,7 +41,7 @@ def look(recorder, number, moment, handle, module):
     label = f"step {number} {moment}"
     flat = handle.flat_param
     recorder.tensor(f"{label} flat_param", flat)
-    recorder.tensor(f"{label} flat_param.grad", flat.grad)
+    recorder.gradient(f"{label} flat_param.grad", flat.grad)
     recorder.add(f"{label} attributes", *sorted(name for name in vars(flat) if not name.startswith("_fp")))
     for name in STORAGES:
         value = getattr(flat, name, None)
@@ -51,7 +51,7 @@ def look(recorder, number, moment, handle, module):
     for name, parameter in module.named_parameters():
         recorder.add(f"{label} {name}", recorder.identity(parameter), place(parameter, [flat]))
         recorder.tensor(f"{label} {name}", parameter)
-        recorder.tensor(f"{label} {name}.grad", parameter.grad)
+        recorder.gradient(f"{label} {name}.grad", parameter.grad)
     for layer in (module[0], module[2]):
         stale = not (handle._use_orig_params or handle.uses_sharded_strategy)
         if stale and moment in ("after the step", "before forward"):

@@ -69,17 +69,9 @@ class Scenario:
         lost = self.abandon and precision is not None and precision.param_dtype is not None
         return misplaced or lost
 
-    @property
-    def gathers_anew(self):
-        """Whether the handle may gather after an evaluation what torch's keeps: a rank that holds nothing trainable of
-        a unit could not see that weights were written meanwhile.
-        """
-        small = self.world > 2 or self.wrap == "nested" or self.model.startswith("frozen")
-        return self.evaluate and self.orig and small
-
     def difference(self, expected, got):
         """The first difference of torch's events and ours, None without one."""
-        if self.gathers_anew:
+        if self.evaluate:  # ours gathers anew what torch's keeps then, as weights may be exchanged there by .data
             expected, got = ([event for event in events if event[0] != "collective"] for events in (expected, got))
         return first_difference(expected, got)
 

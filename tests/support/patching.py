@@ -11,7 +11,7 @@ import types
 
 import torch
 from gloo import fake_world, handle_of
-from recording import Recorder
+from recording import Recorder, units
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -156,7 +156,8 @@ def use(model, mode, recorder):
     if (
         mode[0] != "NO_SHARD"
     ):  # ours gathers anew what an evaluation has left, as weights may be exchanged there by .data
-        _runtime_utils._reshard(model, model._handle, True)
+        for unit in units(model):
+            _runtime_utils._reshard(unit, unit._handle, True)
     with FullyShardedDataParallel.summon_full_params(model):
         recorder.parameters("summoned", model)
     for number in range(2):

@@ -63,11 +63,6 @@ def describe(tensor, signed_zeros=True):
     )
 
 
-def describe_gradient(gradient):
-    """The same of ``.grad``, whose zeros the drop-in marks by their signs between micro-batches."""
-    return describe(gradient, signed_zeros=False)
-
-
 class Recorder:
     """The events of one run on one rank."""
 
@@ -81,6 +76,10 @@ class Recorder:
 
     def tensor(self, label, tensor):
         self.add(label, *describe(tensor))
+
+    def gradient(self, label, gradient):
+        """Record ``.grad``, whose zeros the drop-in marks by their signs between micro-batches."""
+        self.add(label, *describe(gradient, signed_zeros=False))
 
     def value(self, label, value):
         """Record what a state dict holds: tensors, sharded ones by their pieces, containers, plain values."""
@@ -118,10 +117,12 @@ class Recorder:
         flats = [unit._handle.flat_param for unit in units(model)]
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.add(f"{label} {name}", self.identity(parameter), place(parameter, flats), *describe(parameter))
-            self.add(f"{label} {name}.grad", place(parameter.grad, flats), *describe_gradient(parameter.grad))
+            self.add(
+                f"{label} {name}.grad", place(parameter.grad, flats), *describe(parameter.grad, signed_zeros=False)
+            )
         for number, flat in enumerate(flats):
             self.add(f"{label} unit {number}", self.identity(flat), *describe(flat))
-            self.add(f"{label} unit {number} grad", *describe_gradient(flat.grad))
+            self.gradient(f"{label} unit {number} grad", flat.grad)
             self.add(f"{label} unit {number} attributes", *sorted(n for n in vars(flat) if not n.startswith(OURS)))
             self.add(f"{label} unit {number} mask", repr(getattr(flat, "_is_grad_none_mask", "absent")))
             for name in STORAGES:
