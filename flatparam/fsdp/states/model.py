@@ -315,7 +315,9 @@ class _Watched:
 
 def _has(param: Tensor, value: Any) -> bool:
     """Whether ``value``, of a state dict, is that of ``param``, which may be in another dtype."""
-    if not isinstance(value, Tensor) or type(value.detach()) is not Tensor or value.is_meta or param.is_meta:
+    if not isinstance(value, Tensor) or value.is_meta or param.is_meta:
+        return False
+    if not type(value.detach()) is type(param.detach()) is Tensor:  # a DTensor is compared with no plain tensor
         return False
     return same(value.detach().to(param.device, param.dtype), param.detach())
 
