@@ -111,6 +111,17 @@ def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
     assert board.said() == {}
 
 
+def test_who_imports_us_after_the_others_finds_those_that_have_appeared_before():
+    before = time.time()
+    program = (
+        "import time; now = time.time(); time.sleep(0.2); from flatparam.fsdp import peers; print(now, peers._since)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    began, since = map(float, found.stdout.split())
+    assert before - 0.1 < since <= began
+
+
 def of_this_process():
     """Its number, when it began, and the name of this machine."""
     board = _C.Board(dist.group.WORLD.group_name, "elsewhere", 2.0, True)
