@@ -30,6 +30,8 @@ _taken_out_times = 0
 # How often that had happened, and how many groups the optimizer had, when it was found to hold none of them
 _up_to_date: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _find_units: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
+_find_handles: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
+_counts: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()  # [steps], shared with handles
 
 
 @functools.cache
@@ -74,20 +76,18 @@ def find_units(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
     _find_units.append(find)
 
 
+def find_handles(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
+    """Let ``find(params)`` give the handles that have some of ``params``; each is given ``[steps]`` of the optimizer.
+
+    In ``step_counts``, from the optimizer's next step on: others that step on this rank alone do not count.
+    """
+    _find_handles.append(find)
+
+
 def note_change() -> None:
     """Parameters have come to units: look anew which optimizers have some."""
     global _changes
     _changes += 1
-
-
-def have_stepped(params: Iterable[Tensor], since: int) -> bool:
-    """Whether an optimizer of one of ``params``, which lives, has stepped since ``taken`` was ``since``.
-
-    Alike on all ranks: optimizers have the parameters of which a rank holds nothing, too.
-    """
-    ids = set(map(id, params))
-    later = [optimizer for optimizer, count in _last.items() if count > since]
-    return any(id(param) in ids for each in later for group in each.param_groups for param in group["params"])
 
 
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -97,6 +97,7 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         has_some, found = _look(optimizer)
     units = [unit for unit in (each() for each in found) if unit is not None]
     _C.note_optimizer_step(*(unit.step for unit in units))
+    _counts.setdefault(optimizer, [0])[0] += 1
     if has_some:
         taken += 1
         _last[optimizer] = taken
@@ -107,5 +108,9 @@ def _look(optimizer: Optimizer) -> tuple[bool, list[weakref.ref[Any]]]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     has_some = any(_is_fsdp_flattened(param) for param in params)
     found = [weakref.ref(unit) for find in _find_units for unit in find(params)]
+    count = _counts.setdefault(optimizer, [0])
+    for handle in (handle for find in _find_handles for handle in find(params)):
+        if not any(known is count for known in handle.step_counts):
+            handle.step_counts = (*handle.step_counts, count)
     _known[optimizer] = has_some, (len(optimizer.param_groups), _changes), found
     return has_some, found

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..common import pickling
+from ..common import optimizers, pickling
 from ..common.pickling import PickledState, as_parameter, as_view, new_flat_parameter, new_parameter, pickled_state
 from ..common.tensors import free, same_storage
 from ..common.torch_private import (
@@ -46,6 +46,7 @@ _STEP_OF_HANDLE = (
     *("_kept_hook", "_accumulators", "_runtimes_hook", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
     *(
         "_left_values",
+        "step_counts",
         "_is_compared",
         "_native",
         "_chunks",
@@ -72,6 +73,21 @@ _reduce_parameter: Any = nn.Parameter.__reduce_ex__
 def note_owner(handle: Any) -> None:
     """Let ``handle.flat_param`` be pickled as a part of this handle from now on."""
     _owners[id(handle.flat_param)] = handle
+    optimizers.note_change()
+
+
+def _handles_of(params: Iterable[Tensor]) -> list[Any]:
+    ids = set(map(id, params))
+    found = []
+    for handle in list(_owners.values()):
+        flat_param = handle.flat_param
+        originals = getattr(flat_param, "_params", None) or ()
+        if not ids.isdisjoint(map(id, (flat_param, *originals))):
+            found.append(handle)
+    return found
+
+
+optimizers.find_handles(_handles_of)
 
 
 def deepcopy_handle(handle: Any, memo: dict[int, Any]) -> Any:

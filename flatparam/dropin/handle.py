@@ -104,7 +104,6 @@ class FlatParamHandle(Flattening, Gathering):
         self._take_over_attributes()
         copying.note_owner(self)
         optimizers.watch()
-        optimizers.note_change()
         watch_exports()
         del self._shards_next
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 
 from .. import _C
-from ..common import optimizers
 from ..common.tensors import is_allocated, same_storage
 from ..common.torch_private import HandleTrainingState, in_transform
 from .post_backward import PostBackward, task_of_autograd
@@ -73,7 +72,7 @@ class Interruptible(PostBackward, Driven):
                 self._recover()
             elif self._left_gathered is not None and not self._left_gathered[1][0]:
                 self._follow_evaluation()
-            self._steps_seen = optimizers.taken
+            self._steps_seen = self._steps_taken()
         elif state is _SUMMONED and self._handle_index is not None:
             if self._is_out_of_date() or (self._left_gathered is not None and not self._left_gathered[1][0]):
                 self._free_gathered()  # else it would be shown, and saved
@@ -104,7 +103,7 @@ class Interruptible(PostBackward, Driven):
         tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
         if not any(tensor is not None and is_allocated(tensor) for tensor in tensors):
             return False
-        return bool(self._steps_seen != optimizers.taken or self._was_written())
+        return bool(self._steps_seen != self._steps_taken() or self._was_written())
 
     def _was_written(self: Any) -> bool:
         """Whether the user may have written parameters in place since a forward has left them gathered.
@@ -129,9 +128,12 @@ class Interruptible(PostBackward, Driven):
         a warning says so, of some of the values, looked at ever more seldom.
         """
         if self._left_gathered[1] != self._modes():
-            if self.uses_sharded_strategy:
+            self._left_gathered = None  # done: the runtime sets the state again, after it has prefetched
+            if self._prefetched:
+                self._recover()  # else it would not gather once more
+            elif self.uses_sharded_strategy:
                 self._free_gathered()
-        elif self._left_values is not None:
+        elif self._left_values is not None and is_allocated(self.flat_param._full_param_padded):
             before, uses = self._left_values
             self._left_values = before, uses + 1
             if uses & (uses - 1) == 0 and not _same_values(before, _some_of(self.flat_param._local_shard)):

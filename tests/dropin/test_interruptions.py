@@ -234,6 +234,36 @@ def test_steps_of_other_optimizers_do_not_count():
     assert first == second
 
 
+def _stepping_optimizers_of_other_models(setting):
+    """The same where rank 0 trains a wrapped model over a group of its own, between micro-batches too."""
+    results = []
+    for kind in ("torch", "flatparam"):
+        with handle_of(kind):
+            model, optimizer = start(setting)
+            alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+            other = FullyShardedDataParallel(
+                nn.Linear(2, 2), process_group=alone, use_orig_params=setting.orig, device_id=torch.device("cpu")
+            )
+            its_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            for i in range(2):
+                with model.no_sync():
+                    loss(model, i).backward()
+                if dist.get_rank() == 0:
+                    other(torch.ones(2)).sum().backward()
+                    its_optimizer.step()
+            loss(model, 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append([x.tolist() for x in go_on(model, optimizer)])
+    return results
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_steps_of_optimizers_of_other_models_do_not_count(orig):
+    for torchs, ours in run_ranks(_stepping_optimizers_of_other_models, 2, Setting("SHARD_GRAD_OP", orig), timeout=60):
+        assert torchs == ours
+
+
 def _abandoned_forwards(setting, how_many):
     """Train on after forwards that no backward follows; the same without them is the oracle."""
     results = []
