@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _C
-from .torch_private import FakeProcessGroup
+from .torch_private import FakeProcessGroup, _disable_current_modes
 
 PATIENCE = datetime.timedelta(seconds=0.3)
 
@@ -201,16 +201,17 @@ def all_gather_chunks(chunks: list[Tensor], shard: Tensor, group: dist.ProcessGr
 
 
 def all_gather_beside(shard: Tensor, group: Any) -> list[list[Any]] | None:
-    """The values of ``shard`` on every rank, in rank order, past the functions that users and tests count or replace.
+    """The values of ``shard`` on every rank, in rank order, past the functions and modes with which users count.
 
     None, and nothing is done, where ``group`` has neither gloo nor NCCL for its device.
     """
     kind = _backend_of(group, shard.device)
     if kind not in ("gloo", "nccl"):
         return None
-    everyone = [torch.empty_like(shard) for _ in range(group.size())]
-    wait_in_slices(group.allgather([everyone], [shard]), kind == "gloo")
-    return [other.tolist() for other in everyone]
+    with _disable_current_modes():
+        everyone = [torch.empty_like(shard) for _ in range(group.size())]
+        wait_in_slices(group.allgather([everyone], [shard]), kind == "gloo")
+        return [other.tolist() for other in everyone]
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:

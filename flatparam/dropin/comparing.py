@@ -4,6 +4,7 @@ Ranks that differ would crash in it, where sizes differ, or train a mixture. tor
 TORCH_DISTRIBUTED_DEBUG alone.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -12,29 +13,53 @@ import torch.distributed as dist
 from ..common.collectives import all_gather_beside
 from ..common.described import Described, digest_of_said, first_difference
 
-_WORDS = 4  # of 8 bytes in a digest
+_HALF = 16  # bytes of a digest
 
 
 def check_same_on_all_ranks(handle: Any) -> None:
     """Compare ``handle`` over its group. A collective call of 32 bytes, past ``torch.distributed``'s functions.
 
+    Names alone may differ, as torch lets them: ranks may ignore other numbers of modules. A warning says so.
     Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from the first rank's.
     """
     group = handle.process_group
     said = _describe(handle)
-    digest = digest_of_said(said)
-    words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)]
+    forms, names = ([each[i] for each in said] for i in (1, 0))
+    digests = digest_of_said(repr(forms))[:_HALF] + digest_of_said(repr(names))[:_HALF]
+    words = [int.from_bytes(digests[i : i + 8], "little", signed=True) for i in range(0, len(digests), 8)]
     everyone = all_gather_beside(torch.tensor(words, device=handle.device), group)
     if everyone is None or all(other == words for other in everyone):
         return
+    if all(other[: _HALF // 8] == words[: _HALF // 8] for other in everyone):
+        _warn_of_names(handle)
+        return
     told: list[Any] = [None] * handle.world_size
     dist.all_gather_object(told, said, group)
+    told = [_with_names_of(told[0], other) for other in told]
     raise ValueError(
         handle._about(
             "the ranks have built different units: "
             f"{first_difference(dist.get_process_group_ranks(group), told)}. Build the same model, with the same "
             "settings, on every rank"
         )
+    )
+
+
+def _with_names_of(first: Described, other: Described) -> Described:
+    """``other``, with names that differ where nothing else does left out of the comparison."""
+    names = [
+        expected[0] if expected[1] == found[1] else found[0] for expected, found in zip(first, other, strict=False)
+    ]
+    return [*zip(names, (what for _, what in other), strict=False), *other[len(names) :]]
+
+
+def _warn_of_names(handle: Any) -> None:
+    warnings.warn(
+        handle._about(
+            "the ranks have other names for parameters of the same shapes: the first of one rank is trained as the "
+            "first of the others, whatever its name. If they are not the same, build the same model on every rank"
+        ),
+        stacklevel=2,
     )
 
 

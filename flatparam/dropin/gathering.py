@@ -160,10 +160,10 @@ class Gathering(Gradients):
         if padded_unsharded_flat_param.numel() != expected:
             raise self._wrong(f"Expects {expected} numel but got {padded_unsharded_flat_param.numel()}")
         group: Any = self._fake_process_group if self._use_fake_all_gather else self.process_group
-        if not self._is_compared and not self._use_fake_all_gather:
-            check_same_on_all_ranks(self)
-            self._is_compared = True
         try:
+            if not self._is_compared and not self._use_fake_all_gather:
+                check_same_on_all_ranks(self)
+                self._is_compared = True
             if self._gather_in_c(padded_unsharded_flat_param, shard, group):
                 pass
             elif shard.is_cpu:

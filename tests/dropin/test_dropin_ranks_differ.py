@@ -3,6 +3,8 @@
 torch's handle crashes in it where sizes differ, and trains a mixture where they do not.
 """
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from gloo import handle_of, note, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.debug import CommDebugMode
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 BF16, FP16 = (MixedPrecision(param_dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
@@ -89,6 +92,69 @@ def counted():
         for _ in range(2):
             model(torch.ones(2, 6)).sum().backward()
     return sorted(calls)
+
+
+def dispatched():
+    """How many collectives torch's mode sees in a step."""
+    found = []
+    for kind in ("torch", "flatparam"):
+        with handle_of(kind):
+            model = wrapped(net(), True)
+            with CommDebugMode() as mode:
+                model(torch.ones(2, 6)).sum().backward()
+            found.append(mode.get_total_counts())
+    return found
+
+
+@pytest.mark.multiprocess
+def test_a_mode_that_counts_collectives_sees_as_many_as_with_torch():
+    for torchs, ours in run_ranks(dispatched, 2):
+        assert ours == torchs > 0
+
+
+def named_otherwise():
+    """Ranks may ignore other numbers of modules before a layer, which has another name then."""
+    results = []
+    for kind in ("torch", "flatparam"):
+        with handle_of(kind), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.manual_seed(0)
+            idle = [nn.Flatten() for _ in range(dist.get_rank())]
+            model = wrapped(nn.Sequential(nn.Linear(6, 6), *idle, nn.Linear(6, 4)), True, auto_wrap_policy=None)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for _ in range(3):
+                loss = model(torch.ones(2, 6)).square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            told = [each for each in caught if "other names for parameters" in str(each.message)]
+            results.append((losses, len(told)))
+    return results
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_differ_in_names_alone_train_and_are_warned():
+    for (expected, _), (losses, told) in run_ranks(named_otherwise, 2):
+        assert losses == expected
+        assert told == 1
+
+
+def gathered_by_hand():
+    with handle_of("flatparam"):
+        handle = wrapped(net((4, 6) if dist.get_rank() else (6, 4)), True, auto_wrap_policy=None)._handle
+        handle.init_flat_param_attributes()
+        for _ in range(2):
+            handle.pre_unshard()
+            with pytest.raises(ValueError, match="different units"):
+                handle.unshard()
+            assert handle.needs_unshard()
+
+
+@pytest.mark.multiprocess
+def test_nothing_counts_as_gathered_where_ranks_differ():
+    run_ranks(gathered_by_hand, 2)
 
 
 @pytest.mark.multiprocess

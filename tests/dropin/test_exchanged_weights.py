@@ -135,6 +135,78 @@ def reference_models():
         assert losses["dropin"] == losses["runtime"] == evaluated(plain, 0)
 
 
+class Partly(torch.nn.Module):
+    """Its first layer may be computed without gradients, while the runtime prefetches the second."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.first, self.second, self.third = (torch.nn.Linear(6, 6) for _ in range(3))
+        self.first.requires_grad_(not frozen)
+
+    def forward(self, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.first.weight.requires_grad):
+            x = self.first(x)
+        return self.third(torch.tanh(self.second(torch.tanh(x))))
+
+
+def prefetched():
+    """Losses of training with evaluations in between, in both modes, where units are gathered ahead in forward."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy, x = ModuleWrapPolicy({torch.nn.Linear}), torch.linspace(-1, 1, 12).view(2, 6)
+    for strategy, uo, frozen in itertools.product(STRATEGIES[:2], (False, True), (False, True)):
+        note(f"{strategy} {uo} {frozen}")
+        found = []
+        for kind in ("torch", "dropin"):
+            with under(kind):
+                torch.manual_seed(0)
+                arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": uo}
+                model = FSDP(Partly(frozen), auto_wrap_policy=policy, forward_prefetch=True, **arguments)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                for step in range(3):
+                    loss = model(x).square().sum()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(loss.detach())
+                    for training in (True, False, False):
+                        model.train(training)
+                        with torch.no_grad():
+                            found.append(model(x))
+                    model.train()
+                    if step:
+                        with torch.no_grad():
+                            found.append(model(x))
+        half = len(found) // 2
+        assert all(torch.equal(one, other) for one, other in zip(found[:half], found[half:], strict=True))
+
+
+def gathered_anew():
+    """Evaluations of other weights, after each of which all units are resharded, as verl does it."""
+    with under("dropin"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*written by `.data`")
+        recovery._told_of_old_values.clear()
+        model = wrapped("dropin", "SHARD_GRAD_OP", True).eval()
+        seen = []
+        for _ in range(3):
+            seen.append(evaluated(model, 0))
+            set_to(model, [torch.ones_like(param) for param in model.parameters()])
+            for handle in model._all_handles:
+                handle.reshard(True)
+        assert len({loss.item() for loss in seen}) == 3
+
+
+@pytest.mark.multiprocess
+def test_units_that_are_gathered_ahead_after_an_evaluation_are_gathered_once():
+    run_ranks(prefetched, 2)
+
+
+@pytest.mark.multiprocess
+def test_what_is_gathered_anew_is_not_told_of():
+    run_ranks(gathered_anew, 2)
+
+
 @pytest.mark.multiprocess
 def test_averages_are_evaluated_and_taken_back():
     run_ranks(averages, 2)
