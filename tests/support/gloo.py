@@ -42,6 +42,7 @@ PRELOADED = (
     "tests.support.preloaded",
 )
 GRACE = 3.0  # seconds that the other ranks get to tell their own error, once one rank has failed
+ENDING = 30.0  # seconds in which a process that has closed its pipe ends, on a busy machine
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
@@ -116,7 +117,8 @@ def ends_of_ranks(fn, world_size, *args, timeout=120.0, environment=None):
         try:
             _wait_for(ranks, time.monotonic() + timeout, grace=timeout)
             for rank in ranks:
-                rank.process.join(timeout=0.1)
+                if rank.process.exitcode is None:  # what it did is shown where the test fails
+                    print(rank.report())
             results = [None if rank.result is None else pickle.loads(rank.result) for rank in ranks]
             return [(r.process.exitcode, result, r.last_note) for r, result in zip(ranks, results, strict=True)]
         finally:
@@ -209,7 +211,7 @@ def _wait_for(ranks, deadline, grace=GRACE):
         if any(rank.error is not None or (rank.done and not rank.succeeded) for rank in ranks):
             deadline = min(deadline, time.monotonic() + grace)
     for rank in ranks:
-        rank.process.join(timeout=GRACE if rank.done else 0)
+        rank.process.join(timeout=ENDING if rank.done else 0)
 
 
 def _rank_main(writing, fn, rank, world_size, folder, args, timeout, environment):
