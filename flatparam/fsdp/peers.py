@@ -115,12 +115,11 @@ _lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDic
 
 def _process_began() -> float:
     """When, by the clock; where the system does not say: now."""
-    now = time.time()
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        since_boot = float(Path("/proc/uptime").read_text().split()[0])
-        return min(now, now - since_boot + ticks / os.sysconf("SC_CLK_TCK"))
-    return now
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - max(0.0, age)
+    return time.time()
 
 
 _since = _process_began()  # or its world, which ranks that have imported us sooner have appeared in before
