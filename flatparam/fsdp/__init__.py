@@ -2,14 +2,15 @@
 
 from . import api
 from .api import *  # noqa: F403
+from .deferred import defer_init
 from .errors import OrderError, StateError
 from .fully_sharded import FullyShardedDataParallel
 from .loading import load_safetensors
-from .materialize import defer_init
-from .memory import MemoryPlan, Piece, ShardMap, UnitPlan
+from .memory import MemoryPlan, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .outputs import DeviceError
 from .placement import Placement
+from .shard_map import Piece, ShardMap
 from .wrap import ModuleWrapPolicy
 
 __all__ = ["FullyShardedDataParallel", "MemoryPlan", "OrderError", "Piece", "Placement", "ShardMap", "UnitPlan"]

@@ -6,28 +6,22 @@ The first thing that a unit says to other ranks is this, so a rank that cannot b
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .. import _C
 from ..common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
 from ..common.described import Described, digest_of_said, first_difference
-from ..common.tensors import in_storage_order, lacks_memory
 from .errors import OrderError
 from .order import exchange, gather_objects, meet
-from .originals import Options, Original
-from .outputs import DeviceError
-from .placement import Placement
 from .posts import Exchange
 from .register import Register, register_of
 from .stores import Store, store_of
@@ -46,23 +40,27 @@ class Agreed(NamedTuple):
     apart: dict[str, list[int]]
 
 
-def check_same_unit(name: str, originals: list[Original], options: Options, compare_values: bool) -> Agreed:
-    """Compare a unit over the groups it is spread over, with its values if asked. A collective call of 48 bytes.
+def check_same_unit(
+    described: Described,
+    groups: list[dist.ProcessGroup],
+    inner: dist.ProcessGroup | None,
+    digests: Callable[[], dict[str, int]],
+) -> Agreed:
+    """Compare a unit over ``groups``, which it is spread over. A collective call of 48 bytes for each.
 
+    ``inner``: a group whose ranks are all in one of ``groups``, and which numbers the unit too; ``digests``: of each
+    parameter's values, by FQN; empty: values are not compared; not called if there is nobody to compare with.
     Raises: ValueError on all ranks alike, naming the first rank and parameter that differ from those of rank 0, or the
-    rank that could not build its unit and why. DeviceError where a group has no collectives for its device.
+    rank that could not build its unit and why.
     """
-    groups = groups_of_placement(options.placement)
-    for original in originals[:1]:
-        _check_device(name, original, options.device or original.param.device, groups)
     alone = all(dist.get_world_size(group) == 1 for group in groups)
-    values = _Values([o.fqn for o in originals], _digests(originals) if compare_values and not alone else [])
+    values = _Values({} if alone else digests())
     numbers: dict[Register, int] = {}
-    problem = _compare(_describe(name, originals, options), groups, numbers, values)
+    problem = _compare(described, groups, numbers, values)
     if problem is not None:
         raise _told(problem)
-    if options.placement.copied and options.placement.param is not None:  # its ranks have compared the unit by now
-        register = register_of(options.placement.param)
+    if inner is not None:
+        register = register_of(inner)
         register.life = register.life or next(iter(numbers)).life
         numbers[register] = register.of_built()
     return Agreed(numbers, values.apart)
@@ -75,23 +73,12 @@ def _told(problem: str) -> ValueError:
     return error
 
 
-def _check_device(name: str, original: Original, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
-    for group in groups:
-        has = sorted(found.type for found in getattr(group, "_device_types", ()))
-        if has and device.type not in has and dist.get_world_size(group) > 1:
-            raise DeviceError(
-                f"{name}: expected parameter `{original.fqn}` on a device that its process group "
-                f"({dist.get_backend(group)}) has collectives for, {' or '.join(has)}; it is on {device}: "
-                "pass device_id= to move it, or another group"
-            )
-
-
 class _Values:
     """The values that a unit's parameters have at the beginning, as digests. ``apart``: those that differ."""
 
-    def __init__(self, names: list[str], digests: list[int]):
+    def __init__(self, digests: dict[str, int]):
         self.apart: dict[str, list[int]] = {}
-        self._names, self._digests = names, digests
+        self._names, self._digests = list(digests), list(digests.values())
 
     @property
     def word(self) -> bytes:
@@ -111,35 +98,6 @@ class _Values:
                     self.apart.setdefault(fqn, [rank, ranks[0]])
 
 
-def _digests(originals: list[Original]) -> list[int]:
-    """One a parameter; 0 for what has no values yet. A device is waited for once: parts of all are copied together."""
-    digests = [0] * len(originals)
-    on_device: dict[torch.device, dict[int, torch.Tensor]] = {}
-    for i, original in enumerate(originals):
-        value = original.param
-        if original.template is not None or lacks_memory(value):
-            continue  # those that lack memory are refused by name when they are flattened
-        if value.is_cpu or not _C.is_plain_tensor(value):
-            digests[i] = digest_of(value)
-        else:
-            ordered = in_storage_order(value.detach())
-            part = ordered[:: 1 + ordered.numel() // 2**15].contiguous()  # some ten thousand elements
-            on_device.setdefault(value.device, {})[i] = part.view(torch.uint8)
-    for parts in on_device.values():
-        copies = torch.cat(list(parts.values())).cpu().split([len(part) for part in parts.values()])
-        for i, copy in zip(parts, copies, strict=True):
-            digests[i] = _C.digest(copy)
-    return digests
-
-
-def digest_of(value: torch.Tensor) -> int:
-    """To tell values of one shape and dtype on the host apart: of large ones it reads a part. 0 for no plain tensor."""
-    try:
-        return _C.digest(value)
-    except TypeError:  # it is not dense
-        return _C.digest(in_storage_order(value.detach()).contiguous()) if _C.is_plain_tensor(value) else 0
-
-
 @contextlib.contextmanager
 def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
     """An exception in the block is told to the ranks that are about to compare the unit: they raise one too.
@@ -156,11 +114,6 @@ def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
             with contextlib.suppress(RuntimeError):  # they are gone
                 _compare(said, groups, {})
         raise
-
-
-def groups_of_placement(placement: Placement) -> list[dist.ProcessGroup]:
-    """Those over which a unit is compared, in order."""
-    return [group for group in (placement.optim, placement.replicate) if group is not None]
 
 
 def _compare(
@@ -235,18 +188,15 @@ _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] =
 _CONNECTING = datetime.timedelta(seconds=30)  # where nobody has said that there is a network for gloo
 
 
-def with_host(placement: Placement, device: torch.device | None) -> Placement:
-    """``placement``, of a unit on ``device``, with the group ``host`` if its ranks tell each other things there.
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """One of the same ranks, over which they tell each other things on the host; None where they cannot.
 
     A collective call, the first time over a group, for ranks that have compared a unit over it.
     """
-    group = placement.optim
-    if not placement.keeps_copy or group is None or device is None or device.type == "cpu":
-        return placement
     if group not in _hosts:
         store = store_of(group)
         _hosts[group] = None if store is None else _group_on_host(group, store)
-    return dataclasses.replace(placement, host=_hosts[group])
+    return _hosts[group]
 
 
 def _group_on_host(group: dist.ProcessGroup, store: Store) -> dist.ProcessGroup | None:
@@ -282,32 +232,6 @@ def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tupl
         problem = str(error).split("\n")[0] or repr(error)
     told = zip(dist.get_process_group_ranks(group), meet(group, problem), strict=True)
     return result, next((f"rank {rank} finds no network for gloo ({why})" for rank, why in told if why), None)
-
-
-def _describe(name: str, originals: list[Original], options: Options) -> Described:
-    placement, precision = options.placement, options.mixed_precision
-    device = next(((options.device or original.param.device).type for original in originals), "no device")
-    settings = (
-        f"on {device}, {placement.shards} shards, {placement.replicas} replicas, "
-        f"parameters over {placement.param_shards}, nested={placement.outer is not None}, "
-        f"full_precision={placement.full_precision}, reshard_after_forward={placement.reshard_after_forward}, "
-        f"use_orig_params={options.use_orig_params}, segments={options.segments}, "
-        f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}, "
-        f"shard_alignment={options.shard_alignment}, atomic={options.atomic is not None}"
-    )
-    return [
-        (name, settings),
-        *(
-            (
-                f"parameter `{original.fqn}`",
-                f"shape {tuple(original.shape)}, strides {original.stride}, {original.param.dtype}, "
-                f"requires_grad={original.param.requires_grad}, {len(original.fqns)} names, "
-                f"blocks of {original.block}{'' if original.form is None else f', {original.form}'}"
-                f"{'' if original.kept is None else f', {original.kept}'}",
-            )
-            for original in originals
-        ),
-    ]
 
 
 def _explain(said: Described | str, group: dist.ProcessGroup) -> str:

@@ -16,9 +16,9 @@ from ..common.pickling import PickledState, Reduced, as_flat_parameter, as_param
 from ..common.tensors import watch_exports
 from ..common.torch_private import leave_out_of_graphs
 from . import foreign, peers
+from .additions import close, closed, watch_registrations
 from .construct import first_name
 from .order import settle
-from .owners import close, closed, watch_registrations
 from .register import enroll_loaded
 from .states import torch_helpers
 from .summon import check_before_step, refuse_step, refuse_unreduced
@@ -121,7 +121,7 @@ class Copies(Wrapper):
         vars(self).update(state)
         self._unit.come_alive()
         close(self._unit, own, self._ignored_params)
-        enroll_loaded(self._unit)
+        enroll_loaded(self._unit, self._placement.groups)
         self._hold_those_below()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

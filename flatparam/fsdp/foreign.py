@@ -7,7 +7,7 @@ are met where they register a module, or in a function of theirs that is replace
 import functools
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,59 +22,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .. import _C
 from ..common import optimizers
 from ..common.after_import import after_import, names_of
-from ..common.torch_private import REGISTRY_KEY, TorchsFSDP
+from ..common.torch_private import TorchsFSDP
 from . import backward_inputs, order, torch_calls
 from .clip import by_group, clip
 from .errors import StateError
+from .marks import STATES, Marks
 from .names import join
-from .owners import all_units, owner_of_param, segment_of
+from .owners import Owner, all_units, owner_of_param, segment_of
 from .segment import Segment
 from .summon import refuse_unreduced
-from .unit import Unit, units_of
+from .unit import units_of
 
 _WRAPPERS = (DistributedDataParallel, DataParallel)
-_STATES = (
-    "Save model.state_dict(), which is whole on every rank, with any tool, and optimizer.state_dict(), which is this "
-    "rank's part, with torch.save() in a file for each rank"
-)
-
-
-taught: set[str] = set()  # modules of torch that know our class, as states/torch_helpers.py has changed them
-
-
-class Marks:
-    """What other tools look for on a unit, as properties that raise."""
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in _MARKS]  # for who looks at all there is
-
-    @property
-    def _fqn_modifiers(self) -> NoReturn:
-        """Looked for by ``torch.distributed.checkpoint.state_dict``."""
-        if "torch.distributed.checkpoint.state_dict" in taught:
-            raise AttributeError("_fqn_modifiers")
-        raise StateError(
-            "get_state_dict() and the like of torch.distributed.checkpoint.state_dict do not know "
-            f"{_name(self)} of flatparam's FullyShardedDataParallel: they would take this rank's shards of optimizer "
-            f"state for the whole. {_STATES}"
-        )
-
-    def _refuse_composing(self) -> NoReturn:
-        """Looked for by torch's FSDP, its functions on whole trees, ``fully_shard`` and ``replicate``."""
-        raise StateError(
-            "torch's FullyShardedDataParallel, fully_shard and their functions (summon_full_params, state_dict_type, "
-            f"optim_state_dict) do not know {_name(self)} of flatparam's FullyShardedDataParallel: they would shard "
-            "its shards, or pass it by. Wrap the whole tree with one of them, and call the functions of that class"
-        )
-
-
-_MARKS = ("_fqn_modifiers", REGISTRY_KEY)
-setattr(Marks, REGISTRY_KEY, property(Marks._refuse_composing))
-
-
-def _name(wrapper: Any) -> str:
-    unit = vars(wrapper).get("_unit")
-    return "a unit" if unit is None else unit.name
 
 
 def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
@@ -200,7 +159,7 @@ def _refuse_those_in(shards: dict[int, str], given: list[tuple[str, Tensor]]) ->
         if address in shards and address != 0:
             raise StateError(
                 f"torch.distributed.checkpoint: `{name}` has this rank's shards of {shards[address]}, of which it "
-                f"would keep those of one rank for all. {_STATES}"
+                f"would keep those of one rank for all. {STATES}"
             )
 
 
@@ -212,7 +171,7 @@ def _tensors(path: str, state: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(join(path, str(key)), value)
 
 
-def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Unit, Segment]]:
+def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, Segment]]:
     """The units and segments that ``params`` are of, where they are shards and not summoned."""
     found = []
     for param in params:

@@ -15,8 +15,10 @@ from ..common.torch_private import (
     TorchsFSDP,
     _override_module_mixed_precision,
 )
-from .agreement import check_same_unit, groups_of_placement, telling, with_host
+from .additions import close, take_out
+from .agreement import check_same_unit, telling
 from .api import ShardingStrategy
+from .compared import check_device, describe_unit, digests_of
 from .compatible import Compatible
 from .construct import (
     check_not_shared,
@@ -38,7 +40,6 @@ from .materialize import accelerator_of, device_of, materialize, move, own_modul
 from .names import FSDP_WRAPPED_MODULE
 from .order import check_exchanges
 from .originals import Atomic, Options, check_layout_arguments, choose_blocks, default_alignment, find_originals
-from .owners import close, take_out
 from .placement import Placement, check_pair, groups_of_machine, outer_group
 from .register import enroll
 from .states.kinds import first_settings
@@ -129,7 +130,7 @@ class FullyShardedDataParallel(
                 check_pair(placement.param, placement.optim, "Placement")
             if placement is not None and placement.outer is not None:
                 outer_group(placement.param, placement.optim, placement.outer)
-            comparing[:] = groups_of_placement(self._placement)
+            comparing[:] = self._placement.compared
             check_types(module=module, **arguments)
             if isinstance(module, Wrapper):
                 wrapped: Unit = vars(module)["_unit"]
@@ -201,11 +202,17 @@ class FullyShardedDataParallel(
                 extensions,
             )
             name = f"the unit of {type(module).__name__}"
-            agreed = check_same_unit(name, originals, options, check_values and not sync_module_states)
+            check_device(name, originals, options)
+            agreed = check_same_unit(
+                describe_unit(name, originals, options),
+                self._placement.compared,
+                self._placement.param if self._placement.copied else None,
+                lambda: digests_of(originals) if check_values and not sync_module_states else {},
+            )
             comparing.clear()
             if of_params is not None:
-                check_exchanges(self._placement, of_params)
-            self._placement = with_host(self._placement, of_params)
+                check_exchanges(self._placement.groups, of_params)
+            self._placement = self._placement.with_host(of_params)
             options = dataclasses.replace(options, placement=self._placement)
             if sync_module_states:
                 synchronize(own, ignored_params, self._placement, computes_on, extensions)

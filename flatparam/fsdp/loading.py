@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
-from .agreement import groups_of_placement
+from .deferred import blank
 from .held import Held, held_by, refuse_forms, unit_paths
-from .materialize import blank
 from .names import clean_tensor_name, join
 from .order import gather_objects
 from .originals import same_bytes
@@ -173,7 +172,7 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Va
     failed = (me, error, None) if error is not None else None
     groups: dict[int, tuple[Any, set[Unit]]] = {}
     for unit in units:
-        for group in groups_of_placement(unit.options.placement):
+        for group in unit.options.placement.compared:
             groups.setdefault(id(group), (group, set()))[1].add(unit)
     for group, sharing in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one it tells in the next
         here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}

@@ -1,7 +1,6 @@
 """Giving a unit's parameters and buffers memory, a device and equal values on all ranks, before they are flattened."""
 
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..common.tensors import same_storage
 from ..common.torch_private import FSDPExtensions
 from . import order
+from .deferred import template_of
 from .extensions import local_state
 from .outputs import DeviceError
 from .placement import Placement
@@ -142,7 +141,7 @@ class _Objects:
         """After ``module`` was filled: let others have what they shared with it, and itself what was ignored."""
         for name, param, data in self._ignored.get(module, ()):
             now = module._parameters[name]
-            if param.is_meta and now is not None and now is not param and now not in _templates:
+            if param.is_meta and now is not None and now is not param and template_of(now) is None:
                 self._ignored_params.add(now)
                 continue
             module._parameters[name] = param
@@ -260,45 +259,3 @@ def _broadcast(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
     order.exchange(Exchange.SENDS_MODULES, dist.broadcast, flat.view(torch.uint8), group=group, group_src=0)
     for tensor, received in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(received.view(tensor.shape))
-
-
-_templates: Any = WeakIdKeyDictionary()  # placeholder -> the meta parameter that it stands for
-_placeholders: Any = WeakIdKeyDictionary()  # and back, as weak references, for parameters with several names
-
-
-def defer_init(module: nn.Module) -> None:
-    """As ``param_init_fn``: leave parameters on the meta device without values, for a checkpoint to bring them.
-
-    No rank ever has more of them than its shard, which is NaN until ``load_safetensors()`` or ``load_state_dict()`` has
-    filled it. Buffers that state dicts hold get memory (NaN, or zero where there is none); fill others yourself, in a
-    function of your own that calls this one.
-    """
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    for name, param in list(module._parameters.items()):
-        if param is not None and param.is_meta:
-            module._parameters[name] = _placeholder(param, device)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
-            module._buffers[name] = blank(torch.empty_like(buffer, device=device))
-
-
-def blank(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, filled with NaN, or with zero where its dtype has none."""
-    return tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
-
-
-def _placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    known = _placeholders.get(param)
-    made = None if known is None else known()
-    if made is None:
-        made = nn.Parameter(torch.empty(0, dtype=param.dtype, device=device), requires_grad=param.requires_grad)
-        vars(made).update(vars(param))
-        _placeholders[param] = weakref.ref(made)
-        _templates[made] = param
-    return made
-
-
-def template_of(param: nn.Parameter) -> nn.Parameter | None:
-    """The parameter on the meta device that a placeholder stands for; None for any other parameter."""
-    template: nn.Parameter | None = _templates.get(param)
-    return template

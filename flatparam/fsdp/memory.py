@@ -1,6 +1,6 @@
-"""What lies where, and the bytes that a rank holds: the map of shards, and a plan of memory before training.
+"""A plan of memory before training: the bytes that a rank will hold.
 
-The plan is a formula of layouts, dtypes and a placement, which asks no process group and no tensor.
+It is a formula of layouts, dtypes and a placement, which asks no process group and no tensor.
 
 Activations, the module's buffers and what the allocator rounds up come on top.
 """
@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.layout import Box, FlatLayout, boxes_of_range
-from .names import join
+from ..common.layout import FlatLayout
+from ..common.tables import aligned, human, merged
 from .placement import Placement, Row
-from .printed import table_of_pieces, table_of_plan
 from .unit import Unit
 
 
@@ -104,7 +103,7 @@ class MemoryPlan:
 
         ``every``: each has a line.
         """
-        return table_of_plan(self, every)
+        return _table(self, every)
 
     def __str__(self) -> str:
         return self.table()
@@ -334,68 +333,6 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
         yield others + now.ends + wire - (held[i] if wire and not plan.reduces_each else 0)  # which was cast to it
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one rank holds of one parameter.
-
-    ``fqn``: the parameter's name in the unwrapped model; ``shape``, ``dtype``: of the whole; ``rank``: in the group
-    that shares the unit; ``start``, ``numel``: elements of the parameter in row-major order, or in memory order where
-    it is dense but not contiguous; ``boxes``: the same as the fewest boxes, None where memory order is another;
-    ``flat_start``: the first element in the rank's shard; ``trained``: whether it requires grad.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rank: int
-    start: int
-    numel: int
-    boxes: tuple[Box, ...] | None
-    flat_start: int
-    trained: bool
-
-
-class ShardMap(list[Piece]):
-    """Pieces, unit by unit, in the order of the layout. ``print`` shows tables."""
-
-    def table(self, every: bool = False) -> str:
-        """The map as tables, which ``print`` shows: parameters that are cut alike and whose names differ in numbers
-        alone are one line, and so are ranks that hold as much. ``every``: a line for each piece instead.
-        """
-        return table_of_pieces(self, every)
-
-    def __str__(self) -> str:
-        return self.table()
-
-
-def shard_map(units: Iterable[tuple[str, Unit]]) -> ShardMap:
-    """Every piece of every parameter on every rank of its group, unit by unit, in the order of the layout.
-
-    ``units``: with the path of each in the unwrapped model. No communication.
-    """
-    found = ShardMap()
-    for path, unit in units:
-        for segment in unit.segments:
-            for index, original in enumerate(segment.originals):
-                shape = tuple(original.shape) or (1,)
-                for held in segment.layout.ranks_of_param(index):
-                    start = held.start - segment.layout.offsets[index]
-                    boxes = tuple(boxes_of_range(shape, start, start + held.numel)) if original.contiguous else None
-                    piece = Piece(
-                        fqn=join(path, original.fqn),
-                        shape=tuple(original.shape),
-                        dtype=segment.flat.dtype,
-                        rank=segment.placement.holder(held.rank),
-                        start=start,
-                        numel=held.numel,
-                        boxes=boxes,
-                        flat_start=held.offset_in_shard,
-                        trained=segment.trains(original),
-                    )
-                    found.append(piece)
-    return found
-
-
 def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
     """``plan_unit`` of a unit that there is. ``optimizer_bytes``: for each element of its shard."""
     flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.segments]
@@ -410,3 +347,40 @@ def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
         offloads=unit.options.offload_grads,
         on_host=unit.options.device is not None,
     )
+
+
+def phase(moment: Moment, units: Sequence[UnitPlan]) -> str:
+    """A moment in words."""
+    name = units[moment.unit].name
+    return {
+        "forward": f"forward of {name}",
+        "backward": f"backward of {name}",
+        "reduce": f"reduction of {name}'s gradient",
+    }[moment.phase]
+
+
+def summary(plan: MemoryPlan) -> str:
+    """What each rank holds, and when it is most."""
+    top = max(plan.moments, key=lambda moment: moment.bytes)
+    between, peak = human(plan.between_steps), human(plan.peak)
+    return "\n".join(
+        [
+            f"each rank: {between} between steps, {peak} at the peak ({phase(top, plan.units)})",
+            f"the first backward after zero_grad(): {human(plan.peak_alone)}; with micro-batches in no_sync(): "
+            f"{human(plan.peak_no_sync)}; activations and buffers come on top",
+        ]
+    )
+
+
+def _table(plan: MemoryPlan, every: bool) -> str:
+    """A line for each unit, or for all that differ in numbers of their names alone, and the totals."""
+    own = [(one.shard, one.gradient, one.optimizer, one.full, one.kept, one.padding) for one in plan.units]
+    rows: list[tuple[str, ...]] = [
+        ("unit", "units", "shard", "gradient", "optimizer", "unsharded", "no_sync", "padding"),
+        ("", "", *("bytes a rank",) * 5, "of all ranks"),
+    ]
+    named = ((unit.name, *sizes) for unit, sizes in zip(plan.units, own, strict=True))
+    rows += [(name, count, *map(human, sizes)) for name, count, *sizes in merged(named, every)]
+    rows.append(("total", f"{len(own):,}", *(human(sum(column)) for column in zip(*own, strict=True))))
+    on_host = [f"host memory: {human(plan.host)}"] if plan.host else []
+    return "\n".join([aligned(rows, 1, 2, 1), "", summary(plan), *on_host])

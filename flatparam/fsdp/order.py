@@ -6,8 +6,8 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,10 @@ from ..common.collectives import (
 )
 from . import peers, stores
 from .errors import OrderError, StoreGoneError
-from .placement import Placement
 from .posts import Exchange, event_of
-from .register import number_of, number_of_part
+from .register import Shared, number_of_part
 from .sequence import AND_SO, TRANSPORT, Sequence
 from .stores import store_of
-
-if TYPE_CHECKING:
-    from .segment import Segment
-    from .unit import Unit
 
 _sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence | None]] = weakref.WeakKeyDictionary()
 
@@ -79,24 +74,24 @@ def _end_after_fork() -> None:
 os.register_at_fork(after_in_child=_end_after_fork)
 
 
-def before(segment: Segment, kind: int, device: torch.device) -> Sequence | None:
-    """A collective outside of a step, on ``device``, over the ranks that share ``segment``; who waits for it.
+def before(part: Shared, kind: int, device: torch.device) -> Sequence | None:
+    """A collective outside of a step, on ``device``, over the ranks that share ``part``; who waits for it.
 
     Raises: OrderError, when the other ranks do another thing.
     """
     come_back()
-    number = number_of_part(segment)
-    sequence = None if number is None else sequence_of(segment.placement.optim, device)
+    number = number_of_part(part)
+    sequence = None if number is None else sequence_of(part.group, device)
     if sequence is not None and number is not None:
         sequence.order.note(number * _C.EVENT_KINDS + kind, False)
     return sequence
 
 
-def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
-    """A small one outside of a step, over the ranks that share ``segment``, the first that it is about."""
-    group = segment.placement.optim
+def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
+    """A small one outside of a step, over the ranks that share ``part``, the first that it is about."""
+    group = part.group
     assert group is not None
-    sequence = before(segment, kind, tensor.device)
+    sequence = before(part, kind, tensor.device)
     if sequence is None:
         wait(issue(dist.all_reduce, tensor, op=op, group=group), group, tensor.device)
     else:
@@ -107,17 +102,25 @@ def all_reduce(tensor: Tensor, op: Any, segment: Segment, kind: int) -> None:
 troubled: list[Sequence] = []  # whose ranks wait, maybe, for one that an exception has kept from what comes next: this
 
 
-def tell_trouble(units: Iterable[Unit], error: BaseException) -> None:
-    """``error`` has ended a pass of ``units`` on this rank, which lives on: ranks that wait for it there are told."""
+def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
+    """Tell waiting ranks that ``error`` has ended a pass of the units of ``parts`` on this rank, which lives on."""
     if not isinstance(error, Exception) or isinstance(error, OrderError):
         return
-    for unit in units:
-        for segment in unit.segments:
-            for _, group in _orders_of(unit.options.placement):
-                sequence = None if group is None else _sequences.get(group, {}).get(segment.device.type)
-                if sequence is not None and sequence not in troubled:
-                    sequence.tell_trouble(peers.describe(error, dist.get_rank(), "has not gone on since"))
-                    troubled.append(sequence)
+    for sequence in _sequences_of(parts):
+        if sequence not in troubled:
+            sequence.tell_trouble(peers.describe(error, dist.get_rank(), "has not gone on since"))
+            troubled.append(sequence)
+
+
+def _sequences_of(parts: Iterable[Shared]) -> dict[Sequence, torch.device]:
+    """Those that there are for the collectives of ``parts``, each with their device."""
+    found = {}
+    for part in parts:
+        for group in part.groups:
+            sequence = _sequences.get(group, {}).get(part.device.type)
+            if sequence is not None:
+                found[sequence] = part.device
+    return found
 
 
 def come_back() -> None:
@@ -173,15 +176,15 @@ def exchange(
 _checked: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence]] = weakref.WeakKeyDictionary()
 
 
-def check_exchanges(placement: Placement, device: torch.device) -> None:
+def check_exchanges(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """From now on those over these groups are checked, in the order of what units on ``device`` do.
 
     All ranks of a group must call this between the same two of them: others may have an order of it or none, as ranks
     may load models and run them alone.
     """
-    for _, group in _orders_of(placement):
+    for group in groups:
         sequence = sequence_of(group, device)
-        if group is not None and sequence is not None:
+        if sequence is not None:
             _checked.setdefault(group, {})[device.type] = sequence
 
 
@@ -269,17 +272,12 @@ def wait(
         raise
 
 
-def settle(segments: Iterable[Segment]) -> None:
+def settle(parts: Iterable[Shared]) -> None:
     """Wait until devices have done all that they were given, for values that are read or saved without a collective.
 
-    Raises: OrderError, if one has waited for a collective of ``segments`` that was aborted: there are no values.
+    Raises: OrderError, if one has waited for a collective of ``parts`` that was aborted: there are no values.
     """
-    found: dict[Sequence, torch.device] = {}
-    for segment in segments:
-        for _, group in _orders_of(segment.placement):
-            sequence = None if group is None else _sequences.get(group, {}).get(segment.device.type)
-            if sequence is not None and sequence.is_by_device:
-                found[sequence] = segment.device
+    found = {sequence: device for sequence, device in _sequences_of(parts).items() if sequence.is_by_device}
     for device in set(found.values()):
         _C.settle(str(device))
     for sequence in found:
@@ -310,35 +308,3 @@ def gather_objects(what: Exchange, mine: Any, group: dist.ProcessGroup) -> list[
         if problem is not None:
             raise ValueError(f"rank {rank} has what cannot be told to others: {problem}")
     return [other for _, other in found]
-
-
-def follow(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
-    """Have the collectives of a tree's units checked: each with its device."""
-    found: dict[int, tuple[Sequence, _C.ModelTrace]] = {}
-    for unit, device in units:
-        placement = unit.options.placement
-        for which, group in _orders_of(placement):
-            sequence = sequence_of(group, device)
-            number = None if group is None or sequence is None else number_of(unit, group)
-            if sequence is not None and number is not None:
-                _, follower = found.setdefault(id(sequence), (sequence, _C.ModelTrace(sequence.order)))
-                unit.step.follow(which, follower, number, sequence.sliced)
-    root.tell(tuple(follower for _, follower in found.values()))
-    for sequence, _ in found.values():
-        sequence.join(other for other, _ in found.values() if other is not sequence)
-
-
-def _orders_of(placement: Placement) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
-    """The groups of its collectives, each as ``(which, group)``.
-
-    The order of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``.
-    """
-    yield _C.GROUP_SHARD, placement.optim
-    yield _C.GROUP_REPLICATE, placement.replicate
-    if placement.copied:
-        # Inner groups may run other units than each other, as long as they gather from their copies. Within one all
-        # ranks come to all collectives in one order, or they would wait for each other in different groups.
-        second = _C.GROUPS  # from there on: who is told besides
-        for which in (_C.GROUP_PARAM, second + _C.GROUP_SHARD, second + _C.GROUP_REFRESH):
-            yield which, placement.param
-        yield _C.GROUP_REFRESH, placement.optim

@@ -16,8 +16,8 @@ from .. import _C
 from ..common.layout import FlatLayout
 from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
 from ..common.torch_private import FSDPExtensions
+from .deferred import template_of
 from .extensions import Form, Kept, check_mesh, flattened, is_kept, plain_memory, stripped
-from .materialize import template_of
 from .names import clean_tensor_name, join
 from .outputs import DeviceError
 from .placement import Placement

@@ -1,33 +1,20 @@
-"""Which unit has a parameter, or a module's own parameters; what is said of a shard that is taken for a parameter.
-
-Parameters that join a tree after its units were made are refused, for nobody would shard or reduce them. They are found
-where torch registers them, so a step looks for nothing.
-"""
+"""Which unit has a parameter, or a module's own parameters; the error for a shard that is taken for a parameter."""
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FlatParameter
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
 from ..common import optimizers
-from .errors import StateError
 from .names import printable
-
-if TYPE_CHECKING:
-    from .segment import Segment
-    from .unit import Unit
+from .originals import Options
+from .segment import Segment
 
 FREED = (
     "flatparam: a parameter of {unit} was used while it is sharded: {names}. It has its full data during the forward "
@@ -35,12 +22,33 @@ FREED = (
     "its parts."
 )
 
-_units: weakref.WeakSet[Unit] = weakref.WeakSet()
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+
+class Owner(Protocol):
+    """A unit, as far as it is found by its parameters and modules."""
+
+    name: str
+    options: Options
+    segments: list[Segment]
+    step: _C.Unit
+    summoned: Any
+
+    @property
+    def places(self) -> set[tuple[nn.Module, str]]:
+        """Where modules have original parameters, and by which names."""
+
+    def parameters(self) -> Iterator[tuple[Segment, nn.Parameter]]:
+        """The parameters that an optimizer steps."""
+
+    def flat_names(self) -> list[str]:
+        """The names of its flat parameters."""
+
+
+_units: weakref.WeakSet[Owner] = weakref.WeakSet()
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
 _of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its segment)
 
 
-def own(unit: Unit) -> None:
+def own(unit: Owner) -> None:
     """From now on ``unit`` has its parameters, flat and original, and its modules."""
     _units.add(unit)
     optimizers.note_change()
@@ -53,50 +61,32 @@ def own(unit: Unit) -> None:
         _owners[module] = owner
 
 
-def replace_param(unit: Unit, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:
+def replace_param(unit: Owner, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:
     """``new`` is the parameter ``fqn`` in the k-th segment of ``unit``, in place of ``old``."""
     optimizers.note_change()
     _of_params.pop(old, None)
     _of_params[new] = weakref.ref(unit), fqn, k
 
 
-def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Refuse steps of optimizers that hold what ``unit`` has replaced; ``before``: its parameters, by their places."""
-    names = (name for segment in unit.segments for original in segment.originals for name in original.names)
-    had = ((before.get((name.module, name.name)), name) for name in names)
-    replaced = [
-        (param, name.fqn)
-        for param, name in had
-        if param is not None and name.module._parameters.get(name.name) is not param
-    ]
-    if replaced:
-        optimizers.take_out(replaced, unit, _refuse_step)
-
-
-def _refuse_step(unit: Unit, fqn: str, optimizer: str) -> None:
-    """Raises: StateError, for an optimizer that would train nothing."""
-    instead = "has another object in its place"
-    if not unit.options.use_orig_params:
-        instead = "trains its flat parameter instead (use_orig_params=False)"
-    raise StateError(
-        f"{optimizer}.step(): the optimizer holds `{fqn}` from before {unit.name} was wrapped, which {instead}: it "
-        "would train nothing. Wrap the model first, then make the optimizer, from the parameters() of the wrapped model"
-    )
-
-
-def all_units() -> list[Unit]:
+def all_units() -> list[Owner]:
     """The units of this process."""
     return list(_units)
 
 
-def owner_of_param(param: Tensor) -> tuple[Unit, str] | None:
+def owner_of_param(param: Tensor) -> tuple[Owner, str] | None:
     """The unit that has ``param``, an original or a flat one, wherever that is, and the name it has there."""
     owner, fqn, _ = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
     return None if unit is None else (unit, fqn)
 
 
-def _owners_of(params: Iterable[Tensor]) -> dict[Unit, None]:
+def owner_of(module: nn.Module) -> Owner | None:
+    """The unit that has ``module``'s own parameters."""
+    owner = _owners.get(module)
+    return None if owner is None else owner()
+
+
+def _owners_of(params: Iterable[Tensor]) -> dict[Owner, None]:
     """The units that have some of ``params``."""
     owners = map(owner_of_param, params)
     return {owner[0]: None for owner in owners if owner is not None}
@@ -110,12 +100,6 @@ def segment_of(param: Tensor) -> Segment | None:
     owner, _, index = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
     return None if unit is None else unit.segments[index]
-
-
-def owner_of(module: nn.Module) -> Unit | None:
-    """The unit that has ``module``'s own parameters."""
-    owner = _owners.get(module)
-    return None if owner is None else owner()
 
 
 def _why_sharded(tensor: Tensor) -> str | None:
@@ -134,71 +118,3 @@ def _why_sharded(tensor: Tensor) -> str | None:
 
 
 _C.explain_shards(_why_sharded)
-
-
-_inside: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Unit], set[nn.Parameter]]] = weakref.WeakKeyDictionary()
-
-
-@functools.cache
-def watch_registrations() -> None:
-    """From the first model that is wrapped on."""
-    register_module_parameter_registration_hook(_on_parameter)
-    _C.note_registration_hook()
-    register_module_module_registration_hook(_on_module)
-
-
-def close(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
-    """Nothing that trains may be added to ``modules`` any more, which are of ``unit``; ``ignored``: what it may be."""
-    owner = weakref.ref(unit)
-    _inside.update((module, (owner, ignored)) for module in modules)
-
-
-def closed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of ``modules`` that nothing may be added to because they are of ``unit``."""
-    return [module for module in modules if _unit_of(module)[0] is unit]
-
-
-def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    unit, ignored = _unit_of(module)
-    if unit is not None and param is not None:
-        _check(unit, ignored, module, name, param, name)
-
-
-def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
-    unit, ignored = _unit_of(module)
-    if unit is None or added is None:
-        return
-    empty = True
-    for path, param in added.named_parameters():
-        empty = False
-        if owner_of_param(param) is None:
-            _check(unit, ignored, module, f"{name}.{path}", param, None)
-    if empty:  # parameters may come later
-        close(unit, added.modules(), ignored)
-
-
-def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:
-    owner, ignored = _inside.get(module, (None, set()))
-    return None if owner is None else owner(), ignored
-
-
-def _check(
-    unit: Unit, ignored: set[nn.Parameter], module: nn.Module, name: str, param: Any, own_name: str | None
-) -> None:
-    """Raises: ValueError naming what was added and where. ``own_name``: of a parameter of ``module`` itself."""
-    if not param.requires_grad or param in ignored or isinstance(param, FlatParameter):
-        return
-    if any(param is segment.flat for segment in unit.segments):
-        return  # a copied one is no FlatParameter to isinstance()
-    if own_name is not None and (module, own_name) in unit.places:
-        return  # in the place of one of the unit's
-    where, owner = f"a {type(module).__name__} in {unit.name}", owner_of_param(param)
-    if owner is not None:
-        raise ValueError(
-            f"`{name}` of {where} cannot be tied to `{owner[1]}` of {owner[0].name} any more: that is sharded. Tie "
-            "them before the model is wrapped, in one unit"
-        )
-    raise ValueError(
-        f"parameter `{name}` was added to {where} after that was wrapped: each rank would train it on its own. Add it "
-        "before, and name it in ignored_states= if that is what you want; or freeze it first (requires_grad=False)"
-    )

@@ -1,16 +1,19 @@
 """Over which ranks a unit's parameter, gradient and optimizer state are spread: data, one row a strategy."""
 
+import dataclasses
 import json
 import os
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .. import _C
+from .agreement import host_group
 from .api import ShardingStrategy
 from .peers import Meetings, life_of_world
 from .stores import store_of_world
@@ -160,6 +163,40 @@ class Placement:
     def keeps_copy(self) -> bool:
         """Whether there is a copy beside the shards, which may be old."""
         return self.copied or self.stays_full
+
+    @property
+    def compared(self) -> list[dist.ProcessGroup]:
+        """The groups over which ranks compare a unit that they build or load, in order."""
+        return [group for group in (self.optim, self.replicate) if group is not None]
+
+    def traced(self) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
+        """The groups of a unit's collectives, each as ``(which, group)``.
+
+        The trace of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``.
+        """
+        yield _C.GROUP_SHARD, self.optim
+        yield _C.GROUP_REPLICATE, self.replicate
+        if self.copied:
+            # Inner groups may run other units than each other, as long as they gather from their copies. Within one all
+            # ranks come to all collectives in one order, or they would wait for each other in different groups.
+            second = _C.GROUPS  # from there on: who is told besides
+            for which in (_C.GROUP_PARAM, second + _C.GROUP_SHARD, second + _C.GROUP_REFRESH):
+                yield which, self.param
+            yield _C.GROUP_REFRESH, self.optim
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups that a unit's collectives are issued over."""
+        return list(dict.fromkeys(group for _, group in self.traced() if group is not None))
+
+    def with_host(self, device: torch.device | None) -> "Placement":
+        """The same for a unit on ``device``, with the group ``host`` if its ranks tell each other things there.
+
+        A collective call, the first time over a group, for ranks that have compared a unit over it.
+        """
+        if not self.keeps_copy or self.optim is None or device is None or device.type == "cpu":
+            return self
+        return dataclasses.replace(self, host=host_group(self.optim))
 
     @property
     def factors(self) -> tuple[float, float]:

@@ -60,13 +60,13 @@ def post_of(register: Register, rank: int, step: int, event: int, new_pass: int)
     number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
     if kind == _C.EVENT_EXCHANGES:
         return Post(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
-    segment = register.segment(number) if event >= _EVENTS else None
+    trained = register.trained(number) if event >= _EVENTS else {}
     return Post(
         rank,
         step,
         event * 2 + new_pass,
         f"{_KINDS[kind]} {register.name(number)}, in step {step}",
-        "" if segment is None else "".join(str(int(segment.trains(each))) for each in segment.originals),
+        "".join(str(int(is_trained)) for is_trained in trained.values()),
     )
 
 
@@ -85,8 +85,7 @@ def difference(register: Register, first: Post, second: Post) -> tuple[str, str]
 
 def _trained_by_one(register: Register, one: Post, other: Post) -> str:
     number = _number(one)
-    segment = register.segment(number)
-    names = ["a parameter"] if segment is None else [f"`{original.fqn}`" for original in segment.originals]
+    names = [f"`{fqn}`" for fqn in register.trained(number)] or ["a parameter"]
     found = []
     for post, less in ((one, other), (other, one)):
         flags = zip(names, post.trained, less.trained, strict=False)

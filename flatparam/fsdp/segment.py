@@ -18,8 +18,8 @@ from ..common.collectives import name_in_cpp
 from ..common.tensors import in_storage_order, lacks_memory
 from ..common.torch_private import FSDPExtensions
 from . import collectives, order
+from .deferred import blank
 from .extensions import Extended
-from .materialize import blank
 from .originals import Options, Original, keeps_rows, layout_of, row_numel
 
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
@@ -140,8 +140,18 @@ class Segment:
             torch._foreach_zero_([self.flat.data.narrow(0, start, numel) for start, numel in self.gaps])
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share it."""
+        return self.placement.optim
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups that its collectives are issued over."""
+        return self.placement.groups
+
+    @property
     def device(self) -> torch.device:
-        """Where the unsharded data are."""
+        """Where the unsharded data are, and its collectives are issued."""
         return self.computes_on or self.flat.device
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,12 @@ from .clip import by_group, clip
 from .errors import StateError
 from .materialize import put_buffer
 from .names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
-from .order import come_back, follow, tell_trouble, troubled
+from .order import come_back, sequence_of, tell_trouble, troubled
 from .outputs import cast_floats, find_tensors, move_tensors
 from .owners import segment_of
 from .placement import is_grid
+from .register import number_of
+from .sequence import Sequence
 from .stored import choose_dtype
 from .summon import Summoned, in_turn, refuse_unreduced
 from .torch_calls import enter_forward, is_never_recomputed, leave_forwards
@@ -35,8 +37,6 @@ from .wrapper import Wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from .fully_sharded import FullyShardedDataParallel
 
 PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
 
@@ -97,7 +97,8 @@ class Stepping(Wrapper):
         """``error`` has ended a forward: tell the others, if it was the outermost one, or recomputed by backward."""
         root: Any = self._unit.step.root
         if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
-            tell_trouble(units_of(self._outermost().modules()), error)
+            units = units_of(self._outermost().modules())
+            tell_trouble([segment for unit in units for segment in unit.segments], error)
 
     def _refuse_untrained(self) -> None:
         """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""
@@ -159,7 +160,7 @@ class Stepping(Wrapper):
             self._lazy_init()
         before = [wrapper._full_in_eval for wrapper in below]
 
-        def begin() -> list[FullyShardedDataParallel]:
+        def begin() -> list[Stepping]:
             for wrapper in below:
                 wrapper._full_in_eval = False
                 wrapper._compute_in_full(True)
@@ -213,11 +214,11 @@ class Stepping(Wrapper):
             wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
             has_any = any(True for _ in wrapper.parameters())
             wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
-        follow(shared, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
+        _check_collectives(shared, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
         root._cast_buffers(wrappers)
 
     @torch.inference_mode(False)
-    def _cast_buffers(self, wrappers: list[FullyShardedDataParallel]) -> None:
+    def _cast_buffers(self, wrappers: list[Stepping]) -> None:
         """Buffers go to the dtype that the innermost unit around them asks for, once."""
         done: set[int] = set()
         for wrapper in reversed(wrappers):
@@ -424,3 +425,18 @@ def _reduced(unit: weakref.ref[Unit], part: int) -> None:
             for optimizer in getattr(original.param, _OPTIMIZERS, ()):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+
+
+def _check_collectives(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
+    """Have the collectives of a tree's units checked: each with its device."""
+    found: dict[int, tuple[Sequence, _C.ModelTrace]] = {}
+    for unit, device in units:
+        for which, group in unit.options.placement.traced():
+            sequence = sequence_of(group, device)
+            number = None if group is None or sequence is None else number_of(unit, group)
+            if sequence is not None and number is not None:
+                _, follower = found.setdefault(id(sequence), (sequence, _C.ModelTrace(sequence.order)))
+                unit.step.follow(which, follower, number, sequence.sliced)
+    root.tell(tuple(follower for _, follower in found.values()))
+    for sequence, _ in found.values():
+        sequence.join(other for other, _ in found.values() if other is not sequence)

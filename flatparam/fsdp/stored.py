@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from .agreement import check_described, groups_of_placement
+from .agreement import check_described
 from .errors import StateError
 from .segment import Segment
 from .unit import Unit
@@ -69,7 +69,7 @@ def choose_dtype(wrappers: Sequence[Wrapper], inputs: Iterable[Tensor]) -> None:
     in_full = bool(floating) and all(floating == {segment.flat.dtype} for segment in kept)
     in_full = in_full and not torch.is_autocast_enabled(kept[0].device.type)  # which takes either
     said = [("the dtype of floating inputs", f"{each.flat.dtype}, as of the masters: {in_full}") for each in kept]
-    for group in groups_of_placement(wrappers[0]._placement):
+    for group in wrappers[0]._placement.compared:
         check_described(said, None, group)
     for segment in kept:
         segment.keeps_dtype = False

@@ -16,14 +16,14 @@ from . import order
 from .errors import StateError
 from .names import FLAT_PARAM
 from .originals import Original, check_not_rounded, same_bytes
-from .owners import all_units
+from .owners import Owner, all_units
 from .segment import Segment
 from .unit import Unit
 
 _active: "list[Summoned]" = []  # what is summoned now, in this process
 
 
-def refuse_unreduced(units: Iterable[Unit], what: str) -> None:
+def refuse_unreduced(units: Iterable[Owner], what: str) -> None:
     """Refuse ``what`` for gradients of micro-batches that are not reduced yet. Those cleared since count as none.
 
     Raises: StateError naming a unit that has some.

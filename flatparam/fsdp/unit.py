@@ -137,6 +137,16 @@ class Unit:
         names = (name for segment in self.segments for original in segment.originals for name in original.names)
         return {(name.module, name.name) for name in names}
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether its model is in a forward."""
+        return self.step.root is not None and self.step.root.state == "FORWARD"
+
+    def trained(self, part: int) -> dict[str, bool]:
+        """Whether each parameter of a flat parameter requires grad, by FQN."""
+        segment = self.segments[part]
+        return {original.fqn: segment.trains(original) for original in segment.originals}
+
     def flat_names(self) -> list[str]:
         return [FLAT_PARAM if i == 0 else f"{FLAT_PARAM}_{i}" for i in range(len(self.segments))]
 

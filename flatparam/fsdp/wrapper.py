@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,15 @@ from ..common.torch_private import TorchsFSDP
 from . import collectives
 from .api import ShardingStrategy, TrainingState
 from .errors import StateError
-from .foreign import Marks
-from .memory import MemoryPlan, ShardMap, plan_of_unit, plan_tree, shard_map
+from .marks import Marks
+from .memory import MemoryPlan, plan_of_unit, plan_tree
 from .names import FSDP_WRAPPED_MODULE, without_wrappers
 from .originals import Original
 from .placement import Placement
 from .printed import ShowingFreed, of_unit
+from .shard_map import ShardMap, shard_map
 from .summon import Summoned
 from .unit import Unit, units_of
-
-if TYPE_CHECKING:
-    from .fully_sharded import FullyShardedDataParallel
 
 
 class Wrapper(Marks, nn.Module):
@@ -99,7 +97,7 @@ class Wrapper(Marks, nn.Module):
     # What there is
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """The units in ``module``, itself included, depth first; ``root_only``: those that no other one holds.
 
         Where there are none, those that torch's class has wrapped.

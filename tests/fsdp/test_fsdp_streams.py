@@ -22,9 +22,9 @@ from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
 from test_fsdp_device import assert_equal, groups_of, three_groups, whole
 from torch import nn
 
-from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
+from flatparam import CPUOffload, MixedPrecision, Placement, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import OrderError, agreement, fully_sharded
+from flatparam.fsdp import OrderError, agreement
 
 pytestmark = pytest.mark.multiprocess
 
@@ -316,7 +316,7 @@ def ends_before_they_meet(library):
     simulated.use(library)
     arguments = {"process_group": simulated.new_group(on_host=True), "device_id": torch.device("sim", 0)}
     if dist.get_rank() == 1:
-        fully_sharded.with_host = lambda *_: os._exit(7)
+        Placement.with_host = lambda *_: os._exit(7)
     try:
         wrap_blocks(make(), sharding_strategy=ShardingStrategy.ZERO_1, **arguments)
     except OrderError as error:

@@ -1,4 +1,4 @@
-"""The structure of the package: who imports whom. Read from the source, imports inside functions included."""
+"""The structure of the package: which module imports which. Read from the source, in functions and for type hints too."""
 
 import ast
 import re
@@ -29,15 +29,9 @@ FILES = {name_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports_of(name):
-    """Full names of what a module imports, in functions too; not what only type checkers see."""
+    """Full names of what a module imports, in functions and for type checkers too."""
     package = name.split(".") if FILES[name].name == "__init__.py" else name.split(".")[:-1]
-    waiting = [ast.parse(FILES[name].read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            waiting += node.orelse
-            continue
-        waiting += ast.iter_child_nodes(node)
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -59,7 +53,8 @@ def test_one_file_imports_torchs_private_modules():
 
 
 def test_no_import_cycle():
-    list(TopologicalSorter({name: own_imports_of(name) for name in FILES}).static_order())  # else CycleError
+    files = FILES.keys() - {"flatparam"}  # which loads its names when they are first asked for
+    list(TopologicalSorter({name: own_imports_of(name) for name in files}).static_order())  # else CycleError
 
 
 def test_lower_layers_import_no_upper_ones():

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..agreement import digest_of
+from ..compared import digest_of
 from ..held import held_by
 from ..loading import Values, kind_of, units_by_name
 from ..names import clean_tensor_name

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from ... import _C
-from ..agreement import digest_of
+from ..compared import digest_of
 from ..errors import StateError
 from ..held import Held
 from ..loading import Values, agree_on_loading

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...common.after_import import after_import
 from ...common.torch_private import TorchsFSDP
-from .. import foreign
+from .. import marks
 from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE, join
 from ..owners import segment_of
 from ..wrapper import Wrapper
@@ -37,7 +37,7 @@ def _teach(helpers: Any) -> None:
     helpers.FSDP = _Either
     helpers._get_fqns = _names_of(helpers._get_fqns)
     setattr(helpers, _STATE_OF, _state_of(getattr(helpers, _STATE_OF)))
-    foreign.taught.add(_MODULE)
+    marks.taught.add(_MODULE)
 
 
 class _Class(type):
