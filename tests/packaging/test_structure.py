@@ -1,4 +1,4 @@
-"""The structure of the package: which module imports which. Read from the source, in functions and for type hints too."""
+"""The structure of the package: which module imports which. Read from the source, type hints included."""
 
 import ast
 import re
