@@ -9,9 +9,10 @@ from typing import Any
 
 from ..common.parsing import Parser, in_a_command
 from ..common.tables import aligned, human, merged, one_name_of, without_numbers
+from ..fsdp.names import printable
 from ..fsdp.safetensors_files import DTYPES, FileError
 from .errors import CheckpointError
-from .exporting import TIED, export, open_source, tensors_of, verify
+from .exporting import TIED, export, opened, tensors_of, verify
 from .files import Chunk
 from .index import Index
 
@@ -56,15 +57,12 @@ def show(path: Path, trusted: bool, every: bool = False) -> str:
 
     Raises: CheckpointError, FileError, OSError.
     """
-    source = open_source(path, trusted)
-    try:
+    with opened(path, trusted) as source:
         lines = [str(path)]
         if source.index is not None:
             lines += of_index(source.index, every)
         lines += ["", table_of_tensors(list(tensors_of(source)), every)]
-    finally:
-        source.close()
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def of_index(index: Index, every: bool) -> list[str]:

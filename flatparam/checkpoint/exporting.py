@@ -6,13 +6,14 @@ import math
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from .boxes import check_whole
-from .errors import CheckpointError
+from .errors import CheckpointError, naming_checkpoint
 from .files import Chunk, Part, sync_folder, write_file
 from .foreign import open_foreign
 from .index import NAME
@@ -28,10 +29,22 @@ def open_source(path: str | os.PathLike[str], trusted: bool = False) -> Source:
     return Checkpoint(where) if (where / NAME).exists() else open_foreign(where, trusted)
 
 
+@contextmanager
+def opened(path: str | os.PathLike[str], trusted: bool) -> Iterator[Source]:
+    """One for the block, whose CheckpointErrors name ``path``. Raises: as ``open_source``."""
+    source = open_source(path, trusted)
+    try:
+        with naming_checkpoint(Path(path)):
+            yield source
+    finally:
+        source.close()
+
+
 def tensors_of(source: Source) -> Iterator[tuple[str, str, list[Chunk]]]:
-    """``(folder, name, boxes)`` of every tensor of model and optimizer."""
+    """``(folder, name, boxes)`` of every tensor of model and optimizer. Raises: CheckpointError for one in parts."""
     for folder, tensors in (("model", source.model), ("optimizer", source.optimizer)):
         for name, chunks in tensors.items():
+            check_whole(name, chunks)
             yield folder, name, chunks
 
 
@@ -42,20 +55,16 @@ def verify(path: str | os.PathLike[str], *, check_finite: bool = False, trusted:
     ``id``. Raises: CheckpointError naming file and tensor, FileError, OSError.
     """
     meter = Meter("verify", False)
-    source = open_source(path, trusted)
-    look: Look | None = partial(refuse_not_finite, source) if check_finite else None
-    if source.index is None and look is None:
-        look = _only_read
-    try:
+    with opened(path, trusted) as source:
+        look: Look | None = partial(refuse_not_finite, source) if check_finite else None
+        if source.index is None and look is None:
+            look = _only_read
         for _, name, chunks in tensors_of(source):
-            check_whole(name, chunks)
             for chunk in chunks:
                 meter.add(source.check(chunk, 0, _bytes(name, chunk), look))
         for name, chunks in source.own.items():
             for chunk in chunks:
                 meter.add(source.check(chunk, 0, _bytes(name, chunk), None))
-    finally:
-        source.close()
     return Summary(str(path), source.index.id if source.index else None, meter.bytes, meter.bytes, meter.close())
 
 
@@ -83,35 +92,34 @@ def export(
         raise CheckpointError(f"{target}: is a folder; name a file in it")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target.parent}: there is no such folder; make it first")
-    source = open_source(path, trusted)
     meter = Meter("export", progress)
     try:
-        parts, left_out = [], _other_names(source) if tied == "one" else {}
-        for name, chunks in source.model.items():
-            if name in left_out:
-                continue
-            check_whole(name, chunks)
-            shape = chunks[0].shape
-            empty = torch.empty(shape, dtype=chunks[0].torch_dtype(name), device="meta")
-            parts.append(Part(name, shape, (0,) * len(shape), empty))
-        meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
-        beside = f".{target.name}.partial-{secrets.token_hex(16)}"
-        try:
-            write_file(
-                target.parent,
-                beside,
-                parts,
-                meter.add,
-                lambda part: source.whole(part.key, source.model[part.key]),
-                left_out,
-            )
-            os.replace(target.parent / beside, target)
-        except BaseException:
-            (target.parent / beside).unlink(missing_ok=True)
-            raise
-        sync_folder(target.parent)
+        with opened(path, trusted) as source:
+            parts, left_out = [], _other_names(source) if tied == "one" else {}
+            for name, chunks in source.model.items():
+                if name in left_out:
+                    continue
+                check_whole(name, chunks)
+                shape = chunks[0].shape
+                empty = torch.empty(shape, dtype=chunks[0].torch_dtype(name), device="meta")
+                parts.append(Part(name, shape, (0,) * len(shape), empty))
+            meter.expect(sum(part.tensor.numel() * part.tensor.itemsize for part in parts))
+            beside = f".{target.name}.partial-{secrets.token_hex(16)}"
+            try:
+                write_file(
+                    target.parent,
+                    beside,
+                    parts,
+                    meter.add,
+                    lambda part: source.whole(part.key, source.model[part.key]),
+                    left_out,
+                )
+                os.replace(target.parent / beside, target)
+            except BaseException:
+                (target.parent / beside).unlink(missing_ok=True)
+                raise
+            sync_folder(target.parent)
     finally:
-        source.close()
         seconds = meter.close()
     return Summary(str(target), source.index.id if source.index else None, meter.bytes, meter.bytes, seconds)
 

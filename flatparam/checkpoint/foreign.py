@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import pickle
+import reprlib
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +24,18 @@ from ..fsdp.safetensors_files import (
     Entry,
     FileError,
     Files,
+    is_shape,
+    is_size,
+    json_object,
     open_entries,
+    open_file,
     sample_of,
 )
 from .boxes import Read
 from .errors import CheckpointError
 from .files import NAMES, Chunk
 from .reading import Look, Source
+from .schema import OPTIMIZER, misfit
 from .values import encode
 
 METADATA = ".metadata"  # torch's, a pickle
@@ -72,6 +80,11 @@ class Foreign(Source):
         self.digest = _digest(tensors)
         self._given = tensors
 
+    def entry(self, chunk: Chunk) -> Entry:
+        assert isinstance(chunk, InFile)
+        assert chunk.opened is not None
+        return chunk.opened
+
     def fit(self, names: set[str]) -> None:
         if len(names & self._given.keys()) > len(names & self.model.keys()):
             self.model, self.optimizer = self._given, {}
@@ -88,17 +101,24 @@ class Foreign(Source):
         return {"groups": None, "states": states} if states else None
 
 
+@dataclass(slots=True)
+class InFile(Chunk):
+    """A box in a safetensors file of others, which is open."""
+
+    opened: Entry | None = None
+
+    @classmethod
+    def of(cls, entry: Entry, offsets: tuple[int, ...]) -> InFile:
+        return cls(str(entry.path), entry.dtype_name, entry.shape, offsets, entry.shape, entry.begin, None, entry)
+
+
 class WholeFiles(Foreign):
     """Safetensors files that have each tensor whole."""
 
     def __init__(self, path: Path):
         self._files = Files(path)
-        entries = self._files.entries.items()
-        self.take({n: [Chunk(n, e.dtype_name, e.shape, (0,) * len(e.shape), e.shape, e.begin)] for n, e in entries})
+        self.take({name: [InFile.of(one, (0,) * len(one.shape))] for name, one in self._files.entries.items()})
         self.digest += _digest_of(self._files.entries.values()) + self._files.digest
-
-    def entry(self, chunk: Chunk) -> Entry:
-        return self._files.entries[chunk.file]
 
     def close(self) -> None:
         self._files.close()
@@ -109,7 +129,6 @@ class Boxes(Foreign):
 
     def __init__(self, folder: Path, files: Iterable[Path]):
         self._closing = ExitStack()
-        self._entries: dict[tuple[str, int, tuple[int, ...], str], Entry] = {}  # empty ones begin where others do
         tensors: dict[str, list[Chunk]] = {}
         try:
             for path in files:
@@ -123,10 +142,15 @@ class Boxes(Foreign):
                 raise FileError(f"{folder}: the boxes of `{name}` have different numbers of dimensions")
             extents = [[o + s for o, s in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
             shape = tuple(max(ends) for ends in zip(*extents, strict=True))
+            if not is_shape(shape):
+                self.close()
+                raise FileError(
+                    f"{folder}: the boxes of `{name}` are of a tensor of shape {shape}, which none can have"
+                )
             for chunk in chunks:
                 chunk.shape = shape
         self.take(tensors)
-        self.digest += _digest_of(self._entries.values())
+        self.digest += _digest_of(self.entry(chunk) for chunks in tensors.values() for chunk in chunks)
 
     def _add(self, path: Path, tensors: dict[str, list[Chunk]]) -> None:
         header, entries = open_entries(path, self._closing)
@@ -135,14 +159,9 @@ class Boxes(Foreign):
             told = [0] * len(entry.shape) if places is None else places.get(name)
             offsets = tuple(told) if isinstance(told, list) else ()
             fits = isinstance(told, list) and len(offsets) == len(entry.shape)
-            if not fits or not all(type(at) is int and at >= 0 for at in offsets):
+            if not fits or not all(map(is_size, offsets)):
                 raise FileError(f"{path}: `{name}` has no offsets for its shape {entry.shape}")
-            self._entries[str(path), entry.begin, entry.shape, entry.dtype_name] = entry
-            chunk = Chunk(str(path), entry.dtype_name, entry.shape, offsets, entry.shape, entry.begin)
-            tensors.setdefault(name, []).append(chunk)
-
-    def entry(self, chunk: Chunk) -> Entry:
-        return self._entries[chunk.file, chunk.begin, chunk.sizes, chunk.dtype]
+            tensors.setdefault(name, []).append(InFile.of(entry, offsets))
 
     def close(self) -> None:
         self._closing.close()
@@ -151,11 +170,44 @@ class Boxes(Foreign):
 def _places(path: Path, header: bytes) -> dict[str, Any] | None:
     """The offsets of boxes by name; None where tensors are whole."""
     told = json.loads(header).get("__metadata__") or {}
-    try:
-        text = told.get("DCP_SHARDING_INFO")
-        return None if text is None else {name: place["saved_offsets"] for name, place in json.loads(text).items()}
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FileError(f"{path}: its DCP_SHARDING_INFO is not what torch writes: {error}") from error
+    if not isinstance(told, dict):
+        raise FileError(f"{path}: its __metadata__ is {reprlib.repr(told)}, expected an object")
+    text = told.get("DCP_SHARDING_INFO")
+    if text is None:
+        return None
+    places = json_object(path, text) if isinstance(text, str) else {"": text}
+    for name, place in places.items():
+        if not isinstance(place, dict) or "saved_offsets" not in place:
+            raise FileError(
+                f"{path}: its DCP_SHARDING_INFO is not what torch writes: `{name}` has {reprlib.repr(place)}, expected "
+                "saved_offsets"
+            )
+    return {name: place["saved_offsets"] for name, place in places.items()}
+
+
+class Place(NamedTuple):
+    """Where torch.save has written one value."""
+
+    file: str
+    begin: int
+    length: int
+
+
+def _place(name: str, info: Any) -> Place:
+    """Of torch's metadata. Raises: ValueError; AttributeError for what is none."""
+    place = Place(info.relative_path, info.offset, info.length)
+    if not (isinstance(place.file, str) and is_size(place.begin) and is_size(place.length)):
+        raise ValueError(f"`{name}` is at {tuple(place)}, expected a file, a byte and a number of bytes")
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"`{name}` was transformed by {info.transform_descriptors}: save it without")
+    return place
+
+
+@dataclass(slots=True)
+class Stored(Chunk):
+    """A box behind a pickle of others. ``length``: bytes in the file, in which torch.save has written it."""
+
+    length: int = 0
 
 
 class Pickled(Foreign):
@@ -163,10 +215,9 @@ class Pickled(Foreign):
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._stored: dict[tuple[str, int], Any] = {}
-        self._last: tuple[tuple[str, int], Tensor] | None = None
+        self._last: tuple[Chunk, Tensor] | None = None
         self._groups: dict[int, dict[str, Any]] = {}
-        self._values: dict[str, dict[str, Any]] = {}  # where states that are no tensors are, by parameter and key
+        self._values: dict[str, dict[str, Place]] = {}  # where states that are no tensors are, by parameter and key
         self._nested = ""  # a state in a container
         try:
             with open(folder / METADATA, "rb") as file:
@@ -180,47 +231,50 @@ class Pickled(Foreign):
 
     def _tensors_of(self, metadata: Any) -> dict[str, list[Chunk]]:
         tensors: dict[str, list[Chunk]] = {}
-        storage = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+        storage = {(index.fqn, index.offset): _place(index.fqn, info) for index, info in metadata.storage_data.items()}
         for name, told in metadata.state_dict_metadata.items():
             boxes = getattr(told, "chunks", ())  # another value has none
+            if not isinstance(name, str):
+                raise TypeError(f"a name is {name!r}")
             first = storage.get((name, boxes[0].offsets if boxes else None))
-            place = metadata.planner_data.get(name, ())
+            path = metadata.planner_data.get(name, ())
             if name.startswith(_OPTIMIZER):
-                if len(place) > 4 and place[1] == "state":
+                if len(path) > 4 and path[1] == "state":
                     self._nested = name
-                if self._take_value(place, first) or (not boxes and self._take_state(place, first)):
+                if self._take_value(path, first) or (not boxes and self._take_state(path, first)):
                     continue
             for box in boxes:
-                info = storage[name, box.offsets]
+                place = storage[name, box.offsets]
                 dtype = NAMES[told.properties.dtype]
-                chunk = Chunk(
-                    info.relative_path, dtype, tuple(told.size), tuple(box.offsets), tuple(box.sizes), info.offset
-                )
-                self._stored[chunk.file, chunk.begin] = info
+                shape, offsets, sizes = tuple(told.size), tuple(box.offsets), tuple(box.sizes)
+                fits = is_shape(shape) and is_shape(sizes) and all(map(is_size, offsets))
+                if not (fits and len(shape) == len(offsets) == len(sizes)):
+                    raise ValueError(f"`{name}` of shape {shape} has a box at {offsets} of sizes {sizes}")
+                chunk = Stored(place.file, dtype, shape, offsets, sizes, place.begin, None, place.length)
                 tensors.setdefault(name, []).append(chunk)
         return tensors
 
-    def _take_value(self, place: tuple[Any, ...], info: Any) -> bool:
+    def _take_value(self, path: tuple[Any, ...], place: Place | None) -> bool:
         """Of a group of an optimizer, as ``get_optimizer_state_dict`` names it, flattened or not; else False."""
-        if info is None or len(place) < 2:
+        if place is None or len(path) < 2:
             return False
-        if len(place) == 4 and place[1] == "param_groups":
-            self._groups.setdefault(place[2], {})[place[3]] = self._load(info)
+        if len(path) == 4 and path[1] == "param_groups":
+            self._groups.setdefault(path[2], {})[str(path[3])] = self._load(place)
             return True
-        if len(place) == 2 and str(place[1]).startswith("param_groups."):
-            name, _, key = place[1].partition(".")[2].rpartition(".")
-            self._groups.setdefault(name, {"params": [name]})[key] = self._load(info)
+        if len(path) == 2 and str(path[1]).startswith("param_groups."):
+            name, _, key = path[1].partition(".")[2].rpartition(".")
+            self._groups.setdefault(name, {"params": [name]})[key] = self._load(place)
             return True
         return False
 
-    def _take_state(self, place: tuple[Any, ...], info: Any) -> bool:
+    def _take_state(self, path: tuple[Any, ...], place: Place | None) -> bool:
         """The same for a value in a parameter's state."""
-        if info is not None and len(place) == 4 and place[1] == "state":
-            self._values.setdefault(place[2], {})[place[3]] = info
+        if place is not None and len(path) == 4 and path[1] == "state":
+            self._values.setdefault(str(path[2]), {})[str(path[3])] = place
             return True
-        if info is not None and len(place) == 2 and str(place[1]).startswith("state."):
-            name, _, key = place[1].partition(".")[2].rpartition(".")
-            self._values.setdefault(name, {})[key] = info
+        if place is not None and len(path) == 2 and str(path[1]).startswith("state."):
+            name, _, key = path[1].partition(".")[2].rpartition(".")
+            self._values.setdefault(name, {})[key] = place
             return True
         return False
 
@@ -231,10 +285,10 @@ class Pickled(Foreign):
                 "from torch's files: load the model alone, or save with flatparam.checkpoint"
             )
         told = super().told_of_optimizer() or {"groups": None, "states": {}}
-        for name, infos in self._values.items():
-            for key, info in infos.items():
+        for name, places in self._values.items():
+            for key, place in places.items():
                 tensors: dict[str, Tensor] = {}
-                value = encode(self._load(info), f"state.{name}.{key}", tensors)
+                value = encode(self._load(place), f"state.{name}.{key}", tensors)
                 if tensors:
                     raise CheckpointError(f"{self._folder}: `{min(tensors)}` is pickled together with other values")
                 told["states"].setdefault(name, {})[key] = [value, 0]
@@ -247,21 +301,39 @@ class Pickled(Foreign):
                 [{key: value for key, value in group.items() if key not in left_out}, group["params"]]
                 for group in groups
             ]
+        why = misfit(told, OPTIMIZER)
+        if why is not None:
+            raise CheckpointError(f"{self._folder / METADATA}: is not what torch writes: the optimizer's state{why}")
         return told
 
-    def _load(self, info: Any) -> Any:
-        path = self._folder / info.relative_path
-        with open(path, "rb") as file:
-            file.seek(info.offset)
-            content = file.read(info.length)
-        if len(content) != info.length:
-            raise CheckpointError(f"{path}: ended at byte {info.offset + len(content)} while it was read")
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    def _load(self, place: Place) -> Any:
+        path = self._folder / place.file
+        with open(open_file(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if place.begin + place.length > size:
+                raise CheckpointError(
+                    f"{path}: expected {place.length} bytes from {place.begin} on, it has {size} bytes"
+                )
+            file.seek(place.begin)
+            content = io.BytesIO(file.read(place.length))
+        try:
+            return torch.load(content, map_location="cpu", weights_only=True)
+        except Exception as error:  # of any class, by what is in the bytes
+            raise CheckpointError(
+                f"{path}: what torch.save has written at byte {place.begin} cannot be read: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
 
     def _tensor(self, chunk: Chunk) -> Tensor:
-        key = (chunk.file, chunk.begin)
-        if self._last is None or self._last[0] != key:
-            self._last = key, self._load(self._stored[key]).detach().contiguous()
+        if self._last is None or self._last[0] is not chunk:
+            assert isinstance(chunk, Stored)
+            found = self._load(Place(chunk.file, chunk.begin, chunk.length))
+            if not isinstance(found, Tensor) or found.layout != torch.strided:
+                raise CheckpointError(
+                    f"{self.path_of(chunk)}: expected the tensor `{self.name_of(chunk)}` at byte {chunk.begin}, got a "
+                    f"{type(found).__name__}"
+                )
+            self._last = chunk, found.detach().contiguous()
         return self._last[1]
 
     def check(self, chunk: Chunk, begin: int, end: int, look: Look | None) -> int:

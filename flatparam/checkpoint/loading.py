@@ -21,7 +21,7 @@ from ..fsdp.states.loading import piece_of
 from .base import check_sums, sums_of_samples
 from .converting import Convert
 from .council import Council
-from .errors import CheckpointError
+from .errors import CheckpointError, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
 from .gradients import Sums, sums_of
@@ -127,9 +127,10 @@ def read_extra(path: str | os.PathLike[str], rank: int = 0) -> Any:
     """The ``extra`` that one rank has saved. No collective call. Raises: CheckpointError, OSError."""
     source = Checkpoint(Path(os.path.abspath(path)))
     try:
-        if not 0 <= rank < source.index.world_size:
-            raise CheckpointError(f"{source.folder}: has ranks 0 to {source.index.world_size - 1}, not {rank}")
-        return read_extra_of(source, source.index, rank)
+        with naming_checkpoint(source.folder):
+            if not 0 <= rank < source.index.world_size:
+                raise CheckpointError(f"{source.folder}: has ranks 0 to {source.index.world_size - 1}, not {rank}")
+            return read_extra_of(source, source.index, rank)
     finally:
         source.close()
 
@@ -172,12 +173,13 @@ class _Loading:
         base = about.get("base")
         held = list(all_held(self.model, trainable_only=base is not None))
         source.fit({name for one in held for name in one.names})
-        values = self._plan_modules(strict)
-        if index is not None:
-            self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
-        source.look = partial(refuse_not_finite, source) if check_finite else None
-        self._taken = taken = take(self.model, held, source, self._own("own"), values, about)
-        self.into = [into_model(held, source, strict, self._own("own"), taken, base)]
+        with naming_checkpoint(self.path):
+            values = self._plan_modules(strict)
+            if index is not None:
+                self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
+            source.look = partial(refuse_not_finite, source) if check_finite else None
+            self._taken = taken = take(self.model, held, source, self._own("own"), values, about)
+            self.into = [into_model(held, source, strict, self._own("own"), taken, base)]
         if base is not None and strict:
             self.base_sums = sums_of_samples(self.into[0].base, self.council.rank)
         if strict and taken is None and values:
@@ -187,8 +189,9 @@ class _Loading:
             told = source.told_of_optimizer()
             if told is None:
                 raise CheckpointError(f"{self.path}: has no optimizer state")
-            own = self._own("own_states")
-            self.into.append(into_optimizer(self.named, told, source, strict, own, convert))
+            with naming_checkpoint(self.path):
+                own = self._own("own_states")
+                self.into.append(into_optimizer(self.named, told, source, strict, own, convert))
             self.sums = sums_of(held, index, source, self.council.rank, self.council.size)
 
     def _plan_modules(self, strict: bool) -> dict[str, Any]:
@@ -219,10 +222,11 @@ class _Loading:
         """Compare all bytes that will be read with their checksums."""
         assert self.source is not None
         meter.expect(self.bytes)
-        for targets in self.into:
-            check_reads(self.source, targets.reads, self.source.look, meter.add)
-        for held, name, other in self.into[0].tied:
-            check_tied(self.source, held, name, other)
+        with naming_checkpoint(self.path):
+            for targets in self.into:
+                check_reads(self.source, targets.reads, self.source.look, meter.add)
+            for held, name, other in self.into[0].tied:
+                check_tied(self.source, held, name, other)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -98,8 +98,11 @@ class OfRank(dict[str, Tensor]):
         self._source, self._file = source, f"{RANKS}/rank-{rank:05}.safetensors"
 
     def chunks(self, key: str) -> list[Chunk]:
-        """The one of it. Raises: KeyError."""
-        return [next(chunk for chunk in self._source.own[key] if chunk.file == self._file)]
+        """The one of it. Raises: CheckpointError."""
+        for chunk in self._source.own.get(key, ()):
+            if chunk.file == self._file:
+                return [chunk]
+        raise CheckpointError(f"{self._file}: has no `{key}`, which the index says is in it")
 
     def __missing__(self, key: str) -> Tensor:
         return self._source.whole(key, self.chunks(key))

@@ -331,7 +331,7 @@ def _placed(group: Mapping[str, Any], param: Tensor, key: str, value: Any, befor
         return type(value)(_placed(group, param, "", one, was) for one, was in pairs)
     if not isinstance(value, Tensor):
         return value
-    if key == "step" and (group.get("capturable") or group.get("fused")):
+    if key == "step" and any(group.get(flag) is True for flag in ("capturable", "fused")):
         return value.to(param.device)
     return value.to(before.device if isinstance(before, Tensor) else value.device if key == "step" else param.device)
 

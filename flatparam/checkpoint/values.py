@@ -16,6 +16,7 @@ from .files import NAMES
 
 _COUNTER, _DICT, _DTYPE, _FLOAT = "$counter", "$dict", "$dtype", "$float"
 _INT, _TENSOR, _TUPLE = "$int", "$tensor", "$tuple"
+MOST_DEPTH = 150  # lists and objects in each other: what reads them later calls itself for each
 _WIDE = 2**53  # integers beyond are text: readers of JSON make floats of them
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -26,6 +27,25 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     ``path``: where the value is, for messages. Raises: CheckpointError naming the path of what is no tensor, number,
     str, bool, None, dtype, list, tuple or dict of those.
     """
+    try:
+        found = _encode(value, path, tensors)
+        if not _is_deeper(found, MOST_DEPTH):
+            return found
+    except RecursionError:
+        pass
+    raise CheckpointError(f"`{path}` is nested deeper than {MOST_DEPTH}: a checkpoint has no such values")
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether more than ``most`` lists and objects of JSON are in each other in ``value``."""
+    level = [value]
+    for _ in range(most + 1):
+        inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [item for items in inside for item in items]
+    return bool(level)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
@@ -45,9 +65,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value.detach()
         return {_TENSOR: name}
     if type(value) in (list, torch.Size):
-        return [encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
+        return [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
     if type(value) is tuple:
-        return {_TUPLE: [encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
+        return {_TUPLE: [_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
     if type(value) in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
         return _encode_dict(value, path, tensors)
     raise CheckpointError(
@@ -59,35 +79,41 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
     plain = all(type(key) is str and not key.startswith("$") for key in value)
     if plain and type(value) is not collections.Counter:
-        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        return {key: _encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
     for key in value:
         if type(key) not in (str, int, float, bool, tuple, type(None)):
             raise CheckpointError(f"`{path}` has the key {key!r}: keys are str, numbers, bool, None or tuples of those")
     pairs = [
-        [encode(key, f"{path}.{key}", tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
+        [_encode(key, f"{path}.{key}", tensors), _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
     ]
     return {_COUNTER if type(value) is collections.Counter else _DICT: pairs}
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """What ``encode`` was given; ``tensors`` by their paths. Raises: CheckpointError for what it never makes."""
+    if _is_deeper(value, MOST_DEPTH):
+        raise CheckpointError(f"a value that no checkpoint has: nested deeper than {MOST_DEPTH}")
+    return _decode(value, tensors)
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors) for key, item in value.items()}
     [(kind, content)] = value.items()
     try:
         if kind == _TUPLE:
-            return tuple(decode(item, tensors) for item in content)
+            return tuple(_decode(item, tensors) for item in content)
         if kind in (_DICT, _COUNTER):
-            found = {decode(key, tensors): decode(item, tensors) for key, item in content}
+            found = {_decode(key, tensors): _decode(item, tensors) for key, item in content}
             return collections.Counter(found) if kind == _COUNTER else found
         if kind == _INT:
             return int(content, 0)
         if kind == _FLOAT:
             return float(content)
         return _DTYPES[content] if kind == _DTYPE else {_TENSOR: tensors}[kind][content]
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"a value that no checkpoint has: {kind} {content!r:.100}") from error

@@ -15,7 +15,7 @@ from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
 from .deferred import blank
 from .held import Held, held_by, refuse_forms, unit_paths
-from .names import clean_tensor_name, join
+from .names import clean_tensor_name, join, printable
 from .order import gather_objects
 from .originals import same_bytes
 from .posts import Exchange
@@ -183,7 +183,7 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Va
             ranks = [other[0] for other in everyone]
             failed = _first_difference(ranks, gather_objects(Exchange.LOADS, here, group))
     if failed is not None:
-        raise RuntimeError(f"{what}: nothing was loaded: rank {failed[0]}: {failed[1]}")
+        raise RuntimeError(printable(f"{what}: nothing was loaded: rank {failed[0]}: {failed[1]}"))
 
 
 def _first_difference(ranks: list[int], everyone: list[dict[str, str]]) -> tuple[int, str, None]:

@@ -13,7 +13,7 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from ..common.tensors import row_major, span_of
+from .names import printable
 
 INDEX_NAME, FILE_NAME = "model.safetensors.index.json", "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+MOST_DIMS = 64  # of a tensor of torch
 CHUNK_BYTES = 2**20
 SLAB_BYTES = 2**22  # read at once where a box is no run of the file
 _SAMPLES, _SAMPLE_BYTES = 5, 1024  # of each tensor, to compare with other ranks' files
@@ -46,6 +48,9 @@ DTYPES |= {name: getattr(torch, dtype) for name, dtype in _NEWER.items() if hasa
 
 class FileError(ValueError):
     """A file that is not what it should be; the message names it."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -182,18 +187,29 @@ def _find(where: Any) -> tuple[list[Path], dict[str, Path] | None]:
     about = os.stat(path)
     if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_HEADER_BYTES:
         raise FileError(f"{path}: expected a file of at most {MOST_HEADER_BYTES} bytes")
-    index = _json(path, path.read_bytes())
+    index = json_object(path, path.read_bytes())
     mapping = index.get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
         raise FileError(f"{path}: expected `weight_map` to map names to files")
     for file in mapping.values():
-        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file or not _is_file_name(file):
             raise FileError(f"{path}: expected files of the same folder, got {file!r}")
     files = {name: path.parent / file for name, file in mapping.items()}
     return sorted(set(files.values())), files
 
 
-def _json(path: Path, text: bytes) -> dict[str, Any]:
+def _is_file_name(text: str) -> bool:
+    """Whether a file can be called so: a lone surrogate may have no bytes there."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def json_object(path: Path, text: bytes | str) -> dict[str, Any]:
+    """``text``, which is in the file at ``path``. Raises: FileError for other JSON, and names that are in it twice."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -201,8 +217,12 @@ def _json(path: Path, text: bytes) -> dict[str, Any]:
             raise FileError(f"{path}: `{twice}` is in it twice")
         return found
 
+    def unknown(constant: str) -> None:
+        raise FileError(f"{path}: {constant} is no value of JSON")
+
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        found = json.loads(text, object_pairs_hook=unique, parse_constant=unknown)
     except (ValueError, RecursionError) as error:
         if isinstance(error, FileError):
             raise
@@ -227,7 +247,7 @@ def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry
     if len(header) != length:
         raise FileError(f"{path}: ended while its header was read")
     found, ranges, begin = {}, [], 8 + length
-    for name, told in _json(path, header).items():
+    for name, told in json_object(path, header).items():
         if name == "__metadata__":
             continue
         if not isinstance(told, dict):
@@ -245,6 +265,8 @@ def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry
                 f"{path}: `{name}` of shape {shape} and dtype {dtype_name} should have "
                 f"{math.prod(shape) * dtype.itemsize} bytes, its data_offsets are {offsets}"
             )
+        if not is_shape(shape):
+            raise FileError(f"{path}: `{name}` has shape {shape}, and no tensor of torch can")
         ranges.append((offsets[0], offsets[1], name))
         found[name] = Entry(path, descriptor, dtype, dtype_name, shape, begin + offsets[0])
     end = 0
@@ -260,7 +282,16 @@ def open_entries(path: Path, closing: ExitStack) -> tuple[bytes, dict[str, Entry
 
 
 def _sizes(values: Any) -> tuple[int, ...] | None:
-    """``values`` if it is a list of sizes; no tensor has more than 64."""
-    if not isinstance(values, list) or len(values) > 64:
-        return None
-    return tuple(values) if all(type(value) is int and 0 <= value < 2**63 for value in values) else None
+    """``values`` if it is a list of numbers of elements or bytes; no tensor has more than 64."""
+    fits = isinstance(values, list) and len(values) <= MOST_DIMS and all(map(is_size, values))
+    return tuple(values) if fits else None
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a number of elements or bytes."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_shape(sizes: Sequence[Any]) -> bool:
+    """Whether a tensor can have these: torch counts its bytes, and its strides where it is empty, in 64 bits."""
+    return len(sizes) <= MOST_DIMS and all(map(is_size, sizes)) and math.prod(size or 1 for size in sizes) < 2**59
