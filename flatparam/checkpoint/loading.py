@@ -114,6 +114,8 @@ def load(
             f"there, and {dtype} here",
             stacklevel=2,
         )
+    for why in loading.into[-1].without_state if council.is_first else ():
+        warnings.warn(f"{path}: the optimizer's state in the checkpoint {why}", stacklevel=2)
     index = loading.index
     loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
     loaded.missing, loaded.unexpected = loading.into[0].missing, loading.into[0].unexpected

@@ -17,6 +17,7 @@ from ..fsdp.loading import may_become
 from ..fsdp.names import bare_names
 from ..fsdp.outputs import find_tensors
 from ..fsdp.safetensors_files import DTYPES
+from ..fsdp.states.loading import told_of_missing
 from ..fsdp.states.values import same
 from .base import Base, check_names
 from .boxes import Read, check_whole, reads_of
@@ -45,6 +46,7 @@ class Targets:
     base: dict[Held, str] = field(default_factory=dict)  # by their names in the checkpoint, which has no values of them
     touched: list[Held] = field(default_factory=list)
     tied: list[tuple[Held, str, str]] = field(default_factory=list)  # with two names that both are there
+    without_state: list[str] = field(default_factory=list)  # of each group, what is said of parameters that have none
     rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from which dtype to which
 
 
@@ -183,6 +185,13 @@ def into_optimizer(
                 state[mine] = _placed({**group, **loaded.get(id(group), {})}, param, mine, value, before.get(mine))
         if here:
             found.state.append((param, state))
+    for group, does in zip(named.param_groups, converted, strict=True):
+        params = [(param, [one.name for one in named.held[id(param)]]) for param in group["params"] if not does]
+        has = {name for name, state in told["states"].items() if state.keys() - {GRADIENT}}
+        why = told_of_missing(
+            (names, not has.isdisjoint(names)) for param, names in params if names and param.requires_grad
+        )
+        found.without_state += [] if why is None else [why]
     for param, held in itertools.chain(named.params(), named.others()):
         if not any(isinstance(one, InHandle) for one in held):
             here = [one for one in held if one.numel]

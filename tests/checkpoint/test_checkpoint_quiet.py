@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from gloo import fake_world, run_ranks
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -118,3 +118,47 @@ def test_a_learning_rate_stays_on_its_device(tmp_path):
     optimizer.param_groups[0]["lr"] = torch.tensor(0.5, device="meta")  # as an accelerator
     checkpoint.load(tmp_path / "one", module, optimizer)
     assert optimizer.param_groups[0]["lr"].is_meta
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.later, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x, all_of_it):
+        x = self.used(x)
+        return self.frozen(self.later(x) if all_of_it else x)
+
+
+@pytest.mark.parametrize("kind", ["plain", "flat", "orig"])
+def test_a_parameter_without_state_beside_others_that_have_some_is_named(tmp_path, kind):
+    """As the state dicts of the wrapper do; not of a whole state, of frozen ones, and of a state that begins anew."""
+
+    def made():
+        model = Parts()
+        if kind != "plain":
+            orig = kind == "orig"
+            model.later = FSDP(model.later, use_orig_params=orig)
+            model.frozen = FSDP(model.frozen, use_orig_params=orig)
+            model = FSDP(model, use_orig_params=orig)
+        return model, torch.optim.Adam(model.parameters())
+
+    with fake_world():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one rank shards nothing
+            model, optimizer = made()
+        for all_of_it in (False, True):
+            model(torch.ones(2, 2), all_of_it).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.save(tmp_path / str(all_of_it), model, optimizer)
+        checkpoint.save(tmp_path / "new", model, torch.optim.Adam(model.parameters()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoint.load(tmp_path / "True", model, optimizer)
+            checkpoint.load(tmp_path / "new", model, optimizer)
+            checkpoint.load(tmp_path / "False", model, torch.optim.SGD(model.parameters(), lr=0.1), convert={})
+        message = "has nothing for `later.weight`, `later.bias`, and has `used.weight` of the same parameter group"
+        with pytest.warns(UserWarning, match=message) as told:
+            checkpoint.load(tmp_path / "False", model, optimizer)
+        assert [one.filename for one in told] == [__file__]

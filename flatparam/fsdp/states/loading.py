@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,19 +77,31 @@ def cut(
 
 
 def _warn_of_missing(groups: list[list[Stepped]], plan: Mapping[Stepped, Any]) -> None:
-    """Name a parameter that begins without state beside others of its group that go on with theirs."""
     for group in groups:
-        lacking = [one for one in group if one not in plan and one.tensor.requires_grad]
-        having = next((one for one in group if one in plan), None)
-        if having is not None and lacking:
-            names = [f"`{param.name}`" for one in lacking for param in one.params]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            warnings.warn(
-                f"the optimizer's state has nothing for {', '.join(names[:3])}{more}, and has "
-                f"`{having.params[0].name}` of the same parameter group: the optimizer begins anew for these. "
-                "It had no gradient before the state was taken, or the state is not whole",
-                stacklevel=5,
-            )
+        why = told_of_missing(
+            ([param.name for param in one.params], one in plan)
+            for one in group
+            if one in plan or one.tensor.requires_grad
+        )
+        if why is not None:
+            warnings.warn(f"the optimizer's state {why}", stacklevel=5)
+
+
+def told_of_missing(group: Iterable[tuple[list[str], bool]]) -> str | None:
+    """What to say of parameters that begin without state beside others of their group that go on with theirs.
+
+    ``group``: of each tensor that the optimizer steps, the parameters in it, and whether it has state. None: nothing.
+    """
+    group = list(group)
+    lacking = [f"`{name}`" for names, has in group if not has for name in names]
+    having = next((names[0] for names, has in group if has), None)
+    if having is None or not lacking:
+        return None
+    more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+    return (
+        f"has nothing for {', '.join(lacking[:3])}{more}, and has `{having}` of the same parameter group: the "
+        "optimizer begins anew for these. It had no gradient before the state was taken, or the state is not whole"
+    )
 
 
 def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
