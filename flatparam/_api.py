@@ -12,6 +12,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from ._C import ShardError
+from .checkpoint.safetensors import load_safetensors
 from .common.layout import FlatLayout
 from .common.torch_private import (
     FlatParameter,

@@ -112,12 +112,17 @@ class InFile(Chunk):
         return cls(str(entry.path), entry.dtype_name, entry.shape, offsets, entry.shape, entry.begin, None, entry)
 
 
+def whole_tensors(files: Files) -> dict[str, list[Chunk]]:
+    """Each tensor of ``files`` as one box, by name."""
+    return {name: [InFile.of(entry, (0,) * len(entry.shape))] for name, entry in files.entries.items()}
+
+
 class WholeFiles(Foreign):
     """Safetensors files that have each tensor whole."""
 
     def __init__(self, path: Path):
         self._files = Files(path)
-        self.take({name: [InFile.of(one, (0,) * len(one.shape))] for name, one in self._files.entries.items()})
+        self.take(whole_tensors(self._files))
         self.digest += _digest_of(self._files.entries.values()) + self._files.digest
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..fsdp.held import Held
 from ..fsdp.loading import may_become
-from ..fsdp.names import bare_names, join, without_wrappers
+from ..fsdp.names import bare_names, clean_tensor_name, join, without_wrappers
 from ..fsdp.safetensors_files import DTYPES
 from ..fsdp.states.before import Beside
 from ..fsdp.states.model import ModelStates, after_load, before_load
@@ -209,8 +209,10 @@ def take(
             result = module.load_state_dict(state, strict=False)
         state.clear()
         _put_values(module, stand_ins)
-    except BaseException:
+    except BaseException as error:
         before.restore()
+        if type(error) is RuntimeError:  # torch's, in several lines, with the names of units
+            raise CheckpointError(" ".join(clean_tensor_name(str(error)).split())) from error
         raise
     return _taken(held, stand_ins, result, before, source, bare_names(module))
 

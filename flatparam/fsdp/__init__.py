@@ -5,7 +5,6 @@ from .api import *  # noqa: F403
 from .deferred import defer_init
 from .errors import OrderError, StateError
 from .fully_sharded import FullyShardedDataParallel
-from .loading import load_safetensors
 from .memory import MemoryPlan, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
 from .outputs import DeviceError
@@ -14,6 +13,6 @@ from .shard_map import Piece, ShardMap
 from .wrap import ModuleWrapPolicy
 
 __all__ = ["FullyShardedDataParallel", "MemoryPlan", "OrderError", "Piece", "Placement", "ShardMap", "UnitPlan"]
-__all__ += ["DeviceError", "ModuleWrapPolicy", "StateError", "defer_init", "load_safetensors"]
+__all__ += ["DeviceError", "ModuleWrapPolicy", "StateError", "defer_init"]
 __all__ += ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_tensor_name", "p_assert"]
 __all__ += api.__all__

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy as S
-from flatparam import checkpoint
+from flatparam import checkpoint, load_safetensors
 from flatparam.checkpoint import CheckpointError
 
 
@@ -293,18 +293,61 @@ def renamed(folder):
             for one in (plain, wrapped):
                 checkpoint.load(path, one)
                 assert equal(one.state_dict(), oracle.state_dict())
+            again = FSDP(made(), use_orig_params=use_orig_params)
+            assert not any(load_safetensors(again, folder / "theirs.safetensors"))
+            assert equal(again.state_dict(), oracle.state_dict())
     del old["a.scale"]
     if dist.get_rank() == 0:
         save_file(old, folder / "less.safetensors")
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"missing in the checkpoint: `a\.gain`"):
         checkpoint.load(folder / "less.safetensors", wrapped)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in the files: "a\.gain"'):
+        load_safetensors(wrapped, folder / "less.safetensors")
     assert equal(wrapped.state_dict(), oracle.state_dict())
 
 
 @pytest.mark.multiprocess
 def test_names_that_a_load_hook_renames(tmp_path):
     run_ranks(renamed, 2, tmp_path)
+
+
+OF_TENSORS = (Metric, Hooked, Observed)
+
+
+def of_files(folder):
+    """Modules that load by their own code take what `load_state_dict(load_file())` lets them take, or none does."""
+    rank = dist.get_rank()
+    one, oracle = model(OF_TENSORS), model(OF_TENSORS, 1)
+    for kind in OF_TENSORS:
+        one[kind.__name__.lower()].change(3.0)
+    if rank == 0:
+        save_file(one.state_dict(), folder / "one.safetensors")
+        save_file({**one.state_dict(), "net.bias": torch.zeros(7)}, folder / "bad.safetensors")
+        save_file({**one.state_dict(), "net.bias": torch.zeros(3)}, folder / "other.safetensors")
+    dist.barrier()
+    oracle.load_state_dict(load_file(folder / "one.safetensors"))
+    for use_orig_params in (True, False):
+        loaded = model(OF_TENSORS, 2)
+        loaded["hooked"] = hooked = FSDP(loaded["hooked"], use_orig_params=use_orig_params)
+        loaded = FSDP(loaded, use_orig_params=use_orig_params)
+        before = {name: value.clone() for name, value in loaded.state_dict().items()}
+        for file, message in (
+            ("bad", r"bad\.safetensors: .*size mismatch for net\.bias"),
+            ("other" if rank else "one", "differ"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                load_safetensors(loaded, folder / f"{file}.safetensors")
+            assert equal(loaded.state_dict(), before)
+        assert not any(load_safetensors(loaded, folder / "one.safetensors"))
+        assert equal(loaded.state_dict(), oracle.state_dict())
+        assert hooked.module.seen() == oracle["hooked"].seen() == one["hooked"].seen()
+        assert loaded.module["metric"].seen() == 3.0
+
+
+@pytest.mark.multiprocess
+def test_modules_load_safetensors_by_their_own_code(tmp_path):
+    run_ranks(of_files, 2, tmp_path)
 
 
 def test_batch_norm_of_before_it_counted(tmp_path):
@@ -315,8 +358,11 @@ def test_batch_norm_of_before_it_counted(tmp_path):
     other["norm"].num_batches_tracked += 5
     oracle = copy.deepcopy(other)
     oracle.load_state_dict(state)
+    again = copy.deepcopy(other)
     checkpoint.load(tmp_path / "one.safetensors", other)
     assert equal(other.state_dict(), oracle.state_dict())
+    load_safetensors(again, tmp_path / "one.safetensors")
+    assert equal(again.state_dict(), oracle.state_dict())
 
 
 class Doubles(nn.Module):

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from gloo import note, run_ranks
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import checkpoint
+from flatparam import checkpoint, load_safetensors
 from flatparam.checkpoint.exporting import open_source
 
 
@@ -79,6 +80,11 @@ def values_of(model):
     }
 
 
+def save_to(path, model):
+    checkpoint.save(path, model)
+    return path
+
+
 def names(folder, hooked):
     """Each way to wrap saves, and each loads what the plain model has saved, and the other way."""
     plain = Net(hooked, seed=1)
@@ -87,12 +93,23 @@ def names(folder, hooked):
     plain_optimizer.step()
     checkpoint.save(f"{folder}/plain", plain, plain_optimizer)
     expected = values_of(plain)
+    if torch.distributed.get_rank() == 0:
+        save_file(expected, f"{folder}/plain.safetensors")
+    torch.distributed.barrier()
     for number, (how, wrap) in enumerate(WRAPS.items()):
         model = wrap(Net(hooked, seed=2))
         optimizer = torch.optim.Adam(model.parameters())
         checkpoint.load(f"{folder}/plain", model, optimizer)
         checkpoint.save(f"{folder}/{number}", model, optimizer)
         note(how)
+        third = wrap(Net(hooked, seed=4))
+        found = load_safetensors(third, f"{folder}/plain.safetensors")
+        assert not any(found), (how, found)
+        loaded = open_source(save_to(f"{folder}/third {number}", third))
+        tensors = {name: loaded.whole(name, chunks) for name, chunks in loaded.model.items()}
+        loaded.close()
+        assert tensors.keys() >= expected.keys() - {"more"}
+        assert all(torch.equal(tensors[name], value) for name, value in expected.items()), how
         source = open_source(f"{folder}/{number}")
         source.close()
         saved = set(source.model)
