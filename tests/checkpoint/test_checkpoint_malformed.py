@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import differing
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from flatparam import checkpoint, load_safetensors
@@ -344,16 +345,14 @@ def in_ours(folder):
 
 def in_pickled(folder):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for index, info in metadata.storage_data.items():
-        with open(folder / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            content = io.BytesIO(file.read(info.length))
-        value = None
-        with suppress(Exception):  # what is damaged is no one's
-            value = torch.load(content, weights_only=True)
-        if isinstance(value, torch.Tensor) and value.numel():
-            name = index.fqn.removeprefix("model.").replace("optim.", "")
-            yield name, index.offset or [0] * value.dim(), value
+    for name, told in metadata.state_dict_metadata.items():
+        for chunk in getattr(told, "chunks", ()):
+            with suppress(Exception):  # what is damaged may be wanted by nobody
+                info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                content = (folder / info.relative_path).read_bytes()[info.offset :][: info.length]
+                value = torch.load(io.BytesIO(content), weights_only=True)
+                if value.numel() and len(chunk.offsets) == value.dim():
+                    yield name.removeprefix("model.").replace("optim.", ""), chunk.offsets, value
 
 
 KINDS = {
@@ -409,7 +408,7 @@ def check_load(path, read, generator, about, of_optimizer=None):
         wanted = expected.get(name, before[name]).to(value.dtype)
         assert torch.equal(wanted, value) or not value.numel(), (name, about)
     if given is not None:
-        for name, param in model.named_parameters():
+        for name, param in ((name, param) for name, param in model.named_parameters() if param.numel()):
             for key, value in optimizer.state.get(param, {}).items():
                 wanted = expected.get(f"state.{name}.{key}")
                 if wanted is not None and isinstance(value, torch.Tensor):
