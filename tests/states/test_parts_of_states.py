@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gloo import note, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -162,3 +163,69 @@ def uncounted():
 @pytest.mark.multiprocess
 def test_writes_that_torch_does_not_count_are_compared_and_fill():
     run_ranks(uncounted, 2)
+
+
+class Around(nn.Module):
+    """Its hook drops a parameter of an inner unit, or knows it by another name."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_load_state_dict_pre_hook(self.change)
+
+    @staticmethod
+    def change(self, state, prefix, *args):
+        if prefix + "flag" in state:
+            del state[prefix + "flag"], state[prefix + "a.weight"]
+        if prefix + "old" in state:
+            state[prefix + "a.weight"] = state.pop(prefix + "old")
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def hooks_around():
+    """Rows of an inner unit that a hook drops or renames on all ranks, or on one, which is told to both."""
+    for uo, by_helper in itertools.product((False, True), (False, True)):
+        model = Around()
+        model.a = FSDP(model.a, use_orig_params=uo)
+        model = FSDP(model, use_orig_params=uo)
+
+        def load(state, model=model, by_helper=by_helper):
+            if by_helper:
+                set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+            else:
+                with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                    model.load_state_dict(state, strict=False)
+
+        saved = {name: value + 1.0 for name, value in model.state_dict().items()}
+        before = model.state_dict()
+        model.load_state_dict(saved)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            rows = model.state_dict()
+        model.load_state_dict(before)
+        old = {"old" if name == "a.weight" else name: value for name, value in rows.items()}
+        none = {name: value for name, value in rows.items() if name != "a.weight"}
+        flagged = {**rows, "flag": torch.ones(1)}
+        for kind, (first, second) in {"dropped": (flagged, rows), "renamed": (old, none)}.items():
+            note(f"{uo} {by_helper} {kind}")
+            with pytest.raises(RuntimeError, match=r"`a\.weight` differs"):
+                load(dict(second if dist.get_rank() else first))
+            assert_state(model, before)
+        load(dict(flagged))
+        assert_state(model, {**saved, "a.weight": before["a.weight"]})
+        load(dict(old))
+        assert_state(model, saved)
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def assert_state(model, expected):
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.multiprocess
+def test_hooks_around_a_unit_that_change_its_rows_on_one_rank_are_told_to_all():
+    run_ranks(hooks_around, 2)

@@ -251,7 +251,10 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     own = list(own_values(unit, state_dict, prefix))
     for key in own:  # loading the parameter into itself is no change
         del state_dict[key]
-    _make_whole(unit, state_dict, prefix)
+    rows = _rows_in(unit, state_dict, prefix)
+    if rows or kind is StateDictType.SHARDED_STATE_DICT:
+        _agree_on_rows_in(unit, state_dict, rows)
+    _make_whole(unit, state_dict, rows)
     on_host = unit.options.device is not None  # as the shards are
     loading = module._loading = Summoned(unit, writeback=True, offload_to_cpu=on_host, loads=True)
     loading.missing = unit.without(lambda fqn: prefix + fqn in state_dict)
@@ -336,15 +339,40 @@ def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Ori
     return [original for name, segment in named if prefix + name not in state for original in segment.originals]
 
 
-def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
-    """Replace the rows in ``state`` of what ``unit`` has. A collective call, if there are any."""
+def _rows_in(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[tuple[str, Held, Original]]:
+    """The keys in ``state`` of rows of ``unit``'s parameters, each with the parameter: one object for all its names."""
+    params: dict[int, Held] = {}
+    found = []
+    for key, segment, original in own_names(unit, prefix):
+        if is_rows(state.get(key)):
+            number = next(i for i, one in enumerate(unit.segments) if one is segment)
+            shape, name = tuple(original.shape), clean_tensor_name(key)
+            made = Held([name], original.param, shape, original.stride, unit, segment, number)
+            found.append((key, params.setdefault(id(original), made), original))
+    return found
+
+
+def _agree_on_rows_in(unit: Unit, state: Mapping[str, Any], rows: list[tuple[str, Held, Original]]) -> None:
+    """Raises: RuntimeError on every rank, if ranks have other rows, or have them of other parameters, or they misfit.
+
+    A hook of a module around the unit may have dropped or renamed some on one rank alone.
+    """
+
+    def checked() -> Iterator[tuple[str, Held, Any]]:
+        for key, param, original in rows:
+            assert param.segment is not None
+            yield param.name, param, _checked(param.name, param.segment, original, state[key])
+
+    agree_on_rows("load_state_dict", [unit], checked())
+
+
+def _make_whole(unit: Unit, state: dict[str, Any], rows: list[tuple[str, Held, Original]]) -> None:
+    """Replace ``rows`` in ``state``, which all ranks have. A collective call, if there are any."""
     groups: dict[tuple[int, torch.dtype], dict[Held, Any]] = {}
     names: dict[Held, list[str]] = {}
-    of_originals: dict[int, Held] = {}
     formed: dict[Held, Original] = {}
-    for key, segment, original in own_names(unit, prefix):
-        if not is_rows(state.get(key)):
-            continue
+    for key, param, original in rows:
+        segment = unit.segments[param.number]
         value: Any = without_extension(segment, original, state[key])
         extension = segment.extension_of(original)
         if is_whole(original, value):
@@ -352,13 +380,8 @@ def _make_whole(unit: Unit, state: dict[str, Any], prefix: str) -> None:
         if isinstance(value, DTensor) and extension is not None:
             state[key] = original.formed(whole_by(extension, segment, value))
         elif is_rows(value):
-            number = next(i for i, one in enumerate(unit.segments) if one is segment)
-            param = of_originals.get(id(original))
-            if param is None:
-                param = of_originals[id(original)] = Held(
-                    [key], original.param, tuple(original.shape), original.stride, unit, segment, number
-                )
-                groups.setdefault((number, dtype_of(value)), {})[param] = value
+            if param not in names:
+                groups.setdefault((param.number, dtype_of(value)), {})[param] = value
             names.setdefault(param, []).append(key)
             formed[param] = original
     for (number, dtype), values in groups.items():
@@ -375,15 +398,19 @@ def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
     table = Table(model)
     for key, value in state.items():
         param = table.by_name.get(clean_tensor_name(key))
-        if param is None or param.segment is None or not is_rows(value):
-            continue
-        shape = param.original.full_shape
-        if shape_of(value) != shape:
-            raise StateError(f"size mismatch for `{key}`: {shape_of(value)}, the model's is {shape}")
-        if is_whole(param.original, value):
-            value = f"{value.dtype} {digest_of(param.original.plain(value).cpu().contiguous())}"
-        elif has_rows(shape, param.segment):
-            check_rows(key, param.segment, param.original, value)
-        elif not isinstance(value, DTensor):
-            raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
-        yield param.name, param, value
+        if param is not None and param.segment is not None and is_rows(value):
+            yield param.name, param, _checked(key, param.segment, param.original, value)
+
+
+def _checked(key: str, segment: Segment, original: Original, value: Any) -> Any:
+    """``value``, which has rows; of one that ranks have whole what it is. Raises: StateError if it does not fit."""
+    shape = original.full_shape
+    if shape_of(value) != shape:
+        raise StateError(f"size mismatch for `{key}`: {shape_of(value)}, the model's is {shape}")
+    if is_whole(original, value):
+        return f"{value.dtype} {digest_of(original.plain(value).cpu().contiguous())}"
+    if has_rows(shape, segment):
+        check_rows(key, segment, original, value)
+    elif not isinstance(value, DTensor):
+        raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
+    return value
