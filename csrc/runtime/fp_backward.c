@@ -249,7 +249,7 @@ before_accumulation(void *object, int index)
     fp_unit *unit = object;
     fp_flat_param *flat_param = &unit->flat_params[index];
     if (unit->root == NULL || flat_param->shown == FP_SHOWN_REDUCED) {
-        return 0;
+        return unit->root == NULL ? 0 : fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name));
     }
     if (check_may_turn(unit) < 0) {
         return -1;

@@ -322,26 +322,40 @@ show_saved(fp_flat_param *flat_param)
     const fp_param_pieces owners = owners_of(flat_param);
     flat_param->saved = NULL;
     const fp_reduced reduced = {.tensor = saved, .divisor = 1.0, .dtype = -1};
-    const int status = saved == NULL ? 0 : fp_gradients_add_pieces(&owners, flat_param->in_saved, &reduced, 0);
+    const int status = saved == NULL ? 0 : fp_gradients_add_pieces(&owners, flat_param->in_saved, &reduced, NULL);
     Py_XDECREF(saved);
     return status;
 }
 
 static void
-refuse_written(const fp_flat_param *flat_param, Py_ssize_t i, const char *name)
+refuse_gradient(const fp_flat_param *flat_param, Py_ssize_t i, const char *name, const char *why)
 {
     PyObject *what = flat_param->params == NULL
                          ? PyUnicode_FromString("its flat parameter")
-                         : PyUnicode_FromFormat("parameter `%U`", flat_param->attributes.items[i].name);
+                         : PyUnicode_FromFormat("parameter `%U` of a %.200s", flat_param->attributes.items[i].name,
+                                                Py_TYPE(flat_param->attributes.items[i].module)->tp_name);
     if (what != NULL) {
-        PyErr_Format(
-            PyExc_ValueError,
-            "%s: the gradient of %U was changed in place between micro-batches in no_sync(). There it shows what was "
-            "added up in no_sync(), which is dropped now; what a synced backward had reduced before was put aside, and "
-            "would not have been changed. Change gradients after the last micro-batch, outside of no_sync()",
-            name, what);
+        PyErr_Format(PyExc_ValueError, "%s: the gradient of %U %s", name, what, why);
         Py_DECREF(what);
     }
+}
+
+static const char written_in_place[] =
+    "was changed in place between micro-batches in no_sync(). There it shows what was added up in no_sync(), which is "
+    "dropped now; what a synced backward had reduced before was put aside, and would not have been changed. Change "
+    "gradients after the last micro-batch, outside of no_sync()";
+
+int
+fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
+{
+    const fp_param_pieces owners = owners_of(flat_param);
+    const Py_ssize_t i = fp_gradients_find_freed(&owners);
+    if (i < owners.n) {
+        refuse_gradient(flat_param, i, name,
+                        "has no memory for its elements: its storage was freed or resized outside of flatparam, and "
+                        "its values are lost. Set .grad to None instead, and leave storages as they are");
+    }
+    return i < owners.n ? -1 : 0;
 }
 
 int
@@ -351,22 +365,21 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
         return 0;
     }
     move_shown(flat_param, FP_SHOWN_READ, name);
-    PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
-    if (kept == NULL) {
-        return -1;
-    }
+    PyObject *kept =
+        fp_flat_param_check_grads(flat_param, name) < 0 ? NULL : fp_flat_buffer_accumulated_grad(flat_param->flat);
     const fp_param_pieces owners = owners_of(flat_param);
     const fp_put_aside aside = {.tensor = &flat_param->saved,
                                 .like = flat_param->master,
                                 .has = flat_param->in_saved,
                                 .owed = flat_param->owed};
-    const Py_ssize_t shown = flat_param->refresh_group == NULL
+    const Py_ssize_t shown = kept == NULL ? -1
+                             : flat_param->refresh_group == NULL
                                  ? fp_gradients_check_kept(&owners, kept, aside)
                                  : fp_gradients_check_pieces(&owners, kept, aside, flat_param->kept_first,
                                                              flat_param->own, name, flat_param->cleared);
-    Py_DECREF(kept);
+    Py_XDECREF(kept);
     if (shown < -1) {
-        refuse_written(flat_param, -2 - shown, name);
+        refuse_gradient(flat_param, -2 - shown, name, written_in_place);
     }
     if (shown <= 0) {
         fp_flat_buffer_drop_grads(flat_param->flat, 1);
@@ -380,14 +393,17 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
 }
 
 int
-fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced)
+fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name)
 {
+    if (fp_flat_param_check_grads(flat_param, name) < 0) {
+        return -1;
+    }
     const fp_param_pieces owners = owners_of(flat_param);
     for (Py_ssize_t i = 0; i < owners.n; i++) {
         flat_param->gets[i] = (char)(fp_param_requires_grad(owners.params[i]) || flat_param->owed[i]);
         flat_param->owed[i] = 0;
     }
-    return fp_gradients_add_pieces(&owners, flat_param->gets, reduced, 1);
+    return fp_gradients_add_pieces(&owners, flat_param->gets, reduced, name);
 }
 
 int
@@ -451,7 +467,8 @@ fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name)
 int
 fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
 {
-    PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
+    PyObject *kept =
+        fp_flat_param_check_grads(flat_param, name) < 0 ? NULL : fp_flat_buffer_accumulated_grad(flat_param->flat);
     if (kept == NULL) {
         return -1;
     }

@@ -101,6 +101,9 @@ int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param
 
 extern int64_t fp_flat_param_unfit; /* of how many .grad is not what an optimizer can step with */
 
+/* Each .grad has the memory that it needs: torch's operations would read and write beyond a storage that a user has freed or
+ * resized. */
+int fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name);
 /* Show the gradients that were kept in no_sync, and put a reduced one aside. */
 int fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
@@ -109,7 +112,7 @@ int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
 /* The same between passes; what is left is shown again. */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name);
 /* Let the owners have their pieces of reduced, which is borrowed, added to what they have; their hooks see them. */
-int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced);
+int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
 int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);

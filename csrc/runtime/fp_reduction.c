@@ -8,7 +8,7 @@ fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
     int status =
         fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit), &reduced);
     if (status > 0) {
-        status = fp_flat_param_add_reduced(flat_param, &reduced);
+        status = fp_flat_param_add_reduced(flat_param, &reduced, PyUnicode_AsUTF8(unit->name));
         Py_DECREF(reduced.tensor);
         if (status == 0 && unit->reduced != NULL && unit->reduced != Py_None) {
             PyObject *result = PyObject_CallFunction(unit->reduced, "n", (Py_ssize_t)(flat_param - unit->flat_params));

@@ -179,8 +179,13 @@ void move_to_storage(const at::Tensor &tensor, const at::Tensor &source);
 // The bytes of memory that tensor needs from the beginning of its storage on.
 size_t bytes_for(const at::Tensor &tensor);
 
-// Throws ValueError unless the storage of tensor has memory for all of its elements.
-void check_memory(const at::Tensor &tensor);
+// Whether the storage of tensor has memory for all of its elements: users can free and resize each storage that they reach. What
+// has no memory of its own (sparse tensors, those on the meta device, wrappers of Python) does.
+bool has_memory(const at::Tensor &tensor);
+
+// Throws ValueError, which begins with name, unless it has. Whoever reads or writes memory that a user can reach calls this
+// before: torch's operations look at the size of no storage.
+void check_memory(const at::Tensor &tensor, const char *name = nullptr);
 
 // Views of flat at the places of geometry, new references: differentiable ones, tracked by node if there is one; or leaves.
 // They share flat's version counter. ValueError unless flat is 1-D and of geometry's length; -1 with a Python exception.

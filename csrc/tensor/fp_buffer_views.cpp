@@ -21,6 +21,8 @@ write_to_shard(const fp_flat_buffer &flat, const at::Tensor &shard, int64_t offs
     if (first >= last) {
         return false;
     }
+    check_memory(shard, name_of(flat));
+    check_memory(values, name_of(flat));
     const at::Tensor target = alias(shard, last - first, int64_t{1}, shard.storage_offset() + first - begin);
     const at::Tensor mine =
         alias(values, last - first, int64_t{1}, values.storage_offset() + first - offset).to(shard.device());
@@ -233,7 +235,7 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             const at::Tensor view = THPVariable_Unpack(views[i]);
             if (fp::is_plain_tensor(view) && view.sizes() == c10::IntArrayRef(place.shape) &&
                 view.scalar_type() == flat->unsharded.scalar_type() && view.device() == flat->unsharded.device()) {
-                fp::check_memory(view);
+                fp::check_memory(view, fp::name_of(*flat));
                 const at::Tensor values = at::empty({place.numel}, flat->unsharded_data.options());
                 fp::alias(values, place.shape, place.stride, 0)
                     .copy_(fp::alias(view, view.sizes(), view.strides(), view.storage_offset()));
@@ -248,6 +250,7 @@ fp_flat_buffer_take_written(fp_flat_buffer *flat, PyObject *shard_object, PyObje
             const fp::View &place = flat->geometry->views[i];
             changed = (!borrowed && fp::write_to_shard(*flat, shard, place.offset, values)) || changed;
             if (borrowed || whole) {
+                fp::check_memory(flat->unsharded_data, fp::name_of(*flat));
                 const at::Tensor target = fp::alias(flat->unsharded_data, place.numel, int64_t{1},
                                                     flat->unsharded_data.storage_offset() + place.offset);
                 changed = (borrowed && !fp::has_same_bytes(target, values)) || changed;

@@ -52,7 +52,6 @@ sources_of(const Geometry &geometry, const std::vector<at::Tensor> &pieces)
         const View &view = geometry.views[i];
         bool direct = false;
         if (pieces[i].defined()) {
-            check_memory(pieces[i]);
             direct = same_layout(pieces[i], view);
             if (!direct) {
                 sources.strided.push_back(i);
@@ -87,7 +86,6 @@ pack_batched(const at::Tensor &target, const Geometry &geometry, const std::vect
         if (!is_plain_tensor(pieces[i]) || pieces[i].device() != target.device()) {
             return false;
         }
-        check_memory(pieces[i]);
         places.push_back(alias(target, view));
         values.push_back(pieces[i]);
         gap_until(view.offset);
@@ -160,9 +158,15 @@ pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vector<fp
 
 void
 pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
-            const at::TensorOptions &options, const How &how)
+            const at::TensorOptions &options, const How &how, const char *name)
 {
     const at::ScalarType dtype = options.dtype().toScalarType();
+    check_memory(target, name);
+    for (const at::Tensor &piece : pieces) {
+        if (piece.defined()) {
+            check_memory(piece, name);
+        }
+    }
     const bool plain =
         target.is_cpu() && std::all_of(pieces.begin(), pieces.end(), [&](const at::Tensor &piece) {
             return !piece.defined() || (is_plain_tensor(piece) && piece.is_cpu() && piece.scalar_type() == dtype);
@@ -200,6 +204,7 @@ convert(const at::Tensor &target, const at::Tensor &source, const How &how)
 at::Tensor
 divided(at::Tensor tensor, double divisor, at::ScalarType dtype)
 {
+    check_memory(tensor);
     if (divisor != 1.0 && dtype != tensor.scalar_type() && divides_by_multiplying(tensor, divisor)) {
         const at::Tensor converted = at::empty(tensor.sizes(), tensor.options().dtype(dtype));
         if (launch_convert(converted, tensor, {}, 1.0 / divisor)) {
@@ -216,6 +221,8 @@ void
 add_divided(const at::Tensor &target, const at::Tensor &tensor, double divisor)
 {
     const How how = {.scale = std::nullopt, .accumulate = true};
+    check_memory(target);
+    check_memory(tensor);
     if (divisor != 1.0 && divides_by_multiplying(tensor, divisor) &&
         launch_convert(target, tensor, how, 1.0 / divisor)) {
         return;

@@ -32,9 +32,9 @@ bool pack(const at::Tensor &target, at::ScalarType source_dtype, const std::vect
 
 // target (+)= the pieces at their places * scale; zeros where there is none. In one pass where all is plain, on the CPU and
 // of the dtype in options; else by kernels, ours or torch's, that each take many tensors; else by torch's operations on what
-// options describe.
+// options describe. name: of the unit in errors, or null.
 void pack_pieces(const at::Tensor &target, const Geometry &geometry, const std::vector<at::Tensor> &pieces,
-                 const at::TensorOptions &options, const How &how);
+                 const at::TensorOptions &options, const How &how, const char *name = nullptr);
 
 // target (+)= source * scale, both 1-D and equally long; in one pass where both are on the CPU or the device has kernels.
 void convert(const at::Tensor &target, const at::Tensor &source, const How &how);

@@ -227,6 +227,7 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
             if (flat->is_gathered() && flat->param_group != nullptr && !flat->secondary_shard.defined()) {
                 const int64_t numel = flat->part_numel();
                 const fp::Plainly plainly;
+                fp::check_memory(flat->unsharded_data, fp::name_of(*flat));
                 flat->secondary_shard =
                     fp::alias(flat->unsharded_data, numel, int64_t{1}, flat->param_rank * numel).clone();
             }
@@ -282,6 +283,8 @@ fp_flat_buffer_has_values_of(fp_flat_buffer *flat, PyObject *shard_object)
         if (!values.defined() || first < 0 || first + flat->shard_numel > values.numel()) {
             return 0;
         }
+        fp::check_memory(shard, fp::name_of(*flat));
+        fp::check_memory(values, fp::name_of(*flat));
         const at::Tensor now = at::empty({flat->shard_numel}, values.options());
         fp::convert(now, shard.to(now.device()), {});
         return fp::has_same_bytes(now,

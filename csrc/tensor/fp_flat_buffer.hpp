@@ -103,6 +103,13 @@ bytes_of(const fp_flat_buffer &flat)
     return static_cast<size_t>(flat.geometry->total) * flat.unsharded.itemsize();
 }
 
+// In errors; null before there are views.
+inline const char *
+name_of(const fp_flat_buffer &flat)
+{
+    return flat.unit ? flat.unit->name.c_str() : nullptr;
+}
+
 // The only way to another state; RuntimeError, with nothing changed, where the core's table has no such move.
 void move(fp_flat_buffer &flat, fp_data_event event);
 void move(fp_flat_buffer &flat, fp_gradient_event event);

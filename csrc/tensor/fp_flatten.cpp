@@ -102,8 +102,7 @@ fp_torch_survey(PyObject *const *tensors, Py_ssize_t n, int64_t *numels, Py_ssiz
         for (Py_ssize_t i = 0; i < n; i++) {
             const at::Tensor &tensor = THPVariable_Unpack(tensors[i]);
             if (tensor.scalar_type() != first.scalar_type() || tensor.device() != first.device() ||
-                !tensor.is_contiguous() || (tensor.dim() > 0 && tensor.stride(-1) != 1) ||
-                (tensor.numel() > 0 && fp::bytes_for(tensor) > fp::memory_of(fp::storage_of(tensor)))) {
+                !tensor.is_contiguous() || (tensor.dim() > 0 && tensor.stride(-1) != 1) || !fp::has_memory(tensor)) {
                 return 0;
             }
             numels[i] = tensor.numel();

@@ -28,6 +28,7 @@ bool
 gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, at::Tensor &input, PyObject *collectives)
 {
     at::Tensor output = whole;
+    check_memory(input, name_of(flat));
     announce(group, FP_EVENT_GATHERS);
     flat.work_group = &group;
     if (collectives != nullptr || !group.native) {
@@ -133,6 +134,7 @@ fill(fp_flat_buffer &flat, const at::Tensor &slot, const at::Tensor &shard)
         convert(slot, shard, {});
         return;
     }
+    check_memory(shard, name_of(flat));
     convert(slot, shard.to(slot.device(), /*non_blocking=*/true), {});
     flat.was_read.emplace(recorded_now(slot.device()));
 }
@@ -192,7 +194,6 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, b
         return;
     }
     if (from_its_place) {
-        check_memory(shard);
         at::Tensor sent = alias(shard, flat.shard_numel, int64_t{1}, shard.storage_offset());
         gather_all(flat, *flat.shard_group, sent, collectives);
         return;

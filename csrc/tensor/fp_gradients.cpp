@@ -17,14 +17,17 @@ clear_aside(const fp_put_aside &aside, const fp_param_pieces &of, size_t i)
 {
     if (*aside.tensor != nullptr && aside.has[i] != 0 && of.numels[i] > 0) {
         const at::Tensor &whole = unpack(*aside.tensor);
+        check_memory(whole);
         alias(whole, of.numels[i], int64_t{1}, whole.storage_offset() + of.starts[i]).zero_();
     }
     aside.has[i] = 0;
 }
 
+// A gradient that a user may have set.
 at::Tensor
 strided(const at::Tensor &grad)
 {
+    check_memory(grad);
     return grad.layout() == at::kStrided ? grad : grad.to_dense();
 }
 
@@ -82,6 +85,7 @@ take(const at::Tensor &target, const at::Tensor &own, size_t i)
 {
     TORCH_CHECK_VALUE(own.sizes() == target.sizes(), "expected the gradient of parameter ", i, " to have shape ",
                       target.sizes(), ", got ", own.sizes());
+    check_memory(target);
     const at::Tensor values = strided(own);
     target.copy_(values.is_alias_of(target) ? values.clone() : values);
 }
@@ -126,6 +130,7 @@ clear_range(const at::Tensor &kept, const View &view, int64_t first)
     const int64_t begin = std::max(view.offset - first, int64_t{0});
     const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
     if (begin < end) {
+        check_memory(kept);
         alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
     }
 }
@@ -148,7 +153,7 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
         }
         if (!whole.defined()) {
             const int64_t offset = own.storage_offset() - of.starts[i];
-            const auto room = static_cast<int64_t>(own.storage().nbytes() / own.itemsize());
+            const auto room = static_cast<int64_t>(memory_of(storage_of(own)) / own.itemsize());
             if (offset < 0 || offset + model.numel() > room) {
                 return at::Tensor();
             }
@@ -176,8 +181,7 @@ at::Tensor
 given(PyObject *object)
 {
     at::Tensor grad = unpack(object).detach();
-    TORCH_CHECK(!is_plain_tensor(grad) || grad.numel() == 0 || bytes_for(grad) <= memory_of(storage_of(grad)),
-                "the gradient's storage is freed, or too small for it");
+    check_memory(grad);
     return grad;
 }
 
@@ -185,6 +189,7 @@ given(PyObject *object)
 at::Tensor
 is_edited(const at::Tensor &grad, bool marked)
 {
+    check_memory(grad);
     return marked ? at::logical_or(grad.ne(0), in_reals(grad).signbit().view(grad.sizes())).any() : grad.any();
 }
 
@@ -222,7 +227,7 @@ shown_of(const at::Tensor &kept, bool marked, const std::vector<at::Tensor> &par
 
 // What register_hook() has registered on a tensor, for its gradient; what they return takes its place.
 void
-call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad)
+call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad, const char *name)
 {
     torch::autograd::variable_list now = {grad};
     for (size_t k = 0; k < meta.hooks_.size(); k++) {
@@ -230,8 +235,9 @@ call_hooks(torch::autograd::AutogradMeta &meta, const at::Tensor &grad)
             now = (*meta.hooks_[k])(now);
         }
     }
+    check_memory(grad, name);
     if (!now.at(0).is_same(grad)) {
-        grad.copy_(now[0]);
+        grad.copy_(strided(now[0]));
     }
 }
 
@@ -253,6 +259,16 @@ fp_gradients_set(PyObject *tensor, PyObject *grad)
     });
 }
 
+Py_ssize_t
+fp_gradients_find_freed(const fp_param_pieces *of) noexcept
+{
+    Py_ssize_t i = 0;
+    while (i < of->n && fp::has_memory(THPVariable_Unpack(of->params[i]).unsafeGetTensorImpl()->grad())) {
+        i++;
+    }
+    return i;
+}
+
 int
 fp_param_take_requires_grad(PyObject *view_object, PyObject *owner)
 {
@@ -272,7 +288,7 @@ fp_param_take_requires_grad(PyObject *view_object, PyObject *owner)
 }
 
 int
-fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *reduced, int hooks)
+fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *reduced, const char *name)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
@@ -285,7 +301,7 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_r
         };
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         std::vector<at::Tensor> hooked;
-        for (size_t i = 0; hooks != 0 && i < targets.size(); i++) {
+        for (size_t i = 0; name != nullptr && i < targets.size(); i++) {
             auto *meta = torch::autograd::impl::get_autograd_meta(targets[i]);
             if (meta == nullptr || of->numels[i] < 0 || which[i] == 0) {
                 continue;
@@ -295,7 +311,7 @@ fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_r
             }
             if (fp::has_hooks_of_users(targets[i])) {
                 finish();
-                fp::call_hooks(*meta, fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i)));
+                fp::call_hooks(*meta, fp::at_place(grad, fp::piece_of(grad, targets[i], *of, i)), name);
             }
         }
         const at::Tensor together = fp::shown_together(targets, *of, which, grad, dtype);
@@ -396,6 +412,7 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
         const bool is_sharded = fp::unpack(aside.like).numel() != of->geometry->shared->total;
         const bool has_reduced = *aside.tensor != nullptr;
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
+        fp::check_memory(kept);
         const std::vector<fp::Shows> shows = fp::shown_of(kept, has_reduced, targets, *of, -1);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
@@ -421,7 +438,7 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
             }
             if (own.defined() && own.has_storage() &&
                 (own.is_alias_of(kept) || (*aside.tensor != nullptr && own.is_alias_of(fp::unpack(*aside.tensor))))) {
-                targets[i].mutable_grad() = own.clone(); /* the user's, whose memory is cleared below */
+                targets[i].mutable_grad() = fp::strided(own).clone(); /* the user's, whose memory is cleared below */
             }
             if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
                 fp::take(place, own, i); /* the user's own: that is what is to be reduced */

@@ -19,10 +19,12 @@ typedef struct {
 int fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n);
 /* tensor.grad = grad whatever the shape and dtype; NULL: None. */
 int fp_gradients_set(PyObject *tensor, PyObject *grad);
+/* The first parameter whose gradient has no memory, as a user has freed or resized its storage; of->n: none has. */
+Py_ssize_t fp_gradients_find_freed(const fp_param_pieces *of) FP_NOEXCEPT;
 /* Add grad, the gradient of the shard, which may be changed, to params[i].grad where which[i], its pieces, in the shape that
- * params[i] has. Pieces that lie together in one gradient are added to in place. hooks: as autograd does, call the hooks of
- * params[i] with its piece before, and those for after that. */
-int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *grad, int hooks);
+ * params[i] has. Pieces that lie together in one gradient are added to in place. name, of the unit: as autograd does, call the hooks
+ * of params[i] with its piece before, and those for after that; NULL: call none. */
+int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *grad, const char *name);
 /* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one; has[i]: which. */
 PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char *has);
 /* Make params[i].grad its place in kept where which[i]: in the unsharded gradient if own < 0; else its piece of the shard,

@@ -38,6 +38,7 @@ by_kind(PyObject *const *params, Py_ssize_t n)
         if (!grad.defined()) {
             continue;
         }
+        check_memory(grad);
         auto kind = std::find_if(kinds.begin(), kinds.end(), [&grad](const Kind &other) {
             return other.grads[0].device() == grad.device() && other.grads[0].scalar_type() == grad.scalar_type();
         });

@@ -13,6 +13,7 @@ start_reload(fp_flat_buffer &flat)
     if (!flat.host_valid || flat.reload_buffer.defined()) {
         return;
     }
+    check_memory(flat.host, name_of(flat)); /* .grad has shown it */
     const c10::Device device = flat.unsharded.device();
     at::Tensor buffer = at::empty(flat.host.sizes(), flat.host.options().pinned_memory(false).device(device));
     flat.accumulated_home.move_in(device);
@@ -59,7 +60,9 @@ offload(fp_flat_buffer &flat, at::Tensor &accumulator)
     if (!flat.offloads) {
         return;
     }
-    if (!flat.host.defined() || flat.host.sizes() != accumulator.sizes() || flat.host.dtype() != accumulator.dtype()) {
+    check_memory(accumulator, name_of(flat));
+    if (!flat.host.defined() || !has_memory(flat.host) || flat.host.sizes() != accumulator.sizes() ||
+        flat.host.dtype() != accumulator.dtype()) {
         flat.host = empty_beside(accumulator.device(), accumulator.sizes(), accumulator.options().device(at::kCPU));
     }
     if (has_streams(accumulator.device())) {

@@ -16,7 +16,7 @@ namespace {
 void
 pack_gradients(const fp_flat_buffer &flat, const at::Tensor &target, const fp_gradients &gradients, const How &how)
 {
-    pack_pieces(target, *flat.geometry, gradients.list, flat.unsharded.options(), how);
+    pack_pieces(target, *flat.geometry, gradients.list, flat.unsharded.options(), how, name_of(flat));
 }
 
 bool
@@ -79,6 +79,7 @@ wait_for_reduction(fp_flat_buffer &flat)
         throw;
     }
     if (flat.reduce_slice.defined()) {
+        check_memory(flat.reduce_slice, name_of(flat));
         flat.reduce_output.copy_(flat.reduce_slice);
         flat.reduce_slice.reset();
     }
@@ -87,6 +88,7 @@ wait_for_reduction(fp_flat_buffer &flat)
 void
 reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
 {
+    check_memory(flat.reduce_input, name_of(flat)); /* what was kept may be it, which .grad has shown */
     announce(group, FP_EVENT_REDUCES, flat.trained);
     if (collectives != nullptr || !group.native) {
         call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
@@ -107,6 +109,7 @@ reduce_options(const fp_flat_buffer &flat, const at::Tensor &shard)
 at::Tensor
 as_reduce_input(at::Tensor source, const at::TensorOptions &options, std::optional<double> scale)
 {
+    check_memory(source);
     if (source.dtype() == options.dtype() && source.device() == options.device()) {
         if (scale) {
             source.mul_(*scale);
@@ -449,7 +452,8 @@ fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
         Py_RETURN_NONE;
     }
     return fp::guarded<PyObject *>(nullptr, [&] {
-        if (flat->host_valid) { /* it may be read */
+        fp::check_memory(kept, fp::name_of(*flat)); /* .grad may have shown it */
+        if (flat->host_valid) {                     /* it may be read */
             fp::wait_until(flat->has_left);
         }
         return THPVariable_Wrap(kept);

@@ -84,12 +84,22 @@ bytes_for(const at::Tensor &tensor)
                                             static_cast<size_t>(tensor.storage_offset()));
 }
 
-void
-check_memory(const at::Tensor &tensor)
+bool
+has_memory(const at::Tensor &tensor)
 {
-    const size_t bytes = bytes_for(tensor), present = memory_of(storage_of(tensor));
-    TORCH_CHECK_VALUE(present >= bytes, "expected a tensor with memory for its ", tensor.numel(),
-                      " elements, got one whose storage has ", present, " bytes of ", bytes, ": it is freed");
+    return !tensor.has_storage() || tensor.is_meta() || tensor.is_nested() ||
+           tensor.key_set().has(c10::DispatchKey::Python) ||
+           tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+           memory_of(storage_of(tensor)) >= bytes_for(tensor);
+}
+
+void
+check_memory(const at::Tensor &tensor, const char *name)
+{
+    TORCH_CHECK_VALUE(has_memory(tensor), name == nullptr ? "" : name, name == nullptr ? "" : ": ",
+                      "expected a tensor with memory for its ", tensor.numel(), " elements, got one whose storage has ",
+                      memory_of(storage_of(tensor)), " bytes of ", bytes_for(tensor),
+                      ": it was freed or resized outside of flatparam, and its values are lost");
 }
 
 // As ==, which calls memcmp: of few numbers that takes longer.
@@ -157,7 +167,7 @@ check_total(const at::Tensor &flat, const Geometry &geometry, const char *what)
 {
     TORCH_CHECK_VALUE(flat.dim() == 1 && flat.numel() == geometry.total && flat.is_contiguous(), "expected ", what,
                       " of ", geometry.total, " elements, got shape ", flat.sizes());
-    check_memory(flat);
+    check_memory(flat, what);
 }
 
 void
@@ -170,7 +180,7 @@ check_pieces(const at::Tensor &shard, Py_ssize_t n, const int64_t *starts, const
                           " [", starts[i], ", ", starts[i], " + ", numels[i], ") is outside ", what, " of ",
                           shard.numel(), " elements");
     }
-    check_memory(shard);
+    check_memory(shard, what);
 }
 
 bool
@@ -393,6 +403,7 @@ fp_torch_scan(PyObject *const *params, const fp_geometry *geometry, PyObject *ow
         const fp::Plainly plainly;
         std::vector<at::Tensor> copies;
         for (const at::Tensor &tensor : inside) {
+            fp::check_memory(tensor);
             copies.push_back(tensor.clone());
         }
         for (size_t i = 0; i < inside.size(); i++) { /* after the last copy: it may be of the other's place */
@@ -583,8 +594,7 @@ fp_torch_digest(PyObject *object, uint64_t *out)
                          "expected a dense tensor on the host, got strides ", tensor.strides(), " on ",
                          tensor.device());
         const size_t bytes = tensor.nbytes();
-        TORCH_CHECK(bytes == 0 || fp::bytes_for(tensor) <= fp::memory_of(fp::storage_of(tensor)),
-                    "the tensor's storage is freed, or too small for it");
+        fp::check_memory(tensor);
         *out = fp_digest(bytes == 0 ? nullptr : tensor.const_data_ptr(), bytes);
     });
 }

@@ -37,6 +37,7 @@ namespace {
 at::Tensor
 in_storage_order(const at::Tensor &piece, const View &view)
 {
+    check_memory(piece);
     const at::Tensor dense = piece.layout() == at::kStrided ? piece : piece.to_dense();
     if (view.contiguous) {
         return dense.reshape({-1});

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.tensors import refuse_freed
 from ..common.torch_private import is_traceable_wrapper_subclass
 from ..fsdp.held import Held
 from ..fsdp.originals import in_order
@@ -181,6 +182,7 @@ def _gradient(param: Tensor, held: list[Held]) -> Iterator[tuple[str, Tensor]]:
 def _kind(named: Named, param: Tensor, held: Held, key: str, value: Any) -> tuple[str, Any]:
     if not isinstance(value, Tensor):
         return "value", value
+    refuse_freed(value, f"the optimizer's `{key}` of `{held.name}`")
     if is_traceable_wrapper_subclass(value):
         raise CheckpointError(
             f"the optimizer's `{key}` of `{held.name}` is a {type(value).__name__}, whose parts have no place in a "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from ..common.tensors import refuse_freed
 from ..fsdp.held import Held, held_by, refuse_forms
 from ..fsdp.names import bare_names
 from ..layer_zero.handle import FlatParamHandle, owner_of
@@ -25,6 +26,7 @@ class InHandle(Held):
         flat_param = self.handle.flat_param
         piece = flat_param._shard_param_infos[self.number]
         shard: Tensor = flat_param._zero1_shard.detach()
+        refuse_freed(shard, f"the shard that holds `{self.name}`")
         return shard.narrow(0, piece.offset_in_shard or 0, piece.numel_in_shard or 0)
 
     @property

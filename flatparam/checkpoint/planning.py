@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common.layout import Box
+from ..common.tensors import refuse_freed
 from ..common.torch_private import TorchsFSDP
 from ..fsdp.held import Held, unit_paths, units_in
 from ..fsdp.names import bare_names, join
@@ -69,6 +70,7 @@ class SavePlan:
 
     def add(self, folder: str, key: str, held: Held, values: Tensor, rank: int) -> None:
         """Have what this rank writes of ``held`` written, of ``values``, which are 1-D as ``held.flat``."""
+        refuse_freed(values, f"`{key}`")
         begin, end = written(held, rank)
         boxes = held.dense.boxes(begin, end)
         if not boxes and rank == 0 and 0 in held.shape:
@@ -81,6 +83,7 @@ class SavePlan:
     def add_own(self, values: dict[str, Tensor], rank: int) -> None:
         """Have tensors of this rank alone written."""
         for key, value in values.items():
+            refuse_freed(value, f"`{key}`")
             self._put(RANKS, 0, rank, Part(key, tuple(value.shape), (0,) * value.dim(), value))
 
     def keep_alone(self, rank: int, differs: bool) -> None:

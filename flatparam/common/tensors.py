@@ -160,6 +160,18 @@ def lacks_memory(tensor: Tensor) -> bool:
     return _C.storage_numel(tensor) < tensor.storage_offset() + _span(tensor)
 
 
+def refuse_freed(tensor: Any, what: str) -> None:
+    """Before ``tensor`` is read or written, which would go beyond a storage that is too small: torch does not look.
+
+    Raises: ValueError that begins with ``what`` if a user has freed or resized its storage.
+    """
+    if isinstance(tensor, Tensor) and lacks_memory(tensor):
+        raise ValueError(
+            f"the storage of {what} was freed or resized outside of flatparam, and its values are lost. Leave storages "
+            "as they are"
+        )
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether ``tensor``'s storage has any memory."""
     return _C.storage_numel(tensor) > 0 if _C.is_plain_tensor(tensor) else _storage_size_allocated(tensor)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..common import optimizers, pickling
 from ..common.pickling import PickledState, as_parameter, as_view, new_flat_parameter, new_parameter, pickled_state
-from ..common.tensors import free, same_storage
+from ..common.tensors import free, refuse_freed, same_storage
 from ..common.torch_private import (
     FlatParameter,
     HandleTrainingState,
@@ -188,6 +188,7 @@ def _current_shard(handle: Any, copied: bool) -> Tensor:
     unsharded = handle.uses_sharded_strategy and not handle.is_sharded(flat_param)
     shard: Tensor = flat_param._local_shard if unsharded and hasattr(flat_param, "_local_shard") else flat_param.data
     changed = list(_changed_params(handle))
+    refuse_freed(shard, handle._about("the shard"))
     if not copied and not changed:
         return shard.detach()
     result = shard.clone()

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.tensors import has_memory, same_storage
+from ..common.tensors import has_memory, refuse_freed, same_storage
 from ..common.torch_private import HandleTrainingState
 from .views import Views
 
@@ -124,6 +124,7 @@ class Writeback(Views):
         pytorch#151223. Else it is returned as it is.
         """
         flat_param = self.flat_param
+        refuse_freed(tensor, self._about("the new data or gradient", i))
         numel, shape = flat_param._numels[i], flat_param._shapes[i]
         is_flat = tensor.dim() == 1 and self.uses_sharded_strategy
         if is_flat or tensor.numel() != numel or flat_param._shard_param_infos[i].numel_in_shard != numel:
@@ -159,6 +160,7 @@ class Writeback(Views):
                 f"expected shape={expected_shape} shape={shape} expected device={dst_tensor.device} device={device}",
                 stacklevel=2,
             )
+        refuse_freed(dst_tensor, self._about("the shard, or its gradient,", tensor_index))
         target = dst_tensor[offset : offset + expected_shape.numel()]
         if src_tensor is None:
             target.zero_()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _C
+from ..common.tensors import lacks_memory, refuse_freed
 from . import order
 from .segment import Segment
 
@@ -42,6 +43,8 @@ def by_group(params: Iterable[tuple[Segment | None, Any]]) -> list[Members]:
         return found.setdefault((group, across), Members(shared, [], across)).params
 
     for segment, param in params:
+        if param.grad is not None and lacks_memory(param.grad):
+            refuse_freed(param.grad, f"the gradient of {_called(segment, param)}")
         if segment is None and isinstance(param, DTensor):
             grad: Any = param.grad
             members_of(None, _across(param._spec)).append(_having(None if grad is None else grad.to_local(), param))
@@ -59,6 +62,15 @@ def by_group(params: Iterable[tuple[Segment | None, Any]]) -> list[Members]:
                 piece = None if param.grad is None or here.numel < 0 else here.of(param.grad)
                 members_of(segment, _across(form and form.kept)).append(_having(piece, param))
     return sorted(found.values(), key=lambda members: members.segment is None)
+
+
+def _called(segment: Segment | None, param: Tensor) -> str:
+    if segment is not None and not segment.use_orig_params:
+        return f"the shard that holds `{segment.originals[0].fqn}`"
+    for original in () if segment is None else segment.originals:
+        if original.param is param:
+            return f"`{original.fqn}`"
+    return f"a parameter of shape {tuple(param.shape)}"
 
 
 def _across(spec: Any) -> Any:

@@ -130,6 +130,7 @@ class Copies(Wrapper):
             wrapper._check_stays(fn)
         unit = self._unit
         unit.look_over()
+        unit.refuse_freed_gradients()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._use_orig_params:
             for segment in unit.segments:

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common.dense import Dense
-from ..common.tensors import is_dense
+from ..common.tensors import is_dense, refuse_freed
 from .names import clean_tensor_name, join
 from .originals import Original
 from .segment import Here, Segment
@@ -89,6 +89,7 @@ class Held:
         if self.owner.is_meta or not is_dense(self.owner) or self.owner.is_conj() or self.owner.is_neg():
             where = "on the meta device" if self.owner.is_meta else "not dense, or a conjugate or negative view"
             raise ValueError(f"`{self.name}` is {where}: replace it first")
+        refuse_freed(self.owner, f"`{self.name}`")
         return self.owner.detach().as_strided((self.numel,), (1,))
 
     def piece_of(self, shard: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from .. import _C
 from ..common.collectives import name_in_cpp
-from ..common.tensors import in_storage_order, lacks_memory
+from ..common.tensors import in_storage_order, refuse_freed
 from ..common.torch_private import FSDPExtensions
 from . import collectives, order
 from .deferred import blank
@@ -218,17 +218,17 @@ class Segment:
         for original, offset in zip(self.originals, self.layout.offsets, strict=True):
             yield self.view(flat, original, offset)
 
+    def refuse_freed(self, shard: Tensor | None) -> None:
+        """Raises: ValueError naming a parameter if ``shard``, or what else has its length, has no memory."""
+        refuse_freed(shard, f"the shard that holds `{self.originals[0].fqn}`")
+
     def gather(self, shard: Tensor) -> Tensor:
         """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype.
 
         Dtypes of one byte, which not every backend moves, go as bytes.
         Raises: ValueError naming a parameter if ``shard`` has no memory.
         """
-        if lacks_memory(shard):
-            raise ValueError(
-                f"the storage of the shard that holds `{self.originals[0].fqn}` was freed or resized outside of "
-                "flatparam, and its values are lost"
-            )
+        self.refuse_freed(shard)
         if not self.is_sharded:
             return shard.to(self.device)
         if shard.dtype.itemsize == 1 and shard.dtype != torch.uint8:

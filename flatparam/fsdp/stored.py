@@ -106,6 +106,8 @@ def move(wrapper: Wrapper, segment: Segment, *args: Any, **kwargs: Any) -> None:
 def _put(wrapper: Wrapper, segment: Segment, fn: Callable[[Tensor], Tensor]) -> None:
     """Give the shard and its gradients the data that ``fn`` makes of them; all or, if it raises, none."""
     flat, unit = segment.flat, wrapper._unit
+    segment.refuse_freed(flat)
+    unit.refuse_freed_gradients()
     params = [param for owner, param in unit.parameters() if owner is segment]
     grads = [(param, fn(param.grad)) for param in params if param.grad is not None]
     data = fn(flat.detach())

@@ -208,6 +208,7 @@ class Summoned:
 
         None if no parameter has one on any rank.
         """
+        self.unit.refuse_freed_gradients()
         grads = [param.grad for param in _owners(self.unit, segment)]
         has = [grad is not None for grad in grads]
         dtypes = {grad.dtype for grad in grads if grad is not None}

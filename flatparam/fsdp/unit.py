@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _C
-from ..common.tensors import is_at, lacks_memory
+from ..common.tensors import is_at, lacks_memory, refuse_freed
 from .described import describe
 from .errors import StateError
 from .names import FLAT_PARAM, listed
@@ -237,7 +237,17 @@ class Unit:
     def look_over(self) -> None:
         """Take what users have written to parameters, or put in their place, into the shards: before these are read."""
         if self.summoned is None:
+            for segment in self.segments:
+                segment.refuse_freed(segment.flat)
             self.step.look_over()
+
+    def refuse_freed_gradients(self) -> None:
+        """Before gradients are read or written. Raises: ValueError naming one without memory."""
+        for segment in self.segments:
+            if not segment.use_orig_params:
+                segment.refuse_freed(segment.flat.grad)
+            for original in segment.originals if segment.use_orig_params else ():
+                refuse_freed(original.param.grad, f"the gradient of `{original.fqn}`")
 
     @torch.no_grad()
     def take_back(self) -> None:

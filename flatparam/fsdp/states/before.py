@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ...common.tensors import refuse_freed
 from ..held import managed_places, unit_paths
 from ..originals import Original
 from ..segment import Segment
@@ -40,8 +41,10 @@ class Beside:
                 mappings += [vars(inner), inner._modules]
             for mapping in mappings:
                 self._found.append((mapping, dict(mapping)))
-                own = [value for name, value in mapping.items() if (inner, name) not in managed]
-                self._inside += [(value, _copy(value)) for value in own if _is_changed_in_place(value)]
+                for name, value in mapping.items():
+                    if (inner, name) not in managed and _is_changed_in_place(value):
+                        refuse_freed(value, f"`{name}` of a {type(inner).__name__}")
+                        self._inside.append((value, _copy(value)))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -96,6 +99,7 @@ class Before:
                 self._kept.append((inner, copy.deepcopy(inner.get_extra_state())))
             for name, tensor in inner._parameters.items():
                 if tensor is not None and (inner, name) not in managed:
+                    refuse_freed(tensor, f"`{name}` of a {type(inner).__name__}")
                     self._others.append((inner._parameters, name, tensor, tensor.detach().clone()))
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.tensors import refuse_freed
 from ..errors import StateError
 from ..held import Held
 from ..order import gather_objects, settle
@@ -65,6 +66,10 @@ def unsharded_state(
 
 
 def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
+    for one, values in held.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                refuse_freed(value, f"the optimizer's `{key}` of `{one.params[0].name}`")
     stepped = table.all_stepped()  # in the same order on all ranks, whatever the order in their optimizers
     at = {one.place: one for one in stepped if one.place is not None and one.is_sharded}
     unlike = keys_of_one_shape((one.shape, shapes_of(values)) for one, values in held.items())
