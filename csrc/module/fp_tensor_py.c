@@ -215,6 +215,17 @@ settle(PyObject *module, PyObject *device)
 }
 
 static PyObject *
+time_out(PyObject *module, PyObject *args)
+{
+    const char *group, *device;
+    if (!PyArg_ParseTuple(args, "ss:time_out", &group, &device)) {
+        return NULL;
+    }
+    const double seconds = fp_time_out(group, device);
+    return seconds < 0.0 ? NULL : PyFloat_FromDouble(seconds);
+}
+
+static PyObject *
 unseen_by_checkpoints(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     fp_hidden *hidden = NULL;
@@ -254,6 +265,10 @@ PyMethodDef fp_tensor_methods[] = {
     {"settle", settle, METH_O,
      "settle($module, device, /)\n--\n\nWait until the current stream of device, as 'cuda:1', has done all that it was "
      "given.\n\nNothing is waited for in a capture of a CUDA graph, and where device is the host."},
+    {"time_out", time_out, METH_VARARGS,
+     "time_out($module, group, device, /)\n--\n\nReturn the seconds after which a collective fails on a type of "
+     "device.\n\n"
+     "group: the name under which C++ knows it. Infinite: there is no such group, or its backend does not say."},
     {"is_plain", FP_METHOD(is_plain), METH_FASTCALL,
      "is_plain($module, *tensors)\n--\n\nWhether all are dense tensors of no subclass, and no dispatch or function "
      "mode is on: loops in C do with them what torch's operations would."},

@@ -168,15 +168,13 @@ goes_on_after_time_out()
     return false;
 }
 
-// Of the collectives of a group, in seconds. It may be changed at any time. Infinite: there is none, or nobody knows.
+// Of the collectives of a group, in seconds. It may be changed at any time. Infinite: there is no such group, or its
+// backend does not say.
 double
-time_out_of(c10d::ProcessGroup &group, const c10::Device &device)
+time_out_of(const std::string &group, const c10::Device &device)
 {
     try {
-        if (goes_on_after_time_out()) {
-            return std::numeric_limits<double>::infinity();
-        }
-        if (const auto options = group.getBackend(device.type())->getBackendOptions()) {
+        if (const auto options = c10d::resolve_process_group(group)->getBackend(device.type())->getBackendOptions()) {
             return std::chrono::duration<double>(options->timeout).count();
         }
     }
@@ -202,6 +200,15 @@ fp_watch_around(const char *group, const char *device, PyObject *wait)
         }
         Py_DECREF(result);
         fp::unlocked([&] { waiting->end(); });
+    });
+}
+
+double
+fp_time_out(const char *group, const char *name)
+{
+    return fp::guarded(-1.0, [&] {
+        const c10::Device device(name);
+        return fp::unlocked([&] { return fp::time_out_of(group, device); });
     });
 }
 
@@ -235,16 +242,14 @@ fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
             watch.emplace(board->board, trace, *watched, *group);
         }
         while (watch && !board->ending->wait(watched->interval)) {
-            auto group = registered.group();
-            if (!group) {
+            if (!registered.group()) {
                 break;
             }
-            const double time_out = fp::time_out_of(*group, device);
-            group.reset(); /* not kept, as above */
+            const double time_out = fp::goes_on_after_time_out() ? std::numeric_limits<double>::infinity()
+                                                                 : fp::time_out_of(watched->group, device);
             if (watch->finds(time_out)) {
                 fp_trace_break(trace, watch->has_work() ? FP_TRACE_LOST : FP_TRACE_BROKEN);
-                group = registered.group();
-                if (group) {
+                if (const auto group = registered.group()) {
                     group->getBackend(device.type())->abort();
                 }
                 return 1;

@@ -29,6 +29,10 @@ int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);
 /* Call wait(), in which the current stream of device begins to wait for a collective over group that Python has begun. */
 int fp_watch_around(const char *group, const char *device, PyObject *wait);
 
+/* Seconds after which a collective over group, as fp_watched.group, fails on device ("cuda"). Infinite: there is no
+ * such group, or its backend does not say. -1 with an exception: torch has no such device. */
+double fp_time_out(const char *group, const char *device);
+
 /* The host waits until the current stream of device ("cuda:1") has done all that it was given; Ctrl-C ends it. In a capture, and
  * for the host itself, nothing is waited for. */
 int fp_settle(const char *device);

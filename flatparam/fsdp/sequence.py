@@ -33,7 +33,6 @@ from ..common.collectives import (
     can_be_cut,
     name_in_cpp,
     tells_when_done,
-    unwrapped,
     wait_for_device,
     wait_in_slices,
 )
@@ -456,7 +455,7 @@ class Sequence:
         before, begin, limit = self._answers(), time.monotonic(), self._seconds()
         self._calls += 1
         self._store.set("call", f"{self._me} {self._calls}")
-        while time.monotonic() - begin < min(2 * _SELDOM, 0.7 * (_limit(self._backend()) - limit)):
+        while time.monotonic() - begin < min(2 * _SELDOM, 0.7 * (_limit(self._name, self._device) - limit)):
             self._answer()  # others may be late too
             time.sleep(0.1)
         pairs = zip(self._ranks, before, self._answers(), strict=True)
@@ -485,13 +484,9 @@ class Sequence:
     def _answers(self) -> list[str]:
         return [self._said(f"answer of {i}") for i in range(len(self._ranks))]
 
-    def _backend(self) -> Any:
-        group = self._group()
-        return None if group is None else group._get_backend(torch.device(self._device))
-
     def _seconds(self) -> float:
         """After which to give up: a moment before the group does, whose time-out may have been changed."""
-        limit = _limit(self._backend())
+        limit = _limit(self._name, self._device)
         return max(limit - _LAST_MOMENT, limit / 2)
 
     def _break(self, reason: str, what_to_do: str = IN_ONE_ORDER, absent: int = 0) -> NoReturn:
@@ -529,11 +524,7 @@ class Sequence:
             warnings.warn(f"the order of collectives has changed: {mine}, like all others", stacklevel=2)
 
 
-def _limit(backend: Any) -> float:
-    """Seconds after which a collective fails."""
-    backend = unwrapped(backend)
-    try:
-        options = getattr(backend, "options", None)
-    except RuntimeError:  # what backends say that have none
-        options = None
-    return float(getattr(options, "_timeout", dist.constants.default_pg_timeout).total_seconds())
+def _limit(name: str | None, device: str) -> float:
+    """Seconds after which a collective fails over the group that C++ knows by ``name``."""
+    seconds = math.inf if name is None else _C.time_out(name, device)
+    return seconds if math.isfinite(seconds) else dist.constants.default_pg_timeout.total_seconds()

@@ -734,13 +734,19 @@ def test_any_store_will_do():
     run_ranks(through_a_server, 2)
 
 
-def test_backends_without_options_have_the_default_time_out():
-    class Backend:
-        @property
-        def options(self):
-            raise RuntimeError("Backend x does not implement getBackendOptions")
-
-    assert _limit(Backend()) == dist.constants.default_pg_timeout.total_seconds()
+def test_the_time_out_of_a_group_is_that_of_its_backend():
+    default = dist.constants.default_pg_timeout.total_seconds()
+    given = {"store": dist.HashStore(), "timeout": datetime.timedelta(seconds=7)}
+    dist.init_process_group("gloo", rank=0, world_size=1, **given)
+    try:
+        name = dist.group.WORLD.group_name
+        assert _limit(name, "cpu") == 7.0
+        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(datetime.timedelta(seconds=5.5))
+        assert _limit(name, "cpu") == 5.5
+        assert _limit(name, "meta") == default  # for which it has no backend
+    finally:
+        dist.destroy_process_group()
+    assert _limit(name, "cpu") == _limit(None, "cpu") == default
 
 
 def test_a_group_has_an_order_for_each_kind_of_device():
