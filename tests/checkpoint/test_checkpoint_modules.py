@@ -66,6 +66,42 @@ class Ids(nn.Module):
         return self.ids, self.name
 
 
+class Counts(nn.Module):
+    """In the manner of torchmetrics, too: states that are added, of which a flag says whether they persist."""
+
+    def __init__(self):
+        super().__init__()
+        self.defaults, self.persist = {}, {}
+        self.add_state("count", torch.tensor(0), persistent=True)
+        self.add_state("batches", [], persistent=True)
+        self.add_state("last", torch.tensor(0.0), persistent=False)
+        self.register_buffer("limits", torch.linspace(0, 1, 3), persistent=False)
+
+    def add_state(self, name, default, persistent):
+        setattr(self, name, default)
+        self.defaults[name], self.persist[name] = copy.deepcopy(default), persistent
+
+    def change(self, to):
+        self.count += int(to)
+        self.batches.append(torch.full((2,), to))
+        self.last = torch.tensor(to)
+
+    def state_dict(self, destination=None, prefix="", keep_vars=False):
+        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name in (name for name, does in self.persist.items() if does):
+            found[prefix + name] = copy.deepcopy(getattr(self, name))
+        return found
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name in self.defaults:
+            if prefix + name in state_dict:
+                setattr(self, name, state_dict.pop(prefix + name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def seen(self):
+        return self.count.item(), [batch.tolist() for batch in self.batches]
+
+
 class Hooked(nn.Module):
     """By hooks, which keep the tensor of the file itself; with a weight of its own, under another name there."""
 
@@ -129,7 +165,7 @@ class Observed(nn.Module):
         return [{name: value.tolist() for name, value in one.state_dict().items()} for one in self.all]
 
 
-KINDS = (Metric, Ids, Hooked, Extra, Observed)
+KINDS = (Metric, Ids, Counts, Hooked, Extra, Observed)
 
 
 def model(kinds=KINDS, seed=0):
@@ -163,10 +199,13 @@ def seen(parts):
 
 
 def equal(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        for key, value in one.items()
-    )
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
