@@ -25,8 +25,9 @@ from ..fsdp.states.values import same
 from .errors import CheckpointError
 from .files import NAMES, Chunk
 from .pieces import InHandle
-from .reading import Source
+from .reading import OfRank, Source
 from .shown import StandIns, shown
+from .values import decode
 
 _OF_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"  # whose hooks rename as we do
 _EXTRA = "_extra_state"
@@ -201,7 +202,8 @@ def take(
     paths = _paths(module)
     state = _under_paths(state, paths)
     if "metadata" in about:
-        told = {path: dict(about["metadata"].get(clean, _PLAIN)) for path, clean in paths.items()}
+        of_first = OfRank(source, 0)
+        told = {path: decode(about["metadata"].get(clean, dict(_PLAIN)), of_first) for path, clean in paths.items()}
         state._metadata = OrderedDict(told)
     before = Beside(module)
     try:

@@ -75,10 +75,11 @@ _RANK = Fields(
     },
     frozenset({"extra", "own", "own_states", "modules", "kept"}),
 )
+_OF_MODULE = Fields({"version": Either((type(None), int))}, frozenset({"version"}))  # torch's own code compares it
 _ABOUT = Fields(
     {
         **{"flatparam": str, "torch": str, "aliases": Named(str), "modules": Named(ANY), "given": Lists(str)},
-        **{"metadata": Named(Named(ANY)), "base": Named(Row((str, SHAPE, Either((str, type(None))))))},
+        **{"metadata": Named(_OF_MODULE), "base": Named(Row((str, SHAPE, Either((str, type(None))))))},
     },
     frozenset({"aliases", "modules", "given", "metadata", "base"}),
 )

@@ -389,6 +389,27 @@ def test_modules_load_safetensors_by_their_own_code(tmp_path):
     run_ranks(of_files, 2, tmp_path)
 
 
+class Versioned(nn.Module):
+    """Writes into the metadata of a state dict, which it reads from one that it loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layout, self.weight = None, nn.Parameter(torch.ones(2))
+        self.register_state_dict_post_hook(lambda module, state, prefix, metadata: metadata.update(layout=(1, (2, 3))))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.layout = local_metadata.get("layout")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_metadata_of_modules_have_the_types_that_they_had(tmp_path):
+    one, oracle, other = Versioned(), Versioned(), Versioned()
+    checkpoint.save(tmp_path / "one", one)
+    oracle.load_state_dict(one.state_dict())
+    checkpoint.load(tmp_path / "one", other)
+    assert other.layout == oracle.layout == (1, (2, 3))
+
+
 def test_batch_norm_of_before_it_counted(tmp_path):
     one = model(())
     state = {name: value for name, value in one.state_dict().items() if "num_batches" not in name}
