@@ -228,7 +228,8 @@ put_in_dicts(const module_dicts *dicts, PyObject *name, PyObject *value, fp_plac
     return status < 0 ? -1 : 1;
 }
 
-/* delattr if there is one, then setattr: what torch does for a class of any kind. */
+/* delattr if there is one, then setattr: what torch does for a class of any kind. A plain attribute that is a Parameter, as frozen
+ * ones of a subclass are, goes by object's own setattr: nn.Module's would list it among the parameters. */
 static int
 put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place)
 {
@@ -239,7 +240,9 @@ put_by_setattr(PyObject *module, PyObject *name, PyObject *value, fp_place place
     PyErr_Clear();
     const int had = old != NULL;
     Py_XDECREF(old);
-    if ((had && PyObject_DelAttr(module, name) < 0) || PyObject_SetAttr(module, name, value) < 0) {
+    const int would_register = place.is_parameter ? 0 : PyObject_IsInstance(value, nn.parameter_class);
+    if (would_register < 0 || (had && PyObject_DelAttr(module, name) < 0) ||
+        (would_register ? PyObject_GenericSetAttr : PyObject_SetAttr)(module, name, value) < 0) {
         return -1;
     }
     if (place.is_parameter || !place.listed) {

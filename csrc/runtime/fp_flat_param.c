@@ -603,7 +603,7 @@ int
 fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
 {
     PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *param_group, *refresh_group,
-        *extension;
+        *extension, *dress;
     long long numel, shard_numel;
     fp_flat_buffer_options options = {0};
     fp_flat_buffer_plan *plan = &options.plan;
@@ -611,20 +611,21 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
         PyErr_SetString(PyExc_TypeError, "expected each part to be a tuple");
         return -1;
     }
-    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppOO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
+    if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppOOO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
                           &master, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &plan->rank, &plan->shards,
                           &shard_group, &replicate_group, &plan->predivide, &plan->postdivide, &options.compute_dtype,
                           &options.reduce_dtype, &plan->keep_reduce_dtype, &plan->stays_full, &plan->param_rank,
                           &plan->param_shards, &param_group, &refresh_group, &plan->offloads, &plan->full_precision,
-                          &options.device, &extension)) {
+                          &options.device, &extension, &dress)) {
         return -1;
     }
     if (params != Py_None && !PyTuple_Check(params)) {
         PyErr_SetString(PyExc_TypeError, "expected the original parameters as a tuple, or None");
         return -1;
     }
-    if (extension != Py_None && !PyCallable_Check(extension)) {
-        PyErr_SetString(PyExc_TypeError, "expected an extension that can be called, or None");
+    if ((extension != Py_None && !PyCallable_Check(extension)) || (dress != Py_None && !PyCallable_Check(dress))) {
+        PyErr_SetString(PyExc_TypeError,
+                        "expected an extension that can be called, or None, and so what dresses views");
         return -1;
     }
     if (plan->shards < 1 || shard_numel < 1 || shard_numel > INT64_MAX / plan->shards) {
@@ -636,6 +637,7 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     flat_param->master = Py_NewRef(master);
     flat_param->params = params == Py_None ? NULL : Py_NewRef(params);
     flat_param->extension = extension == Py_None ? NULL : Py_NewRef(extension);
+    flat_param->dress = dress == Py_None ? NULL : Py_NewRef(dress);
     flat_param->n = PyTuple_GET_SIZE(entries);
     if (fp_entries_read(entries, shared, total, &flat_param->attributes, &flat_param->geometry) < 0 ||
         check_tensors(flat_param) < 0 || read_owners(flat_param, pieces, numel, total, shard_numel) < 0 ||
@@ -674,6 +676,7 @@ fp_flat_param_free(fp_flat_param *flat_param)
     Py_CLEAR(flat_param->params);
     Py_CLEAR(flat_param->views);
     Py_CLEAR(flat_param->extension);
+    Py_CLEAR(flat_param->dress);
     Py_CLEAR(flat_param->extended);
     Py_CLEAR(flat_param->owners);
     Py_CLEAR(flat_param->saved);
@@ -698,6 +701,7 @@ fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg)
     Py_VISIT(flat_param->params);
     Py_VISIT(flat_param->views);
     Py_VISIT(flat_param->extension);
+    Py_VISIT(flat_param->dress);
     Py_VISIT(flat_param->extended);
     Py_VISIT(flat_param->owners);
     Py_VISIT(flat_param->saved);

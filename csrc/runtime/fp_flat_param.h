@@ -24,6 +24,7 @@ typedef struct {
     PyObject *params;         /* tuple of the original Parameters, or NULL: then the modules have views all the time */
     PyObject *views;          /* tuple, or NULL before the first gather */
     PyObject *extension;      /* called with views, gives what modules have in their place; NULL: they have views */
+    PyObject *dress;          /* called with new views, makes them objects of their parameters' classes; or NULL */
     PyObject *extended;       /* the tuple that it gave last, for as long as modules have that; or NULL */
     PyObject *owners;         /* tuple of what has .grad: params, or (master,) */
     int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */

@@ -52,6 +52,12 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
         Py_XDECREF(views);
         return -1;
     }
+    PyObject *done = flat_param->dress == NULL ? NULL : PyObject_CallOneArg(flat_param->dress, views);
+    Py_XDECREF(done);
+    if (done == NULL && flat_param->dress != NULL) {
+        Py_DECREF(views);
+        return -1;
+    }
     flat_param->untracked = untracked;
     Py_XSETREF(flat_param->views, views);
     flat_param->holders = INT64_MAX;

@@ -192,7 +192,7 @@ fp_flat_buffer_holders(const fp_flat_buffer *flat, PyObject *const *views) noexc
     }
     int64_t holders = static_cast<int64_t>(flat->unsharded.storage().use_count());
     for (size_t i = 0; i < flat->geometry->views.size(); i++) { /* a graph saves a view itself, or a view of it */
-        holders += static_cast<int64_t>(fp::unpack(views[i]).use_count());
+        holders += static_cast<int64_t>(THPVariable_Unpack(views[i]).use_count());
     }
     return holders;
 }

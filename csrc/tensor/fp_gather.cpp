@@ -23,12 +23,22 @@ set_hidden(fp_flat_buffer &flat, const char *reason)
     flat.is_hidden = set_freed_reason(storage_of(flat.unsharded), reason);
 }
 
+// As collectives move it: as bytes where not every backend knows its dtype. In Python as_sent().
+at::Tensor
+as_sent(const at::Tensor &tensor)
+{
+    const at::ScalarType dtype = tensor.scalar_type();
+    const bool known = c10::isComplexType(dtype) || (c10::isFloatingType(dtype) && tensor.itemsize() > 1);
+    return known ? tensor : tensor.view(at::kByte);
+}
+
 // Start gathering over group; 0: Python does it, which waits itself.
 bool
-gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, at::Tensor &input, PyObject *collectives)
+gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, const at::Tensor &own,
+            PyObject *collectives)
 {
-    at::Tensor output = whole;
-    check_memory(input, name_of(flat));
+    check_memory(own, name_of(flat));
+    const at::Tensor output = as_sent(whole), input = as_sent(own);
     announce(group, FP_EVENT_GATHERS);
     flat.work_group = &group;
     if (collectives != nullptr || !group.native) {
@@ -42,7 +52,7 @@ gather_over(fp_flat_buffer &flat, fp_group &group, const at::Tensor &whole, at::
 
 // The same into the unsharded tensor.
 void
-gather_all(fp_flat_buffer &flat, fp_group &group, at::Tensor &input, PyObject *collectives)
+gather_all(fp_flat_buffer &flat, fp_group &group, const at::Tensor &input, PyObject *collectives)
 {
     if (gather_over(flat, group, target_of(flat), input, collectives)) {
         move(flat, FP_DATA_GATHER);

@@ -273,7 +273,7 @@ int
 fp_param_take_requires_grad(PyObject *view_object, PyObject *owner)
 {
     return fp::guarded(-1, [&] {
-        const at::Tensor &view = THPVariable_Unpack(view_object); /* it may be what an extension made of one */
+        const at::Tensor &view = THPVariable_Unpack(view_object); /* of a subclass, or what an extension made of one */
         if (!view.requires_grad() || !view.is_leaf()) {
             return 0;
         }

@@ -49,8 +49,8 @@ def in_storage_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def why_not_flat(tensor: Tensor, what: str) -> str | None:
-    """Why ``tensor``, ``what`` in words, cannot be part of a flat parameter; None: it can, beside others like it."""
+def why_not_dense(tensor: Tensor, what: str) -> str | None:
+    """Why ``tensor``, ``what`` in words, is no run of memory that can be flattened; None: it is one."""
     if isinstance(tensor, FlatParameter):
         return f"Cannot flatten a `FlatParameter`: {what} is flattened already"
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -58,9 +58,17 @@ def why_not_flat(tensor: Tensor, what: str) -> str | None:
             f"Cannot flatten sparse or quantized tensors: {what} has layout {tensor.layout}; convert it to a dense "
             "floating-point tensor, or ignore it (ignored_states)"
         )
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return f"Cannot flatten integer dtype tensors: {what}; register it as a buffer, or ignore it (ignored_states)"
     return None
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether tensors of ``dtype`` can require grad and be reduced; else they are moved as bytes."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """``tensor``, contiguous and 1-D, as collectives move it: as bytes where not every backend knows its dtype."""
+    return tensor if has_gradients(tensor.dtype) else tensor.view(torch.uint8)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

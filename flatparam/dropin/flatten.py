@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common import optimizers
-from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
+from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_dense
 from ..common.torch_private import (
     _FLAT_PARAM_PADDING_VALUE,
     FlatParameter,
@@ -236,9 +236,14 @@ class Flattening(HandleBase):
             raise AssertionError("Requires a non-empty `tensors` list, got none")
         first = tensors[0]
         for tensor in tensors:
-            refusal = why_not_flat(tensor, self._describe(tensor))
+            refusal = why_not_dense(tensor, self._describe(tensor))
             if refusal is not None:
                 raise ValueError(refusal)
+            if not tensor.is_floating_point() and not tensor.is_complex():
+                raise ValueError(
+                    f"Cannot flatten integer dtype tensors: {self._describe(tensor)}; register it as a buffer, or "
+                    "ignore it (ignored_states)"
+                )
             if tensor.dtype != first.dtype:
                 raise ValueError(
                     f"Must flatten tensors with uniform dtype but got {first.dtype} and {tensor.dtype}: "

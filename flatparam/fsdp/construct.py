@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from ..common.torch_private import _init_utils
 from ..common.warned import is_first_rank, warn_user
 from .api import ShardingStrategy
-from .extensions import is_kept
+from .extensions import is_bytes
 from .materialize import own_modules, parameters_of
 from .owners import owner_of, owner_of_param
 from .placement import Placement, groups_of, place
@@ -115,7 +115,7 @@ def warn_of_frozen(
     for unit in of_module:
         own = list(own_modules(unit, targets.__contains__, ignored_modules))
         params = dict.fromkeys(param for param in parameters_of(own).values() if param not in ignored_params)
-        numels = [(param.requires_grad, param.numel()) for param in params if not is_kept(param)]
+        numels = [(param.requires_grad, param.numel()) for param in params if not is_bytes(param)]
         trains = sum(numel for requires_grad, numel in numels if requires_grad)
         if trains == 0 or all(requires_grad for requires_grad, _ in numels):
             continue

@@ -27,9 +27,20 @@ def defer_init(module: nn.Module) -> None:
             module._buffers[name] = blank(torch.empty_like(buffer, device=device))
 
 
+def _has_nan(dtype: torch.dtype) -> bool:
+    return (dtype.is_floating_point and dtype is not torch.float4_e2m1fn_x2) or dtype.is_complex
+
+
 def blank(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, filled with NaN, or with zero where its dtype has none."""
-    return tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+    return tensor.fill_(torch.nan) if _has_nan(tensor.dtype) else tensor.zero_()
+
+
+def is_blank(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is as ``blank`` leaves it."""
+    if _has_nan(tensor.dtype):
+        return bool(tensor.isnan().all())
+    return not tensor.reshape(-1).view(torch.uint8).any()
 
 
 def _placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:

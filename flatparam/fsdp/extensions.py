@@ -1,8 +1,8 @@
 """Parameters that are flattened in another form: DTensors of tensor parallelism, and what torch's FSDP extensions take.
 
 An extension makes of a parameter the plain tensor that is flattened and sharded, and of that, whole again, what modules
-and state dicts have. A frozen parameter of a subclass over plain memory, 4-bit weights say, needs none: modules have an
-object of the subclass in each forward, and state dicts have its plain bytes, as torch's class gives them.
+and state dicts have. A frozen parameter of a subclass over plain memory, 4-bit weights say, needs none: what modules
+have in a forward is made an object of the subclass, and state dicts have its plain bytes, as torch's class gives them.
 
 Source: torch 2.13, ``torch/distributed/fsdp/_fsdp_extensions.py``.
 """
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from .. import _C
+from ..common.tensors import has_gradients
 from ..common.torch_private import FSDPExtensions, _FSDPDeviceHandle, torch_extensions
 from .placement import Placement
 
@@ -58,11 +59,27 @@ class Kept:
     def __str__(self) -> str:
         return self.cls.__name__
 
-    def of(self, plain: Tensor) -> Tensor:
-        """An object of the subclass in the memory of ``plain``; what is set on it stays for the next forward."""
-        made = plain.as_subclass(self.cls)
-        made.__dict__ = self.attributes
-        return made
+    def holder(self, plain: Tensor, module: nn.Module) -> str | None:
+        """The name of what has the memory of the parameter, ``plain`` of ``module``, beside it; None: nothing has."""
+        for at, owner in ((f"{self.cls.__name__}.", self.attributes), ("", vars(module))):
+            for name, value in owner.items():
+                within = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
+                for inner, tensor in ((name, value), *((f"{name}.{key}", one) for key, one in within.items())):
+                    if isinstance(tensor, Tensor) and plain.numel() and _shares(tensor, plain):
+                        return f"{at}{inner}"
+        return None
+
+    def dress(self, plain: Tensor) -> Tensor:
+        """Make ``plain``, a new tensor of nobody else, an object of the subclass; what is set on one, all have."""
+        plain.__class__ = self.cls
+        plain.__dict__ = self.attributes
+        return plain
+
+
+def _shares(tensor: Tensor, plain: Tensor) -> bool:
+    """Whether a tensor of any kind lies in the storage of ``plain``."""
+    inside = plain_memory(tensor) if type(tensor) is not Tensor else tensor
+    return inside is not None and _C.is_plain_tensor(inside) and _C.same_storage(inside, plain)
 
 
 def plain_memory(param: Tensor) -> Tensor | None:
@@ -78,6 +95,11 @@ def plain_memory(param: Tensor) -> Tensor | None:
 def is_kept(param: Tensor) -> bool:
     """Whether its bytes are flattened apart, and modules get an object of its subclass."""
     return not param.requires_grad and plain_memory(param) is not None
+
+
+def is_bytes(param: Tensor) -> bool:
+    """Whether it is flattened apart, as bytes: frozen, and of a subclass, or of a dtype that has no gradients."""
+    return not param.requires_grad and (not has_gradients(param.dtype) or is_kept(param))
 
 
 def stripped(value: Tensor) -> Tensor:
@@ -131,7 +153,7 @@ def check_mesh(fqn: str, value: Tensor, placement: Placement) -> None:
 class Extended:
     """Makes what modules have in place of the views of one flat parameter: the C core calls it in each forward."""
 
-    def __init__(self, forms: list[Form | Kept | None]):
+    def __init__(self, forms: list[Form | None]):
         self._forms = forms
         self._made: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
@@ -149,6 +171,13 @@ class Extended:
         """Let autograd refuse the graphs that need the values of what was made: they change."""
         for tensor in list(self._made):
             torch.autograd.graph.increment_version(tensor)
+
+
+def dress_all(kept: Sequence[Kept | None], views: tuple[Tensor, ...]) -> None:
+    """Make each of ``views``, new and of one flat parameter, an object of the class that its parameter has."""
+    for view, one in zip(views, kept, strict=True):
+        if one is not None:
+            one.dress(view)
 
 
 def local_state(tensor: Tensor, extensions: Sequence[FSDPExtensions]) -> Tensor:

@@ -1,5 +1,6 @@
 """The original parameters of a unit: which of them one flat parameter can hold, and where they lie in it."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from .. import _C
 from ..common.layout import FlatLayout
-from ..common.tensors import check_memory, in_storage_order, is_dense, is_truly_contiguous, row_major, why_not_flat
+from ..common.tensors import (
+    check_memory,
+    has_gradients,
+    in_storage_order,
+    is_dense,
+    is_truly_contiguous,
+    row_major,
+    why_not_dense,
+)
 from ..common.torch_private import FSDPExtensions
 from .deferred import template_of
 from .extensions import Form, Kept, check_mesh, flattened, is_kept, plain_memory, stripped
@@ -114,11 +123,16 @@ class Original:
     block: int = 1  # elements that stay on one rank
     template: Tensor | None = None  # where param is a placeholder: what it stands for, on the meta device
     form: Form | None = None  # what modules have of it, where that is no plain tensor
-    kept: Kept | None = None  # frozen, of a subclass over plain memory: its bytes are flattened and never converted
+    kept: Kept | None = None  # frozen, of a subclass over plain memory: modules have an object of that
 
     @property
     def fqn(self) -> str:
         return self.names[0].fqn
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether it is frozen and its bytes are no numbers to compute with: flattened apart, and never converted."""
+        return self.kept is not None or not has_gradients(self.param.dtype)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -139,7 +153,7 @@ class Original:
         """What modules have of a whole plain tensor, as a parameter in the same memory."""
         if self.kept is None:
             return nn.Parameter(self.formed(whole), requires_grad)
-        made = self.kept.of(whole.detach()).requires_grad_(requires_grad)
+        made = self.kept.dress(whole.detach()).requires_grad_(requires_grad)
         assert isinstance(made, nn.Parameter)  # of the class of one
         return made
 
@@ -236,13 +250,14 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
     """Refuse what one unit cannot flatten together. Raises: ValueError naming the first offender."""
     if not originals:
         return
-    first = next((original for original in originals if original.kept is None), originals[0])
+    first = next((original for original in originals if not original.in_bytes), originals[0])
     for original in originals:
         param = original.param
         if (
             original is not first
             and (param.device, param.dtype) == (first.param.device, first.param.dtype)
             and param.requires_grad == first.param.requires_grad
+            and has_gradients(param.dtype)
             and _C.is_plain_tensor(param)
             and not isinstance(param, FlatParameter)
         ):
@@ -252,7 +267,7 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
             raise DeviceError(
                 f"Must flatten tensors on the same device but got both {first.param.device} (`{first.fqn}`) and {what}"
             )
-        refusal = why_not_flat(param, what)
+        refusal = why_not_dense(param, what)
         if refusal is not None:
             raise ValueError(refusal)
         if not _C.is_plain_tensor(param):
@@ -263,10 +278,15 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
                 f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; "
                 f"{mesh}{freeze}make it a plain nn.Parameter, or ignore it (ignored_states)"
             )
-        if param.dtype.itemsize == 1:
+        if param.requires_grad and not has_gradients(param.dtype):
             raise ValueError(
-                f"Cannot flatten {what}: no collective moves {param.dtype} and no gradient has it; build it in a wider "
-                "dtype, or ignore it (ignored_states)"
+                f"Cannot flatten {what}: no collective adds {param.dtype} up, so it cannot train; build it in a wider "
+                "dtype, freeze it before it is wrapped, or ignore it (ignored_states)"
+            )
+        if not can_be_copied(param.dtype):
+            raise ValueError(
+                f"Cannot flatten {what}: torch copies no {param.dtype}; view it as torch.uint8, or ignore it "
+                "(ignored_states)"
             )
         if options.placement.full_precision and param.dtype in LOW and param.requires_grad:
             raise ValueError(
@@ -274,7 +294,13 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
                 f"{what}: build it in torch.float32 and pass MixedPrecision(param_dtype={param.dtype}), or freeze it "
                 "before it is wrapped"
             )
-        if original.kept is not None:
+        if original.in_bytes:
+            holder = None if original.kept is None else original.kept.holder(original.param, original.names[0].module)
+            if holder is not None:
+                raise ValueError(
+                    f"Cannot flatten {what}: `{holder}` has its memory, and is what its module computes with, whatever "
+                    "is sharded, gathered or loaded; ignore it (ignored_states)"
+                )
             continue  # in a flat parameter of its own
         if param.dtype != first.param.dtype and not options.segments:
             raise ValueError(
@@ -294,13 +320,23 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
     check_memory([original.fqn for original in there], [original.param for original in there])
 
 
+@functools.cache
+def can_be_copied(dtype: torch.dtype) -> bool:
+    """Whether torch copies elements of ``dtype``; it does not those of less than a byte."""
+    try:
+        torch.empty(1, dtype=dtype).clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def by_segment(originals: list[Original], options: Options) -> list[list[Original]]:
     """The originals of each flat parameter of a unit."""
     groups: dict[Any, list[Original]] = {}
     for original in originals:
         apart = (original.param.dtype, original.param.requires_grad)
-        key = apart if options.segments or original.kept is not None else None
-        groups.setdefault((original.kept is not None, key), []).append(original)
+        key = apart if options.segments or original.in_bytes else None
+        groups.setdefault((original.in_bytes, key), []).append(original)
     if not options.segments and len(groups) < 2:
         return list(groups.values())
     return sorted(groups.values(), key=lambda group: not group[0].param.requires_grad)
@@ -316,10 +352,10 @@ class Dtypes(NamedTuple):
 def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
     """Where parameters of one segment lie, and their dtypes.
 
-    Mixed precision would lose half of a complex one, and the bytes of a subclass are no numbers.
+    Mixed precision would lose half of a complex one, and bytes are no numbers.
     """
     first, precision = originals[0].param, options.mixed_precision
-    real = first.is_floating_point() and originals[0].kept is None
+    real = first.is_floating_point() and not originals[0].in_bytes
     dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)
     dtype = dtypes.compute or first.dtype
     arranged = options.atomic is not None or (options.shard_alignment or 1) > 1  # else torch's layout

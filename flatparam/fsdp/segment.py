@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from .. import _C
 from ..common.collectives import name_in_cpp
-from ..common.tensors import in_storage_order, refuse_freed
+from ..common.tensors import as_sent, in_storage_order, refuse_freed
 from ..common.torch_private import FSDPExtensions
 from . import collectives, order
 from .deferred import blank
-from .extensions import Extended
+from .extensions import Extended, dress_all
 from .originals import Options, Original, keeps_rows, layout_of, row_numel
 
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
@@ -54,6 +54,7 @@ class FlatParamSpec(NamedTuple):
     full_precision: bool
     device: torch.device | None  # to compute on, where the shard lies on the host
     extension: Extended | None  # what makes of views what modules have, where that is something else
+    dress: Callable[[tuple[Tensor, ...]], None] | None  # makes new views objects of their parameters' classes
 
 
 class Here(NamedTuple):
@@ -92,7 +93,8 @@ class Segment:
         self._of_slice = next((one for one in options.extensions if isinstance(one, DTensorExtensions)), None)
         self.use_orig_params = options.use_orig_params
         self.has_forms = any(original.form is not None for original in originals)  # modules have other than plain ones
-        self.keeps_class = originals[0].kept is not None  # modules have objects of the parameters' own subclass
+        self.in_bytes = originals[0].in_bytes  # frozen, and nothing converts them
+        self.keeps_class = any(original.kept is not None for original in originals)  # modules have objects of those
         self.layout, (self.compute_dtype, self._reduce_dtype) = layout_of(originals, placement.shards, options)
         self.in_rows = [
             options.atomic is not None and keeps_rows(original.shape, original.stride, original.block)
@@ -225,14 +227,11 @@ class Segment:
     def gather(self, shard: Tensor) -> Tensor:
         """A new unsharded tensor ``[padded_numel]`` of ``shard`` on every rank, in its own dtype.
 
-        Dtypes of one byte, which not every backend moves, go as bytes.
         Raises: ValueError naming a parameter if ``shard`` has no memory.
         """
         self.refuse_freed(shard)
         if not self.is_sharded:
             return shard.to(self.device)
-        if shard.dtype.itemsize == 1 and shard.dtype != torch.uint8:
-            return self.gather(shard.contiguous().view(torch.uint8)).view(shard.dtype)
         shard = shard.to(self.device)
         placement = self.placement
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
@@ -240,7 +239,7 @@ class Segment:
             assert group is not None
             sequence = order.before(self, _C.EVENT_GATHERS_OUTSIDE, self.device)
             whole = shard.new_empty(shard.numel() * dist.get_world_size(group))
-            collectives.all_gather(whole, shard.contiguous(), group, sequence)
+            collectives.all_gather(as_sent(whole), as_sent(shard.contiguous()), group, sequence)
             shard = whole
         return shard
 
@@ -287,9 +286,8 @@ class Segment:
             offloads=options.offload_grads,
             full_precision=placement.full_precision,
             device=options.device,
-            extension=Extended([item.form or item.kept for item in self.originals])
-            if self.has_forms or self.keeps_class
-            else None,
+            extension=Extended([item.form for item in self.originals]) if self.has_forms else None,
+            dress=functools.partial(dress_all, [item.kept for item in self.originals]) if self.keeps_class else None,
         )
 
 

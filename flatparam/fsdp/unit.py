@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.tensors import is_at, lacks_memory, refuse_freed
+from .deferred import is_blank
 from .described import describe
 from .errors import StateError
 from .names import FLAT_PARAM, listed
@@ -195,7 +196,7 @@ class Unit:
         """Raises: ValueError naming a parameter that has no values yet."""
         for segment in self.segments:
             for here in segment.here() if segment.is_deferred else ():
-                if here.original.template is not None and here.numel > 0 and here.of(segment.flat).isnan().all():
+                if here.original.template is not None and here.numel > 0 and is_blank(here.of(segment.flat)):
                     raise ValueError(
                         f"parameter `{here.original.fqn}` of {self.name} has no values yet: no file or state dict has "
                         "brought any since defer_init; load or initialize it first"

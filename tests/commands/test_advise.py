@@ -374,8 +374,8 @@ ERRORS = [
         ["inspected:model", "--tokens", "3", "--micro-batches", "1,2,4,8,16"],
         "--tokens 3 are fewer than 16 micro-batches",
     ),
-    (["inspected:integers"], "unit (root) cannot be made: Cannot flatten integer dtype tensors"),
-    (["inspected:integers"], "register it as a buffer, or leave it out of the model that the factory makes"),
+    (["inspected:halves"], "unit (root) cannot be made: Cannot flatten parameter `table` (shape (3,), torch.uint4"),
+    (["inspected:halves"], "view it as torch.uint8, or leave it out of the model that the factory makes"),
     (["inspected:mixed", "--wrap", "Model"], "; pass --segments, or wrap them in units of their own"),
     (["inspected:lazy"], "parameter `1.weight` of a LazyLinear has no shape yet: let the factory run a forward"),
     (

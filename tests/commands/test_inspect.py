@@ -274,8 +274,8 @@ ERRORS = [
     (["inspected:mixed"], "unit (root) cannot be made: Must flatten tensors with uniform dtype"),
     (["inspected:mixed"], "; pass --segments, or wrap them in units of their own"),
     (["inspected:frozen", "--wrap", "Block"], "unit blocks.0 cannot be made: Must flatten tensors with uniform `req"),
-    (["inspected:integers"], "unit (root) cannot be made: Cannot flatten integer dtype tensors"),
-    (["inspected:integers"], "register it as a buffer, or leave it out of the model that the factory makes"),
+    (["inspected:halves"], "unit (root) cannot be made: Cannot flatten parameter `table` (shape (3,), torch.uint4"),
+    (["inspected:halves"], "view it as torch.uint8, or leave it out of the model that the factory makes"),
     (["inspected:empty"], "unit (root) cannot be made: "),
     (["inspected:lazy"], "parameter `1.weight` of a LazyLinear has no shape yet: let the factory run a forward"),
     (

@@ -1,4 +1,7 @@
-"""Frozen parameters of a subclass over plain memory, as 4-bit weights are: as torch's class trains them as buffers."""
+"""Frozen parameters that are bytes: of a subclass over plain memory, as 4-bit weights are, and of integers and fp8.
+
+As torch's class trains them as buffers: it takes no parameters of integers, and of one dtype in a unit alone.
+"""
 
 import copy
 
@@ -31,6 +34,19 @@ class Wide(Packed):
     """Another class, in another dtype."""
 
 
+KINDS = {
+    "one": (Packed, torch.bfloat16),
+    "two": (Wide, torch.float64),
+    "three": (Packed, torch.uint8),
+    "four": (nn.Parameter, torch.uint8),  # in one flat parameter with three
+    "five": (nn.Parameter, torch.int16),
+    "six": (Wide, torch.float8_e4m3fn),
+    "seven": (nn.Parameter, torch.bool),
+    "eight": (nn.Parameter, torch.int64),
+}
+KEPT = [torch.bfloat16, torch.float64, torch.uint8, torch.int16, torch.float8_e4m3fn, torch.bool, torch.int64]
+
+
 def bits(tensor):
     return tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
@@ -40,33 +56,37 @@ class Base(nn.Module):
 
     def __init__(self, cls, dtype, packed):
         super().__init__()
-        made = torch.randn(25, 1).to(dtype)
-        self.expected, self.cls, self.scale = bits(made).clone(), cls if packed else None, torch.tensor(0.5)
+        made = torch.randn(25, 1).mul(1 if dtype.is_floating_point else 3).abs().to(dtype)
+        self.given = None  # data that it gives to its weight in a forward
+        self.expected, self.cls, self.scale = bits(made).clone(), cls if packed else None, torch.tensor(0.125)
         if packed:
-            self.weight = cls(made, scale=self.scale)
+            self.weight = cls(made, requires_grad=False)
+            self.weight.scale = self.scale
         else:
             self.register_buffer("weight", made)
 
     def forward(self, x):
         weight = self.weight
         assert torch.equal(bits(weight), self.expected), "other bytes"
-        if self.cls is not None:
+        assert weight.grad is None
+        if self.cls not in (None, nn.Parameter):
             assert type(weight) is self.cls
             assert isinstance(weight, nn.Parameter)
-            assert weight.grad is None
             assert weight.scale is self.scale
+        if self.given is not None:
+            weight.data = self.given
         return x @ (weight.detach().as_subclass(torch.Tensor).reshape(5, 5).to(x.dtype) * self.scale.to(x.dtype)).t()
 
 
 class Block(nn.Module):
     def __init__(self, packed):
         super().__init__()
-        self.one = Base(Packed, torch.bfloat16, packed)
         self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 5)
-        self.two = Base(Wide, torch.float64, packed)
+        for name, (cls, dtype) in KINDS.items():
+            self.add_module(name, Base(cls, dtype, packed))
 
     def forward(self, x):
-        return x + self.one(x) + self.up(self.down(x)) + self.two(x)
+        return x + self.up(self.down(x)) + sum(getattr(self, name)(x) for name in KINDS)
 
 
 def model(packed=True):
@@ -127,9 +147,12 @@ def trains():
                     assert all(param.grad is None for param in frozen), what
                     shards = 1 if strategy == "NO_SHARD" else 2
                     for unit in (block._unit for block in ours.module):
-                        kept = [segment for segment in unit.segments if segment.keeps_class]
-                        assert [segment.flat.dtype for segment in kept] == [torch.bfloat16, torch.float64], what
-                        assert all(s.flat.numel() < 25 if shards == 2 else s.flat.numel() >= 25 for s in kept), what
+                        kept = [segment for segment in unit.segments if segment.in_bytes]
+                        assert [segment.flat.dtype for segment in kept] == KEPT, what
+                        numels = [sum(segment.layout.numels) for segment in kept]
+                        assert numels == [25 * sum(kind[1] == dtype for kind in KINDS.values()) for dtype in KEPT]
+                        assert all(s.flat.numel() * shards >= s.layout.numel for s in kept), what
+                        assert all(s.flat.numel() < s.layout.numel for s in kept if shards == 2), what
 
 
 def shows():
@@ -178,12 +201,30 @@ def resumes(folder):
 
 
 def synchronizes():
-    torch.manual_seed(dist.get_rank())
     module = model()
-    for param in module.parameters():
-        param.data.add_(dist.get_rank())
+    for param in module.parameters() if dist.get_rank() else ():
+        param.data.zero_()
     ours = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, sync_module_states=True)
     assert losses_of(ours) == as_torch()
+
+
+def writes():
+    """As a layer that packs its weights anew in its first evaluation."""
+    for uses in (False, True):
+        ours = wrapped(use_orig_params=uses)
+        losses_of(ours, range(1))
+        one = ours.module[0].module.one
+        one.given = torch.arange(25.0, dtype=torch.bfloat16).view(25, 1)
+        with torch.no_grad():
+            ours(batch(0))
+        one.expected, one.given = bits(one.given), None
+        assert torch.equal(bits(ours.state_dict()["0.one.weight"]), one.expected)
+        losses_of(ours, range(1))
+        one.given = torch.zeros(1, 25, dtype=torch.bfloat16)
+        with torch.no_grad(), pytest.raises(ValueError, match=r"new data of parameter `weight` of a Base have another"):
+            ours(batch(0))
+        one.given = None
+        losses_of(ours, range(1))
 
 
 def refuses():
@@ -207,6 +248,10 @@ def test_a_checkpoint_resumes(tmp_path):
 
 def test_rank_0_gives_its_bytes_to_the_others():
     run_ranks(synchronizes, 2)
+
+
+def test_data_that_a_forward_gives_it_are_kept_or_refused_by_name():
+    run_ranks(writes, 2)
 
 
 def test_a_trainable_one_is_refused_by_name():

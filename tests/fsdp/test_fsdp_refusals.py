@@ -176,10 +176,10 @@ def test_a_scripted_module_is_refused_and_the_others_stay_as_they_were(uo):
 
 def parameters():
     """Parameters that one unit cannot hold."""
-    counted = nn.Module()
-    counted.weight, counted.counts = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).int(), requires_grad=False)
-    with refused(r"integer dtype tensors: parameter `counts` \(shape \(2,\), torch.int32 on cpu\)", ValueError):
-        FSDP(counted, segments=True)
+    halves, made = nn.Module(), torch.ones(2, dtype=torch.uint8).view(torch.uint4)
+    halves.weight, halves.table = nn.Parameter(torch.ones(2)), nn.Parameter(made, requires_grad=False)
+    with refused(r"parameter `table` \(shape \(2,\), torch.uint4 on cpu\): torch copies no torch.uint4", ValueError):
+        FSDP(halves, segments=True)
     mixed = nn.Module()
     mixed.first, mixed.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())
     with refused("uniform dtype but got torch.float32 .`first`. and torch.float64 .*`second`", ValueError):

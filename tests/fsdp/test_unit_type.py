@@ -56,6 +56,7 @@ BAD_PARTS = [
     ({"refresh_group": 3}, TypeError),
     ({"device": "cpu"}, TypeError),
     ({"extension": 3}, TypeError),
+    ({"dress": 3}, TypeError),
     ({"refresh_group": ("group", None, None)}, ValueError),
     ({"compute": "bfloat16"}, TypeError),
     ({"reduce": 3}, TypeError),
@@ -140,6 +141,47 @@ def test_an_extension_gives_what_modules_have():
         part[2].add_(1)
     step.pre_forward()
     assert extension.refused > refused  # graphs of the values before
+
+
+class Weight(nn.Parameter):
+    """A subclass."""
+
+
+def test_views_are_dressed_once_when_they_are_made():
+    module, given = module_with(), []
+
+    def dress(views):
+        given.append(views)
+        for view in views:
+            view.__class__ = Weight
+
+    part = part_of(module, dress=dress)
+    step = step_of(part)
+    step.make_views()
+    step.join(run_of())
+    assert list(module._parameters) == []  # though it is a Parameter
+    for number in range(1, 4):
+        step.pre_forward()
+        assert type(module.weight) is Weight
+        assert module.weight is given[-1][0]
+        step.post_forward(module.weight.as_subclass(torch.Tensor).sum()).backward()
+        assert part[2].grad.tolist() == [float(number)] * 6 + [0.0] * 2
+    assert len(given) == 1
+
+
+def test_an_error_where_views_are_dressed_leaves_none():
+    module, failing = module_with(), [ZeroDivisionError]
+
+    def dress(views):
+        for error in failing:
+            raise error
+
+    step = step_of(part_of(module, dress=dress))
+    with pytest.raises(ZeroDivisionError):
+        step.make_views()
+    failing.clear()
+    step.make_views()
+    assert step.views()[0][0] is module.weight
 
 
 @pytest.mark.parametrize("gives", [lambda views: list(views), lambda views: views[:1], lambda views: (3, 4)])

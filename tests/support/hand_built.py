@@ -47,6 +47,7 @@ def part_of(module, **changes):
         "full_precision": False,
         "device": None,
         "extension": None,
+        "dress": None,
     }
     return tuple({**fields, **changes}.values())
 

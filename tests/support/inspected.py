@@ -80,9 +80,9 @@ def makes_a_dict():
     return {}
 
 
-def integers():
+def halves():
     made = nn.Linear(3, 3)
-    made.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    made.table = nn.Parameter(torch.zeros(3, dtype=torch.uint8).view(torch.uint4), requires_grad=False)
     return made
 
 

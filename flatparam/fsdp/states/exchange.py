@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.tensors import as_sent
 from .. import order
 from ..held import Held
 from ..originals import in_order
@@ -57,7 +58,7 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
         for param in params if is_first else ():
             value = in_order(whole[param.name][key].detach(), segment.originals[param.number].stride)
             flat.narrow(0, segment.layout.offsets[param.number], value.numel()).copy_(value)
-        _broadcast(flat.view(torch.uint8) if dtype.itemsize == 1 else flat, group)
+        _broadcast(as_sent(flat), group)
         for param in params:
             yield param, flat.narrow(0, segment.layout.offsets[param.number] + param.start, param.numel)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from ... import _C
+from ...common.tensors import as_sent
 from ...common.torch_private import (
     FSDPExtensions,
     Shard,
@@ -225,13 +226,7 @@ def gathered_rows(segment: Segment, values: Mapping[Held, Any], dtype: torch.dty
             mine.narrow(0, starts[param], rows.numel()).copy_(rows.reshape(-1))
     whole = torch.empty(total * len(cuts), dtype=dtype, device=segment.device)
     sequence = order.before(segment, _C.EVENT_GATHERS_OUTSIDE, segment.device)
-    as_bytes = dtype.itemsize == 1
-    collectives.all_gather(
-        whole.view(torch.uint8) if as_bytes else whole,
-        mine.view(torch.uint8) if as_bytes else mine,
-        group,
-        sequence,
-    )
+    collectives.all_gather(as_sent(whole), as_sent(mine), group, sequence)
     for param, ranges in parts.items():
         found = torch.empty(param.shape, dtype=dtype, device=segment.device)
         for number, (first, last) in enumerate(ranges):
