@@ -16,7 +16,7 @@ _moved.add()
 if TYPE_CHECKING:
     from ._api import *  # noqa: F403
 
-__all__ = ["FlatLayout", "FlatParamHandle", "ShardError", "install", "is_installed", "uninstall"]
+__all__ = ["FlatLayout", "FlatParamHandle", "ShardError", "install", "is_installed", "reset_state", "uninstall"]
 __all__ += ["FullyShardedDataParallel", "MemoryPlan", "Placement", "ShardingStrategy", "defer_init", "load_safetensors"]
 __all__ += ["DeviceError", "OrderError", "StateError"]
 __all__ += ["FlatParamShardMetadata", "FlatParameter", "ParamInfo", "SharedParamInfo"]

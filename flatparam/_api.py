@@ -22,5 +22,6 @@ from .common.torch_private import (
     SharedParamInfo,
 )
 from .dropin.handle import FlatParamHandle
+from .dropin.resetting import reset_state
 from .fsdp import *  # noqa: F403
 from .installing import install, is_installed, uninstall

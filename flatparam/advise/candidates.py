@@ -1,6 +1,5 @@
 """What is tried: strategies, inner groups, units and micro-batches, and what each of them takes."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from flatparam import _C
 from flatparam.advise.timing import Cluster, step_seconds
 from flatparam.advise.traffic import micro_batches, sent_in_a_step
 from flatparam.fsdp.memory import MemoryPlan
@@ -133,24 +133,26 @@ def _lists(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Runs]]:
                 yield parent, runs
 
 
-@contextlib.contextmanager
-def put_together(module: nn.Module, boundary: Boundary) -> Iterator[tuple[str, ...]]:
-    """Inside, modules of ``boundary`` lie ``together`` in one module each; yields the classes of the units."""
-    if boundary.together == 1:
-        yield boundary.wrap
-        return
+def put_together(module: nn.Module, boundary: Boundary) -> _C.Block:
+    """A context: in it modules of ``boundary`` lie ``together`` in one module each. Gives the units' classes."""
     before: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
-    try:
+
+    def begin() -> tuple[str, ...]:
+        if boundary.together == 1:
+            return boundary.wrap
         for parent, runs in list(_lists(module, boundary.wrap[0])):
             before.append((parent, dict(parent._modules)))
             children = [child for is_it, run in runs for child in (_cut(run, boundary.together) if is_it else run)]
             parent._modules.clear()
             parent._modules.update((str(i), child) for i, child in enumerate(children))
-        yield (f"{Together.__module__}.{Together.__qualname__}",)
-    finally:
+        return (f"{Together.__module__}.{Together.__qualname__}",)
+
+    def end() -> None:
         for parent, modules in before:
             parent._modules.clear()
             parent._modules.update(modules)
+
+    return _C.Block(begin, end)
 
 
 def _cut(run: Sequence[nn.Module], size: int) -> list[nn.Module]:

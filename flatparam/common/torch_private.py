@@ -70,6 +70,7 @@ from torch.distributed.fsdp._fsdp_extensions import (
 )
 from torch.distributed.fsdp._limiter_utils import _FreeEventQueue
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.fsdp._unshard_param_utils import _register_flat_param
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as TorchsFSDP
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.utils import _alloc_storage, _free_storage, _p_assert

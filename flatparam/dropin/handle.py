@@ -13,7 +13,7 @@ from ..common import optimizers
 from ..common.collectives import fake_group
 from ..common.layout import parts_of
 from ..common.switches import environment_is_on, fakes
-from ..common.tensors import free, in_storage_order, pinned, watch_exports
+from ..common.tensors import free, in_storage_order, pinned, same_storage, watch_exports
 from ..common.torch_private import (
     FlatParamShardMetadata,
     FSDPExtensions,
@@ -211,6 +211,12 @@ class FlatParamHandle(Flattening, Gathering):
     @step_of(STREAM)
     def _get_unpadded_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
         """``rank``'s chunk of ``tensor``, a view, and the elements it lacks to be as long as the first one."""
+        shard = getattr(tensor, "_local_shard", None)
+        if shard is not None and same_storage(shard, tensor):
+            raise RuntimeError(
+                "what summon_full_params() gathered is not there at its end: reset_state() has ended it before. "
+                "Nothing is written back"
+            )
         chunks = in_storage_order(tensor).chunk(world_size)
         chunk = chunks[rank] if rank < len(chunks) else chunks[0].new_empty(0)
         return chunk, chunks[0].numel() - chunk.numel()

@@ -1,0 +1,58 @@
+"""The way back to a model between two steps, where the end of a block has not run."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..common.torch_private import HandleTrainingState, TorchsFSDP, TrainingState, _register_flat_param
+from .handle import FlatParamHandle
+
+
+def reset_state(model: nn.Module) -> None:
+    """Leave what is under way in a model of torch's FullyShardedDataParallel, on this rank.
+
+    For the case that signals, or a debugger, have kept the end of a block from running, so that calls say that a unit
+    is not idle, or gradients are not reduced: ``no_sync``, ``summon_full_params``, a pass. What ``summon_full_params``
+    shows is not written back, what a state dict has loaded until then stays, gradients that ``no_sync`` has kept stay
+    too, those of a backward that was broken off go. It communicates nothing, but frees what is gathered, so that the
+    next forward gathers: all ranks call it. Where it is interrupted itself, it is called again.
+
+    Args:
+        model: the outermost wrapper, or a module that has it.
+    Raises: TypeError where no unit in ``model`` has flatparam's handle.
+    """
+    units = TorchsFSDP.fsdp_modules(model)
+    if not any(isinstance(unit._handle, FlatParamHandle) for unit in units):
+        raise TypeError(
+            f"expected a model of torch's FullyShardedDataParallel on flatparam's handle, got {type(model).__name__} "
+            "without one. flatparam's own FullyShardedDataParallel has model.reset_state()"
+        )
+    for unit in units:
+        _reset(unit)
+
+
+def _reset(unit: Any) -> None:
+    getattr(unit, "_unshard_params_ctx", {}).clear()  # of a state dict, which ends with that
+    if isinstance(unit._handle, FlatParamHandle):
+        _leave_summoned(unit, unit._handle)
+        unit._handle._recover()
+    unit.training_state = TrainingState.IDLE
+    unit._sync_gradients = True
+    unit._post_backward_callback_queued = False
+
+
+@torch.no_grad()
+def _leave_summoned(unit: Any, handle: Any) -> None:
+    flat_param = handle.flat_param
+    if handle._state is not HandleTrainingState.SUMMON_FULL_PARAMS:
+        return
+    if not handle._use_orig_params:
+        if not handle.is_sharded(flat_param):
+            handle._use_unsharded_views(as_params=False)
+        _register_flat_param(unit, unit)
+    if hasattr(flat_param, "_saved_grad_shard"):
+        flat_param.grad = None
+        flat_param.data = flat_param._local_shard
+        flat_param.grad = flat_param._saved_grad_shard
+        del flat_param._saved_grad_shard
