@@ -18,9 +18,9 @@ from .torch_private import _is_fsdp_flattened
 
 taken = 0
 _changes = 0  # how often parameters have come to units
-# Of an optimizer: whether it has parameters of units, of how many groups and after how many changes that is said, and
-# the units of the runtime that have them
-_known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, tuple[int, int], list[weakref.ref[Any]]]] = (
+# Of an optimizer: whether it has parameters of units, of how many of its groups and after how many changes that is
+# said, the units of the runtime that have them, and the counts of the drop-in's models
+_known: weakref.WeakKeyDictionary[Optimizer, tuple[bool, tuple[int, int], list[weakref.ref[Any]], list[list[int]]]] = (
     weakref.WeakKeyDictionary()
 )
 _last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # what `taken` was after its last step
@@ -31,7 +31,6 @@ _taken_out_times = 0
 _up_to_date: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _find_units: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
 _find_handles: list[Callable[[Iterable[Tensor]], Iterable[Any]]] = []
-_counts: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()  # [steps], shared with handles
 
 
 @functools.cache
@@ -77,10 +76,7 @@ def find_units(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
 
 
 def find_handles(find: Callable[[Iterable[Tensor]], Iterable[Any]]) -> None:
-    """Let ``find(params)`` give the handles that have some of ``params``; each is given ``[steps]`` of the optimizer.
-
-    In ``step_counts``, from the optimizer's next step on: others that step on this rank alone do not count.
-    """
+    """Let ``find(params)`` give the handles that have some of ``params``, of the drop-in: their ``steps`` count."""
     _find_handles.append(find)
 
 
@@ -92,25 +88,23 @@ def note_change() -> None:
 
 def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     global taken
-    has_some, when, found = _known.get(optimizer, (False, (-1, -1), []))
+    has_some, when, found, counts = _known.get(optimizer, (False, (-1, -1), [], []))
     if when != (len(optimizer.param_groups), _changes):
-        has_some, found = _look(optimizer)
+        has_some, found, counts = _look(optimizer)
     units = [unit for unit in (each() for each in found) if unit is not None]
     _C.note_optimizer_step(*(unit.step for unit in units))
-    _counts.setdefault(optimizer, [0])[0] += 1
+    for count in counts:
+        count[0] += 1
     if has_some:
         taken += 1
         _last[optimizer] = taken
 
 
-def _look(optimizer: Optimizer) -> tuple[bool, list[weakref.ref[Any]]]:
-    """Whether ``optimizer`` has parameters of units, and the units of the runtime that have them."""
+def _look(optimizer: Optimizer) -> tuple[bool, list[weakref.ref[Any]], list[list[int]]]:
+    """Whether ``optimizer`` has parameters of units, the runtime's units that have them, and the counts of models."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     has_some = any(_is_fsdp_flattened(param) for param in params)
     found = [weakref.ref(unit) for find in _find_units for unit in find(params)]
-    count = _counts.setdefault(optimizer, [0])
-    for handle in (handle for find in _find_handles for handle in find(params)):
-        if not any(known is count for known in handle.step_counts):
-            handle.step_counts = (*handle.step_counts, count)
-    _known[optimizer] = has_some, (len(optimizer.param_groups), _changes), found
-    return has_some, found
+    counts = list({id(handle.steps): handle.steps for find in _find_handles for handle in find(params)}.values())
+    _known[optimizer] = has_some, (len(optimizer.param_groups), _changes), found, counts
+    return has_some, found, counts

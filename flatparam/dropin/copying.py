@@ -40,22 +40,12 @@ _STEP_OF_WRAPPER = (
     *("_default_stream", "_unshard_stream", "_post_backward_stream", "_pre_unshard_stream", "_all_reduce_stream"),
 )
 _STEP_OF_HANDLE = (
-    *("_handle_index", "_pre_forward_order_index", "_post_forward_index", "_prefetched"),
+    *("_handle_index", "steps", "_pre_forward_order_index", "_post_forward_index", "_prefetched"),
     *("_needs_pre_forward_unshard", "_needs_pre_backward_unshard", "_unsharded_flat_param_for_skipped_views"),
     *("_state", "_is_of_backward", "_backward_made_graph", "_has_optim_in_backward", "_ran_pre_backward_hook"),
-    *("_kept_hook", "_accumulators", "_runtimes_hook", "_left_gathered", "_ranks_with_trainable", "_steps_seen"),
-    *(
-        "_left_values",
-        "step_counts",
-        "_is_compared",
-        "_native",
-        "_chunks",
-        "_freed_message",
-        "_shard_seen",
-        "_offloaded_grad",
-        "_put_aside",
-        "_versions_left_by_backward",
-    ),
+    *("_kept_hook", "_accumulators", "_runtimes_hook", "_left_versions", "_left_values", "_steps_seen"),
+    *("_is_compared", "_native", "_chunks", "_freed_message", "_shard_seen", "_offloaded_grad", "_put_aside"),
+    "_versions_left_by_backward",
 )
 _STEP_OF_FLAT_PARAM = (
     *("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_padded_unsharded_size", "_mp_shard"),
@@ -77,9 +67,10 @@ def note_owner(handle: Any) -> None:
 
 
 def _handles_of(params: Iterable[Tensor]) -> list[Any]:
+    """Those of models that have begun to train."""
     ids = set(map(id, params))
     found = []
-    for handle in list(_owners.values()):
+    for handle in [owner for owner in list(_owners.values()) if owner._handle_index is not None]:
         flat_param = handle.flat_param
         originals = getattr(flat_param, "_params", None) or ()
         if not ids.isdisjoint(map(id, (flat_param, *originals))):

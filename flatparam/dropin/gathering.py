@@ -6,7 +6,6 @@ those of the same name without it do, or nothing; they return whether they did.
 
 import contextlib
 import os
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -232,8 +231,7 @@ class Gathering(Gradients):
         self._check_low_precision_shard()
         self._free_after_use(self.flat_param._mp_shard)
 
-    @contextlib.contextmanager
-    def to_cpu(self) -> Generator[None, None, None]:
+    def to_cpu(self) -> contextlib.AbstractContextManager[None]:
         """In the context the unsharded flat parameter lies on the CPU; its memory on the device is freed meanwhile.
 
         Where it lies there already it stays as it is (torch before 2.15 reads freed memory then: pytorch#188989).
@@ -244,21 +242,19 @@ class Gathering(Gradients):
         self._check_on_compute_device(self.flat_param)
         if not same_storage(self.flat_param, self._get_padded_unsharded_flat_param()):
             raise self._wrong("expects the unpadded parameter to be a view into the padded one")
-        with contextlib.nullcontext() if self.flat_param.is_cpu else self._offload_to_cpu():
-            yield
+        if self.flat_param.is_cpu:
+            return contextlib.nullcontext()
+        return _C.Block(self._offload_to_cpu, self._restore_unsharded_flat_param_from_cpu)
 
-    @contextlib.contextmanager
-    def _offload_to_cpu(self) -> Generator[None, None, None]:
+    def _offload_to_cpu(self) -> None:
         self.flat_param_to(torch.device("cpu"), copy=True)
         self._free_unsharded_flat_param()
-        try:
-            yield
-        finally:
-            self._restore_unsharded_flat_param_from_cpu()
 
     def _restore_unsharded_flat_param_from_cpu(self) -> None:
         self._check_unsharded(self.flat_param)
-        unsharded = self._alloc_padded_unsharded_flat_param()
+        needs_memory = self.needs_unshard()  # not where a signal has kept this from its end, and it is called again
+        padded = self._alloc_padded_unsharded_flat_param if needs_memory else self._get_padded_unsharded_flat_param
+        unsharded = padded()
         unsharded[: self.flat_param.numel()].copy_(self.flat_param.detach())
         self._use_unsharded_flat_param(unsharded)
 
@@ -270,6 +266,8 @@ class Gathering(Gradients):
 
         In that order: at no time do the original parameters point to freed memory.
         """
+        if self._training_state is HandleTrainingState.IDLE:  # by hand, as warnings say
+            self._keep_moved_shard()
         if not self._reshard_fused(free_unsharded_flat_param):
             try:
                 self._use_sharded_flat_param()
@@ -279,9 +277,7 @@ class Gathering(Gradients):
                 self._leave_summon()
                 raise
         if not free_unsharded_flat_param and self._training_state is HandleTrainingState.FORWARD:
-            self._left_gathered = (self._sum_of_versions(), self._modes())
-            if not self._left_gathered[1][0]:
-                self._note_left_values()
+            self._note_left_gathered()
 
     post_reshard = TORCH_HANDLE.post_reshard  # NO_SHARD: frees the low-precision copy that was computed with
 

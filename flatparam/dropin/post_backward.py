@@ -20,7 +20,6 @@ task_of_autograd = torch._C._current_graph_task_id  # -1 outside of backward
 class PostBackward:
     """The part of FlatParamHandle that keeps this hook in its place."""
 
-    step_counts: tuple[list[int], ...] = ()  # of optimizers that have its parameters, one of them each
     _accumulators: object = None  # the nodes that accumulate the flat gradient, as `_C.note_accumulator` keeps them
     _runtimes_hook: Callable[..., Any] | None = None  # as the last forward has left it
     # In a backward that does not come to the parameters: the node, the hook, and the version of the gradient
@@ -33,16 +32,12 @@ class PostBackward:
         """
         self._accumulators = _C.note_accumulator(self._accumulators, self.flat_param)
 
-    def _steps_taken(self) -> int:
-        """By optimizers of its parameters: ranks that run the same program count the same, whatever else they train."""
-        return sum([steps for (steps,) in self.step_counts])
-
     def _begin_later_backward(self: Any) -> None:
         """Have the runtime gather in a backward that is not the first one since a forward, as it does in that.
 
         Raises: RuntimeError if the weights have changed since the last forward.
         """
-        if self._steps_seen != self._steps_taken():
+        if self._steps_seen != self.steps[0]:
             raise RuntimeError(
                 f"a second backward came to {self._names()} after an optimizer has stepped: the weights of its forward "
                 "are gone. Call optimizer.step() after all backwards of a forward, or run the forward again"

@@ -3,19 +3,34 @@
 torch's runtime sets the handle's state before each part of a step and sets it back at the end of the part. An
 exception (in the model's forward, a hook, a collective; KeyboardInterrupt) skips the end, and torch's next forward then
 takes what was left for its own: it computes with weights of earlier steps, or loses gradients. The former also happens
-without an exception, if an optimizer steps between a forward and its backward, or after a forward that has none, or if
-the user writes the parameters there.
+without an exception, if an optimizer steps between a forward and its backward, or after a forward that has none.
+
+To gather is a collective, so all ranks of the group must decide alike. This is all that the handle decides by, beside
+what torch's runtime calls in the order of control flow:
+
+| input | why all ranks know it alike |
+|---|---|
+| whether the unsharded flat parameter has memory | control flow, as with torch's handle: forward, backward, no_sync() |
+| ``steps`` | steps of optimizers that hold a parameter of some unit of the model: of the program |
+| ``SUMMON_FULL_PARAMS`` begins | control flow: what is gathered is gathered anew, whatever the values are |
+| ``_state`` not at rest as a forward begins | an exception has ended a step; on one rank alone: a time-out |
+| ``_is_compared`` | the first gather of a handle, see comparing.py |
+| gradients that are None, in ``unshard_grad()`` | asked: an all-reduce |
+
+No input, as one rank alone may see it: versions, values and addresses of tensors, ``no_grad`` and ``train()``, steps of
+other optimizers, which models exist besides, what garbage collection has left. So what is written outside of a step
+while units stay gathered is not gathered anew: a warning says it.
 """
 
+import threading
 import warnings
-from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from .. import _C
+from ..common import optimizers
 from ..common.tensors import is_allocated, same_storage
 from ..common.torch_private import HandleTrainingState, in_transform
 from .post_backward import PostBackward, task_of_autograd
@@ -41,16 +56,40 @@ class Driven:
     _prefetched = False
 
 
+_uncounted = [0]  # of handles that no runtime has numbered
+
+
+class _Numbered(threading.local):
+    steps = _uncounted  # of the root whose handles this thread numbers
+
+
+_numbered = _Numbered()
+
+
 class Interruptible(PostBackward, Driven):
     """The state that the runtime sets, and the way back from one that it was left in."""
 
     _state = _IDLE
+    steps = _uncounted  # [how often optimizers have stepped that have a parameter of the model]
     _is_of_backward = False  # whether `_state` was set while autograd ran
     _steps_seen = 0  # by optimizers, when the last forward began
-    _ranks_with_trainable: tuple[tuple[bool, ...], int] = ((), 0)  # for which parameters require gradients
-    # The sum of the parameters' versions and the modes when a forward left the parameters gathered
-    _left_gathered: tuple[int | None, tuple[bool, bool]] | None = None
+    _left_versions: int | None = None  # of the parameters, their sum, when a forward left them gathered
     _left_values: tuple[torch.Tensor, int] | None = None  # some of the shard then, and how many forwards used it since
+
+    @property
+    def _handle_index(self) -> int | None:
+        return vars(self).get("_handle_index")
+
+    @_handle_index.setter
+    def _handle_index(self: Any, index: int | None) -> None:
+        """The runtime numbers all handles of a root in a row: they have one count of steps.
+
+        A rank that has nothing of a handle may give an optimizer only the parameters of which it has something.
+        """
+        if index == 0:
+            _numbered.steps = [0]
+            optimizers.note_change()
+        vars(self)["_handle_index"], self.steps = index, _numbered.steps
 
     @property
     def _training_state(self) -> HandleTrainingState:
@@ -70,12 +109,12 @@ class Interruptible(PostBackward, Driven):
             interrupted = self._state not in _AT_REST or (self._prefetched and self._is_of_backward)
             if interrupted or self._is_out_of_date():
                 self._recover()
-            elif self._left_gathered is not None and not self._left_gathered[1][0]:
-                self._follow_evaluation()
-            self._steps_seen = self._steps_taken()
-        elif state is _SUMMONED and self._handle_index is not None:
-            if self._is_out_of_date() or (self._left_gathered is not None and not self._left_gathered[1][0]):
-                self._free_gathered()  # else it would be shown, and saved
+            elif self._left_versions is not None:
+                self._tell_of_old_values()
+            self._steps_seen = self.steps[0]
+        elif state is _SUMMONED and self._handle_index is not None and self.uses_sharded_strategy:
+            self._free_gathered()  # it may have old values, which would be shown, and saved
+            self._prefetched = False
         elif state is _BACKWARD_PRE and in_backward and not self._needs_pre_backward_unshard:
             self._begin_later_backward()
         elif state is _IDLE and self._put_aside and not getattr(self, "_ran_pre_backward_hook", True):
@@ -97,78 +136,42 @@ class Interruptible(PostBackward, Driven):
             )
 
     def _is_out_of_date(self: Any) -> bool:
-        """Whether something is still gathered that an optimizer or the user has changed since."""
+        """Whether something is still gathered that an optimizer has changed since."""
+        return bool(self._steps_seen != self.steps[0] and self._is_gathered())
+
+    def _is_gathered(self: Any) -> bool:
         if not self.uses_sharded_strategy:
             return False
         tensors = (getattr(self.flat_param, name, None) for name in _GATHERED)
-        if not any(tensor is not None and is_allocated(tensor) for tensor in tensors):
-            return False
-        return bool(self._steps_seen != self._steps_taken() or self._was_written())
+        return any(tensor is not None and is_allocated(tensor) for tensor in tensors)
 
-    def _was_written(self: Any) -> bool:
-        """Whether the user may have written parameters in place since a forward has left them gathered.
+    def _note_left_gathered(self: Any) -> None:
+        """A forward leaves the parameters gathered: note by what a write is seen.
 
-        All ranks must answer alike. Where each of them has a trainable parameter in its shard, all can see the write
-        that an optimizer makes outside of its step: versions of tensors count it. Else a change between training and
-        evaluation counts for one.
+        Versions count writes in place. Programs exchange weights around an evaluation by ``.data`` (averages of
+        weights), which nothing counts: some of the values do.
         """
-        if self._left_gathered is None or self._is_replaced("_use_sharded_views"):
-            return False  # a user's own way to show the shard may write it
-        versions, modes = self._left_gathered
-        now = self._sum_of_versions()
-        if now is None or versions is None or not self._every_rank_has_trainable():
-            return bool(modes != self._modes())
-        return bool(versions != now)
+        self._left_versions = self._sum_of_versions()
+        if self._left_values is None and self.uses_sharded_strategy and not torch.is_grad_enabled():
+            self._left_values = _some_of(self.flat_param._local_shard).clone(), 1
 
-    def _follow_evaluation(self: Any) -> None:
-        """A forward follows one without gradients, which has left parameters gathered.
+    def _tell_of_old_values(self: Any) -> None:
+        """A forward begins, with what an earlier one has left gathered: warn if the user has written since.
 
-        Programs exchange weights around an evaluation by ``.data`` (averages of weights), which no version counts. So a
-        change of modes, which all ranks see, has them gathered anew. Within one mode ranks could not agree on it, and
-        a warning says so, of some of the values, looked at ever more seldom.
+        The values are looked at ever more seldom. A user's own way to show the shard may write it.
         """
-        if self._left_gathered[1] != self._modes():
-            self._left_gathered = None  # done: the runtime sets the state again, after it has prefetched
-            if self._prefetched:
-                self._recover()  # else it would not gather once more
-            elif self.uses_sharded_strategy:
-                self._free_gathered()
-        elif self._left_values is not None and is_allocated(self.flat_param._full_param_padded):
+        written = self._left_versions != self._sum_of_versions()
+        if self._left_values is not None:
             before, uses = self._left_values
             self._left_values = before, uses + 1
-            if uses & (uses - 1) == 0 and not _same_values(before, _some_of(self.flat_param._local_shard)):
-                _warn_of_old_values(self._names())
-
-    def _note_left_values(self: Any) -> None:
-        """After a forward without gradients: what is gathered has the values of now, if that was for this forward."""
-        if self._left_values is None and self.uses_sharded_strategy:
-            self._left_values = _some_of(self.flat_param._local_shard).clone(), 1
+            looks = uses & (uses - 1) == 0
+            written = written or (looks and not _same_values(before, _some_of(self.flat_param._local_shard)))
+        if written and self._is_gathered() and not self._is_replaced("_use_sharded_views"):
+            _warn_of_old_values(self._names())
 
     def _sum_of_versions(self: Any) -> int | None:
         found = _C.versions(self.flat_param._params if self._use_orig_params else (self.flat_param,))
         return None if found is None else found[0]
-
-    def _modes(self: Any) -> tuple[bool, bool]:
-        return torch.is_grad_enabled(), self._fully_sharded_module.training
-
-    def _every_rank_has_trainable(self: Any) -> bool:
-        flat_param = self.flat_param
-        if not self._use_orig_params:
-            return True
-        if self._padded_to is None:
-            return False
-        trainable = tuple(map(attrgetter("requires_grad"), flat_param._params))
-        if trainable != self._ranks_with_trainable[0]:
-            per_rank, layout = flat_param._sharded_size.numel(), self._layout
-            spans = compress(zip(layout.offsets, layout.numels, strict=True), trainable)
-            ranks = {
-                rank
-                for start, numel in spans
-                for rank in range(start // per_rank, (start + numel - 1) // per_rank + 1)
-                if numel > 0
-            }
-            self._ranks_with_trainable = (trainable, len(ranks))
-        return bool(self._ranks_with_trainable[1] == self.world_size)
 
     def _free_gathered(self: Any, *others: str) -> None:
         for name in (*_GATHERED, *others):
@@ -264,9 +267,9 @@ def _warn_of_old_values(names: str) -> None:
     if not _told_of_old_values:
         _told_of_old_values.append(names)
         warnings.warn(
-            f"parameters in {names} were written by `.data` between two evaluations, which nothing counts: with "
-            "torch's FullyShardedDataParallel the second one computes with what the first one has gathered. Call "
-            "`handle.reshard(True)` for all handles of model._all_handles after writing, on every rank, or use "
+            f"parameters in {names} were written between two forwards, of which the first has left them gathered: as "
+            "with torch's own handle, the second one computes with the values from before. After writing, on every "
+            "rank, call `handle.reshard(True)` for all handles of model._all_handles, or use "
             "flatparam.install(runtime=True), which gathers in every forward",
             stacklevel=2,
         )

@@ -19,6 +19,7 @@ from flatparam.dropin import recovery
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 KINDS = ("dropin", "runtime")
+TOLD = "were written between two forwards"
 
 
 def wrapped(kind, strategy, uo):
@@ -68,8 +69,18 @@ def averaged_losses(model, whole):
         average.copy_to()
         seen += [loss.detach(), evaluated(model, 9)]
         average.restore()
-        seen += whole(model) if step else []  # the first time a forward of training follows
+        if step:  # the first time a forward of training follows
+            seen += whole(model)
+        else:
+            gather_next_time(model)
     return seen
+
+
+def gather_next_time(model):
+    """As the warning says. The runtime gathers in every forward."""
+    for handle in getattr(model, "_all_handles", ()):
+        if handle.uses_sharded_strategy:
+            handle.reshard(True)
 
 
 def reduce(model):
@@ -91,7 +102,7 @@ def averages():
     for kind, strategy, uo in [*ways, ("runtime", "FULL_SHARD", False), ("runtime", "SHARD_GRAD_OP", True)]:
         note(f"{kind} {strategy} {uo}")
         with under(kind), warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*written by `.data`")
+            warnings.filterwarnings("error", message=f".*{TOLD}")
             found = averaged_losses(wrapped(kind, strategy, uo), whole_of)
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
@@ -116,15 +127,14 @@ def reference_models():
                 model = wrapped(kind, strategy, uo).eval()
                 first = [evaluated(model, 0) for _ in range(6)]
                 assert all(torch.equal(one, first[0]) for one in first)
-                assert not [each for each in caught if "written by `.data`" in str(each.message)]
+                assert not [each for each in caught if TOLD in str(each.message)]
                 set_to(model, [torch.ones_like(param) for param in model.parameters()])
                 later = [evaluated(model, 0) for _ in range(9)]
-                told = [str(each.message) for each in caught if "written by `.data`" in str(each.message)]
+                told = [str(each.message) for each in caught if TOLD in str(each.message)]
                 if kind == "dropin":
                     assert len(told) == 1
                     assert "handle.reshard(True)" in told[0]
-                    for handle in model._all_handles:
-                        handle.reshard(True)
+                    gather_next_time(model)
                 else:
                     assert not told
                     assert all(torch.equal(one, later[0]) for one in later)
@@ -185,16 +195,53 @@ def prefetched():
 def gathered_anew():
     """Evaluations of other weights, after each of which all units are resharded, as verl does it."""
     with under("dropin"), warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*written by `.data`")
+        warnings.filterwarnings("error", message=f".*{TOLD}")
         recovery._told_of_old_values.clear()
         model = wrapped("dropin", "SHARD_GRAD_OP", True).eval()
         seen = []
         for _ in range(3):
             seen.append(evaluated(model, 0))
             set_to(model, [torch.ones_like(param) for param in model.parameters()])
-            for handle in model._all_handles:
-                handle.reshard(True)
+            gather_next_time(model)
         assert len({loss.item() for loss in seen}) == 3
+
+
+def restored_before_training(kind, strategy, uo, write):
+    """What training computes after an evaluation between two writes, and what is said."""
+    with under(kind), warnings.catch_warnings(record=True) as caught:
+        recovery._told_of_old_values.clear()
+        warnings.simplefilter("always")
+        model = wrapped(kind, strategy, uo)
+        evaluated(model, 0)
+        write(model)
+        losses = [loss_of(model, data(0)).detach() for _ in range(3)]
+        return losses, [each for each in caught if TOLD in str(each.message)]
+
+
+def halve_data(model):
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+def halve(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.numel():
+                param.mul_(0.5)
+
+
+def told():
+    for strategy, uo, write in itertools.product(STRATEGIES, (False, True), (halve_data, halve)):
+        note(f"{strategy} {uo} {write.__name__}")
+        expected, _ = restored_before_training("torch", strategy, uo, write)
+        found, warned = restored_before_training("dropin", strategy, uo, write)
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        assert len(warned) == (strategy != "NO_SHARD")
+
+
+@pytest.mark.multiprocess
+def test_writes_between_an_evaluation_and_training_are_told():
+    run_ranks(told, 2)
 
 
 @pytest.mark.multiprocess

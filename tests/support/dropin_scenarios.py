@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from dropin_models import MODELS, Block, Checkpointed
 from gloo import check_handles
-from recording import Recorder, describe, first_difference
+from recording import Recorder, describe
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     FullyShardedDataParallel,
@@ -68,12 +68,6 @@ class Scenario:
         precision = PRECISIONS[self.precision]
         lost = self.abandon and precision is not None and precision.param_dtype is not None
         return misplaced or lost
-
-    def difference(self, expected, got):
-        """The first difference of torch's events and ours, None without one."""
-        if self.evaluate:  # ours gathers anew what torch's keeps then, as weights may be exchanged there by .data
-            expected, got = ([event for event in events if event[0] != "collective"] for events in (expected, got))
-        return first_difference(expected, got)
 
     def __str__(self):
         """The fields that are not the default ones, as an id for pytest."""

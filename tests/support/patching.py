@@ -153,9 +153,7 @@ def use(model, mode, recorder):
                 parameter.data = parameter.data * 0.5  # to be written back
     with torch.no_grad():
         recorder.tensor("evaluation", model(x))
-    if (
-        mode[0] != "NO_SHARD"
-    ):  # ours gathers anew what an evaluation has left, as weights may be exchanged there by .data
+    if mode[0] != "NO_SHARD":  # ours gathers anew what is summoned, as torch would show and save what evaluations left
         for unit in units(model):
             _runtime_utils._reshard(unit, unit._handle, True)
     with FullyShardedDataParallel.summon_full_params(model):
