@@ -1,7 +1,10 @@
 """Whether all ranks have the same flat parameter: found out before the first of its collectives.
 
-Ranks that differ would crash in it, where sizes differ, or train a mixture. torch compares indices of parameters, with
-TORCH_DISTRIBUTED_DEBUG alone.
+Ranks that differ would crash in it, where sizes differ, wait for each other in a reduction, where one of them has
+frozen a unit, or train a mixture. torch compares indices of parameters, with TORCH_DISTRIBUTED_DEBUG alone.
+
+Not compared, as no collective of every rank comes before they differ: NO_SHARD, of which a rank may run forwards alone;
+replicas of HYBRID_SHARD with each other, whose group the handle does not know; what is frozen later than the first gather.
 """
 
 import warnings
@@ -70,9 +73,14 @@ def _describe(handle: Any) -> Described:
         f"use_orig_params={handle._use_orig_params}, param_dtype={handle._fwd_bwd_param_dtype}, "
         f"reduce_dtype={handle._reduce_dtype}, {flat_param.numel()} elements on each rank"
     )
-    fields = (flat_param._fqns, flat_param._shapes, flat_param._strides)
+    originals = flat_param._params if handle._use_orig_params else [flat_param] * len(flat_param._fqns)
+    fields = (flat_param._fqns, flat_param._shapes, flat_param._strides, originals)
     parameters = [
-        (f"parameter `{fqn}`", f"shape {tuple(shape)}, strides {tuple(stride)}, {handle._orig_param_dtype}")
-        for fqn, shape, stride in zip(*fields, strict=True)
+        (
+            f"parameter `{fqn}`",
+            f"shape {tuple(shape)}, strides {tuple(stride)}, {handle._orig_param_dtype}, "
+            f"requires_grad={original.requires_grad}",
+        )
+        for fqn, shape, stride, original in zip(*fields, strict=True)
     ]
     return [*parameters, ("a flat parameter", settings)]

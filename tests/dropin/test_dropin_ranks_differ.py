@@ -31,10 +31,17 @@ def renamed():
     return nn.Sequential(nn.Linear(6, 6), Renamed())
 
 
+def frozen():
+    module = net()
+    module[1].requires_grad_(False)
+    return module
+
+
 DIFFERENCES = {  # the second rank's module, and its settings; what both are told, in rank order
     "shape": (lambda: net((4, 6)), {}, r"shape \(4, 6\).*shape \(6, 4\)"),
     "dtype": (lambda: net(dtype=torch.float64), {}, r"torch\.float32\), rank 1 has.*torch\.float64"),
     "name": (renamed, {}, r"`weight`.*rank 1 has parameter `bias`"),
+    "frozen": (frozen, {}, r"requires_grad=True.*requires_grad=False"),
     "precision": (net, {"mixed_precision": BF16}, r"param_dtype=torch\.float32.*param_dtype=torch\.bfloat16"),
     "reductions": (
         net,
