@@ -223,6 +223,17 @@ class HandleBase(Interruptible):
         if not self.uses_sharded_strategy:
             raise self._wrong("Expects sharded strategy, not NO_SHARD")
 
+    def _check_memory_of_shard(self, shard: Tensor) -> None:
+        """Raises: ValueError, where others would read or write what is not its memory."""
+        numel = shard.numel()
+        if _C.is_plain_tensor(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
+            raise ValueError(
+                self._about(
+                    f"the storage of its shard has room for {_C.storage_numel(shard)} elements of {numel}: it was "
+                    "freed or resized outside of flatparam, and its values are lost. Leave storages as they are"
+                )
+            )
+
     @step_of(RESHARD)
     def _check_on_compute_device(self, tensor: Tensor) -> None:
         if tensor.device != self.device:

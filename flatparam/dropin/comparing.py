@@ -3,8 +3,9 @@
 Ranks that differ would crash in it, where sizes differ, wait for each other in a reduction, where one of them has
 frozen a unit, or train a mixture. torch compares indices of parameters, with TORCH_DISTRIBUTED_DEBUG alone.
 
-Not compared, as no collective of every rank comes before they differ: NO_SHARD, of which a rank may run forwards alone;
-replicas of HYBRID_SHARD with each other, whose group the handle does not know; what is frozen later than the first gather.
+Not compared, as no collective of every rank comes before they differ: NO_SHARD, of which a rank may run forwards
+alone; replicas of HYBRID_SHARD with each other, whose group the handle does not know; what is frozen after the first
+gather.
 """
 
 import warnings

@@ -147,13 +147,7 @@ class Gathering(Gradients):
             raise self._wrong("Expects a process group and world size, which this handle has no more")
         shard = self.flat_param.data
         numel = shard.numel()
-        if _C.is_plain_tensor(shard) and _C.storage_numel(shard) < shard.storage_offset() + numel:
-            raise ValueError(
-                self._about(
-                    f"the storage of its shard has room for {_C.storage_numel(shard)} elements of {numel}: it was "
-                    "freed or resized outside of flatparam, and its values are lost. Leave storages as they are"
-                )
-            )
+        self._check_memory_of_shard(shard)
         self._left_values = None
         expected = numel * self.world_size
         if padded_unsharded_flat_param.numel() != expected:

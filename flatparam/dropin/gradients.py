@@ -151,6 +151,7 @@ class Gradients(Writeback):
         elif self.uses_sharded_strategy and flat_param._post_backward_called:
             raise self._wrong("a sharded parameter got a gradient in backward and has no `_saved_grad_shard`")
         vars(flat_param).pop("_saved_grad_shard", None)  # its existence means: there is something to accumulate onto
+        self._check_memory_of_shard(flat_param._local_shard)  # which the optimizer writes to
 
     def _add_offloaded_grad(self) -> None:
         """Add the gradient of earlier backwards to that of this one, which has taken its place in ``_cpu_grad``."""

@@ -67,3 +67,19 @@ def test_a_shard_that_was_freed_or_resized_is_named(orig, left):
             ValueError, match=rf"room for {left // 4} elements of 10.*freed or resized.*Linear \(weight"
         ):
             model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_shard_that_a_backward_frees_is_named_before_the_optimizer_writes_to_it(orig, left):
+    """An optimizer of torch does so without a look: the interpreter crashes."""
+    with fake_world(2), handle_of("flatparam"):
+        model = FullyShardedDataParallel(torch.nn.Linear(4, 4), use_orig_params=orig, device_id=torch.device("cpu"))
+        shard = model._handle.flat_param.untyped_storage()
+
+        def free(*_):
+            shard.resize_(left)
+
+        model.module.register_full_backward_hook(free)
+        with pytest.raises(ValueError, match="freed or resized outside of flatparam, and its values are lost"):
+            model(torch.ones(2, 4)).sum().backward()
