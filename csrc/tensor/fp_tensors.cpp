@@ -535,6 +535,9 @@ fp_torch_allocate(PyObject *object, int64_t numel)
         TORCH_CHECK_VALUE(numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
                           "a storage cannot have ", numel, " elements");
         const auto wanted = static_cast<size_t>(numel * item_bytes);
+        TORCH_CHECK_VALUE(fp::bytes_for(tensor) <= wanted, "expected a tensor whose elements lie in ", wanted,
+                          " bytes, got strides ", tensor.strides(), " and offset ", tensor.storage_offset(),
+                          ": its data were replaced outside of flatparam");
         c10::StorageImpl *storage = fp::storage_of(tensor);
         const size_t present = fp::memory_of(storage);
         if (present != 0 && present != wanted) {

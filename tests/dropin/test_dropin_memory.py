@@ -9,7 +9,7 @@ import torch
 from consumers import BY_ADDRESS, Taking
 from fsdp_models import Averaged, data, loss_of, make, wrap_blocks
 from gloo import fake_world, handle_of, note, run_ranks
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 SETTINGS = ((True, BY_ADDRESS), (False, BY_ADDRESS), (True, ("shared",)), (True, ("in a file",)))
@@ -83,3 +83,17 @@ def test_a_shard_that_a_backward_frees_is_named_before_the_optimizer_writes_to_i
         model.module.register_full_backward_hook(free)
         with pytest.raises(ValueError, match="freed or resized outside of flatparam, and its values are lost"):
             model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["_mp_shard", "_full_param_padded"])
+def test_memory_of_a_unit_that_has_other_strides_is_refused(name):
+    """Room for its elements would be too little: who writes them writes to the memory of others."""
+    with fake_world(2), handle_of("flatparam"):
+        settings = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16), "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(torch.nn.Linear(64, 64), use_orig_params=True, **settings)
+        model(torch.ones(2, 64)).sum().backward()
+        tensor = getattr(model._handle.flat_param, name)
+        tensor.data = torch.zeros(2 * tensor.numel(), dtype=tensor.dtype)[::2]
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"expected a tensor whose elements lie in \d+ bytes, got strides"):
+            model(torch.ones(2, 64))
