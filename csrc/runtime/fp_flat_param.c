@@ -358,8 +358,8 @@ fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
     return i < owners.n ? -1 : 0;
 }
 
-int
-fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
+static int
+read_kept(fp_flat_param *flat_param, const char *name, int drops_zeros)
 {
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
@@ -374,7 +374,7 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
                                 .owed = flat_param->owed};
     const Py_ssize_t shown = kept == NULL ? -1
                              : flat_param->refresh_group == NULL
-                                 ? fp_gradients_check_kept(&owners, kept, aside)
+                                 ? fp_gradients_check_kept(&owners, kept, aside, drops_zeros)
                                  : fp_gradients_check_pieces(&owners, kept, aside, flat_param->kept_first,
                                                              flat_param->own, name, flat_param->cleared);
     Py_XDECREF(kept);
@@ -390,6 +390,12 @@ fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
         PyErr_SetRaisedException(error);
     }
     return shown < 0 ? -1 : status;
+}
+
+int
+fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
+{
+    return read_kept(flat_param, name, 0);
 }
 
 int
@@ -453,12 +459,12 @@ fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, PyObject *owed
 }
 
 int
-fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name)
+fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros)
 {
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    if (fp_flat_param_read_kept(flat_param, name) < 0) {
+    if (read_kept(flat_param, name, drops_zeros) < 0) {
         return -1;
     }
     return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_kept(flat_param, name) : 0;

@@ -110,8 +110,8 @@ int fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
  * are shown again. */
 int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
-/* The same between passes; what is left is shown again. */
-int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name);
+/* The same between passes; what is left is shown again. drops_zeros: see fp_gradients_check_kept(). */
+int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros);
 /* Let the owners have their pieces of reduced, which is borrowed, added to what they have; their hooks see them. */
 int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there

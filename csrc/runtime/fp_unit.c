@@ -374,11 +374,15 @@ unit_any(fp_unit *unit, void *asked)
 }
 
 static PyObject *
-unit_settle(fp_unit *unit, PyObject *ignored)
+unit_settle(fp_unit *unit, PyObject *argument)
 {
     const char *name = PyUnicode_AsUTF8(unit->name);
+    int drops_zeros;
+    if (fp_as_bool(argument, &drops_zeros) < 0) {
+        return NULL;
+    }
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        if (name == NULL || fp_flat_param_sync_shown_grads(&unit->flat_params[k], name) < 0) {
+        if (name == NULL || fp_flat_param_sync_shown_grads(&unit->flat_params[k], name, drops_zeros) < 0) {
             return NULL;
         }
     }
@@ -464,9 +468,12 @@ static PyMethodDef unit_methods[] = {
      "owner_of($self, view, /)\n--\n\nThe original parameter whose differentiable view this is, or what an extension "
      "has "
      "made of that; None: it is none of this unit's."},
-    {"settle", FP_METHOD(unit_settle), METH_NOARGS,
-     "settle($self, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has kept counts. "
-     "Returns unreduced."},
+    {"settle", FP_METHOD(unit_settle), METH_O,
+     "settle($self, drops_zeros, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has "
+     "kept "
+     "counts. drops_zeros: those that were set to zeros in place are dropped, which all ranks do alike, or raise. "
+     "Returns "
+     "unreduced."},
     {"kept", FP_METHOD(fp_unit_kept), METH_NOARGS,
      "kept($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this rank's "
      "part of it, added over the ranks that share the parameter."},

@@ -404,7 +404,7 @@ fp_gradients_is_zeroed(PyObject *grad_object)
 }
 
 Py_ssize_t
-fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside)
+fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside, int drops_zeros)
 {
     return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
         const fp::Plainly plainly;
@@ -421,7 +421,9 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
             aside.owed[i] = 0;
             if (shows[i] == fp::Shows::zeros) {
                 fp::clear_aside(aside, *of, i);
-                continue;
+                if (drops_zeros) {
+                    continue;
+                }
             }
             if (shows[i] != fp::Shows::nothing) {
                 if (shows[i] == fp::Shows::written && has_reduced) {

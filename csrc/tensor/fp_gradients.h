@@ -35,17 +35,19 @@ int fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObjec
  *
  *   .grad               nothing is put aside           a reduced gradient of a backward before is put aside
  *   left as it is       what is kept counts            both count
- *   None, set to zeros  nothing counts                 nothing counts: a user has one gradient, and has cleared it
+ *   None                nothing counts                 nothing counts: a user has one gradient, and has cleared it
+ *   set to zeros        the zeros count                the zeros count, and nothing else: the same
  *   changed in place    counts as changed (*)          refused, naming it: what is put aside is not changed with it (**)
  *   replaced            NO_SHARD: counts as given; else it is the reduced gradient, and what was kept is given up
  *
  * (*) nested LayerZero refuses it: there .grad is a piece of what is kept on several ranks. (**) the drop-in changes what
  * is kept alone, as torch does. In each row a parameter, with flat parameters a unit, is seen by itself.
  *
- * Gradients of a micro-batch may be zeros, so zeros in place do not tell row two from row three. Where something is put
- * aside, what is kept is therefore shown with -0.0 for 0.0, which every sum and comparison takes for the same: zero_(),
- * fill_(0) and copy_() of zeros leave no sign, scaling leaves it. Adding 0.0 to zeros, or scaling them by a negative number,
- * counts as zeroing. */
+ * One rank's gradients of a micro-batch may be zeros. So zeros in place count: else a rank that has scaled its zeros would
+ * drop them, and not come to the reduction that the others come to. Nor do zeros tell row three from row four. Where
+ * something is put aside, what is kept is therefore shown with -0.0 for 0.0, which every sum and comparison takes for the
+ * same: zero_(), fill_(0) and copy_() of zeros leave no sign, scaling leaves it. Adding 0.0 to zeros, or scaling them by a
+ * negative number, counts as zeroing. */
 /* Make the zeros of kept, which is shown next, -0.0. */
 int fp_gradients_mark_zeros(PyObject *kept);
 /* Whether a gradient, which was changed in place since it was marked and shown, was set to zeros; -1: error. */
@@ -59,9 +61,10 @@ typedef struct {
 } fp_put_aside;
 /* How many of params still show kept. Where one does not, its place in kept is set to 0, and what was put aside becomes the
  * gradient that it was given instead, which is one of the shard; or nothing. A shard that is the whole has no other: what
- * was given goes into kept. One that was set to 0 in place counts as cleared. -2 - i: the i-th was written to otherwise
+ * was given goes into kept. One that was set to 0 in place counts; drops_zeros:
+ * it does not, as all ranks are at a call that refuses what is kept. -2 - i: the i-th was written to otherwise
  * while something is put aside, which would not have been. -1: error. */
-Py_ssize_t fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept, fp_put_aside aside);
+Py_ssize_t fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept, fp_put_aside aside, int drops_zeros);
 /* The same where kept is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
  * each parameter shows its piece of the shard. A parameter's gradient
  * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. Where the piece of a cleared one has

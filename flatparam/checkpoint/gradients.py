@@ -44,7 +44,7 @@ def taken(held: Iterable[Held], units: list[Unit], what: str, saves: bool) -> _C
             refuse_unreduced(units, what)
         found: Kept = {}
         for unit in units:
-            unit.step.settle()
+            unit.step.settle(False)
         for one in held if saves else ():
             if one.unit is not None and one.segment is not None:
                 kept = one.unit.step.kept()[one.unit.segments.index(one.segment)]

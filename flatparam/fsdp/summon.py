@@ -29,7 +29,7 @@ def refuse_unreduced(units: Iterable[Owner], what: str) -> None:
     Raises: StateError naming a unit that has some.
     """
     for unit in units:
-        if unit.step.settle():
+        if unit.step.settle(True):
             raise StateError(
                 f"{what}: gradients of {unit.name} come from no_sync() and are not reduced over the ranks yet, so each "
                 "rank has its own, and those of synced backwards before are put aside: run the last micro-batch "

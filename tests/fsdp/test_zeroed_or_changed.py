@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from fsdp_models import FSDP, Averaged, data, full_grads, loss_of, make, wrap_blocks
+from fsdp_models import FSDP, Averaged, Model, data, full_grads, loss_of, make, wrap_blocks
 from gloo import handle_of, note, run_ranks
 from layer_zero_ranks import layer_zero
 from torch import nn
@@ -23,23 +23,24 @@ LAYER_ZERO = ("LAYER_ZERO", "LAYER_ZERO_NESTED")
 DROPIN = ("dropin FULL_SHARD", "dropin SHARD_GRAD_OP")
 
 
-def wrapped(strategy, uo):
+def wrapped(strategy, uo, module=None):
     if strategy in LAYER_ZERO:
-        return layer_zero(2, strategy, use_orig_params=uo)
+        return layer_zero(2, strategy, module, use_orig_params=uo)
+    module = make() if module is None else module
     if strategy in DROPIN:
         settings = {"sharding_strategy": getattr(ShardingStrategy, strategy.split()[1]), "use_orig_params": uo}
-        return wrap_blocks(make(), TorchsFSDP, device_id=torch.device("cpu"), **settings)
-    return wrap_blocks(make(), sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
+        return wrap_blocks(module, TorchsFSDP, device_id=torch.device("cpu"), **settings)
+    return wrap_blocks(module, sharding_strategy=ShardingStrategy[strategy], use_orig_params=uo)
 
 
-def grads_of(model, uo):
+def grads_of(model, uo, cls=Model):
     """Of all parameters by name; of the drop-in by a step, as it shows none with flat parameters."""
     if isinstance(model, FSDP) and not isinstance(model, TorchsFSDP):
         return full_grads(model)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     with TorchsFSDP.summon_full_params(model, writeback=False):
         after = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {name: param.detach() - after[name] for name, param in make().named_parameters()}
+    return {name: param.detach() - after[name] for name, param in make(cls=cls).named_parameters()}
 
 
 def means(ranks):
@@ -87,8 +88,8 @@ def one_weight(model):
     return [model.first.weight]
 
 
-def assert_close(model, uo, wanted, what):
-    found = grads_of(model, uo)
+def assert_close(model, uo, wanted, what, cls=Model):
+    found = grads_of(model, uo, cls)
     for name, grad in wanted.items():
         if found[name] is None:
             assert not grad.any(), (what, name)
@@ -200,3 +201,87 @@ def test_clearing_gradients_of_zeros_is_told_from_changing_them(strategy, uo):
 @pytest.mark.parametrize(("strategy", "uo"), list(itertools.product(LAYER_ZERO, (False, True))))
 def test_clearing_gradients_of_zeros_of_layer_zero_is_told_from_changing_them(strategy, uo):
     run_ranks(all_of, 4, strategy, uo, 4)
+
+
+class Factor(nn.Module):
+    """One element, so one rank has none of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((1,), 1.5))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+class Skipping(Model):
+    """Its middle block is one element, and the last backward of a test comes to neither that nor the next one."""
+
+    skips = False
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1] = Factor()
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks[:1] if self.skips else self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+ALONE = {
+    "left as it is": lambda model: None,
+    "by half": one_by_one(lambda grad: grad.mul_(0.5)),
+    "together": lambda model: torch._foreach_mul_(gradients(model), 0.5),
+    "turned round": one_by_one(lambda grad: grad.neg_()),
+    "added to": one_by_one(lambda grad: grad.add_(0.0)),
+    "cleared": lambda model: model.zero_grad(set_to_none=False),
+}
+FACTORS = {"left as it is": 1.0, "by half": 0.5, "together": 0.5, "turned round": -1.0, "added to": 1.0, "cleared": 0.0}
+
+
+def zeros_on_one_rank(strategy, uo, ranks, alone, reduced):
+    """The first rank gets gradients in no_sync, the others zeros; ``reduced``: after a synced backward."""
+    wanted = {name: torch.zeros_like(param) for name, param in make(cls=Skipping).named_parameters()}
+
+    def add(factor, batches, of=range(ranks), skips=False):
+        module = make(cls=Skipping)
+        module.skips = skips
+        for rank in of:
+            loss_of(module, data(batches, rank)).backward()
+        for name, param in module.named_parameters():
+            if param.grad is not None:
+                wanted[name] += factor * param.grad / ranks
+
+    model = wrapped(strategy, uo, make(cls=Skipping))
+    if reduced:
+        backward(model, lambda m: loss_of(m, data(0)), True)
+        add(FACTORS[alone], 0)  # as of a user who has one gradient
+    first = torch.distributed.get_rank() == 0
+    backward(model, lambda m: loss_of(m, data(1)) * (1.0 if first else 0.0), False)
+    add(FACTORS[alone], 1, of=[0])
+    ALONE[alone](model)
+    for module in model.modules():
+        module.skips = isinstance(module, Skipping) and strategy not in DROPIN  # which torch refuses then
+    last(model)
+    add(1.0, 1, skips=strategy not in DROPIN)
+    assert_close(model, uo, wanted, f"{strategy} uo={uo} {alone} reduced={reduced}", Skipping)
+
+
+def zeros_on_one_rank_of_all(strategy, uo, ranks):
+    with handle_of("flatparam"):
+        for alone, reduced in itertools.product(ALONE, (False, True)):
+            changes = alone not in ("left as it is", "cleared")
+            if strategy in DROPIN and reduced and not uo:
+                continue  # torch takes a reduced gradient of one element for an unsharded one
+            if not changes or (not reduced and strategy != "LAYER_ZERO_NESTED"):  # else it is refused, or torch's
+                note(f"{alone} {reduced}")
+                zeros_on_one_rank(strategy, uo, ranks, alone, reduced)
+
+
+@pytest.mark.parametrize(("strategy", "uo"), list(itertools.product((*RUNTIME, *LAYER_ZERO, *DROPIN), (False, True))))
+def test_one_rank_with_gradients_of_zeros_does_as_the_others(strategy, uo):
+    """What is kept counts on all ranks or on none, also if the next backward does not come to the unit."""
+    ranks = 4 if strategy in LAYER_ZERO else 2
+    run_ranks(zeros_on_one_rank_of_all, ranks, strategy, uo, ranks)
