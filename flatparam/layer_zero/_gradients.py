@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import gathering
-from ..common.tensors import same_storage
+from ..common.tensors import refuse_freed, same_storage
 from ..fsdp import order
 from ._parameters import Parameters
 from ._sums import Sum
@@ -79,6 +79,7 @@ class Gradients(Parameters):
     def _zero_cleared_pieces(self) -> None:
         """Zero in the reduced gradient what the user has cleared since it was shown."""
         flat_param = self.flat_param
+        refuse_freed(flat_param.grad, self._about("the reduced gradient"))
         for i, (param, piece) in enumerate(zip(flat_param._params, flat_param._shard_param_infos, strict=True)):
             if param.grad is None and piece.in_shard:
                 flat_param.grad[piece.offset_in_shard : piece.offset_in_shard + piece.numel_in_shard].zero_()
@@ -202,6 +203,7 @@ class Gradients(Parameters):
         reduced = reduced.to(self.full_prec_dtype)
         earlier = vars(flat_param).pop("_saved_grad_shard", None)
         if earlier is not None:
+            refuse_freed(earlier, self._about("the gradient that was reduced before"))
             reduced += earlier
         if self._is_unsharded:
             self._use_sharded_flat_param()
@@ -241,6 +243,7 @@ class Gradients(Parameters):
                 f"unshard_grad() needs {self._names()} unsharded, outside of backward and with reduced gradients"
             )
         shard = flat_param.grad
+        refuse_freed(shard, self._about("the reduced gradient"))
         count = torch.tensor([shard is not None], dtype=torch.int32, device=self.device)
         group = self.zero1_process_group
         order.wait(order.issue(dist.all_reduce, count, group=group), group, self.device)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from .. import _C
 from ..common import optimizers
-from ..common.tensors import allocate, is_allocated
+from ..common.tensors import allocate, is_allocated, refuse_freed
 from ..fsdp import order
 from ._base import Base
 from .states import IDLE
@@ -122,6 +122,8 @@ class Sums(Base):
                 "accumulate_grad() of a micro-batch"
             )
         shown = self._stop_showing()
+        for tensor in (self.flat_param._cpu_grad, self.flat_param._full_prec_grad_padded):
+            refuse_freed(tensor, self._about("the sum of the micro-batches"))
         with self._in_order():
             self.flat_param._cpu_grad.copy_(self.flat_param._full_prec_grad_padded, non_blocking=True)
         self._sum = Sum.ON_HOST
@@ -130,6 +132,7 @@ class Sums(Base):
 
     def _reload(self) -> None:
         self._stop_showing()
+        refuse_freed(self.flat_param._cpu_grad, self._about("the sum of the micro-batches on the host"))
         self._allocate_sum()
         with self._in_order():
             self.flat_param._full_prec_grad_padded.copy_(self.flat_param._cpu_grad, non_blocking=True)

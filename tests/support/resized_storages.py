@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from freed_operations import tried
 from gloo import fake_world
+from layer_zero_driver import State, drive, unshard
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFSDP
 
@@ -90,10 +91,13 @@ def load(model):
     model.load_state_dict(state)
 
 
-def given_data(model):
-    param = weight(model)
+def give_data(param):
     param.data = torch.zeros_like(param)
     resize(param)
+
+
+def given_data(model):
+    give_data(weight(model))
     loss(model)
 
 
@@ -236,6 +240,40 @@ OURS = {
     "buffer, saved": buffer_saved,
     "buffer, loaded": buffer_loaded,
 }
+
+
+def by_hand(what, change, offload=False):
+    """A handle of LayerZero's: ``change`` is done to .grad after a step, or (``what``) between its micro-batches."""
+    net = Net()
+    driver = drive(net, 1, None, offload, [net])
+    (handle,) = driver.handles
+    if what == "kept":
+        driver.sync = False
+        net(X).sum().backward()
+        handle.reshard(True)
+        handle._training_state = State.IDLE
+    else:
+        driver.backward([lambda: net(X).sum()])
+    change(weight(net))
+    if what == "shown":
+        unshard(handle, State.SUMMON_FULL_PARAMS)
+        handle.unshard_grad()
+    driver.backward([lambda: net(X).sum()])
+
+
+def resize_grad(param):
+    resize(param.grad)
+
+
+BY_HAND = {
+    "shard": ("reduced", resize),
+    "data given": ("reduced", give_data),
+    "reduced, backward": ("reduced", resize_grad),
+    "reduced, gathered": ("shown", resize_grad),
+    "own gradient": ("reduced", give_grad),
+    "kept": ("kept", resize_grad),
+    "kept and scaled": ("kept", scale_and_resize),
+}
 KINDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "LAYER_ZERO", "LAYER_ZERO_NESTED", "offloaded", "drop-in")
 
 
@@ -253,6 +291,9 @@ def main():
                 calls = BOTH if kind == "drop-in" else {**BOTH, **OURS}
                 cases = {what: functools.partial(run, kind, orig, call) for what, call in calls.items()}
                 results[f"{kind} {'orig' if orig else 'flat'}"] = tried(cases)
+        for offload in (False, True):
+            cases = {what: functools.partial(by_hand, *how, offload) for what, how in BY_HAND.items()}
+            results[f"by hand {'offloaded' if offload else ''}"] = tried(cases)
     json.dump(results, sys.stdout)
 
 
