@@ -381,10 +381,10 @@ read_kept(fp_flat_param *flat_param, const char *name, int drops_zeros)
     if (shown < -1) {
         refuse_gradient(flat_param, -2 - shown, name, written_in_place);
     }
+    PyObject *error = PyErr_GetRaisedException(); /* of the check: no optimizer shall step with what it refuses */
     if (shown <= 0) {
         fp_flat_buffer_drop_grads(flat_param->flat, 1);
     }
-    PyObject *error = PyErr_GetRaisedException(); /* of the check: no optimizer shall step with what it refuses */
     const int status = clear_grads(flat_param) < 0 || show_saved(flat_param) < 0 ? -1 : 0;
     if (shown < 0) {
         PyErr_SetRaisedException(error);
