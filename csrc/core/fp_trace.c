@@ -43,7 +43,7 @@ struct fp_trace {
     uint64_t before[FP_ORDER_PASSES]; /* of those before it, a ring */
     uint64_t history;                 /* of all of those */
     uint64_t last;
-    int64_t passes;
+    _Atomic int64_t passes;
     _Atomic int64_t open; /* index of the event that was noted and did not begin yet; -1: none */
     bool launched;        /* see fp_trace_launch */
     int64_t missed;       /* of the first that was missed; -1: none */
@@ -279,7 +279,7 @@ fp_trace_count(const fp_trace *order)
 int64_t
 fp_trace_passes(const fp_trace *order)
 {
-    return order->passes;
+    return atomic_load(&order->passes);
 }
 
 int

@@ -47,10 +47,9 @@ int fp_trace_missed(const fp_trace *order, int64_t *index, uint64_t *digest);
 /* It is known that no process has begun them. */
 void fp_trace_settle(fp_trace *order);
 
-int64_t fp_trace_passes(const fp_trace *order); /* passes that they began */
-
 /* The following may be called by other threads, too. */
-int64_t fp_trace_count(const fp_trace *order); /* events so far */
+int64_t fp_trace_count(const fp_trace *order);  /* events so far */
+int64_t fp_trace_passes(const fp_trace *order); /* passes that they began */
 
 /* The event with this index, counted from 0: 1, and *event and *new_pass are written; 0: not yet, or too long ago. */
 int fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass);

@@ -25,6 +25,7 @@ namespace {
 
 constexpr double store_may_be_away = 1.0; // seconds
 constexpr double before_time_out = 4.0;   // seconds before the group's own time-out, to say more than it does
+constexpr double troubled_for = 2.0;      // seconds before a device that waits for a rank is told of its exception
 constexpr double answers_come = 1.5;      // seconds after a call: each rank looks for one as seldom as this one
 
 class Watch {
@@ -32,6 +33,7 @@ class Watch {
     Watch(Board &board, const fp_trace *trace, const fp_watched &watched, const c10d::ProcessGroup &group)
         : board_(board), trace_(trace), ranks_(watched.ranks, watched.ranks + watched.n),
           store_(best_store_of(group, watched.prefix)), kept_(&group),
+          me_(ranks_[static_cast<size_t>(group.getRank())]),
           calls_(store_, group.getRank(), static_cast<int>(watched.n))
     {
     }
@@ -50,7 +52,7 @@ class Watch {
         }
         bool lost = false;
         try {
-            if (store_->check({"broken"}) || differs()) {
+            if (store_->check({"broken"}) || differs() || is_told_of_trouble()) {
                 return true;
             }
             lost = has_lost(seconds(now - idle_since_));
@@ -104,6 +106,20 @@ class Watch {
                asked != event * 2 + static_cast<uint64_t>(new_pass);
     }
 
+    // Whether an exception has ended a pass of another rank, which lives on and has begun nothing since, and the device waits in
+    // that pass, or in one before it; then "told" says which exception.
+    bool is_told_of_trouble()
+    {
+        const std::string said = value_at(*store_, "trouble"); /* [rank, step, text] */
+        int64_t rank, step;
+        if (std::sscanf(said.c_str(), "[%" SCNd64 ", %" SCNd64, &rank, &step) != 2 || rank == me_ ||
+            fp_trace_passes(trace_) > step || !kept_.has_waited(troubled_for)) {
+            return false;
+        }
+        (void)store_->compareSet("told", "", said);
+        return true;
+    }
+
     // This thread may be the first to use the device that is its current one by chance: that would take memory there.
     void be_on_device()
     {
@@ -147,6 +163,7 @@ class Watch {
     std::optional<c10::DeviceGuard> on_device_;
     std::optional<SparedCaptures> spared_;
     Kept kept_;
+    const int64_t me_; // in the world
     int64_t count_ = -1;
     Clock::time_point idle_since_;
     std::optional<Clock::time_point> away_since_; // the store could not be asked

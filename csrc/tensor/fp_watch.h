@@ -19,7 +19,8 @@ typedef struct {
 } fp_watched;
 
 /* Looks without the GIL, as whoever waits for the device may hold it. 1: one of the ranks has come to another collective than
- * trace has, or has said why it goes on no more; or one is lost, or the store out of reach, while this rank waits for
+ * trace has, or has said why it goes on no more; or one that lives on has raised an exception in the pass in which this device waits, and
+ * is in the store at "told" then; or one is lost, or the store out of reach, while this rank waits for
  * others; or some, which are in the store at "absent" then, come to no collective that it waits for, a moment before the
  * time-out of the group. Then trace is broken, or lost, and the communicator aborted: the device goes on, and what it was
  * waiting for has no values. 0: the group was destroyed, or fp_board_stop() was called. -1 with an exception: torch has no

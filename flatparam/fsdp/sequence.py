@@ -148,6 +148,7 @@ class Sequence:
         try:
             self._raise_if_broken()
             self._raise_if_absent()
+            self._raise_if_told_of_trouble()
             self._raise_if_lost(0.0, lambda rank: True)
             self._look_at_question()
         except StoreGoneError as error:
@@ -446,6 +447,11 @@ class Sequence:
             rank, step, text = json.loads(said)
             if rank != mine.rank and mine.step <= step:
                 self._break(text, "", absent=1)
+
+    def _raise_if_told_of_trouble(self) -> None:
+        """If a thread in C has been, as the device waits: that rank may have come back since."""
+        if said := self._said("told"):
+            self._break(json.loads(said)[2], "", absent=1)
 
     def _differ(self, first: Post, mine: Post) -> NoReturn:
         self._break(*difference(self.register, first, mine))

@@ -15,7 +15,7 @@ import simulated
 import torch
 import torch.distributed as dist
 from fsdp_models import wrap_blocks
-from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks
+from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks, say, wait_until_said
 from test_fsdp_order import ALL, Chosen
 
 from flatparam import _C, FullyShardedDataParallel, ShardingStrategy
@@ -151,6 +151,53 @@ def test_where_the_device_waits_for_a_rank_that_does_not_come_the_others_are_tol
     assert re.search(f"rank [02] {does} .*{waited}.*: rank 1 came to no collective", reason), reason
     assert same == reason
     assert max(seconds, as_long) < TIME_OUT + 5.0, (seconds, as_long)  # 6 s, but for a busy machine
+
+
+def catch_in_a_forward(library, how):
+    """Rank 1 catches what a forward raises, and lives on without a step; or both ranks do, and go on with the next."""
+    simulated.use(library)
+    sim, me = torch.device("sim", 0), dist.get_rank()
+    model = wrap_blocks(Chosen(), process_group=simulated.new_group(), device_id=sim)
+
+    def fail(*args):
+        raise ValueError("batch 17 is bad")
+
+    def step():
+        loss = model(torch.ones(2, 3, device=sim), ALL).sum()
+        loss.backward()
+        return loss.item()
+
+    losses = [step() for _ in range(3)]
+    begin = time.monotonic()
+    if me == 1 or how == "both":
+        hook = model.module.blocks[2].module.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="batch 17"):
+            step()
+        hook.remove()
+    if how == "both":
+        time.sleep(4.0 * me)  # it loads data, say
+        return step() == losses[0]
+    if me == 1:
+        wait_until_said("rank 0 was told")
+        return None
+    with pytest.raises(OrderError) as told:
+        [
+            step() for _ in range(2)
+        ]  # what the device waited for is missed by the next collective, if the host had gone on
+    seconds = time.monotonic() - begin
+    say("rank 0 was told")
+    return str(told.value), seconds
+
+
+def test_where_the_device_waits_for_a_rank_that_has_caught_an_exception_the_others_are_told():
+    (reason, seconds), _ = run_ranks(catch_in_a_forward, 2, str(simulated.build()), "alone")
+    said = r"rank 1 has raised an error of its own in .* and has not gone on since: ValueError: batch 17 is bad"
+    assert re.match(said, reason), reason
+    assert 1.9 < seconds < SOON, seconds
+
+
+def test_where_the_device_waits_nobody_is_told_of_an_exception_that_all_ranks_have_caught():
+    assert run_ranks(catch_in_a_forward, 2, str(simulated.build()), "both") == [True, True]
 
 
 def do_not_come_on_a_grid(library, how):
