@@ -1,7 +1,7 @@
 """Putting flatparam under programs that know torch's FullyShardedDataParallel only."""
 
 from .dropin import install as handle
-from .fsdp import substitute as wrapper
+from .fsdp.wrapper import substitute as wrapper
 
 
 def install(runtime: bool = False) -> None:

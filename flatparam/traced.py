@@ -24,12 +24,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from . import _C
 from .common.layout import FlatLayout
 from .common.torch_private import _pytree
-from .fsdp.construct import check_dtype
-from .fsdp.foreign import refuse_wrapped
+from .fsdp.interop.patches import refuse_wrapped
 from .fsdp.names import join
-from .fsdp.placement import averaging_factors, world
-from .fsdp.wrap import check_not_tied, replace_modules, targets_of
-from .fsdp.wrapper import Wrapper
+from .fsdp.sharding.placement import averaging_factors, world
+from .fsdp.unit.base import Wrapper
+from .fsdp.wrapper.arguments import check_dtype
+from .fsdp.wrapper.wrap import check_not_tied, replace_modules, targets_of
 
 __all__ = ["TracedUnit", "full_state_dict", "load_full_state_dict", "shard"]
 

@@ -1,5 +1,5 @@
 // tensor/fp_calls.hpp -- ranks call each other through a store, and those who do not answer can be told. In the store: "call",
-// the last one; "answer of R", the last one that rank R has answered. flatparam/fsdp/sequence.py calls and answers so, too.
+// the last one; "answer of R", the last one that rank R has answered. flatparam/fsdp/desync/trace.py calls and answers so, too.
 #pragma once
 
 #include <map>

@@ -12,7 +12,7 @@ FP_BEGIN_C
 typedef struct {
     const char *group;    /* the name under which torch registered it */
     const char *device;   /* "cuda", ... */
-    const char *prefix;   /* where its ranks ask and answer, in its store: flatparam/fsdp/sequence.py */
+    const char *prefix;   /* where its ranks ask and answer, in its store: flatparam/fsdp/desync/trace.py */
     const int64_t *ranks; /* of it, in the world */
     Py_ssize_t n;
     double interval; /* seconds between two looks */

@@ -13,8 +13,8 @@ from torch import nn
 from flatparam import _C
 from flatparam.advise.timing import Cluster, step_seconds
 from flatparam.advise.traffic import micro_batches, sent_in_a_step
-from flatparam.fsdp.memory import MemoryPlan
-from flatparam.fsdp.placement import is_grid
+from flatparam.fsdp.sharding.placement import is_grid
+from flatparam.fsdp.unit.memory_plan import MemoryPlan
 from flatparam.inspect.planning import SUPPORTED, BadInput, Settings, Unit, plan_of, units_of
 
 MOST_TOGETHER = 8

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flatparam.advise.traffic import MicroBatch, Transfer, parts_of, sent
-from flatparam.fsdp.memory import UnitPlan
+from flatparam.fsdp.unit.memory_plan import UnitPlan
 from flatparam.inspect.planning import Settings, Unit
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from flatparam.fsdp.memory import UnitPlan
+from flatparam.fsdp.unit.memory_plan import UnitPlan
 from flatparam.inspect.planning import Settings
 
 

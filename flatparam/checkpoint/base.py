@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common.tensors import row_major
-from ..fsdp.held import Held
+from ..fsdp.unit.local_params import Held
 from .errors import CheckpointError
 from .files import NAMES
 from .optimizers import Named

@@ -10,7 +10,7 @@ from typing import Any
 from ..common.parsing import Parser, in_a_command
 from ..common.tables import aligned, human, merged, one_name_of, without_numbers
 from ..fsdp.names import printable
-from ..fsdp.safetensors_files import DTYPES, FileError
+from ..fsdp.states.safetensors_files import DTYPES, FileError
 from .errors import CheckpointError
 from .exporting import TIED, export, opened, tensors_of, verify
 from .files import Chunk

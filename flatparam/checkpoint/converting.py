@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..fsdp.states.classes import lacks_state, why_not
+from ..fsdp.states.optimizer_classes import lacks_state, why_not
 from .errors import CheckpointError
 from .optimizers import GRADIENT, Named
 

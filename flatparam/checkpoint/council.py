@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..fsdp import peers
+from ..fsdp.desync import liveness
+from ..fsdp.desync.stores import WITHOUT_STORE, Store, connection_of_world
 from ..fsdp.errors import StateError, StoreGoneError
-from ..fsdp.safetensors_files import FileError
-from ..fsdp.stores import WITHOUT_STORE, Store, connection_of_world
+from ..fsdp.states.safetensors_files import FileError
 from .errors import CheckpointError
 
 # In each world, by the ranks: groups of the same ranks have the same names in the store
@@ -37,11 +37,11 @@ class Council:
         self._me = dist.get_rank()
         if len(self.ranks) == 1 or dist.get_backend(members) in WITHOUT_STORE:
             return
-        peers.enter()
+        liveness.enter()
         world: Any = dist.group.WORLD
         met = _met.setdefault(world, {})
         number = met[tuple(self.ranks)] = met.get(tuple(self.ranks), 0) + 1
-        name = f"flatparam council {peers.life_of_world()} of {','.join(map(str, self.ranks))} {number}"
+        name = f"flatparam council {liveness.life_of_world()} of {','.join(map(str, self.ranks))} {number}"
         self._store = connection_of_world().below(name)
 
     @property
@@ -91,7 +91,7 @@ class Council:
         own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
         store.set(own, json.dumps(mine))
         if not self.is_first:
-            peers.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True)
+            liveness.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True)
             answer = json.loads(store.values_at([verdict])[0])
             readers = f"{self._round}/readers"
             if store.add(readers, 1) == self.size - 1:
@@ -102,7 +102,7 @@ class Council:
         answer = [None, None]
         failed: BaseException | None = None
         try:
-            peers.wait_for_keys(store, keys, self.ranks, takes_long=True)
+            liveness.wait_for_keys(store, keys, self.ranks, takes_long=True)
             said = [json.loads(one) for one in store.values_at(keys)]
             answer[0] = next((one[0] for one in said if one[0] is not None), None)
             if answer[0] is None:
@@ -113,7 +113,7 @@ class Council:
         for key in keys:
             store.delete(key)
         if is_last or answer[0] is not None:  # this process may end now, and with it the store
-            peers.wait_until(lambda: not store.check([verdict]))
+            liveness.wait_until(lambda: not store.check([verdict]))
         try:
             return answer, failed
         finally:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fsdp.safetensors_files import DTYPES, PACKED, bytes_of
+from ..fsdp.states.safetensors_files import DTYPES, PACKED, bytes_of
 from .errors import CheckpointError
 
 SUM_BYTES = 2**20  # of a box, for each of its checksums

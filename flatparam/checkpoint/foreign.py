@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..common.tensors import row_major
-from ..fsdp.safetensors_files import (
+from ..fsdp.states.safetensors_files import (
     FILE_NAME,
     INDEX_NAME,
     Entry,

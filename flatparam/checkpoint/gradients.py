@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..fsdp.held import Held
-from ..fsdp.segment import Segment
-from ..fsdp.summon import refuse_unreduced
-from ..fsdp.unit import Unit
+from ..fsdp.sharding.flat_param import Segment
+from ..fsdp.unit.local_params import Held
+from ..fsdp.unit.summon import refuse_unreduced
+from ..fsdp.unit.unit import Unit
 from .errors import CheckpointError
 from .index import Index
 from .reading import OfRank, Source

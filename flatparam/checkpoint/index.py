@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..fsdp.safetensors_files import DTYPES, MOST_HEADER_BYTES, FileError, json_object, open_file
+from ..fsdp.states.safetensors_files import DTYPES, MOST_HEADER_BYTES, FileError, json_object, open_file
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk, naming, sync_folder
 from .schema import INDEX, misfit

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _C
-from ..fsdp.loading import note_filled
 from ..fsdp.names import bare_names
-from ..fsdp.states.loading import piece_of
+from ..fsdp.states.loading import note_filled
+from ..fsdp.states.optimizer_loading import piece_of
 from .base import check_sums, sums_of_samples
 from .converting import Convert
 from .council import Council

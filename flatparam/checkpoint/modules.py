@@ -14,14 +14,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..fsdp.held import Held
-from ..fsdp.loading import may_become
 from ..fsdp.names import bare_names, clean_tensor_name, join, without_wrappers
-from ..fsdp.safetensors_files import DTYPES
-from ..fsdp.states.before import Beside
+from ..fsdp.states.loading import may_become
 from ..fsdp.states.model import ModelStates, after_load, before_load
+from ..fsdp.states.safetensors_files import DTYPES
+from ..fsdp.states.snapshot import Beside
 from ..fsdp.states.ungathered import ungathered
 from ..fsdp.states.values import same
+from ..fsdp.unit.local_params import Held
 from .errors import CheckpointError
 from .files import NAMES, Chunk
 from .pieces import InHandle

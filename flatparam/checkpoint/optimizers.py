@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..common.tensors import refuse_freed
 from ..common.torch_private import is_traceable_wrapper_subclass
-from ..fsdp.held import Held
-from ..fsdp.originals import in_order
-from ..fsdp.states.classes import class_of
+from ..fsdp.sharding.parameters import in_order
+from ..fsdp.states.optimizer_classes import class_of
 from ..fsdp.states.values import keys_of_one_shape, shapes_of
+from ..fsdp.unit.local_params import Held
 from .errors import CheckpointError
 from .pieces import InHandle
 

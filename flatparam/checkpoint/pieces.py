@@ -10,8 +10,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common.tensors import refuse_freed
-from ..fsdp.held import Held, held_by, refuse_forms
 from ..fsdp.names import bare_names
+from ..fsdp.unit.local_params import Held, held_by, refuse_forms
 from ..layer_zero.handle import FlatParamHandle, owner_of
 from ..layer_zero.states import IDLE
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from ..common.layout import Box
 from ..common.tensors import refuse_freed
 from ..common.torch_private import TorchsFSDP
-from ..fsdp.held import Held, unit_paths, units_in
 from ..fsdp.names import bare_names, join
-from ..fsdp.safetensors_files import bytes_of
-from ..fsdp.wrapper import Wrapper
+from ..fsdp.states.safetensors_files import bytes_of
+from ..fsdp.unit.base import Wrapper
+from ..fsdp.unit.local_params import Held, unit_paths, units_in
 from ..layer_zero._sums import Sum
 from .base import description, is_trained, sums_of_samples
 from .errors import CheckpointError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.dense import Dense
 from ..common.tensors import row_major
-from ..fsdp.safetensors_files import DTYPES, Entry, bytes_of, open_file
+from ..fsdp.states.safetensors_files import DTYPES, Entry, bytes_of, open_file
 from .boxes import Read, check_whole, reads_of
 from .errors import CheckpointError
 from .files import SUM_BYTES, Chunk

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from ..common.tensors import row_major
 from ..common.torch_private import _IncompatibleKeys
-from ..fsdp.compared import digest_of
-from ..fsdp.deferred import blank
-from ..fsdp.held import Held, held_by, refuse_forms
-from ..fsdp.loading import Values, agree_on_loading, may_become, note_filled
 from ..fsdp.names import bare_names
-from ..fsdp.originals import same_bytes
-from ..fsdp.safetensors_files import Entry, Files, sample_of
-from ..fsdp.states.loading import piece_of
-from ..fsdp.unit import units_of
-from ..fsdp.wrapper import Wrapper
+from ..fsdp.sharding.deferred import blank
+from ..fsdp.sharding.parameters import same_bytes
+from ..fsdp.sharding.unit_description import digest_of
+from ..fsdp.states.loading import Values, agree_on_loading, may_become, note_filled
+from ..fsdp.states.optimizer_loading import piece_of
+from ..fsdp.states.safetensors_files import Entry, Files, sample_of
+from ..fsdp.unit.base import Wrapper
+from ..fsdp.unit.local_params import Held, held_by, refuse_forms
+from ..fsdp.unit.unit import units_of
 from .errors import naming_checkpoint
 from .foreign import Foreign, whole_tensors
 from .modules import Taken, take

@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._version import __version__
-from ..fsdp import peers
-from ..fsdp.order import settle
-from ..fsdp.unit import units_of
+from ..fsdp.desync import liveness
+from ..fsdp.desync.checked_collectives import settle
+from ..fsdp.unit.unit import units_of
 from .base import with_sums
 from .council import Council
 from .errors import CheckpointError
@@ -51,7 +51,7 @@ class Pending:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="flatparam checkpoint")
         _threads.add(self._thread)
-        peers.before_silence(_end_all)
+        liveness.before_silence(_end_all)
         try:
             self._thread.start()
         except RuntimeError as error:  # there are too many: the other ranks wait to hear of it

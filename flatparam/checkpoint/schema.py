@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..fsdp.safetensors_files import is_shape, is_size
+from ..fsdp.states.safetensors_files import is_shape, is_size
 
 # Of a value: a type; a text, the only one; ANY; or one of these
 Kind = Any

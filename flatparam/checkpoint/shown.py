@@ -17,8 +17,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..fsdp.held import Held
-from ..fsdp.outputs import find_tensors
+from ..fsdp.sharding.pytrees import find_tensors
+from ..fsdp.unit.local_params import Held
 from .errors import CheckpointError
 
 # What gives the parameter again, as far as a state dict goes

@@ -12,13 +12,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..fsdp.held import Held
-from ..fsdp.loading import may_become
 from ..fsdp.names import bare_names
-from ..fsdp.outputs import find_tensors
-from ..fsdp.safetensors_files import DTYPES
-from ..fsdp.states.loading import told_of_missing
+from ..fsdp.sharding.pytrees import find_tensors
+from ..fsdp.states.loading import may_become
+from ..fsdp.states.optimizer_loading import told_of_missing
+from ..fsdp.states.safetensors_files import DTYPES
 from ..fsdp.states.values import same
+from ..fsdp.unit.local_params import Held
 from .base import Base, check_names
 from .boxes import Read, check_whole, reads_of
 from .converting import Convert, converted_groups

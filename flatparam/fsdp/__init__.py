@@ -2,15 +2,15 @@
 
 from . import api
 from .api import *  # noqa: F403
-from .deferred import defer_init
 from .errors import OrderError, StateError
-from .fully_sharded import FullyShardedDataParallel
-from .memory import MemoryPlan, UnitPlan
 from .names import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, p_assert
-from .outputs import DeviceError
-from .placement import Placement
-from .shard_map import Piece, ShardMap
-from .wrap import ModuleWrapPolicy
+from .sharding.deferred import defer_init
+from .sharding.placement import Placement
+from .sharding.pytrees import DeviceError
+from .unit.memory_plan import MemoryPlan, UnitPlan
+from .unit.shard_map import Piece, ShardMap
+from .wrapper.fully_sharded import FullyShardedDataParallel
+from .wrapper.wrap import ModuleWrapPolicy
 
 __all__ = ["FullyShardedDataParallel", "MemoryPlan", "OrderError", "Piece", "Placement", "ShardMap", "UnitPlan"]
 __all__ += ["DeviceError", "ModuleWrapPolicy", "StateError", "defer_init"]

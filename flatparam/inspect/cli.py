@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flatparam.common.parsing import Parser, in_a_command
-from flatparam.fsdp.memory import summary
+from flatparam.fsdp.unit.memory_plan import summary
 from flatparam.inspect.planning import (
     OPTIMIZERS,
     SUPPORTED,

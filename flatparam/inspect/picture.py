@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from flatparam.fsdp.memory import MemoryPlan, phase
+from flatparam.fsdp.unit.memory_plan import MemoryPlan, phase
 from flatparam.inspect.planning import Settings, Unit
 
 PARTS = {"shard": "#12406b", "gradient": "#1f6fb4", "optimizer": "#7fb0dc", "full": "#e08a1e"}

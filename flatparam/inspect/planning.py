@@ -15,9 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from flatparam._C import ShardError
 from flatparam.fsdp.api import ShardingStrategy
-from flatparam.fsdp.memory import Flat, MemoryPlan, plan_tree, plan_unit
 from flatparam.fsdp.names import join
-from flatparam.fsdp.originals import (
+from flatparam.fsdp.sharding.parameters import (
     Options,
     Original,
     by_segment,
@@ -27,8 +26,9 @@ from flatparam.fsdp.originals import (
     find_originals,
     layout_of,
 )
-from flatparam.fsdp.placement import TABLE, Placement, Row, is_grid
-from flatparam.fsdp.wrap import check_not_tied, targets_of
+from flatparam.fsdp.sharding.placement import TABLE, Placement, Row, is_grid
+from flatparam.fsdp.unit.memory_plan import Flat, MemoryPlan, plan_tree, plan_unit
+from flatparam.fsdp.wrapper.wrap import check_not_tied, targets_of
 
 
 class BadInput(ValueError):

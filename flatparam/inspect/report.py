@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from flatparam.common.tables import aligned, human
-from flatparam.fsdp.memory import MemoryPlan
+from flatparam.fsdp.unit.memory_plan import MemoryPlan
 from flatparam.inspect.planning import Settings, Unit
 
 HEADINGS = (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..common import optimizers
-from ..fsdp import order
+from ..fsdp.desync import checked_collectives
 from ._base import Base
 from ._sums import Sums
 
@@ -57,5 +57,7 @@ def _any_rank(flags: list[bool], handle: Base) -> list[bool]:
         return flags
     found = torch.tensor(flags, dtype=torch.int32, device=handle.device)
     group = handle.zero1_process_group
-    order.wait(order.issue(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=group), group, handle.device)
+    checked_collectives.wait(
+        checked_collectives.issue(dist.all_reduce, found, op=dist.ReduceOp.MAX, group=group), group, handle.device
+    )
     return [bool(flag) for flag in found.tolist()]

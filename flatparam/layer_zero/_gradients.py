@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import _C
 from ..common.collectives import gathering
 from ..common.tensors import refuse_freed, same_storage
-from ..fsdp import order
+from ..fsdp.desync import checked_collectives
 from ._parameters import Parameters
 from ._sums import Sum
 from .states import BACKWARD_POST, BACKWARD_PRE, IDLE, SYNC_PARAMS, HandleTrainingState, state_of
@@ -246,7 +246,7 @@ class Gradients(Parameters):
         refuse_freed(shard, self._about("the reduced gradient"))
         count = torch.tensor([shard is not None], dtype=torch.int32, device=self.device)
         group = self.zero1_process_group
-        order.wait(order.issue(dist.all_reduce, count, group=group), group, self.device)
+        checked_collectives.wait(checked_collectives.issue(dist.all_reduce, count, group=group), group, self.device)
         flat_param._saved_grad_shard = shard
         if not count.item():
             self._flat._clear_grads()
@@ -254,7 +254,7 @@ class Gradients(Parameters):
         if shard is None:
             shard = torch.zeros(flat_param._sharded_size, dtype=self.full_prec_dtype, device=self.device)
         whole = shard.new_empty(flat_param._padded_unsharded_size)
-        order.wait(order.issue(gathering(), whole, shard, group=group), group, self.device)
+        checked_collectives.wait(checked_collectives.issue(gathering(), whole, shard, group=group), group, self.device)
         self._flat._clear_grads()
         _C.set_grad(flat_param, whole)
         self._flat._set_unsharded_grads(whole)

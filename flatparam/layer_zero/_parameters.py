@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common.tensors import allocate, pinned
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..fsdp import order
+from ..fsdp.desync import checked_collectives
 from ._freshness import Freshness
 from .metadata import with_places
 from .states import BACKWARD_PRE, FORWARD, SUMMON_FULL_PARAMS
@@ -142,14 +142,14 @@ class Parameters(Freshness):
                 padded.copy_(shard)
             return
         self._gather_source, self._ag_group = shard, group
-        self._ag_handle = order.begin_gather(native, padded, shard, group)
+        self._ag_handle = checked_collectives.begin_gather(native, padded, shard, group)
 
     def _wait_for_gather(self, error: Exception | None) -> None:
         """Or what waiting has raised already."""
         self._was_given_up = True
         group = self.zero3_process_group if self._ag_handle is self._zero3_gather else self._ag_group
         try:
-            order.wait(self._ag_handle, group, self.device, error=error)
+            checked_collectives.wait(self._ag_handle, group, self.device, error=error)
         except RuntimeError:
             if self._ag_handle.is_completed():  # it has failed
                 self._ag_handle = self._gather_source = None

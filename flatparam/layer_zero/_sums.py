@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from .. import _C
 from ..common import optimizers
 from ..common.tensors import allocate, is_allocated, refuse_freed
-from ..fsdp import order
+from ..fsdp.desync import checked_collectives
 from ._base import Base
 from .states import IDLE
 
@@ -251,7 +251,7 @@ class Sums(Base):
         """Wait for ``_rs_handle``, which the driver has set, and free what it has reduced."""
         if self._rs_handle is not None:
             if isinstance(self._rs_handle, dist.Work):
-                order.wait(self._rs_handle, self.zero1_process_group, self.device, is_reduce_scatter=True)
+                checked_collectives.wait(self._rs_handle, self.zero1_process_group, self.device, is_reduce_scatter=True)
             else:
                 self._rs_handle.wait()
             self._rs_handle = None

@@ -19,8 +19,8 @@ from ..common.described import Described
 from ..common.tensors import check_memory
 from ..common.torch_private import FlatParameter, HandleShardingStrategy
 from ..dropin.handle import FlatParamHandle as FlatParam
-from ..fsdp.agreement import check_described
-from ..fsdp.placement import check_pair
+from ..fsdp.desync.same_unit import check_described
+from ..fsdp.sharding.placement import check_pair
 from ._gradients import Gradients
 from .metadata import FlatParamShardMetadata
 from .states import IDLE

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import StateDictType
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
 from flatparam.checkpoint import CheckpointError
-from flatparam.fsdp.states.classes import KEPT, class_of, why_not
+from flatparam.fsdp.states.optimizer_classes import KEPT, class_of, why_not
 
 MAKERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),

@@ -16,7 +16,7 @@ from torch import nn
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint
 from flatparam.checkpoint import saving
-from flatparam.fsdp import peers
+from flatparam.fsdp.desync import liveness
 from flatparam.fsdp.errors import OrderError
 
 pytestmark = pytest.mark.multiprocess
@@ -103,11 +103,11 @@ def test_a_child_that_raises_says_so_before_it_waits_for_its_save(tmp_path):
 def end_with_the_store(how, folder):
     """Rank 0 has the store, and ends at once after its last call; rank 1 looks late for the verdict, rank 2 not."""
     meet_in_a_server()
-    module, wait = FSDP(linear()), peers.wait_for_keys
+    module, wait = FSDP(linear()), liveness.wait_for_keys
     if how == "load":
         checkpoint.save(folder / "last", module)
     if dist.get_rank() == 1:
-        peers.wait_for_keys = lambda *arguments, **ways: (wait(*arguments, **ways), time.sleep(0.5))
+        liveness.wait_for_keys = lambda *arguments, **ways: (wait(*arguments, **ways), time.sleep(0.5))
     path = folder / "last" if how != "refused" else folder
     try:
         (checkpoint.load if how == "load" else checkpoint.save)(path, module)

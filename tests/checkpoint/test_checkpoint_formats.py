@@ -11,7 +11,7 @@ from torch import nn
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import checkpoint, load_safetensors
 from flatparam.checkpoint import CheckpointError
-from flatparam.fsdp.safetensors_files import FileError
+from flatparam.fsdp.states.safetensors_files import FileError
 
 NEWER = [
     getattr(torch, name)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gloo import fake_world
 
 from flatparam import _C
-from flatparam.fsdp import peers
+from flatparam.fsdp.desync import liveness
 
 ORDER = (lambda *args: None,) * 3
 
@@ -114,7 +114,7 @@ def test_what_a_world_before_has_left_in_the_store_says_nothing(told, ended):
 def test_who_imports_us_after_the_others_finds_those_that_have_appeared_before():
     before = time.time()
     program = (
-        "import time; now = time.time(); time.sleep(0.2); from flatparam.fsdp import peers; print(now, peers._since)"
+        "import time; now = time.time(); time.sleep(0.2); from flatparam.fsdp import peers; print(now, liveness._since)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
@@ -209,10 +209,10 @@ def test_a_thread_answers_calls_until_it_is_stopped(told):
 
 
 def test_an_error_is_posted_whatever_its_message_has(told):
-    board = peers.Board(dist.group.WORLD, 0.0, own=True)
+    board = liveness.Board(dist.group.WORLD, 0.0, own=True)
     board.join()
     board.post("batch \udcff\0 is bad: ä")
-    there = dist.PrefixStore(f"flatparam board/{peers.life_of_world()}", dist.distributed_c10d._get_default_store())
+    there = dist.PrefixStore(f"flatparam board/{liveness.life_of_world()}", dist.distributed_c10d._get_default_store())
     assert there.get("post 1").decode() == "0 batch \\udcff\\0 is bad: ä"
 
 

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import MixedPrecision
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, load_safetensors
-from flatparam.fsdp import OrderError, fully_sharded
+from flatparam.fsdp import OrderError
+from flatparam.fsdp.wrapper import fully_sharded
 from flatparam.layer_zero import FlatParamHandle, agree
 
 pytestmark = pytest.mark.multiprocess

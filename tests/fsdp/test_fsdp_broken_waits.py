@@ -16,7 +16,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp import stores
+from flatparam.fsdp.desync import stores
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, TrainingState
-from flatparam.fsdp.foreign import refuse_shards
+from flatparam.fsdp.interop.patches import refuse_shards
 
 FLAT = (
     *("_fqns", "_num_params", "_shapes", "_strides", "_contiguities", "_numels", "_numels_with_padding"),

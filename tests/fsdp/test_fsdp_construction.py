@@ -39,7 +39,8 @@ from torch.distributed.fsdp.wrap import (
 
 from flatparam import CPUOffload, MixedPrecision, Placement, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import defer_init, materialize
+from flatparam.fsdp import defer_init
+from flatparam.fsdp.wrapper import materialize
 
 pytestmark = pytest.mark.multiprocess
 

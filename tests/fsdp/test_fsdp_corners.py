@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from flatparam import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp.placement import averaging_factors
+from flatparam.fsdp.sharding.placement import averaging_factors
 
 
 def test_what_a_gradient_is_divided_by():

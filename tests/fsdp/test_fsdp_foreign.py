@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm  # bound before any m
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp import foreign
 from flatparam.fsdp.errors import StateError
+from flatparam.fsdp.interop import patches
 
 CPU = torch.device("cpu")
 
@@ -207,7 +207,7 @@ def test_an_overflow_counts_once_for_all_devices(where):
         list(found.values())[where].fill_(1.0)
     with fake_world(2):
         optimizer = torch.optim.SGD(wrap_blocks(make()).parameters())
-        agreeing = foreign._agreeing(lambda *arguments: found)
+        agreeing = patches._agreeing(lambda *arguments: found)
         agreeing(torch.amp.GradScaler("cpu"), optimizer, torch.ones(1), torch.zeros(1), True)
     assert sum(found.values()).item() == (where is not None)
 

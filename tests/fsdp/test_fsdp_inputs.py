@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp.outputs import find_tensors, map_tensors, move_tensors
+from flatparam.fsdp.sharding.pytrees import find_tensors, map_tensors, move_tensors
 
 
 class Named(dict):

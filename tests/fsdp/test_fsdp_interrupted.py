@@ -21,7 +21,7 @@ import flatparam
 from flatparam import _C, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.fsdp.errors import StateError
-from flatparam.fsdp.summon import _active
+from flatparam.fsdp.unit.summon import _active
 
 INSIDE = Path(flatparam.__file__).parent / "fsdp"
 FILES = [str(INSIDE / name) for name in ("summon.py", "full_params.py", "states/model.py")]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
 from flatparam.fsdp import OrderError
-from flatparam.fsdp.peers import _heartbeat
+from flatparam.fsdp.desync.liveness import _heartbeat
 
 pytestmark = pytest.mark.multiprocess
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp import order
+from flatparam.fsdp.desync import checked_collectives
+from flatparam.fsdp.desync.trace import Sequence
 from flatparam.fsdp.errors import OrderError
-from flatparam.fsdp.sequence import Sequence
 
 pytestmark = pytest.mark.multiprocess
 
@@ -102,7 +102,7 @@ def in_clipping(model, optimizer):
     """Later on only what is new is asked: a step that clips, the second time."""
     for clip in (False, True, True):
         step(model, optimizer, clip)
-    with raising(order, "before", after=True) if dist.get_rank() else raising(Sequence, "_look"):
+    with raising(checked_collectives, "before", after=True) if dist.get_rank() else raising(Sequence, "_look"):
         step(model, optimizer, clip=True)
 
 
@@ -111,7 +111,7 @@ def on_one_alone(model, optimizer):
     for _ in range(3):
         step(model, optimizer, clip=True)
     if dist.get_rank():
-        with raising(order, "before", after=True):
+        with raising(checked_collectives, "before", after=True):
             step(model, optimizer, clip=True)
         time.sleep(0.5)
     else:
@@ -122,7 +122,7 @@ def and_the_next_one(model, optimizer):
     """Rank 1 is interrupted again in what it does next: it has missed two, and rank 0 one."""
     for _ in range(3):
         step(model, optimizer, clip=True)
-    with raising(order, "before", after=True):
+    with raising(checked_collectives, "before", after=True):
         step(model, optimizer, clip=True)
     if dist.get_rank():
         with raising(Sequence, "_point_at"):
@@ -160,7 +160,7 @@ def as_it_begins(model, optimizer):
     """Rank 1 has begun it, and rank 0 has not, and to both the exception comes outside of flatparam."""
     for _ in range(3):
         step(model, optimizer, clip=True)
-    where = (Sequence, "wait") if dist.get_rank() else (order, "before", 1, True)
+    where = (Sequence, "wait") if dist.get_rank() else (checked_collectives, "before", 1, True)
     with raising(*where):
         step(model, optimizer, clip=True)
 
@@ -211,7 +211,7 @@ def told_on_a_device(library):
 
     def go_on():
         if dist.get_rank():
-            with raising(order, "before", after=True):
+            with raising(checked_collectives, "before", after=True):
                 step(model, optimizer, clip=True)
         for _ in range(3):
             step(model, optimizer)
@@ -233,7 +233,7 @@ WHERE = {
     "in a question": (Sequence, "_first", 3, False),
     "in the next question": (Sequence, "_point_at", 1, False),
     "as it says what it has missed": (dist.PrefixStore, "set", 2, True),
-    "in clipping": (order, "before", 1, True),
+    "in clipping": (checked_collectives, "before", 1, True),
 }
 
 

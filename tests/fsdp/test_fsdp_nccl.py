@@ -19,7 +19,7 @@ from torch import nn
 
 from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp.originals import default_alignment
+from flatparam.fsdp.sharding.parameters import default_alignment
 
 CPU = torch.device("cpu")
 IN_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

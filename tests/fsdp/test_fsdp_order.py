@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam.common.collectives import fake_group
-from flatparam.fsdp import order, sequence
+from flatparam.fsdp.desync import checked_collectives, trace
+from flatparam.fsdp.desync.checked_collectives import sequence_of
+from flatparam.fsdp.desync.stores import Store
+from flatparam.fsdp.desync.trace import Sequence, _limit
 from flatparam.fsdp.errors import OrderError
-from flatparam.fsdp.order import sequence_of
-from flatparam.fsdp.sequence import Sequence, _limit
-from flatparam.fsdp.stores import Store
 
 pytestmark = pytest.mark.multiprocess
 
@@ -355,7 +355,7 @@ def built_anew_after_a_failure():
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == 0:
             stack.enter_context(pytest.raises(MemoryError))
-            unit = "flatparam.fsdp.fully_sharded.Unit"
+            unit = "flatparam.fsdp.wrapper.fully_sharded.Unit"
             stack.enter_context(mock.patch(unit, side_effect=MemoryError("on this rank")))
         FullyShardedDataParallel(nn.Linear(3, 3), process_group=group)
     return saved(wrap_blocks(Chosen(), process_group=group))
@@ -491,7 +491,7 @@ def late():
     step(model)
     # 3 in each of 6 or 7 looks, and in one more where the machine stalls; there would be 13 without pauses
     assert (store.read < 36, store.written) == (True, 0), (store.read, store.written)
-    sequence._LAST_MOMENT = TIME_OUT / 2
+    trace._LAST_MOMENT = TIME_OUT / 2
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIME_OUT), model.process_group)
     begin = time.monotonic()
     if dist.get_rank() == 0:
@@ -634,7 +634,7 @@ class Endless:
 
 def test_work_of_a_fake_group_is_waited_for():
     work = Endless()
-    order.wait(work, fake_group(0, 2), torch.device("cuda"), is_read=True)
+    checked_collectives.wait(work, fake_group(0, 2), torch.device("cuda"), is_read=True)
     assert work.waited
 
 
@@ -646,7 +646,7 @@ def test_a_device_is_waited_for_where_the_host_reads_alone():
             return Named("nccl")
 
     work = Endless()
-    order.wait(work, Group(), torch.device("cuda"))
+    checked_collectives.wait(work, Group(), torch.device("cuda"))
     assert work.waited
 
 

@@ -19,9 +19,9 @@ from gloo import ends_of_ranks, meet_in_a_server, note, run_ranks, say, wait_unt
 from test_fsdp_order import ALL, Chosen
 
 from flatparam import _C, FullyShardedDataParallel, ShardingStrategy
+from flatparam.fsdp.desync.checked_collectives import sequence_of
+from flatparam.fsdp.desync.trace import _WATCHING
 from flatparam.fsdp.errors import OrderError
-from flatparam.fsdp.order import sequence_of
-from flatparam.fsdp.sequence import _WATCHING
 
 pytestmark = pytest.mark.multiprocess
 

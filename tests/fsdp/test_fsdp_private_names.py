@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp.absent import why_absent
+from flatparam.fsdp.wrapper.absent_names import why_absent
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 

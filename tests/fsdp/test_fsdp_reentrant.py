@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatparam import BackwardPrefetch, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp.summon import StateError
+from flatparam.fsdp.unit.summon import StateError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "ZERO_1", "LAYER_ZERO", "LAYER_ZERO_NESTED")
 

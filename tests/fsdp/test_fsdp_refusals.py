@@ -20,8 +20,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import Placement, ShardedGradScaler, ShardingStrategy
-from flatparam.fsdp.materialize import move
-from flatparam.fsdp.originals import Options, check_tensors, find_originals
+from flatparam.fsdp.sharding.parameters import Options, check_tensors, find_originals
+from flatparam.fsdp.wrapper.materialize import move
 
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 

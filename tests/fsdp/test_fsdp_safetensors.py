@@ -24,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, defer_init, load_safetensors
-from flatparam.fsdp.safetensors_files import FileError, Files
+from flatparam.fsdp.states.safetensors_files import FileError, Files
 
 
 def on_meta(cls=Model, **arguments):

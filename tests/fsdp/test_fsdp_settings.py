@@ -23,7 +23,7 @@ import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ModuleWrapPolicy, ShardingStrategy
 from flatparam.common.torch_private import logger
-from flatparam.fsdp.wrap import targets_of
+from flatparam.fsdp.wrapper.wrap import targets_of
 
 
 def optimizers_in_backward():

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp import collectives
+from flatparam.fsdp.desync import torch_collectives
 
 NAME = "the unit of Block at `blocks.1`"
 
@@ -59,13 +59,13 @@ def test_a_unit_that_a_hook_frees_while_it_is_gathered_is_not_computed_with(monk
         unit = model._unit
         model(torch.ones(1, 3))
         unit.step.root.always_python = 1
-        gather = collectives.all_gather
+        gather = torch_collectives.all_gather
 
         def free(output, own, group):
             gather(output, own, group)
             unit.step.release()
 
-        monkeypatch.setattr(collectives, "all_gather", free)
+        monkeypatch.setattr(torch_collectives, "all_gather", free)
         with pytest.raises(RuntimeError, match=r"^the unit of Linear.*: it was freed while it was gathered"):
             model(torch.ones(1, 3))
         assert not all(have_memory(unit.step))
@@ -99,14 +99,14 @@ def test_no_other_thread_comes_in_while_an_iteration_begins(monkeypatch):
         model(torch.ones(1, 3))
         model._unit.step.root.always_python = 1
         raised = []
-        agree = collectives.agree
+        agree = torch_collectives.agree
 
         def meanwhile(output, own, group):
             if not raised:  # of the forward
                 raised.append(in_thread(lambda: model(torch.ones(1, 3))))
             agree(output, own, group)
 
-        monkeypatch.setattr(collectives, "agree", meanwhile)
+        monkeypatch.setattr(torch_collectives, "agree", meanwhile)
         model(torch.ones(1, 3)).sum().backward()
         assert ELSEWHERE in str(raised[0])
 
@@ -195,13 +195,13 @@ def test_nothing_comes_in_while_all_is_gathered_anew(monkeypatch, run):
         root = model._unit.step.root
         root.always_python = 1
         raised = []
-        agree = collectives.agree
+        agree = torch_collectives.agree
 
         def meanwhile(output, own, group):
             raised.append(run(lambda: model(torch.ones(1, 3))))
             agree(output, own, group)
 
-        monkeypatch.setattr(collectives, "agree", meanwhile)
+        monkeypatch.setattr(torch_collectives, "agree", meanwhile)
         root.refresh()
         assert len(raised) == 1
         assert "the model is being recovered, or refreshed" in str(raised[0])

@@ -24,7 +24,8 @@ from torch import nn
 
 from flatparam import CPUOffload, MixedPrecision, Placement, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import OrderError, agreement
+from flatparam.fsdp import OrderError
+from flatparam.fsdp.desync import same_unit
 
 pytestmark = pytest.mark.multiprocess
 
@@ -187,7 +188,7 @@ def host_waits(library, on_host, network):
     device = simulated.use(library)
     sim, groups = torch.device("sim", 0), three_groups(functools.partial(simulated.new_group, on_host=on_host))
     if not network:
-        agreement.check_gloo = finds_none  # not for the simulated collectives, which are gloo's
+        same_unit.check_gloo = finds_none  # not for the simulated collectives, which are gloo's
     counted = {}
     for strategy, offload in itertools.product(ShardingStrategy, (False, True)):
         model = wrap_blocks(
@@ -238,13 +239,13 @@ def one_without_a_network(library, what, reason):
     """Rank 1 finds no network for gloo: all go on without one, told why, and train as before."""
     simulated.use(library)
     sim, group = torch.device("sim", 0), simulated.new_group()
-    agreement._CONNECTING = datetime.timedelta(seconds=2)
+    same_unit._CONNECTING = datetime.timedelta(seconds=2)
     strategy = {"sharding_strategy": ShardingStrategy.ZERO_1}
     wanted = train(wrap_blocks(make(), process_group=dist.group.WORLD, **strategy), CPU, Turns([]))
     if dist.get_rank() == 1 and what == "interface":
         os.environ["GLOO_SOCKET_IFNAME"] = "nothing0"
     elif dist.get_rank() == 1:
-        agreement.gloo_beside = lambda *_: finds_none()
+        same_unit.gloo_beside = lambda *_: finds_none()
     with pytest.warns(UserWarning, match=f"wait for the device .* {reason}.* GLOO_SOCKET_IFNAME"):
         model = wrap_blocks(make(), process_group=group, device_id=sim, **strategy)
     assert_equal(train(model, sim, Turns([])), wanted, "without a network")

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flatparam
-from flatparam.fsdp.substitute import TESTED
+from flatparam.fsdp.wrapper.substitute import TESTED
 
 STOCK = types.SimpleNamespace(FSDP=TorchsFSDP)  # install() rebinds what is bound in a module, here too
 TRAVERSAL = importlib.import_module("torch.distributed.fsdp._traversal_utils")
@@ -182,7 +182,7 @@ def test_run_puts_it_under_a_script_and_its_children(tmp_path, how, monkeypatch)
     monkeypatch.setenv("FLATPARAM_RUNTIME", "1" if how == "environment" else "")
     command = [sys.executable, "-m", "flatparam", "run", *options, str(tmp_path / "script.py"), "--runtime"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    ours = "flatparam.fsdp.fully_sharded"
+    ours = "flatparam.fsdp.wrapper.fully_sharded"
     assert done.stdout.split("\n")[:2] == [f"parent {ours} ['--runtime']", f"child {ours}"]
 
 

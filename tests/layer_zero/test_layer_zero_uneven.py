@@ -14,7 +14,8 @@ from torch import nn
 
 from flatparam import BackwardPrefetch, MixedPrecision
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp import peers, placement
+from flatparam.fsdp.desync import liveness
+from flatparam.fsdp.sharding import placement
 
 pytestmark = pytest.mark.multiprocess
 
@@ -276,7 +277,7 @@ def counted_anew():
     for inner in (2, 1, 4):
         dist.barrier()
         placement._exchanged.clear()
-        peers._lives.clear()
+        liveness._lives.clear()
         layer_zero(inner, module=nn.Linear(2, 2), wrap=FSDP)
 
 

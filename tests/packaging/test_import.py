@@ -34,7 +34,7 @@ CASES = {
         """,
     "from flatparam import *": """
         from flatparam import *
-        assert FullyShardedDataParallel.__module__ == "flatparam.fsdp.fully_sharded"
+        assert FullyShardedDataParallel.__module__ == "flatparam.fsdp.wrapper.fully_sharded"
         assert callable(install)
         """,
     "distributed checkpoints are met as they are imported": """

@@ -64,7 +64,7 @@ def test_lower_layers_import_no_upper_ones():
             assert other.split(".")[1] in {layer, *LAYERS[layer]}, f"{name} imports {other}"
 
 
-STORES = "flatparam.fsdp.stores"  # the one file that calls stores in Python
+STORES = "flatparam.fsdp.desync.stores"  # the one file that calls stores in Python
 NO_CALLS = {
     "flatparam.common.collectives": {"PrefixStore"},
     "flatparam.demo.worker": {"FileStore"},
@@ -86,7 +86,7 @@ def test_calls_of_the_board_are_guarded():
     """The C++ side calls a store for ``_C.Board``: from one class, whose methods tell that the store is gone."""
     (board,) = (
         node
-        for node in ast.parse(FILES["flatparam.fsdp.peers"].read_text()).body
+        for node in ast.parse(FILES["flatparam.fsdp.desync.liveness"].read_text()).body
         if isinstance(node, ast.ClassDef) and node.name == "Board"
     )
     for method in board.body:
@@ -96,12 +96,12 @@ def test_calls_of_the_board_are_guarded():
         }
         guarded = isinstance(method, ast.FunctionDef) and "reaching()" in map(ast.unparse, method.decorator_list)
         assert guarded or native <= {"said"}, f"Board.{method.name} calls {native}"  # which asks no store
-    elsewhere = {"flatparam.fsdp.sequence": {"watch", "around_wait"}}  # which ask none, or catch all
+    elsewhere = {"flatparam.fsdp.desync.trace": {"watch", "around_wait"}}  # which ask none, or catch all
     for name, file in FILES.items():
         calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
         native = {node.attr for node in calls if ast.unparse(node.value).endswith(".native")}
         allowed = elsewhere.get(name, set())
-        assert name == "flatparam.fsdp.peers" or native & BOARD <= allowed, f"{name} calls {native}"
+        assert name == "flatparam.fsdp.desync.liveness" or native & BOARD <= allowed, f"{name} calls {native}"
 
 
 BOARD = {method for method in dir(flatparam._C.Board) if not method.startswith("_")}

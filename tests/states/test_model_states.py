@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Torchs
 from torch.distributed.fsdp import StateDictType
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.fsdp.segment import Segment
+from flatparam.fsdp.sharding.flat_param import Segment
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.fsdp.placement import averaging_factors
+from flatparam.fsdp.sharding.placement import averaging_factors
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "equality.md"
 STEPS = 3

@@ -84,7 +84,7 @@ class Averaged:
 
     def backward(self, batches):
         """Add to ``.grad`` the mean over ranks of the sum over each rank's ``batches`` (a function of the rank)."""
-        before, _ = flatparam.fsdp.placement.averaging_factors(self.ranks)
+        before, _ = flatparam.fsdp.sharding.placement.averaging_factors(self.ranks)
         totals = None
         for rank in range(self.ranks):
             grads = None

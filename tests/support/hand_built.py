@@ -4,16 +4,16 @@ import torch
 from torch import nn
 
 from flatparam import _C
-from flatparam.fsdp import collectives
-from flatparam.fsdp.outputs import find_tensors
+from flatparam.fsdp.desync import torch_collectives
+from flatparam.fsdp.sharding.pytrees import find_tensors
 
 
 def run_of(**changes):
     arguments = {
         "backward_prefetch": 1,
         "forward_prefetch": False,
-        "collectives": collectives,
-        "watched": collectives.WATCHED,
+        "collectives": torch_collectives,
+        "watched": torch_collectives.WATCHED,
         "find_tensors": find_tensors,
     }
     return _C.Root(**{**arguments, **changes})

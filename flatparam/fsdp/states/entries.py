@@ -14,10 +14,10 @@ from torch import Tensor
 from ...common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from ..errors import StateError
 from ..names import FSDP_PREFIX
-from ..originals import Original
-from ..segment import Here, Segment
-from ..unit import Unit
-from ..wrapper import Wrapper
+from ..sharding.flat_param import Here, Segment
+from ..sharding.parameters import Original
+from ..unit.base import Wrapper
+from ..unit.unit import Unit
 from .rows import is_rows
 
 Take = Callable[[Segment, Original, Tensor], Any]  # what becomes of a whole parameter

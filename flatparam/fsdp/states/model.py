@@ -17,20 +17,17 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from ... import _C
-from ..compared import digest_of
+from ..desync.checked_collectives import settle
 from ..errors import StateError
-from ..held import Held
-from ..loading import Values, agree_on_loading
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
-from ..order import settle
-from ..originals import Name, Original
-from ..segment import Segment
-from ..summon import Summoned, in_turn, summon
-from ..unit import Unit, units_of
-from .before import Before
-from .checked import checked_values
+from ..sharding.flat_param import Segment
+from ..sharding.parameters import Name, Original
+from ..sharding.unit_description import digest_of
+from ..unit.local_params import Held
+from ..unit.summon import Summoned, in_turn, summon
+from ..unit.unit import Unit, units_of
 from .entries import own_names, own_values, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
-from .kinds import Kinds
+from .loading import Values, agree_on_loading
 from .rows import (
     agree_on_rows,
     check_rows,
@@ -42,8 +39,11 @@ from .rows import (
     whole_by,
     without_extension,
 )
+from .snapshot import Before
+from .state_dict_type import Kinds
 from .table import Table
 from .ungathered import is_ungathered
+from .validate import checked_values
 from .values import copy_of, dtype_of, same, shape_of
 
 # What units gave before the one that holds them was gathered: by the unit's id and where it is to go

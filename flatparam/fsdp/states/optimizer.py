@@ -15,15 +15,15 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from ..either import or_torchs
 from ..errors import StateError
-from ..held import Held
-from ..originals import Original
-from ..segment import Segment
-from .classes import class_of, why_not
-from .exchange import from_first
+from ..sharding.flat_param import Segment
+from ..sharding.parameters import Original
+from ..unit.local_params import Held
+from .from_rank0 import from_first
 from .ids import rekeyed
-from .loading import cut, from_here
+from .optimizer_classes import class_of, why_not
+from .optimizer_loading import cut, from_here
+from .optimizer_saving import Sink, unsharded_state
 from .rows import agree_on_rows, check_rows, cut_rows, from_rows, is_rows, plain_state
-from .saving import Sink, unsharded_state
 from .table import Table, settings_of
 from .values import copy_of, shape_of
 

@@ -30,14 +30,14 @@ from ...common.torch_private import (
     _ext_chunk_tensor,
     _ext_pre_load_state_dict_transform,
 )
-from .. import collectives, order
+from ..desync import checked_collectives, torch_collectives
 from ..errors import StateError
-from ..held import Held
-from ..loading import Values, agree_on_loading
-from ..originals import Original, row_numel
-from ..segment import Segment
-from ..unit import Unit
-from .loading import Fetch, by_first_name, piece_of
+from ..sharding.flat_param import Segment
+from ..sharding.parameters import Original, row_numel
+from ..unit.local_params import Held
+from ..unit.unit import Unit
+from .loading import Values, agree_on_loading
+from .optimizer_loading import Fetch, by_first_name, piece_of
 from .table import Table
 from .values import Like, copy_of, dtype_of, shape_of
 
@@ -225,8 +225,8 @@ def gathered_rows(segment: Segment, values: Mapping[Held, Any], dtype: torch.dty
         if rows is not None and rows.numel():
             mine.narrow(0, starts[param], rows.numel()).copy_(rows.reshape(-1))
     whole = torch.empty(total * len(cuts), dtype=dtype, device=segment.device)
-    sequence = order.before(segment, _C.EVENT_GATHERS_OUTSIDE, segment.device)
-    collectives.all_gather(as_sent(whole), as_sent(mine), group, sequence)
+    sequence = checked_collectives.before(segment, _C.EVENT_GATHERS_OUTSIDE, segment.device)
+    torch_collectives.all_gather(as_sent(whole), as_sent(mine), group, sequence)
     for param, ranges in parts.items():
         found = torch.empty(param.shape, dtype=dtype, device=segment.device)
         for number, (first, last) in enumerate(ranges):

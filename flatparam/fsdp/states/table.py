@@ -10,9 +10,9 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from ..held import Held, held_by, unit_paths
-from ..segment import Segment
-from ..unit import Unit
+from ..sharding.flat_param import Segment
+from ..unit.local_params import Held, held_by, unit_paths
+from ..unit.unit import Unit
 
 
 @dataclass(eq=False)

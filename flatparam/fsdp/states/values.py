@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...common.torch_private import ShardedTensor
 from ..errors import StateError
-from ..held import Held
-from ..originals import same_bytes
+from ..sharding.parameters import same_bytes
+from ..unit.local_params import Held
 from .table import Stepped, Table
 
 Shape = tuple[int, ...]

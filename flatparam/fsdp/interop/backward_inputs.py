@@ -1,0 +1,97 @@
+"""Parameters that are given to ``backward(inputs=...)`` and ``torch.autograd.grad``.
+
+A graph has the views of a unit's unsharded data, and no shard: autograd finds no way from a loss to a parameter, and
+would give nothing, in silence. So a parameter stands for the views that its unit has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+from torch.autograd.graph import GradientEdge
+
+from ... import _C
+from ..unit.registry import owner_of_param, segment_of
+
+
+@functools.cache
+def watch() -> None:
+    """From the first model that is wrapped on."""
+    run: Any = graph._engine_run_backward
+
+    @functools.wraps(run)
+    def running(outputs: Any, grads: Any, keep: Any, create: Any, inputs: Any = (), *args: Any, **kwargs: Any) -> Any:
+        params = [param for param in map(_leaf_of, inputs) if param is not None and owner_of_param(param) is not None]
+        if not params:
+            return run(outputs, grads, keep, create, inputs, *args, **kwargs)
+        edges = _edges(params)
+        both = (*inputs, *(edge for _, edge in edges))
+        if kwargs.get("accumulate_grad"):
+            with _no_others(params):
+                return run(outputs, grads, keep, create, both, *args, **kwargs)
+        [allow_unused] = args
+        found = run(outputs, grads, keep, create, both, True, **kwargs)
+        asked, in_units = found[: len(inputs)], found[len(inputs) :]
+        for (param, _), grad in zip(edges, in_units, strict=True):
+            if grad is not None:
+                raise RuntimeError(_refusal(param))
+        unused = [i for i, grad in enumerate(asked) if grad is None]
+        if unused and not allow_unused:
+            raise RuntimeError(
+                f"The differentiated Tensor at index {unused[0]} appears to not have been used in the graph. Set "
+                "allow_unused=True if this is the desired behavior."
+            )
+        return asked
+
+    for module in (torch.autograd, graph):  # torch.compiler exchanges both, and puts the one of the latter back
+        vars(module)["_engine_run_backward"] = running
+
+
+def _leaf_of(each: Any) -> Tensor | None:
+    """The tensor that is asked for, by itself or by the edge of its gradient, if that may be a parameter."""
+    return each if isinstance(each, Tensor) else getattr(getattr(each, "node", None), "variable", None)
+
+
+def _edges(params: Sequence[Tensor]) -> list[tuple[Tensor, GradientEdge]]:
+    """Where the gradients of ``params`` come to: the views of their units that have a history."""
+    given = {id(param) for param in params}
+    found: list[tuple[Tensor, GradientEdge]] = []
+    for unit in dict.fromkeys(owner[0] for owner in map(owner_of_param, params) if owner is not None):
+        for segment, views in zip(unit.segments, unit.step.views(), strict=True):
+            for original, view in zip(segment.originals, views or (), strict=views is not None):
+                param = segment.flat if id(segment.flat) in given else original.param
+                if id(param) in given and view.grad_fn is not None:
+                    found.append((param, GradientEdge(view.grad_fn, view.output_nr)))
+    return found
+
+
+def _no_others(params: Sequence[Tensor]) -> _C.Block:
+    """The others of a unit, whose gradients come with theirs, are frozen until the backward has ended."""
+    given = {id(param) for param in params}
+    others = [
+        original.param
+        for segment in dict.fromkeys(segment for segment in map(segment_of, params) if segment is not None)
+        for original in segment.originals
+        if original.param.requires_grad and not given & {id(segment.flat), id(original.param)}
+    ]
+    return _C.Block(functools.partial(_require_grad, others, False), functools.partial(_require_grad, others, True))
+
+
+def _require_grad(params: Sequence[Tensor], requires: bool) -> None:
+    for param in params:
+        param.requires_grad_(requires)
+
+
+def _refusal(param: Tensor) -> str:
+    owner = owner_of_param(param)
+    assert owner is not None
+    unit, fqn = owner
+    return (
+        f"torch.autograd.grad() was asked for the gradient of `{fqn}` of {unit.name}, which is reduced over ranks into "
+        "the parameter's .grad and given nowhere else: call backward(inputs=[...]) with these parameters"
+    )

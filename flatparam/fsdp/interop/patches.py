@@ -1,0 +1,320 @@
+"""Tools that do not know our class, and would take shards for whole parameters without a word: refused by name.
+
+Most look for a mark of their own on every module they come to, so the class has properties there that raise; the others
+are met where they register a module, or in a function of theirs that is replaced when the first model is wrapped.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ... import _C
+from ...common import optimizers
+from ...common.after_import import after_import, names_of
+from ...common.torch_private import TorchsFSDP
+from ..desync import checked_collectives
+from ..errors import StateError
+from ..names import join
+from ..sharding.flat_param import Segment
+from ..unit import torch_calls
+from ..unit.clip import by_group, clip
+from ..unit.marks import STATES, Marks
+from ..unit.registry import Owner, all_units, owner_of_param, segment_of
+from ..unit.summon import refuse_unreduced
+from ..unit.unit import units_of
+from . import backward_inputs
+
+_WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+def refuse_wrapped(module: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Raises: ValueError naming what another data-parallel class has in ``module``, which is to be a unit."""
+    for path, inner in module.named_modules():
+        if inner in ignored:
+            continue
+        if isinstance(inner, (*_WRAPPERS, TorchsFSDP)):
+            which, instead = f"a {type(inner).__name__} of torch", "Pass what it wraps (its `.module`)"
+        elif isinstance(inner, FSDPModule):
+            which, instead = f"a {type(inner).__name__} that fully_shard() has sharded", "Pass it as it was before"
+        else:
+            continue
+        where = f"at `{path}`" if path else "itself"
+        raise ValueError(
+            f"the unit of {type(module).__name__} would hold {which} ({where}), which would reduce shards, or shard "
+            f"them again. {instead}, or ignore it (ignored_modules)"
+        )
+
+
+@functools.cache
+def watch() -> None:
+    """Meet the tools that look for nothing. From the first model that is wrapped on."""
+    register_module_module_registration_hook(_refuse_data_parallel)
+    checkpoint = "torch.distributed.checkpoint"  # whose import takes half a second
+    after_import(f"{checkpoint}.default_planner", _check_plans)
+    # asynchronous saving makes its plans with copies
+    after_import(f"{checkpoint}.state_dict_saver", lambda saver: _check(saver, "_stateful_to_state_dict", None))
+    _clip_over_ranks()
+    _refuse_norms_of_shards()
+    torch_calls.watch()
+    backward_inputs.watch()
+    _refuse_roots()
+    optimizers.ask_before(_refuse_for_whole_only)
+    after_import("torch.distributed.algorithms.model_averaging.utils", _refuse_averages)
+    for scaler in (GradScaler, ShardedGradScaler):
+        scaler._unscale_grads_ = _agreeing(scaler._unscale_grads_)  # type: ignore[method-assign]
+    ShardedGradScaler.unscale_ = _counting_once(ShardedGradScaler.unscale_)  # type: ignore[method-assign]
+
+
+def _refuse_roots() -> None:
+    """Have torch's ``fsdp_modules`` look for the marks with ``root_only`` too, where it looks for nothing."""
+    original = TorchsFSDP.fsdp_modules
+
+    @functools.wraps(original)
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[TorchsFSDP]:
+        for inner in module.modules():
+            if isinstance(inner, Marks):
+                inner._refuse_composing()
+        return original(module, root_only)
+
+    TorchsFSDP.fsdp_modules = staticmethod(fsdp_modules)  # type: ignore[method-assign]
+
+
+def _refuse_data_parallel(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """As DistributedDataParallel registers what it wraps, before it sends anything."""
+    if not isinstance(module, _WRAPPERS) or inner is None:
+        return
+    ignored = getattr(module, "parameters_to_ignore", ())
+    for unit in units_of(inner.modules()):
+        managed = {id(param) for _, param in unit.parameters()}
+        if any(id(param) in managed and path not in ignored for path, param in inner.named_parameters()):
+            raise StateError(
+                f"{type(module).__name__} does not know {unit.name} of flatparam's FullyShardedDataParallel: it would "
+                "copy one rank's shards over those of the others. That class averages gradients over all ranks of its "
+                "groups: call it alone (for replicas of shards: ShardingStrategy.HYBRID_SHARD)"
+            )
+
+
+def _check_plans(default_planner: Any) -> None:
+    _check(default_planner, "create_default_local_save_plan", lambda state, *args: state)
+    _check(default_planner, "create_default_local_load_plan", lambda state, *args: state)
+
+
+def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:
+    """Have a function of torch look over a state: ``given`` takes it from the arguments; None: what is returned."""
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:  # of another release
+        return
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if given is not None:
+            refuse_shards(given(*args, *kwargs.values()))
+            return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        refuse_shards(result)
+        return result
+
+    setattr(module, name, checked)
+
+
+def refuse_shards(state: Any) -> None:
+    """Raises: StateError, if ``state`` has shards of parameters, or optimizer state of such, as if they were whole."""
+    shards = {
+        segment.flat.untyped_storage().data_ptr(): f"parameters of {unit.name}"
+        for unit in all_units()
+        for segment in unit.segments
+        if segment.is_sharded and unit.summoned is None
+    }
+    plain = [(name, tensor) for name, tensor in _tensors("", state) if _C.is_plain_tensor(tensor)] if shards else []
+    _refuse_those_in(shards, plain)
+    if any(tensor.dim() > 0 for _, tensor in plain):  # all objects are looked at for it
+        _refuse_those_in(_states_of_shards(), plain)
+
+
+def _states_of_shards() -> dict[int, str]:
+    """The tensors that any optimizer keeps for shards: whose they are, by their address."""
+    found: dict[int, str] = {}
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
+        for param, values in optimizer.state.items():
+            owner, segment = owner_of_param(param), segment_of(param)
+            if owner is not None and segment is not None and segment.is_sharded:
+                tensors = (value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0)
+                what = f"the {type(optimizer).__name__} state of {owner[0].name}"
+                found.update((value.untyped_storage().data_ptr(), what) for value in tensors)
+    return found
+
+
+def _refuse_those_in(shards: dict[int, str], given: list[tuple[str, Tensor]]) -> None:
+    for name, tensor in given:
+        address = tensor.untyped_storage().data_ptr()
+        if address in shards and address != 0:
+            raise StateError(
+                f"torch.distributed.checkpoint: `{name}` has this rank's shards of {shards[address]}, of which it "
+                f"would keep those of one rank for all. {STATES}"
+            )
+
+
+def _tensors(path: str, state: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield path, state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _tensors(join(path, str(key)), value)
+
+
+def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, Segment]]:
+    """The units and segments that ``params`` are of, where they are shards and not summoned."""
+    found = []
+    for param in params:
+        owner, segment = owner_of_param(param), segment_of(param)
+        if owner is not None and segment is not None and segment.is_sharded and owner[0].summoned is None:
+            found.append((owner[0], segment))
+    return found
+
+
+def _clip_over_ranks() -> None:
+    """Have ``torch.nn.utils.clip_grad_norm_``, under any name that it was imported by, count all ranks' shards."""
+    function: Any = nn.utils.clip_grad_norm_
+    original = getattr(function, "__wrapped__", function)
+
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found = [] if torch.compiler.is_compiling() else _sharded_now(params)
+        if not found:
+            result: Tensor = original(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            return result
+        refuse_unreduced(dict.fromkeys(unit for unit, _ in found), "torch.nn.utils.clip_grad_norm_")
+        owned = {id(param): (segment_of(param), param) for param in params}
+        return clip(by_group(owned.values()), float(max_norm), float(norm_type), error_if_nonfinite)
+
+    if not _exchange(function, original, clip_grad_norm_):
+        nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = torch.no_grad()(clip_grad_norm_)
+
+
+def _exchange(function: Any, original: Any, ours: Any) -> bool:
+    """Have ``function``, which wraps ``original``, call ``ours`` instead, under any name that it was imported by."""
+    for cell in getattr(function, "__closure__", None) or ():
+        if cell.cell_contents is original:
+            cell.cell_contents = torch_calls.seen_as(ours, original)
+            return True
+    return False
+
+
+def _refuse_norms_of_shards() -> None:
+    """Have ``torch.nn.utils.get_total_norm``, which takes gradients and is not collective, refuse those of shards."""
+    function: Any = nn.utils.get_total_norm
+    original = getattr(function, "__wrapped__", function)
+
+    @functools.wraps(original)
+    def get_total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            _refuse_shards_of_gradients(tensors)
+        result: Tensor = original(tensors, *args, **kwargs)
+        return result
+
+    if not _exchange(function, original, get_total_norm):
+        nn.utils.get_total_norm = get_total_norm
+
+
+def _refuse_shards_of_gradients(tensors: list[Tensor]) -> None:
+    given = {id(tensor) for tensor in tensors}
+    owners = (param for unit in all_units() for _, param in unit.parameters() if id(param.grad) in given)
+    for unit, _ in _sharded_now(owners):
+        raise StateError(
+            f"torch.nn.utils.get_total_norm: a gradient of {unit.name} is this rank's shard, so each rank would clip "
+            "by another norm: call torch.nn.utils.clip_grad_norm_() or model.clip_grad_norm_(), whose norm is over all "
+            "ranks"
+        )
+
+
+_WHOLE_ONLY = {  # optimizers of torch: why they cannot step shards
+    "LBFGS": "multiplies gradients of all parameters with each other, so each rank would step another way: use "
+    "ShardingStrategy.NO_SHARD, or another optimizer",
+    "ZeroRedundancyOptimizer": "copies what one rank has stepped to the others: use the optimizer that it was given, "
+    "whose states are sharded as parameters are",
+}
+
+
+def _refuse_for_whole_only(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for name in [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _WHOLE_ONLY]:
+        for unit, _ in _sharded_now(param for group in optimizer.param_groups for param in group["params"]):
+            raise StateError(
+                f"{name}.step(): a parameter of {unit.name} is this rank's shard. {name} {_WHOLE_ONLY[name]}"
+            )
+
+
+def _refuse_averages(utils: Any) -> None:
+    """Have torch's model averaging, which all-reduces parameters, refuse shards."""
+    average: Callable[..., None] = utils.average_parameters
+
+    @functools.wraps(average)
+    def average_parameters(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        params = list(params)
+        for unit, _ in _sharded_now(params):
+            raise StateError(
+                f"average_parameters: a parameter of {unit.name} is this rank's shard, which would be averaged with "
+                "other ranks' shards. Ranks of one group have the same values already; for groups that train apart use "
+                "ShardingStrategy.NO_SHARD"
+            )
+        average(iter(params), *args, **kwargs)
+
+    for module, name in names_of(average):
+        setattr(module, name, average_parameters)
+
+
+def _counting_once(unscale: Callable[[ShardedGradScaler, torch.optim.Optimizer], None]) -> Any:
+    """``ShardedGradScaler.unscale_``, which adds up over ranks whether there is any infinite gradient.
+
+    Optimizers that are fused skip a step where that is 1, and take any other number for none.
+    """
+
+    @functools.wraps(unscale)
+    def counting_once(self: ShardedGradScaler, optimizer: torch.optim.Optimizer) -> None:
+        unscale(self, optimizer)
+        if self.is_enabled():
+            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                found.clamp_(max=1.0)
+
+    return counting_once
+
+
+def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    """``GradScaler._unscale_grads_``, whose ranks skip a step together: each sees its own shards only."""
+
+    @functools.wraps(unscale)
+    def agreeing(
+        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        shards = _sharded_now(param for group in optimizer.param_groups for param in group["params"])
+        if shards:
+            found = found or {found_inf.device: found_inf}  # a rank may have no gradient at all
+            any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
+            for segment in {id(segment.placement.optim): segment for _, segment in reversed(shards)}.values():
+                checked_collectives.all_reduce(any_inf, dist.ReduceOp.MAX, segment, _C.EVENT_SCALES)
+            first, *others = found.values()  # optimizers that are fused take the sum, and skip where it is 1
+            first.copy_(any_inf)
+            for value in others:
+                value.zero_()
+        return found
+
+    return agreeing

@@ -1,0 +1,398 @@
+"""The original parameters of a unit: which of them one flat parameter can hold, and where they lie in it."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import FlatParameter, MixedPrecision
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from ... import _C
+from ...common.layout import FlatLayout
+from ...common.tensors import (
+    check_memory,
+    has_gradients,
+    in_storage_order,
+    is_dense,
+    is_truly_contiguous,
+    row_major,
+    why_not_dense,
+)
+from ...common.torch_private import FSDPExtensions
+from ..names import clean_tensor_name, join
+from .deferred import template_of
+from .extensions import Form, Kept, check_mesh, flattened, is_kept, plain_memory, stripped
+from .placement import Placement
+from .pytrees import DeviceError
+
+Atomic = Literal["row"] | Callable[[nn.Parameter], int] | None
+
+
+def check_layout_arguments(shard_alignment: int | None, atomic: Atomic) -> None:
+    """Raises: ValueError, TypeError for what the two arguments may not be."""
+    if shard_alignment is not None:
+        if isinstance(shard_alignment, bool) or not isinstance(shard_alignment, int):
+            raise TypeError(f"expected shard_alignment to be bytes, an int, got {shard_alignment!r}")
+        if shard_alignment < 1 or shard_alignment & (shard_alignment - 1):
+            raise ValueError(f"expected shard_alignment to be a power of two of bytes, got {shard_alignment}")
+    if atomic is not None and atomic != "row" and not callable(atomic):
+        raise ValueError(f'expected atomic to be "row", None or a callable(param) -> elements, got {atomic!r}')
+
+
+def row_numel(shape: Sequence[int]) -> int:
+    """Elements of one row: an index of dimension 0."""
+    return math.prod(shape[1:])
+
+
+def has_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether each row of a dense tensor is one run of memory, and the rows follow each other."""
+    return len(shape) == 0 or shape[0] <= 1 or stride[0] == row_numel(shape)
+
+
+def block_of(fqn: str, param: nn.Parameter, shape: Sequence[int], stride: Sequence[int], atomic: Atomic) -> int:
+    """Elements of ``param`` that stay together: a row, what the callable says, or one.
+
+    Where the rows are no runs of memory (a transposed weight): all of it.
+    Raises: ValueError, TypeError naming the parameter when the callable gives no int of at least 1 (0 if it is empty).
+    """
+    if atomic is None:
+        return 1
+    if atomic == "row":
+        return max(1, row_numel(shape) if has_rows(shape, stride) else math.prod(shape))
+    block: Any = atomic(param)
+    if isinstance(block, bool) or not isinstance(block, int):
+        raise TypeError(f"expected atomic(param) to give an int for parameter `{fqn}`, got {block!r}")
+    if block == 0 == math.prod(shape):
+        return 1  # an empty parameter has nothing to cut
+    if block < 1:
+        raise ValueError(f"expected atomic(param) to give at least 1 element for parameter `{fqn}`, got {block}")
+    return block
+
+
+def keeps_rows(shape: Sequence[int], stride: Sequence[int], block: int) -> bool:
+    """Whether blocks of so many elements are whole rows, so that a piece has the parameter's dimensions."""
+    if block >= math.prod(shape):
+        return True
+    return has_rows(shape, stride) and block % max(1, row_numel(shape)) == 0
+
+
+def alignment_of(shard_alignment: int | None, dtypes: Sequence[torch.dtype], use_orig_params: bool) -> int:
+    """Elements to whose multiples parameters are aligned; 0: none.
+
+    ``dtypes``: of the shard, of gathers, and of reductions: aligned in each of them. With ``use_orig_params`` at least
+    16 bytes in gathers, as torch has it.
+    """
+    alignment = 16 // dtypes[1].itemsize if use_orig_params else 0
+    if shard_alignment is not None:
+        alignment = max(alignment, shard_alignment // min(dtype.itemsize for dtype in dtypes), 1)
+    return alignment
+
+
+def default_alignment(computes_on: torch.device | None) -> int | None:
+    """``shard_alignment`` where the user gives none: 16 bytes for NCCL, else torch's layout."""
+    return 16 if computes_on is not None and computes_on.type == "cuda" else None
+
+
+LOW = (torch.bfloat16, torch.float16)  # dtypes that no gradients are added in
+
+
+class Name(NamedTuple):
+    """One place of a parameter in the module tree."""
+
+    module: nn.Module
+    name: str
+    fqn: str  # from the unit's module on, without the names of wrappers
+
+
+@dataclass
+class Original:
+    """One original parameter."""
+
+    param: nn.Parameter
+    names: list[Name]  # a place each, the first is the one that named_parameters() gives
+    shape: torch.Size
+    stride: tuple[int, ...]
+    contiguous: bool
+    fqns: list[str]  # all: more than places, where a module is registered twice
+    block: int = 1  # elements that stay on one rank
+    template: Tensor | None = None  # where param is a placeholder: what it stands for, on the meta device
+    form: Form | None = None  # what modules have of it, where that is no plain tensor
+    kept: Kept | None = None  # frozen, of a subclass over plain memory: modules have an object of that
+
+    @property
+    def fqn(self) -> str:
+        return self.names[0].fqn
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether it is frozen and its bytes are no numbers to compute with: flattened apart, and never converted."""
+        return self.kept is not None or not has_gradients(self.param.dtype)
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of what modules have of it: a DTensor's is that over all ranks of its mesh."""
+        return tuple(self.shape if self.form is None else getattr(self.form.kept, "shape", self.shape))
+
+    def formed(self, whole: Tensor) -> Any:
+        """What modules and state dicts have of a whole plain tensor: itself, or in the form of this parameter."""
+        return whole if self.form is None else self.form.of(whole)
+
+    def plain(self, value: Tensor) -> Tensor:
+        """The opposite."""
+        if self.kept is not None:
+            return stripped(value)
+        return value if self.form is None else self.form.local(value)
+
+    def parameter(self, whole: Tensor, requires_grad: bool) -> nn.Parameter:
+        """What modules have of a whole plain tensor, as a parameter in the same memory."""
+        if self.kept is None:
+            return nn.Parameter(self.formed(whole), requires_grad)
+        made = self.kept.dress(whole.detach()).requires_grad_(requires_grad)
+        assert isinstance(made, nn.Parameter)  # of the class of one
+        return made
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a unit needs to know of its settings."""
+
+    placement: Placement
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    use_orig_params: bool = False
+    segments: bool = False
+    shard_alignment: int | None = None
+    atomic: Atomic = None
+    offload_grads: bool = False
+    device: torch.device | None = None  # to compute on, where the shards lie on the host
+    offload_params: bool = False  # as it was asked for, also where there is nothing but the host
+    extensions: tuple[FSDPExtensions, ...] = ()
+
+
+def find_originals(
+    own: Iterable[nn.Module],
+    module: nn.Module,
+    ignored_params: set[nn.Parameter],
+    extensions: tuple[FSDPExtensions, ...] = (),
+    placement: Placement | None = None,
+) -> list[Original]:
+    """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``.
+
+    Raises: ValueError naming one that an extension takes, and that is not spread as ``placement`` needs it; or one of
+    a lazy module, which is uninitialized.
+    """
+    found: dict[int, Original] = {}  # by the parameters' ids
+    mine = set(own)
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if submodule not in mine:
+            continue
+        for name, param in submodule._parameters.items():
+            if param is None or (ignored_params and param in ignored_params):
+                continue
+            place = Name(submodule, name, clean_tensor_name(join(path, name)))
+            if is_lazy(param):
+                raise ValueError(
+                    f"parameter `{place.fqn}` of a {type(submodule).__name__} is uninitialized and has no shape yet: "
+                    "run a forward of the module before it is wrapped"
+                )
+            if isinstance(submodule, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"parameter `{place.fqn}` belongs to a module of torch.jit, which lets nobody replace its "
+                    "parameters: pass the module that was scripted or traced, or ignore this one (ignored_modules)"
+                )
+            original = found.get(id(param))
+            if original is None:
+                template: Tensor | None = template_of(param)
+                whole: Tensor = param if template is None else template
+                form = None
+                if extensions:
+                    whole, form = flattened(whole, extensions)
+                    template = None if template is None else whole
+                if form is not None and placement is not None:
+                    check_mesh(place.fqn, param, placement)
+                kept = None
+                if form is None and template is None and is_kept(param):
+                    whole, kept = stripped(param), Kept(param)
+                strided = whole.layout == torch.strided
+                contiguous = strided and is_truly_contiguous(whole)
+                dense = contiguous or (strided and is_dense(whole))
+                found[id(param)] = Original(
+                    param if whole is param or template is not None else nn.Parameter(whole, param.requires_grad),
+                    [place],
+                    whole.shape,
+                    tuple(whole.stride()) if dense else row_major(whole.shape),
+                    contiguous or not dense,
+                    [place.fqn],
+                    template=template,
+                    form=form,
+                    kept=kept,
+                )
+                continue
+            original.fqns.append(place.fqn)
+            if (submodule, name) not in [(other.module, other.name) for other in original.names]:
+                original.names.append(place)
+    return list(found.values())
+
+
+def choose_blocks(originals: Iterable[Original], atomic: Atomic) -> None:
+    """Note what of each parameter stays on one rank. Raises: ValueError, TypeError naming the parameter."""
+    for original in originals:
+        whole: Any = original.param if original.template is None else original.template
+        original.block = block_of(original.fqn, whole, original.shape, original.stride, atomic)
+
+
+def check_tensors(originals: Sequence[Original], options: Options) -> None:
+    """Refuse what one unit cannot flatten together. Raises: ValueError naming the first offender."""
+    if not originals:
+        return
+    first = next((original for original in originals if not original.in_bytes), originals[0])
+    for original in originals:
+        param = original.param
+        if (
+            original is not first
+            and (param.device, param.dtype) == (first.param.device, first.param.dtype)
+            and param.requires_grad == first.param.requires_grad
+            and has_gradients(param.dtype)
+            and _C.is_plain_tensor(param)
+            and not isinstance(param, FlatParameter)
+        ):
+            continue  # as the first one, which is looked at more closely
+        what = f"parameter `{original.fqn}` (shape {tuple(original.shape)}, {param.dtype} on {param.device})"
+        if param.device != first.param.device:
+            raise DeviceError(
+                f"Must flatten tensors on the same device but got both {first.param.device} (`{first.fqn}`) and {what}"
+            )
+        refusal = why_not_dense(param, what)
+        if refusal is not None:
+            raise ValueError(refusal)
+        if not _C.is_plain_tensor(param):
+            kind = "nested" if param.is_nested else f"a {type(param).__name__}, a subclass of torch's"
+            freeze = "freeze it before it is wrapped, " if plain_memory(param) is not None else ""
+            mesh = "pass another dimension of its mesh as device_mesh=, " if isinstance(param, DTensor) else ""
+            raise ValueError(
+                f"Cannot flatten {what}: it is {kind}, whose own operations a flat parameter would pass by; "
+                f"{mesh}{freeze}make it a plain nn.Parameter, or ignore it (ignored_states)"
+            )
+        if param.requires_grad and not has_gradients(param.dtype):
+            raise ValueError(
+                f"Cannot flatten {what}: no collective adds {param.dtype} up, so it cannot train; build it in a wider "
+                "dtype, freeze it before it is wrapped, or ignore it (ignored_states)"
+            )
+        if not can_be_copied(param.dtype):
+            raise ValueError(
+                f"Cannot flatten {what}: torch copies no {param.dtype}; view it as torch.uint8, or ignore it "
+                "(ignored_states)"
+            )
+        if options.placement.full_precision and param.dtype in LOW and param.requires_grad:
+            raise ValueError(
+                f"LayerZero keeps master weights and adds gradients in the parameter's own precision, which is low for "
+                f"{what}: build it in torch.float32 and pass MixedPrecision(param_dtype={param.dtype}), or freeze it "
+                "before it is wrapped"
+            )
+        if original.in_bytes:
+            holder = None if original.kept is None else original.kept.holder(original.param, original.names[0].module)
+            if holder is not None:
+                raise ValueError(
+                    f"Cannot flatten {what}: `{holder}` has its memory, and is what its module computes with, whatever "
+                    "is sharded, gathered or loaded; ignore it (ignored_states)"
+                )
+            continue  # in a flat parameter of its own
+        if param.dtype != first.param.dtype and not options.segments:
+            raise ValueError(
+                f"Must flatten tensors with uniform dtype but got {first.param.dtype} (`{first.fqn}`) and "
+                f"{param.dtype} ({what}); pass segments=True, or wrap them in units of their own"
+            )
+        if param.requires_grad != first.param.requires_grad and not options.segments and not options.use_orig_params:
+            raise ValueError(
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+                f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
+            )
+    for group in by_segment(list(originals), options):
+        if not any(original.shape.numel() for original in group):
+            names = ", ".join(f"`{original.fqn}` {tuple(original.shape)}" for original in group)
+            raise ValueError(f"Cannot flatten parameters without any element: {names}; ignore them (ignored_states)")
+    there = [original for original in originals if original.template is None and not original.param.is_meta]
+    check_memory([original.fqn for original in there], [original.param for original in there])
+
+
+@functools.cache
+def can_be_copied(dtype: torch.dtype) -> bool:
+    """Whether torch copies elements of ``dtype``; it does not those of less than a byte."""
+    try:
+        torch.empty(1, dtype=dtype).clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def by_segment(originals: list[Original], options: Options) -> list[list[Original]]:
+    """The originals of each flat parameter of a unit."""
+    groups: dict[Any, list[Original]] = {}
+    for original in originals:
+        apart = (original.param.dtype, original.param.requires_grad)
+        key = apart if options.segments or original.in_bytes else None
+        groups.setdefault((original.in_bytes, key), []).append(original)
+    if not options.segments and len(groups) < 2:
+        return list(groups.values())
+    return sorted(groups.values(), key=lambda group: not group[0].param.requires_grad)
+
+
+class Dtypes(NamedTuple):
+    """What a segment computes and is reduced in; None: the parameters' dtype, and that which they compute in."""
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+
+
+def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
+    """Where parameters of one segment lie, and their dtypes.
+
+    Mixed precision would lose half of a complex one, and bytes are no numbers.
+    """
+    first, precision = originals[0].param, options.mixed_precision
+    real = first.is_floating_point() and not originals[0].in_bytes
+    dtypes = Dtypes(precision.param_dtype, precision.reduce_dtype) if real else Dtypes(None, None)
+    dtype = dtypes.compute or first.dtype
+    arranged = options.atomic is not None or (options.shard_alignment or 1) > 1  # else torch's layout
+    layout = FlatLayout.of_shapes(
+        [original.shape for original in originals],
+        shards,
+        itemsize=first.element_size(),
+        alignment=alignment_of(
+            options.shard_alignment, (first.dtype, dtype, dtypes.reduce or dtype), options.use_orig_params
+        ),
+        blocks=[original.block for original in originals] if arranged else None,
+    )
+    return layout, dtypes
+
+
+def check_not_rounded(name: str, original: Original, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in ``dtype``. Raises: ValueError naming the parameter if that loses something."""
+    if value.dtype == dtype:
+        return value
+    converted = value.to(dtype)
+    if not same_bytes(converted.to(value.dtype), value):
+        raise ValueError(
+            f"{name}: the new data of parameter `{original.fqn}` are of {value.dtype}, which {dtype} would round: "
+            "convert them yourself, or the model before"
+        )
+    return converted
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one dtype and shape are equal bit for bit: -0.0 is not 0.0, and a NaN is itself."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def in_order(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The elements of ``value`` as a 1-D tensor in the order of memory that dense strides give."""
+    if value.stride() == stride:
+        return in_storage_order(value)
+    ordered = value.new_empty(value.numel())
+    ordered.as_strided(value.shape, stride).copy_(value)
+    return ordered

@@ -1,0 +1,478 @@
+"""Over which ranks a unit's parameter, gradient and optimizer state are spread: data, one row a strategy."""
+
+import dataclasses
+import json
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ... import _C
+from ..api import ShardingStrategy
+from ..desync.liveness import Meetings, life_of_world
+from ..desync.same_unit import host_group
+from ..desync.stores import store_of_world
+
+
+class Row(NamedTuple):
+    """One strategy, by the names of groups: ``wide`` is all ranks that share gradients, ``inner`` and ``outer`` the
+    dimensions of a grid (ranks that share the parameter; the replicas of one shard), None is this rank alone.
+
+    ``param``: in forward and backward; ``optim``: the shard that the optimizer steps, and its gradient's;
+    ``replicate``: the gradient is all-reduced over it, after it was reduce-scattered over ``grad``. Where ``param`` is
+    another group than ``optim``, the unsharded data are gathered over ``optim`` once after a change of the shards.
+    ``nested``: the shards of the ranks of ``outer`` make up one rank's part over ``param``, so parameters and gradients
+    go through ``outer`` and ``inner`` one after the other. ``full_precision``: gradients are reduced in the precision
+    of the shard unless MixedPrecision.reduce_dtype says otherwise, and the shard must not be of a low one.
+    """
+
+    param: str | None
+    grad: str | None
+    optim: str | None
+    replicate: str | None
+    reshard_after_forward: bool
+    nested: bool = False
+    full_precision: bool = False
+
+    def over(self, sizes: Mapping[str, int]) -> "Row":
+        """The same row over groups of these sizes: a group of one rank is none, and groups of one size are one."""
+        param, grad, optim, replicate = (name if name and sizes[name] > 1 else None for name in self[:4])
+        if param is not None and optim is not None and sizes[param] == sizes[optim]:
+            param = optim
+        nested = self.nested and param not in (None, optim)
+        return self._replace(param=param, grad=grad, optim=optim, replicate=replicate, nested=nested)
+
+
+TABLE: dict[ShardingStrategy, Row] = {
+    ShardingStrategy.FULL_SHARD: Row("wide", "wide", "wide", None, True),
+    ShardingStrategy.SHARD_GRAD_OP: Row("wide", "wide", "wide", None, False),
+    ShardingStrategy.ZERO_1: Row(None, "wide", "wide", None, False),
+    ShardingStrategy.NO_SHARD: Row(None, None, None, "wide", False),
+    ShardingStrategy.HYBRID_SHARD: Row("inner", "inner", "inner", "outer", True),
+    ShardingStrategy._HYBRID_SHARD_ZERO2: Row("inner", "inner", "inner", "outer", False),
+    ShardingStrategy.LAYER_ZERO: Row("inner", "wide", "wide", None, True, full_precision=True),
+    ShardingStrategy.LAYER_ZERO_NESTED: Row("inner", "wide", "wide", None, True, nested=True, full_precision=True),
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The groups of one unit; None is this rank alone.
+
+    Args: ``param``: the ranks that share the parameter in forward and backward; ``grad``: over which the gradient is
+    reduce-scattered; ``optim``: over which the optimizer's shard and state are spread; ``replicate``: over which the
+    gradient of the shard is all-reduced as well; ``reshard_after_forward``: free the parameter between forward and
+    backward; ``outer``: nested (see docs/layerzero.md): the ranks of ``optim`` that have this one's place in ``param``;
+    ``full_precision``: reduce gradients in the precision of the shard, which must not be a low one; ``mesh``: what
+    the groups are of, if that is a device mesh: sharded states are DTensors on it; ``given``: the group that was asked
+    for, which is none of these where it has one rank; ``host``: of gloo, over which the ranks of ``optim`` tell each
+    other which copies are old, if they do that on the host.
+    Raises: ValueError for groups that do not fit together.
+    """
+
+    param: dist.ProcessGroup | None = None
+    grad: dist.ProcessGroup | None = None
+    optim: dist.ProcessGroup | None = None
+    replicate: dist.ProcessGroup | None = None
+    reshard_after_forward: bool = True
+    outer: dist.ProcessGroup | None = None
+    full_precision: bool = False
+    mesh: Any = field(default=None, compare=False)
+    given: Any = field(default=None, compare=False)
+    host: Any = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for group in (self.param, self.grad, self.optim, self.replicate, self.outer):
+            if group is not None and dist.get_rank(group) < 0:
+                raise ValueError(f"Placement: this rank is not in the group of ranks {_said(group)}")
+        if self.grad is not self.optim:
+            raise ValueError(
+                "Placement: the gradient is reduce-scattered to the shards that the optimizer steps, so grad and optim "
+                f"must be one group, got {_said(self.grad)} and {_said(self.optim)}"
+            )
+        if self.copied and self.replicate is not None:
+            raise ValueError("Placement: a parameter that is spread over other ranks than its shards has no replicas")
+        if self.outer is not None and not self.copied:
+            raise ValueError("Placement: outer is for a parameter that is spread over other ranks than its shards")
+        if self.copied:
+            param, optim, outer = self.param_shards, self.shards, self.outer
+            if optim % param or (outer is not None and dist.get_world_size(outer) * param != optim):
+                raise ValueError(
+                    f"Placement: the optimizer's shards are over {_said(self.optim)}, which param {_said(self.param)}"
+                    f"{'' if outer is None else f' and outer {_said(outer)}'} must divide"
+                )
+
+    def __deepcopy__(self, memo: Any) -> "Placement":
+        return self  # groups belong to the process, and nothing here changes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With how all ranks have cut ``optim``: whoever loads it cannot ask them."""
+        cut = None if self.outer is None else inner_groups(self.param, self.optim)
+        return {**vars(self), "given": None, "host": None, "cut": cut}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cut = state.pop("cut")
+        vars(self).update(state)
+        if cut is not None:
+            known = _cuts.setdefault(dist.group.WORLD, {})
+            known.setdefault((_ranks(self.param), _ranks(self.optim)), cut)
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share the optimizer's shard."""
+        return 1 if self.optim is None else self.optim.size()  # asked often: a sixth of dist.get_world_size
+
+    @property
+    def rank(self) -> int:
+        """Which of these shards is ours."""
+        if self.outer is not None:
+            return self.param_rank * dist.get_world_size(self.outer) + dist.get_rank(self.outer)
+        return 0 if self.optim is None else dist.get_rank(self.optim)
+
+    @property
+    def copied(self) -> bool:
+        """Whether forward and backward gather over other ranks than the optimizer's shards are spread over."""
+        return self.param is not None and self.param is not self.optim
+
+    @property
+    def param_shards(self) -> int:
+        """How many ranks share what forward and backward gather from; 1 where that is the shards themselves."""
+        return dist.get_world_size(self.param) if self.copied else 1
+
+    @property
+    def param_rank(self) -> int:
+        """Ours among them."""
+        return dist.get_rank(self.param) if self.copied else 0
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard and average its gradient."""
+        return 1 if self.replicate is None else dist.get_world_size(self.replicate)
+
+    @property
+    def stays_full(self) -> bool:
+        """Whether the unsharded parameter keeps its memory."""
+        return self.param is None and self.optim is not None
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether there is a copy beside the shards, which may be old."""
+        return self.copied or self.stays_full
+
+    @property
+    def compared(self) -> list[dist.ProcessGroup]:
+        """The groups over which ranks compare a unit that they build or load, in order."""
+        return [group for group in (self.optim, self.replicate) if group is not None]
+
+    def traced(self) -> Iterator[tuple[int, dist.ProcessGroup | None]]:
+        """The groups of a unit's collectives, each as ``(which, group)``.
+
+        The trace of ``group`` is told of the collectives that ``_C.Unit.follow`` calls ``which``.
+        """
+        yield _C.GROUP_SHARD, self.optim
+        yield _C.GROUP_REPLICATE, self.replicate
+        if self.copied:
+            # Inner groups may run other units than each other, as long as they gather from their copies. Within one all
+            # ranks come to all collectives in one order, or they would wait for each other in different groups.
+            second = _C.GROUPS  # from there on: who is told besides
+            for which in (_C.GROUP_PARAM, second + _C.GROUP_SHARD, second + _C.GROUP_REFRESH):
+                yield which, self.param
+            yield _C.GROUP_REFRESH, self.optim
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups that a unit's collectives are issued over."""
+        return list(dict.fromkeys(group for _, group in self.traced() if group is not None))
+
+    def with_host(self, device: torch.device | None) -> "Placement":
+        """The same for a unit on ``device``, with the group ``host`` if its ranks tell each other things there.
+
+        A collective call, the first time over a group, for ranks that have compared a unit over it.
+        """
+        if not self.keeps_copy or self.optim is None or device is None or device.type == "cpu":
+            return self
+        return dataclasses.replace(self, host=host_group(self.optim))
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What a gradient is divided by before and after it is summed over the ranks."""
+        return averaging_factors(self.shards * self.replicas)
+
+    def holder(self, shard: int) -> int:
+        """The rank in ``optim`` that holds shard ``shard``; it is another one where shards are nested."""
+        if self.outer is None or self.optim is None:
+            return shard
+        inner, outer = divmod(shard, dist.get_world_size(self.outer))
+        rows = inner_groups(self.param, self.optim)
+        return dist.get_group_rank(self.optim, sorted(row[inner] for row in rows)[outer])
+
+
+def averaging_factors(ranks: int) -> tuple[float, float]:
+    """``(before, after)``: their product is ``ranks``, and neither lets a sum overflow or underflow by much.
+
+    Source: torch 2.13 ``DefaultState._get_gradient_predivide_factor``.
+    """
+    factor = 1
+    while ranks % factor == 0 and ranks / factor > factor:
+        factor *= 2
+    return float(factor), ranks / factor
+
+
+def place(strategy: ShardingStrategy, groups: dict[str, dist.ProcessGroup]) -> Placement:
+    """The placement of a row over groups by name."""
+    row = TABLE[strategy].over({name: group.size() for name, group in groups.items()})
+    param, grad, optim, replicate = (None if name is None else groups[name] for name in row[:4])
+    outer = outer_group(param, optim, groups.get("outer")) if row.nested else None
+    given = groups.get("inner", groups.get("wide"))
+    return Placement(param, grad, optim, replicate, row.reshard_after_forward, outer, row.full_precision, given=given)
+
+
+def is_grid(strategy: ShardingStrategy) -> bool:
+    """Whether the strategy needs a grid of ranks instead of one group."""
+    row = TABLE[strategy]
+    return "inner" in (row.param, row.grad, row.optim)
+
+
+def takes_a_wide_group(strategy: ShardingStrategy) -> bool:
+    """Whether the second group of a pair is the whole grid, not its other dimension."""
+    return is_grid(strategy) and "wide" in TABLE[strategy]
+
+
+def world() -> Any:
+    """The group of all ranks. Raises: ValueError, if there is none yet."""
+    if dist.group.WORLD is None:
+        raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
+    return dist.group.WORLD
+
+
+def groups_of(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> dict[str, dist.ProcessGroup]:
+    """The groups, by the names in the table, that the user's arguments give.
+
+    Raises: ValueError and TypeError as torch does, saying which argument the strategy takes.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one.")
+    if device_mesh is not None:
+        return _groups_of_mesh(strategy, device_mesh)
+    if process_group is None:
+        world()
+    if is_grid(strategy):
+        wide = takes_a_wide_group(strategy)
+        lengths = (2, 3) if TABLE[strategy].nested else (2,)
+        if not (isinstance(process_group, Sequence) and len(process_group) in lengths):
+            what, pair, mesh = "replicate it", "(shard group, replicate group)", ""
+            if wide:
+                what, mesh = "the optimizer's state", " (outer, inner)"
+                pair = "(zero3 group, zero1 group), the second holding the first"
+            raise ValueError(
+                f"{strategy.name} must know which ranks share a parameter and which {what}: it requires explicit "
+                "specification of process group or device_mesh. Expected process_group to be passed in as "
+                f"{pair}, or a 2-D device_mesh{mesh}, got process_group={process_group!r}. With an auto_wrap_policy "
+                "the ranks of a machine are a group: as many as LOCAL_WORLD_SIZE says, or as there are devices"
+            )
+        _check_groups(*process_group)
+        if not wide:
+            return dict(zip(("inner", "outer"), process_group, strict=True))
+        check_pair(process_group[0], process_group[1], strategy.name)
+        return dict(zip(("inner", "wide", "outer"), process_group, strict=False))
+    if isinstance(process_group, Sequence):
+        got = f"the text {process_group!r}" if isinstance(process_group, str) else len(process_group)
+        raise TypeError(f"{strategy.name} takes one process group, got {got}; a pair is for HYBRID_SHARD")
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    if isinstance(group, dist.ProcessGroup) or getattr(group, "size", int)() != 1:  # of one rank, nothing is asked
+        _check_groups(group)
+    return {"wide": group}
+
+
+def groups_of_machine(strategy: ShardingStrategy) -> tuple[Any, Any] | None:
+    """The ranks of this machine, and those across machines, or all, for a strategy that needs a grid.
+
+    None for others, and unless it is known which ranks these are. A collective call for the world, the first time. As
+    many ranks as the launcher has started on a machine; if it says nothing, one a device, as torch's class takes it.
+    """
+    world: Any = dist.group.WORLD
+    if not is_grid(strategy) or world is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    devices = getattr(torch, "cpu" if accelerator is None else accelerator.type).device_count()
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    try:
+        size = int(said or devices)
+    except ValueError:
+        raise ValueError(f"expected LOCAL_WORLD_SIZE to be the number of this machine's ranks, got {said!r}") from None
+    if size < (1 if said else 2) or world.size() % size:
+        return None
+    known = _made.setdefault(world, {})
+    if ("node", (size,)) not in known:
+        columns = [dist.new_group(range(i, world.size(), size)) for i in range(size)]
+        known["node", (size,)] = dist.new_subgroups(size)[0], columns[world.rank() % size]
+    inner, outer = known["node", (size,)]
+    return inner, world if takes_a_wide_group(strategy) else outer
+
+
+def _groups_of_mesh(strategy: ShardingStrategy, mesh: Any) -> dict[str, dist.ProcessGroup]:
+    dimensions = 2 if is_grid(strategy) else 1
+    names = "" if dimensions == 1 else " (outer, inner)" if takes_a_wide_group(strategy) else " (replicate, shard)"
+    if mesh.ndim != dimensions:
+        raise ValueError(
+            f"{strategy.name} takes a {dimensions}-D device_mesh{names}, got {mesh.ndim}-D of shape "
+            f"{tuple(mesh.mesh.shape)}"
+        )
+    if dimensions == 1:
+        return {"wide": mesh.get_group(0)}
+    if not takes_a_wide_group(strategy):
+        return {"outer": mesh.get_group(0), "inner": mesh.get_group(1)}
+    ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
+    inner = mesh.get_group(1)
+    wide = world if sorted(ranks) == dist.get_process_group_ranks(world) else mesh._flatten().get_group()
+    check_pair(inner, wide, strategy.name)
+    return {"outer": mesh.get_group(0), "inner": inner, "wide": wide}
+
+
+def _check_groups(*groups: Any) -> None:
+    for group in groups:
+        if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+            me = f" {dist.get_rank()}" if dist.is_initialized() else ""
+            raise ValueError(f"expected a process group that this rank{me} is in, got {group!r}")
+
+
+def _said(group: dist.ProcessGroup | None) -> str:
+    return "this rank alone" if group is None else f"ranks {dist.get_process_group_ranks(group)}"
+
+
+# A wide group of ranks cut into inner groups: whether all ranks cut it alike, and the groups across the cuts
+
+Cut = tuple[tuple[int, ...], ...]  # the ranks, counted in the world, of every inner group
+
+_cuts: "weakref.WeakKeyDictionary[Any, dict[Any, Cut]]" = weakref.WeakKeyDictionary()
+_exchanged: "weakref.WeakKeyDictionary[Any, Meetings]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]]" = weakref.WeakKeyDictionary()
+
+
+def inner_groups(inner: Any, wide: Any) -> Cut:
+    """The inner groups that ``wide`` is cut into, by their first ranks, as ``check_pair`` has found them."""
+    return _cuts[dist.group.WORLD][_ranks(inner), _ranks(wide)]
+
+
+def check_pair(inner: Any, wide: Any, what: str) -> None:
+    """Compare with all ranks of ``wide`` how it is cut into groups like ``inner``.
+
+    A call that all of them make; it moves no tensor. ``what``: begins the messages.
+    Raises: ValueError on each rank of ``wide`` alike unless the inner groups are of one size, disjoint, inside of
+    ``wide`` and cover it, and all have named the same ``wide``.
+    """
+    mine = (_ranks(inner), _ranks(wide))
+    claims = _exchange(mine)
+    complaint = _complaint(mine, claims)
+    if complaint is not None:
+        raise ValueError(f"{what}: {complaint}")
+    known = _cuts.setdefault(dist.group.WORLD, {})
+    if mine in known:
+        return
+    known[mine] = tuple(sorted({claim[0] for claim in claims.values()}))
+    places = [mine[1].index(rank) for rank in mine[0]]
+    if places != list(range(places[0], places[0] + len(places))):
+        warnings.warn(
+            f"{what}: the ranks {list(mine[0])} of the inner group do not follow each other in {list(mine[1])}: this "
+            "is correct, but inner groups are meant to be of neighbours, on one machine",
+            stacklevel=3,
+        )
+
+
+def _complaint(mine: tuple[tuple[int, ...], tuple[int, ...]], claims: dict[int, Any]) -> str | None:
+    """What is wrong with the groups that the ranks have named, the same on all of them; None: nothing."""
+    wide = mine[1]
+    for rank, (_, other) in claims.items():
+        if other != wide:
+            return (
+                f"the ranks have named different zero1 groups: rank {dist.get_rank()} has {list(wide)}, rank {rank} "
+                f"has {list(other)}"
+            )
+    first = min(claims)
+    size = len(claims[first][0])
+    for rank, (inner, _) in claims.items():
+        if len(inner) != size:
+            return (
+                f"the zero3 groups must be of one size: rank {first} has {list(claims[first][0])}, rank {rank} has "
+                f"{list(inner)}"
+            )
+        outside = sorted(set(inner) - set(wide))
+        if outside:
+            return (
+                f"the zero1 group must hold the zero3 group, but of rank {rank}'s zero3 ranks {list(inner)} the ranks "
+                f"{outside} are not in its zero1 group {list(wide)}"
+            )
+    if len(wide) % size:
+        nearest = min((n for n in range(1, len(wide) + 1) if len(wide) % n == 0), key=lambda n: abs(n - size))
+        return (
+            f"the size of the zero1 group must be a multiple of that of the zero3 group, got {len(wide)} ranks "
+            f"{list(wide)} and {size} ranks {list(claims[first][0])}; the nearest size that divides it is {nearest}"
+        )
+    for rank, (inner, _) in claims.items():
+        for other in inner:
+            theirs = claims[other][0]
+            if theirs != inner:
+                return f"the zero3 groups overlap: rank {rank} has {list(inner)}, rank {other} has {list(theirs)}"
+    return None
+
+
+def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
+    """What every rank of the wide group has named in its call of the same number, by rank.
+
+    Through the store that the process group was made with (csrc/README.md says why). A store may outlive the groups
+    made with it, so keys have the number of the world, which each rank counts alike.
+    """
+    inner, wide = mine
+    world: Any = dist.group.WORLD
+    if dist.get_backend(world) == "fake":  # there are no other ranks: they would have cut it as we have
+        return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
+    if world not in _exchanged:
+        _exchanged[world] = Meetings(store_of_world(), f"flatparam/pairs of {life_of_world()}")
+    answers = _exchanged[world].meet(wide, json.dumps(mine))
+    return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
+
+
+def _like(inner: tuple[int, ...], wide: tuple[int, ...]) -> Cut:
+    """``wide`` cut into runs like ``inner``, or, if that is no run, as the columns of a grid."""
+    size, count = len(inner), len(wide) // max(1, len(inner))
+    runs = tuple(wide[i * size : (i + 1) * size] for i in range(count))
+    return runs if inner in runs else tuple(wide[i::count] for i in range(count))
+
+
+def outer_group(inner: Any, wide: Any, given: Any = None) -> Any:
+    """The group of the ranks that have this one's place in their inner groups: ``given``, or made here once, with the
+    backends of ``wide``.
+
+    All ranks of ``wide`` call it. Raises: ValueError for a ``given`` one of other ranks, and without one unless
+    ``wide`` is the world: torch makes groups with all of its ranks.
+    """
+    cut = inner_groups(inner, wide)
+    columns = [tuple(sorted(column)) for column in zip(*cut, strict=True)]
+    mine = columns[dist.get_rank(inner)]
+    if given is not None:
+        if _ranks(given) != mine:
+            raise ValueError(
+                f"the outer group must have the ranks {list(mine)}, which have this rank's place in the zero3 groups "
+                f"{[list(row) for row in cut]}, got {list(_ranks(given))}"
+            )
+        return given
+    backends = dist.get_backend_config(wide)
+    known = _made.setdefault(dist.group.WORLD, {})
+    if (backends, mine) not in known:
+        if _ranks(wide) != _ranks(dist.group.WORLD):
+            raise ValueError(
+                f"the zero1 group {list(_ranks(wide))} is not the world, so the outer groups cannot be made here: pass "
+                f"process_group=(zero3 group, zero1 group, outer group), the last of ranks {list(mine)}, or a 2-D "
+                "device_mesh (outer, inner)"
+            )
+        known.update(((backends, column), dist.new_group(list(column), backend=backends)) for column in columns)
+    return known[backends, mine]
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))

@@ -1,0 +1,74 @@
+"""The attributes by which torch's ``FlatParameter`` describes itself, on ours: tools read them from ``parameters()``.
+
+They are for reading. What is unsharded has none: C has it, for as long as a step needs it.
+Source: torch 2.13, ``torch/distributed/fsdp/_flat_param.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ...common.tensors import is_at, lacks_memory
+from ...common.torch_private import _ShardParamInfo
+
+if TYPE_CHECKING:
+    from .flat_param import Segment
+
+
+def describe(segment: Segment) -> None:
+    """Let ``segment.flat`` say what it has. Again when it is given other data."""
+    flat: Any = segment.flat
+    layout, originals = segment.layout, segment.originals
+    flat._fqns = tuple(original.fqn for original in originals)
+    flat._num_params = len(originals)
+    flat._shapes = tuple(original.shape for original in originals)
+    flat._strides = tuple(original.stride for original in originals)
+    flat._contiguities = tuple(original.contiguous for original in originals)
+    flat._numels, flat._numels_with_padding = layout.numels, layout.numels_with_padding
+    flat._is_padding_mask = layout.is_padding_mask
+    flat._shard_param_infos = tuple(_ShardParamInfo(*piece) for piece in segment.pieces)
+    flat._shard_numel_padded = layout.shard(segment.placement.rank).padding
+    flat._unpadded_unsharded_size = torch.Size([layout.numel])
+    flat._padded_unsharded_size = torch.Size([layout.padded_numel])
+    flat._sharded_size = torch.Size([layout.shard_numel])
+    flat._local_shard = flat.data
+    segment.dtype = flat.dtype
+    flat._params = [original.param for original in originals] if segment.use_orig_params else None
+    if segment.compute_dtype is not None:
+        flat._mp_shard = flat.new_empty(0, dtype=segment.compute_dtype)  # a gather's input, which is not kept
+
+
+def now(segment: Segment, whole: Tensor | None) -> nn.Parameter:
+    """The flat parameter as torch's: of the memory that ``whole`` begins while that is there, else the shard.
+
+    Where the original parameters have the gradients, it has the one that these are pieces of, if there is such a one.
+    """
+    flat, grad = segment.flat, _common_gradient(segment) if segment.use_orig_params else None
+    if whole is not None and segment.is_sharded and not lacks_memory(whole):
+        data = whole.detach().as_strided((segment.layout.numel,), (1,), 0)
+    elif grad is not None:
+        data = flat.detach()
+    else:
+        return flat
+    shown = nn.Parameter(data, flat.requires_grad)
+    vars(shown).update(vars(flat))
+    if grad is not None and grad.shape == shown.shape:
+        shown.grad = grad
+    return shown
+
+
+def _common_gradient(segment: Segment) -> Tensor | None:
+    pieces = [(here, here.original.param.grad) for here in segment.here() if here.numel > 0]
+    given = [(here, grad) for here, grad in pieces if grad is not None]
+    if not given:
+        return None
+    (first, grad), numel = given[0], segment.layout.shard_numel
+    begin = grad.storage_offset() - first.start
+    if begin < 0 or grad.untyped_storage().nbytes() < (begin + numel) * grad.itemsize:
+        return None
+    shard = grad.as_strided((numel,), (1,), begin)
+    return shard if all(is_at(grad, here.of(shard)) for here, grad in given) else None

@@ -1,0 +1,85 @@
+"""What ranks compare of a unit before they build it: its settings, its parameters, and digests of their values."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ... import _C
+from ...common.described import Described
+from ...common.tensors import in_storage_order, lacks_memory
+from .parameters import Options, Original
+from .pytrees import DeviceError
+
+
+def describe_unit(name: str, originals: list[Original], options: Options) -> Described:
+    """Of a unit: its name and settings, then each of its parameters."""
+    placement, precision = options.placement, options.mixed_precision
+    device = next(((options.device or original.param.device).type for original in originals), "no device")
+    settings = (
+        f"on {device}, {placement.shards} shards, {placement.replicas} replicas, "
+        f"parameters over {placement.param_shards}, nested={placement.outer is not None}, "
+        f"full_precision={placement.full_precision}, reshard_after_forward={placement.reshard_after_forward}, "
+        f"use_orig_params={options.use_orig_params}, segments={options.segments}, "
+        f"param_dtype={precision.param_dtype}, reduce_dtype={precision.reduce_dtype}, "
+        f"shard_alignment={options.shard_alignment}, atomic={options.atomic is not None}"
+    )
+    return [
+        (name, settings),
+        *(
+            (
+                f"parameter `{original.fqn}`",
+                f"shape {tuple(original.shape)}, strides {original.stride}, {original.param.dtype}, "
+                f"requires_grad={original.param.requires_grad}, {len(original.fqns)} names, "
+                f"blocks of {original.block}{'' if original.form is None else f', {original.form}'}"
+                f"{'' if original.kept is None else f', {original.kept}'}",
+            )
+            for original in originals
+        ),
+    ]
+
+
+def check_device(name: str, originals: list[Original], options: Options) -> None:
+    """Raises: DeviceError if a group of the unit has no collectives for the device of its parameters."""
+    for original in originals[:1]:
+        _check_device(name, original, options.device or original.param.device, options.placement.compared)
+
+
+def _check_device(name: str, original: Original, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
+    for group in groups:
+        has = sorted(found.type for found in getattr(group, "_device_types", ()))
+        if has and device.type not in has and dist.get_world_size(group) > 1:
+            raise DeviceError(
+                f"{name}: expected parameter `{original.fqn}` on a device that its process group "
+                f"({dist.get_backend(group)}) has collectives for, {' or '.join(has)}; it is on {device}: "
+                "pass device_id= to move it, or another group"
+            )
+
+
+def digests_of(originals: list[Original]) -> dict[str, int]:
+    """By FQN; 0 for a parameter without values. Each device is waited for once: it copies the parts of all at once."""
+    digests = [0] * len(originals)
+    on_device: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for i, original in enumerate(originals):
+        value = original.param
+        if original.template is not None or lacks_memory(value):
+            continue  # those that lack memory are refused by name when they are flattened
+        if value.is_cpu or not _C.is_plain_tensor(value):
+            digests[i] = digest_of(value)
+        else:
+            ordered = in_storage_order(value.detach())
+            part = ordered[:: 1 + ordered.numel() // 2**15].contiguous()  # some ten thousand elements
+            on_device.setdefault(value.device, {})[i] = part.view(torch.uint8)
+    for parts in on_device.values():
+        copies = torch.cat(list(parts.values())).cpu().split([len(part) for part in parts.values()])
+        for i, copy in zip(parts, copies, strict=True):
+            digests[i] = _C.digest(copy)
+    return dict(zip((original.fqn for original in originals), digests, strict=True))
+
+
+def digest_of(value: torch.Tensor) -> int:
+    """To tell values of one shape and dtype on the host apart: of large ones it reads a part. 0 for no plain tensor."""
+    try:
+        return _C.digest(value)
+    except TypeError:  # it is not dense
+        return _C.digest(in_storage_order(value.detach()).contiguous()) if _C.is_plain_tensor(value) else 0

@@ -1,0 +1,77 @@
+"""States that one rank has, for all: an object of shapes and values first, then one broadcast a unit and key."""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...common.tensors import as_sent
+from ..desync import checked_collectives
+from ..desync.events import Exchange
+from ..sharding.parameters import in_order
+from ..unit.local_params import Held
+from .optimizer_loading import Fetch, by_first_name
+from .table import Table
+from .values import described
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    """The first rank's ``value``. A collective call."""
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    data = pickle.dumps(value) if dist.get_rank(group) == 0 else b""
+    size = torch.tensor([len(data)], device=device)
+    _broadcast(size, group)
+    buffer = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(device)
+    _broadcast(buffer, group)
+    return pickle.loads(buffer.cpu().numpy().tobytes())
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    checked_collectives.exchange(Exchange.SENDS_STATES, dist.broadcast, tensor, group=group, group_src=0)
+
+
+def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup) -> tuple[dict[str, Any], Fetch]:
+    """What ``cut`` takes of a state that the first rank of ``group`` has. A collective call, as the fetches are.
+
+    Raises: ValueError on every rank, if that rank has none.
+    """
+    is_first = dist.get_rank(group) == 0
+    header: Any = None
+    if is_first:
+        try:
+            header = _header(table, full) if full else "rank 0 has no full optimizer state"
+            pickle.dumps(header)
+        except Exception as error:
+            header = f"rank 0 has a state that cannot be told to others: {type(error).__name__}: {error}"
+    header = broadcast_object(header, group)
+    if isinstance(header, str):
+        raise ValueError(header)
+    whole = by_first_name(table, full.get("state", {})) if is_first and full else {}
+
+    @torch.no_grad()
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
+        segment = table.segments[number]
+        flat = torch.empty(segment.layout.numel, dtype=dtype, device=segment.device)
+        for param in params if is_first else ():
+            value = in_order(whole[param.name][key].detach(), segment.originals[param.number].stride)
+            flat.narrow(0, segment.layout.offsets[param.number], value.numel()).copy_(value)
+        _broadcast(as_sent(flat), group)
+        for param in params:
+            yield param, flat.narrow(0, segment.layout.offsets[param.number] + param.start, param.numel)
+
+    return header, fetch
+
+
+def _header(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
+    """``full`` with shapes in place of the tensors that are like their parameters."""
+    state: dict[Any, Any] = {}
+    for name, values in full.get("state", {}).items():
+        param = table.by_name.get(name)
+        if param is None or param.segment is None:
+            state[name] = values
+        else:
+            state[name] = {key: described(value, param.shape) for key, value in values.items()}
+    return {"state": state, **({"param_groups": full["param_groups"]} if "param_groups" in full else {})}

@@ -1,0 +1,233 @@
+"""A state of the unwrapped model's optimizer, cut into what this rank's optimizer keeps.
+
+Everything is checked before anything is cut: the checks see shapes and dtypes, which all ranks know alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from ..sharding.parameters import in_order
+from ..unit.local_params import Held
+from .table import Stepped, Table, settings_of_group
+from .values import Described, Like, Scalar, by_gather, classify, same
+
+# fetch(segment's number, key, dtype, parameters): of each parameter the elements that are here, 1-D, in memory order
+Fetch = Callable[[int, str, torch.dtype, list[Held]], Iterator[tuple[Held, Tensor]]]
+
+
+_ALIKE = (
+    "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and dtype"
+)
+
+
+def cut(
+    table: Table,
+    full: Mapping[str, Any],
+    groups: list[list[Stepped]],
+    fetch: Fetch,
+    *,
+    own: Any = None,
+    named: bool = False,
+) -> dict[str, Any]:
+    """``full``, an optimizer's state dict by names of the unwrapped model, as this rank's optimizer loads it.
+
+    Args: ``full``: tensors in it may be what ``described`` gives: ``fetch`` brings their values. ``groups``: what the
+    optimizer steps; ``own``: its own ``param_groups``, which the result has the order of; None: those of ``full``;
+    ``named``: keys are names, not numbers.
+    Raises: ValueError naming parameter and key.
+    """
+    keys = table.keys(groups, named)
+    stepped = [one for one in table.all_stepped() if one in keys]  # in the same order on all ranks
+    state = by_first_name(table, full.get("state", {}))
+    described = classify(table, state)
+    plan = {one: found for one in stepped if (found := _plan(one, described)) is not None}
+    _warn_of_missing(groups, plan)
+    result: dict[str, Any] = {"state": {}}
+    if "param_groups" in full:
+        result["param_groups"] = _param_groups(table, full["param_groups"], groups, keys, own)
+    cut_state: dict[Stepped, dict[str, Any]] = {
+        one: {key: _own(value, one) for key, value in values.items()}
+        for one, values in plan.items()
+        if one.is_flat or one.is_here
+    }
+    for (number, key, dtype), owners in by_gather(plan):
+        owner_of = {param: one for one in owners for param in one.params if param.name in described}
+        for param, piece in fetch(number, key, dtype, list(owner_of)):
+            if owner_of[param] in cut_state:
+                _put(cut_state[owner_of[param]], key, owner_of[param], param, piece)
+    for one in keys:
+        if one in cut_state:
+            result["state"][keys[one]] = cut_state[one]
+    for key, value in full.get("state", {}).items():
+        if key not in table.by_name:
+            warnings.warn(
+                f"the optimizer's state has {key!r}, which is no parameter of the model: it is copied as it is",
+                stacklevel=4,
+            )
+            result["state"][key] = value
+    return result
+
+
+def _warn_of_missing(groups: list[list[Stepped]], plan: Mapping[Stepped, Any]) -> None:
+    for group in groups:
+        why = told_of_missing(
+            ([param.name for param in one.params], one in plan)
+            for one in group
+            if one in plan or one.tensor.requires_grad
+        )
+        if why is not None:
+            warnings.warn(f"the optimizer's state {why}", stacklevel=5)
+
+
+def told_of_missing(group: Iterable[tuple[list[str], bool]]) -> str | None:
+    """What to say of parameters that begin without state beside others of their group that go on with theirs.
+
+    ``group``: of each tensor that the optimizer steps, the parameters in it, and whether it has state. None: nothing.
+    """
+    group = list(group)
+    lacking = [f"`{name}`" for names, has in group if not has for name in names]
+    having = next((names[0] for names, has in group if has), None)
+    if having is None or not lacking:
+        return None
+    more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+    return (
+        f"has nothing for {', '.join(lacking[:3])}{more}, and has `{having}` of the same parameter group: the "
+        "optimizer begins anew for these. It had no gradient before the state was taken, or the state is not whole"
+    )
+
+
+def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
+    """What ``state`` has of the model's parameters, each under the first of its names."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, values in state.items():
+        if name in table.by_name:
+            found.setdefault(table.by_name[name].name, values)
+    return found
+
+
+def _plan(one: Stepped, state: dict[str, Described]) -> Described | None:
+    """What ``one`` shall have. Raises: ValueError for parameters of one flat one that differ."""
+    having = [param for param in one.params if param.name in state]
+    if not having:
+        return None
+    first = having[0]
+    values = state[first.name]
+    lacking = next((param for param in one.params if param.name not in state), None)
+    scalar = next((key for key, value in values.items() if not isinstance(value, Like)), None)
+    if lacking is not None and scalar is not None:
+        raise StateError(
+            f"{_ALIKE}: `{first.name}` has `{scalar}`, and `{lacking.name}` has no state; use use_orig_params=True"
+        )
+    for param in having[1:]:
+        others = state[param.name]
+        for key in {**values, **others}:
+            if key not in values or key not in others:
+                has, lacks = (first, param) if key in values else (param, first)
+                raise StateError(
+                    f"optimizer state `{key}`: parameter `{has.name}` has it and `{lacks.name}` does not, and they are "
+                    "of one flat parameter: use use_orig_params=True"
+                )
+            mine, theirs = values[key], others[key]
+            if isinstance(mine, Like) and isinstance(theirs, Like):
+                fits = mine.dtype == theirs.dtype
+            else:
+                fits = same(mine, theirs)
+            if not fits:
+                raise StateError(
+                    f"{_ALIKE if not isinstance(mine, Like) else _ALIKE.replace('scalar ', '')}: optimizer state "
+                    f"`{key}` of parameters `{first.name}` and `{param.name}` differs; use use_orig_params=True"
+                )
+    return values
+
+
+def _own(value: Any, one: Stepped) -> Any:
+    """A copy of what is not cut."""
+    if isinstance(value, Like):
+        return torch.zeros(one.shape, dtype=value.dtype) if one.is_flat else None
+    if isinstance(value, Scalar):
+        return value.tensor()
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _put(values: dict[str, Any], key: str, one: Stepped, param: Held, piece: Tensor) -> None:
+    here = param.here
+    assert here is not None
+    if not one.is_flat:
+        stride = here.stride if len(here.stride) == len(one.shape) else (1,)
+        mine = piece.to(one.tensor.device, copy=True)  # on the host where parameters are offloaded
+        values[key] = mine.as_strided(one.shape, stride)
+    elif piece.numel():
+        values[key].narrow(0, here.start, here.numel).copy_(piece)
+
+
+def _param_groups(
+    table: Table, given: list[dict[str, Any]], groups: list[list[Stepped]], keys: dict[Stepped, Any], own: Any
+) -> list[dict[str, Any]]:
+    """What no unit manages may be in no group of ``given``; then it is in none of the result.
+
+    Raises: ValueError naming a parameter for groups that are cut otherwise.
+    """
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(given):
+        for name in group["params"]:
+            if name in table.by_name:
+                group_of.setdefault(table.by_name[name].name, number)
+    places: dict[Stepped, int | None] = {}
+    for one in keys:
+        found = {group_of[param.name]: param for param in one.params if param.name in group_of}
+        if len(found) > 1:
+            first, second = list(found.values())[:2]
+            raise StateError(
+                f"parameters `{first.name}` and `{second.name}` are of one flat parameter, and in two groups of the "
+                "optimizer's state: use use_orig_params=True"
+            )
+        places[one] = next(iter(found), None)
+    if own is None:
+        return [
+            {**settings_of_group(group), "params": [keys[one] for one, place in places.items() if place == number]}
+            for number, group in enumerate(given)
+        ]
+    result = []
+    for number, (members, mine) in enumerate(zip(groups, own, strict=True)):
+        sources = dict.fromkeys(place for one in members if (place := places[one]) is not None)
+        missing = next((one for one in members if places[one] is None and one.segment is not None), None)
+        if missing is not None:
+            raise StateError(
+                f"parameter `{missing.params[0].name}` is in group {number} of the optimizer, and in no group of the "
+                "state that is loaded"
+            )
+        if len(sources) > 1:
+            raise StateError(
+                f"the parameters of group {number} of the optimizer are in groups {sorted(sources)} of the state that "
+                "is loaded: group them alike"
+            )
+        source = given[next(iter(sources))] if sources else given[number] if number < len(given) else mine
+        result.append(
+            {**settings_of_group(source), "params": [keys[one] for one in members if places[one] is not None]}
+        )
+    return result
+
+
+def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
+    """Of a state that is whole on this rank. No communication."""
+    whole = by_first_name(table, state)
+
+    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
+        for param in params:
+            if param.numel or not param.is_sharded:
+                yield param, piece_of(param, whole[param.name][key])
+
+    return fetch
+
+
+def piece_of(param: Held, whole: Tensor) -> Tensor:
+    """The elements that are here of a whole tensor like ``param``, 1-D, in memory order."""
+    return in_order(whole.detach(), param.stride).narrow(0, param.start, param.numel)

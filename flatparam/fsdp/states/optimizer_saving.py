@@ -1,0 +1,198 @@
+"""Optimizer states as the unwrapped model's optimizer would have them: whole, or in rows.
+
+What ranks hold is told in one exchange of small objects; then there is one gather a unit and key.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...common.tensors import refuse_freed
+from ..desync.checked_collectives import gather_objects, settle
+from ..desync.events import Exchange
+from ..errors import StateError
+from ..sharding.flat_param import Segment
+from ..unit.local_params import Held
+from .entries import Take
+from .table import Stepped, Table, settings_of_group
+from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
+
+Place = tuple[int, int]  # which segment, which original; -1: all of them
+_NOTHING = "nothing"  # of a parameter lies on a rank
+
+
+class Sink(NamedTuple):
+    """What becomes of whole tensors, which are another's memory, and whether of others copies on the host."""
+
+    take: Take
+    to_cpu: bool
+
+
+def unsharded_state(
+    table: Table, given: Mapping[str, Any], groups: list[list[Stepped]], sink: Sink | None
+) -> dict[str, Any]:
+    """``given``, an optimizer's state dict, by names of the unwrapped model, tensors as ``sink`` gives them.
+
+    A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
+    Raises: ValueError naming parameter and key, on all ranks that share the parameter.
+    """
+    settle(segment for segment in table.segments if not segment.is_sharded)
+    state = given.get("state", {})
+    keyed = {key: one for one, key in table.keys(groups, any(isinstance(key, str) for key in state)).items()}
+    held = {one: state[key] for key, one in keyed.items() if key in state}
+    result: dict[str, Any] = {"state": _states(table, held, sink)}
+    if sink is None:
+        return {}
+    for key, value in state.items():
+        if key not in keyed:
+            warnings.warn(
+                f"the optimizer has state under {key!r}, which is of no parameter of the model: it is copied as it is",
+                stacklevel=4,
+            )
+            result["state"][key] = value
+    if "param_groups" in given:
+        result["param_groups"] = [
+            {**settings_of_group(group), "params": [param.name for one in members for param in one.params]}
+            for group, members in zip(given["param_groups"], groups, strict=True)
+        ]
+    return result
+
+
+def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
+    for one, values in held.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                refuse_freed(value, f"the optimizer's `{key}` of `{one.params[0].name}`")
+    stepped = table.all_stepped()  # in the same order on all ranks, whatever the order in their optimizers
+    at = {one.place: one for one in stepped if one.place is not None and one.is_sharded}
+    unlike = keys_of_one_shape((one.shape, shapes_of(values)) for one, values in held.items())
+    found = {one: _described(one, values, unlike) for one, values in held.items() if not one.is_sharded}
+    for place, values in _agreed(table, at, held, unlike).items():
+        found[at[place]] = values
+    result: dict[str, dict[str, Any]] = {}
+    for one in stepped:
+        mine = held.get(one, {}) if one.is_here else {}
+        for param in one.params if one in found else ():
+            if sink is not None:
+                gathered_later = one.is_flat or one.is_sharded
+                result[param.name] = {
+                    key: None if gathered_later and isinstance(value, Like) else _own(value, mine.get(key), sink, param)
+                    for key, value in found[one].items()
+                }
+    for (number, key, dtype), members in by_gather(found):
+        _gather(table.segments[number], key, dtype, members, held, sink, result)
+    return result
+
+
+def _own(value: Any, held: Any, sink: Sink, param: Held) -> Any:
+    """A copy of what is not gathered: ``value`` as it was told, ``held`` as this rank has it."""
+    if isinstance(held, Tensor) and isinstance(value, Like) and param.here is not None:
+        held = param.original.formed(held)
+    if isinstance(held, Tensor):
+        return copy_of(held, sink.to_cpu)
+    return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
+
+
+def _described(one: Stepped, values: Mapping[str, Any], unlike: set[str]) -> Described:
+    return {key: described(value, None if key in unlike else one.shape) for key, value in values.items()}
+
+
+def _agreed(
+    table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[str, Any]], unlike: set[str]
+) -> dict[Place, Described]:
+    """What all ranks have of sharded parameters, in the same order on all of them. A collective call."""
+    groups: dict[int, tuple[Any, set[int]]] = {}
+    for number, segment in enumerate(table.segments):
+        if segment.is_sharded:
+            groups.setdefault(id(segment.placement.optim), (segment.placement.optim, set()))[1].add(number)
+    result: dict[Place, Described] = {}
+    for group, numbers in groups.values():
+        mine: dict[Place, Described | None] = {}
+        share: dict[Any, Any] = {}  # equal descriptions are told once
+        for place, one in at.items():
+            if place[0] not in numbers:
+                continue
+            if not one.is_here:
+                continue  # what an optimizer may keep of nothing is no state of the parameter
+            if one in held:
+                values = _described(one, held[one], unlike)
+                is_small = all(isinstance(value, Like | Scalar | int | float | str | None) for value in values.values())
+                mine[place] = share.setdefault(repr(values), values) if is_small else values
+            else:
+                mine[place] = None
+        everyone, ranks = gather_objects(Exchange.TELLS_STATES, mine, group), dist.get_process_group_ranks(group)
+        places = dict.fromkeys(place for other in everyone for place, values in other.items() if values is not None)
+        for place in places:
+            result[place] = _merged(at[place], ranks, [other.get(place, _NOTHING) for other in everyone])
+    return result
+
+
+def _merged(one: Stepped, ranks: list[int], everyone: list[Any]) -> Described:
+    """What the ranks have of one parameter. None: a rank that holds a part of it has no state."""
+    name = one.params[0].name
+    first, values = next((rank, other) for rank, other in zip(ranks, everyone, strict=True) if isinstance(other, dict))
+    for rank, other in zip(ranks, everyone, strict=True):
+        if other is None:
+            raise StateError(
+                "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer "
+                "but some ranks are missing some of those states: "
+                f"rank {first} has optimizer state of parameter `{name}`, and rank {rank} has none"
+            )
+        if other == _NOTHING or other is values:
+            continue
+        for key in {**values, **other}:
+            if key not in values or key not in other:
+                has, lacks = (first, rank) if key in values else (rank, first)
+                raise StateError(f"optimizer state `{key}` of parameter `{name}`: rank {has} has it, not rank {lacks}")
+            expected, found = values[key], other[key]
+            if isinstance(expected, Like) and isinstance(found, Like) and expected.dtype == found.dtype:
+                continue
+            if not same(expected, found):
+                raise StateError(
+                    f"optimizer state `{key}` of parameter `{name}` is {_said(expected)} on rank {first} and "
+                    f"{_said(found)} on rank {rank}: what is not of the shape of the parameter's piece there must be "
+                    "the same on all ranks; flatparam.checkpoint.save keeps it, for the same ranks and units"
+                )
+    return dict(values)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Like | Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return repr(value.value if isinstance(value, Scalar) else value)
+
+
+@torch.no_grad()
+def _gather(
+    segment: Segment,
+    key: str,
+    dtype: torch.dtype,
+    members: list[Stepped],
+    held: dict[Stepped, Mapping[str, Any]],
+    sink: Sink | None,
+    result: dict[str, dict[str, Any]],
+) -> None:
+    """Gather one key of a segment, and give each parameter its part."""
+    if members[0].is_flat and members[0].is_here:
+        shard = held[members[0]][key].detach()
+    elif segment.is_sharded:
+        shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
+        for one in members:
+            if one in held and one.is_here:
+                one.params[0].piece_of(shard).copy_(held[one][key])
+    else:
+        return  # it is whole, and was copied
+    whole = segment.gather(shard)
+    if sink is None:
+        return
+    for param in (param for one in members for param in one.params):
+        original = segment.originals[param.number]
+        place = segment.view(whole, original, segment.layout.offsets[param.number])
+        result[param.name][key] = sink.take(segment, original, original.formed(place))

@@ -1,0 +1,120 @@
+"""What a module has now, to have it again if a state dict cannot be loaded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ...common.tensors import refuse_freed
+from ..sharding.flat_param import Segment
+from ..sharding.parameters import Original
+from ..unit.base import Wrapper
+from ..unit.local_params import managed_places, unit_paths
+from ..unit.unit import Unit
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether code of ``module`` decides what it takes from a state dict."""
+    if isinstance(module, Wrapper):
+        return False
+    is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
+class Beside:
+    """What the modules in ``module`` have beside parameters: buffers, and attributes where ``loads_by_itself``.
+
+    Tensors, lists, dicts and sets among them are copied, as they may be changed in place.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._inside: list[tuple[Any, Any]] = []
+        managed = managed_places(unit_paths(module))  # views that a forward has left have no memory
+        for inner in module.modules():
+            mappings: list[dict[str, Any]] = [inner._buffers]
+            if loads_by_itself(inner):
+                mappings += [vars(inner), inner._modules]
+            for mapping in mappings:
+                self._found.append((mapping, dict(mapping)))
+                for name, value in mapping.items():
+                    if (inner, name) not in managed and _is_changed_in_place(value):
+                        refuse_freed(value, f"`{name}` of a {type(inner).__name__}")
+                        self._inside.append((value, _copy(value)))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let them have it again."""
+        for value, copied in self._inside:
+            if isinstance(value, Tensor):
+                if value.shape != copied.shape:
+                    value.resize_(copied.shape)
+                value.detach().copy_(copied)
+            elif isinstance(value, list):
+                value[:] = copied
+            else:
+                value.clear()
+                value.update(copied)
+        for mapping, values in self._found:
+            mapping.clear()
+            mapping.update(values)
+
+
+def _is_changed_in_place(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and not value.is_meta
+    return type(value) in (list, dict, set)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+class Before:
+    """The values that ``module`` has now: this rank's shards, and what ``units``, those in it, do not manage."""
+
+    def __init__(self, module: nn.Module, units: list[Unit]):
+        self._units = [(unit, unit.apart) for unit in units]
+        self._shards: list[tuple[Segment, Tensor]] = []
+        self._templates: list[tuple[Original, Tensor | None]] = []
+        self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        for unit in units:
+            unit.look_over()
+            for segment in unit.segments:
+                self._shards.append((segment, segment.flat.detach().clone()))
+                self._templates += [(original, original.template) for original in segment.originals]
+        self._beside = Beside(module)
+        self._kept: list[tuple[nn.Module, Any]] = []  # beside tensors
+        managed = managed_places(units)
+        for inner in module.modules():
+            kind = type(inner)
+            if (
+                kind.get_extra_state is not nn.Module.get_extra_state
+                and kind.set_extra_state is not nn.Module.set_extra_state
+            ):
+                self._kept.append((inner, copy.deepcopy(inner.get_extra_state())))
+            for name, tensor in inner._parameters.items():
+                if tensor is not None and (inner, name) not in managed:
+                    refuse_freed(tensor, f"`{name}` of a {type(inner).__name__}")
+                    self._others.append((inner._parameters, name, tensor, tensor.detach().clone()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let the module have them again."""
+        for segment, shard in self._shards:
+            segment.flat.detach().copy_(shard)
+        for unit, apart in self._units:
+            unit.filled()
+            unit.apart = apart
+        for original, template in self._templates:
+            original.template = template
+        for mapping, name, tensor, value in self._others:
+            tensor.detach().copy_(value)
+            mapping[name] = tensor
+        self._beside.restore()
+        for inner, kept in self._kept:
+            inner.set_extra_state(kept)

@@ -1,0 +1,126 @@
+"""Which form state dicts have: of the units under a module, set for good or for a block."""
+
+from __future__ import annotations
+
+import contextlib
+from operator import attrgetter
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import StateDictSettings, StateDictType
+
+from ... import _C
+from ..either import or_torchs
+from ..errors import StateError
+from ..unit.base import Wrapper
+
+_CONFIGS = {
+    StateDictType.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
+}
+
+
+def first_settings() -> StateDictSettings:
+    """What a unit begins with."""
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig())
+
+
+class Kinds(Wrapper):
+    """The part of the wrapper that chooses the form of state dicts."""
+
+    _state_dict_type = property(attrgetter("_settings.state_dict_type"))
+    _state_dict_config = property(attrgetter("_settings.state_dict_config"))
+    _optim_state_dict_config = property(attrgetter("_settings.optim_state_dict_config"))
+
+    @staticmethod
+    @or_torchs
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> StateDictSettings:
+        """Choose what ``state_dict`` and ``optim_state_dict`` of the units under ``module`` give.
+
+        Returns: the settings before, which are the same of all units.
+        Raises: StateError for a config of another form, where units differ, and for LOCAL_STATE_DICT of units that were
+        made with a device mesh.
+        """
+        if state_dict_type not in _CONFIGS:
+            raise StateError(f"expected state_dict_type to be a StateDictType, got {state_dict_type!r}")
+        given = (state_dict_config, optim_state_dict_config)
+        configs: list[Any] = []
+        for what, config, expected in zip(("state", "optim_state"), given, _CONFIGS[state_dict_type], strict=True):
+            if config is not None and type(config) is not expected:
+                raise StateError(
+                    f"Expected {what}_dict_config of type {expected.__name__} for {state_dict_type}, got "
+                    f"{type(config).__name__}"
+                )
+            configs.append(expected() if config is None else config)
+        wrappers = Wrapper.fsdp_modules(module)
+        before = _common(wrappers, whole=False)
+        for wrapper in wrappers:
+            if state_dict_type is StateDictType.LOCAL_STATE_DICT and wrapper.placement.mesh is not None:
+                raise StateError(
+                    f"DeviceMesh is not compatible with LOCAL_STATE_DICT: {wrapper._unit.name} was made with one, set "
+                    "SHARDED_STATE_DICT for DTensors"
+                )
+        for wrapper in wrappers:
+            if wrapper.placement.mesh is not None and state_dict_type is StateDictType.SHARDED_STATE_DICT:
+                for config in configs:
+                    config._use_dtensor = True
+        for wrapper in wrappers:
+            wrapper._settings = StateDictSettings(state_dict_type, *configs)
+        return first_settings() if before is None else before
+
+    @staticmethod
+    @or_torchs
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of the units under ``module``. Raises: StateError if they differ, ValueError without a unit."""
+        found = _common(Wrapper.fsdp_modules(module), whole=True)
+        if found is None:
+            raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
+        return found
+
+    @staticmethod
+    @or_torchs
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """``set_state_dict_type`` for the block; the settings before are restored, also after an exception."""
+        before: list[tuple[Any, StateDictSettings]] = []
+
+        def begin() -> None:
+            before.extend((wrapper, wrapper._settings) for wrapper in Wrapper.fsdp_modules(module))
+            Kinds.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+        def end() -> None:
+            for wrapper, settings in before:
+                wrapper._settings = settings
+
+        return _C.Block(begin, end)
+
+
+def _common(wrappers: list[Any], *, whole: bool) -> StateDictSettings | None:
+    """The settings that all have. ``whole``: the same configs too, not only their classes."""
+    first = None
+    for wrapper in wrappers:
+        settings: StateDictSettings = wrapper._settings
+        if first is None:
+            first = settings
+        same = settings == first if whole else [*map(type, _fields(settings))] == [*map(type, _fields(first))]
+        if settings.state_dict_type is not first.state_dict_type or not same:
+            raise StateError(
+                f"All FSDP modules must have the same state dict settings: got {settings} for {wrapper._unit.name}, "
+                f"and {first} for {wrappers[0]._unit.name}"
+            )
+    return first
+
+
+def _fields(settings: StateDictSettings) -> tuple[Any, ...]:
+    return settings.state_dict_config, settings.optim_state_dict_config

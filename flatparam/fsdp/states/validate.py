@@ -1,0 +1,52 @@
+"""What must hold of a state dict's values besides keys and shapes, which torch checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ..names import clean_tensor_name
+from ..sharding.unit_description import digest_of
+from ..unit.local_params import held_by
+from ..unit.unit import Unit
+from .entries import is_own
+from .loading import Values, kind_of, units_by_name
+from .rows import is_rows
+from .values import dtype_of
+
+
+def checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Unit | None]) -> Values:
+    """What must be the same on all ranks that share a unit: of each parameter of which ``state`` has a whole value.
+
+    Not of units that are ``compared`` already, nor of a value that is the module's own parameter: ranks have different
+    pieces of it.
+
+    Raises: RuntimeError for a tensor that ``module`` has in another kind of dtype, or that is cut off. Kinds are those
+    of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
+    """
+    held = list(held_by(module))
+    units = units_by_name(held)
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
+    dtypes |= {name: one.owner.dtype for one in held for name in one.names}
+    places = {name: (one.segment, one.here) for one in held if one.segment and one.here for name in one.names}
+    first = {name: one.name for one in held for name in one.names}
+    found: dict[str, set[str]] = {}  # by first name, as a rank may have a value under another name of a tied parameter
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        name, in_rows = clean_tensor_name(key), is_rows(value)
+        has, dtype = dtype_of(value), dtypes.get(name)
+        if dtype is not None and has != dtype:
+            if kind_of(has) != kind_of(dtype):
+                raise RuntimeError(f"`{key}` has dtype {has}, which cannot be loaded into {dtype}: convert it first")
+            if kind_of(dtype) == "integer" and not in_rows and not torch.equal(value.to(dtype).to(has), value):
+                raise RuntimeError(f"`{key}` of {has} has values that {dtype} cannot hold")
+        if name in units and units[name] not in compared and not in_rows and not is_own(value, *places[name]):
+            digest = digest_of(value.detach().cpu().contiguous())
+            found.setdefault(first[name], set()).add(f"{has} {tuple(value.shape)} {digest}")
+    return {name: (units[name], " ".join(sorted(digests))) for name, digests in found.items()}

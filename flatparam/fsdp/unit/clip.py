@@ -1,0 +1,141 @@
+"""Clipping gradients that are spread over ranks by their norm over all of them."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ... import _C
+from ...common.tensors import lacks_memory, refuse_freed
+from ..desync import checked_collectives
+from ..sharding.flat_param import Segment
+
+
+class Members(NamedTuple):
+    """Parameters that the same ranks share.
+
+    ``segment``: of the first, if a group shares them; ``across``: the group of a DTensor's mesh that cuts them, too.
+    """
+
+    segment: Segment | None
+    params: list[Any]
+    across: Any
+
+
+_WIDE = {torch.float64, torch.complex128}
+
+
+def by_group(params: Iterable[tuple[Segment | None, Any]]) -> list[Members]:
+    """``params``, each behind its segment, by who shares them; those that a mesh cuts as what has their gradients."""
+    found: dict[Any, Members] = {}
+    plain: dict[Segment | None, list[Any]] = {}
+    cuts: dict[Segment, dict[int, Any]] = {}  # by original parameter
+
+    def members_of(segment: Segment | None, across: Any) -> list[Any]:
+        shared = None if segment is None or not segment.is_sharded else segment
+        group = None if shared is None else shared.placement.optim
+        return found.setdefault((group, across), Members(shared, [], across)).params
+
+    for segment, param in params:
+        if param.grad is not None and lacks_memory(param.grad):
+            refuse_freed(param.grad, f"the gradient of {_called(segment, param)}")
+        if segment is None and isinstance(param, DTensor):
+            grad: Any = param.grad
+            members_of(None, _across(param._spec)).append(_having(None if grad is None else grad.to_local(), param))
+        elif segment is None or not segment.has_forms:
+            if segment not in plain:
+                plain[segment] = members_of(segment, None)
+            plain[segment].append(param)
+        elif segment.use_orig_params:
+            if segment not in cuts:
+                cuts[segment] = {id(one.param): _across(one.form and one.form.kept) for one in segment.originals}
+            members_of(segment, cuts[segment][id(param)]).append(param)
+        else:
+            for here in segment.here():
+                form = here.original.form
+                piece = None if param.grad is None or here.numel < 0 else here.of(param.grad)
+                members_of(segment, _across(form and form.kept)).append(_having(piece, param))
+    return sorted(found.values(), key=lambda members: members.segment is None)
+
+
+def _called(segment: Segment | None, param: Tensor) -> str:
+    if segment is not None and not segment.use_orig_params:
+        return f"the shard that holds `{segment.originals[0].fqn}`"
+    for original in () if segment is None else segment.originals:
+        if original.param is param:
+            return f"`{original.fqn}`"
+    return f"a parameter of shape {tuple(param.shape)}"
+
+
+def _across(spec: Any) -> Any:
+    """The group over which a DTensor, or its spec, is cut; None: each rank has all of it."""
+    placements = getattr(spec, "placements", ())
+    return spec.mesh.get_group(0) if any(placement.is_shard() for placement in placements) else None
+
+
+def _having(grad: Tensor | None, like: Tensor) -> nn.Parameter:
+    """A parameter of the dtype of ``like`` with this gradient, in the same memory."""
+    param = nn.Parameter(torch.empty(0, dtype=like.dtype))
+    _C.set_grad(param, grad)
+    return param
+
+
+def clip(
+    groups: list[Members],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, on every rank the same.
+
+    ``groups``: parameters as ``by_group`` tells them apart: sharded ones are summed over the ranks that share them, and
+    DTensors over those of their mesh. The norm is computed in fp32, or fp64 where a parameter is, and has the widest
+    real dtype of the gradients. Nothing of it is recorded for autograd.
+    Raises: ValueError for a ``max_norm`` below 0, which would turn the gradients round, or NaN, and for a
+    ``norm_type`` that is no order above 0; RuntimeError for a norm that is none, if asked.
+    Source: torch 2.13 ``FullyShardedDataParallel.clip_grad_norm_``.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"expected max_norm to be at least 0, got {max_norm}")
+    if not norm_type > 0:
+        raise ValueError(f"expected norm_type to be above 0, or infinity, got {norm_type}")
+    params = [param for group in groups for param in group.params]
+    if all(group.segment is None and group.across is None for group in groups):
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    device = next((group.segment.device for group in groups if group.segment is not None), params[0].device)
+    is_wide = not _WIDE.isdisjoint({param.dtype for param in params})  # on every rank alike
+    is_max = norm_type == math.inf
+    total: Tensor | None = None
+    for group in groups:
+        norm = _C.grad_norm(group.params, norm_type, is_wide, device)
+        if is_max:  # a MAX may drop NaN: whether there is any goes along
+            norm = torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan().to(norm.dtype)])
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        if group.segment is not None:
+            checked_collectives.all_reduce(norm, op, group.segment, _C.EVENT_CLIPS)
+        if group.across is not None:
+            checked_collectives.wait(
+                checked_collectives.issue(dist.all_reduce, norm, op=op, group=group.across), group.across, device
+            )
+        if is_max:
+            norm = norm[0].masked_fill(norm[1] > 0, math.nan)
+        total = norm if total is None else torch.maximum(total, norm) if is_max else total + norm
+    assert total is not None
+    root = 1.0 if is_max else 1.0 / norm_type
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {(total**root).item()}: nothing was clipped"
+        )
+    if all(param.grad is None for param in params):
+        warnings.warn(
+            f"clip_grad_norm_() was called on rank {dist.get_rank()} with no gradients -- returning the total norm in "
+            f"the default dtype {torch.float64 if is_wide else torch.float32}",
+            stacklevel=3,
+        )
+    return _C.clip_grads(params, total, root, max_norm)

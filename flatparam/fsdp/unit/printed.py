@@ -1,0 +1,45 @@
+"""A unit and the tensors of its modules in words, for people."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...common.tables import human
+from ...common.tensors import has_memory
+from .unit import Unit
+
+
+class ShowingFreed(TorchFunctionMode):
+    """Prints freed tensors by their shapes: ``extra_repr`` of some modules formats all attributes of the module."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__repr__ and args[0].numel() and not args[0].is_meta and not has_memory(args[0]):
+            return f"<sharded: {tuple(args[0].shape)} of {of_dtype(args[0].dtype)}>"
+        return func(*args, **(kwargs or {}))
+
+
+def of_dtype(dtype: object) -> str:
+    """A dtype without the name of its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def of_unit(strategy: str, unit: Unit) -> str:
+    """The strategy of a unit, its ranks and sizes, in one line; the same for units that are alike."""
+    placement = unit.options.placement
+    over = f"{placement.shards} rank{'s' if placement.shards > 1 else ''}"
+    if placement.copied:
+        over += f", gathered over {placement.param_shards}"
+    if placement.replicas > 1:
+        over += f", {placement.replicas} replicas"
+    if not unit.segments:
+        return f"{strategy} over {over}; no parameters of its own"
+    layouts = [segment.layout for segment in unit.segments]
+    params = sum(len(layout.numels) for layout in layouts)
+    shard = sum(one.layout.shard_numel * one.flat.dtype.itemsize for one in unit.segments)
+    dtypes = ", ".join(dict.fromkeys(of_dtype(one.flat.dtype) for one in unit.segments))
+    return (
+        f"{strategy} over {over}; {params:,} parameter{'s' if params > 1 else ''} of "
+        f"{sum(sum(layout.numels) for layout in layouts):,} elements, in a shard "
+        f"{sum(layout.shard_numel for layout in layouts):,} of {dtypes}, {human(shard)}"
+    )

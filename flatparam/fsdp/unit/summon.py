@@ -1,0 +1,489 @@
+"""Full parameters outside of forward and backward: gathered into memory of their own, in the shards' own precision."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from ... import _C
+from ...common.tensors import is_at
+from ..desync import checked_collectives
+from ..errors import StateError
+from ..names import FLAT_PARAM
+from ..sharding.flat_param import Segment
+from ..sharding.parameters import Original, check_not_rounded, same_bytes
+from .registry import Owner, all_units
+from .unit import Unit
+
+_active: "list[Summoned]" = []  # what is summoned now, in this process
+
+
+def refuse_unreduced(units: Iterable[Owner], what: str) -> None:
+    """Refuse ``what`` for gradients of micro-batches that are not reduced yet. Those cleared since count as none.
+
+    Raises: StateError naming a unit that has some.
+    """
+    for unit in units:
+        if unit.step.settle(True):
+            raise StateError(
+                f"{what}: gradients of {unit.name} come from no_sync() and are not reduced over the ranks yet, so each "
+                "rank has its own, and those of synced backwards before are put aside: run the last micro-batch "
+                "outside of no_sync() first, or clear the gradients"
+            )
+
+
+def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """``check_reduced``; after the closure, where ``step()`` has one, which may run the last micro-batch."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        check_reduced(optimizer)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        check_reduced(optimizer)
+        return loss
+
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    """Before ``optimizer`` steps. What no_sync has kept in fp32 of parameters that are in less is rounded for it.
+
+    Raises: ValueError naming a parameter whose gradient no_sync has kept, where that is to be reduced first.
+    """
+    if _C.unfit() == 0:
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+    for unit in all_units():
+        kept = {tensor.untyped_storage().data_ptr() for tensor in unit.step.kept() if tensor is not None}
+        for segment, param in unit.parameters() if kept else ():
+            grad = param.grad
+            if id(param) not in stepped or grad is None or grad.untyped_storage().data_ptr() not in kept:
+                continue
+            if not unit.step.unreduced:
+                _C.set_grad(param, grad.to(param.dtype))
+            else:
+                names = [original.fqn for original in segment.originals if original.param is param]
+                raise ValueError(
+                    f"{type(optimizer).__name__}.step(): the gradient of {names[0] if names else FLAT_PARAM} of "
+                    f"{unit.name} comes from no_sync() and is not reduced over the ranks yet: run the last micro-batch "
+                    "outside of no_sync(), or clear the gradients"
+                )
+
+
+def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: refuse one whose result the end of ``summon_full_params`` would throw away.
+
+    Raises: StateError naming the parameter and its unit.
+    """
+    for state in _active:
+        unit = state.unit
+        if state.writeback and state.with_grads and unit.options.use_orig_params:
+            continue  # whole parameters with whole gradients, written back
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+        for segment, param in unit.parameters():
+            if id(param) in stepped:
+                fqn = next((o.fqn for o in segment.originals if o.param is param), "the flat parameter")
+                raise StateError(
+                    f"optimizer.step() inside summon_full_params(): `{fqn}` of {unit.name} is whole there, and its "
+                    "optimizer steps the shard, so the step would be lost: step outside of it (or, with "
+                    "use_orig_params=True, summon with_grads=True and writeback=True for an optimizer without state)"
+                )
+
+
+class _Written(NamedTuple):
+    """What users have put in place of a unit's full parameters, or why that cannot be kept."""
+
+    misfit: ValueError | None
+    replaced: list[tuple[int, int, Original, nn.Parameter]]
+    writes: list[tuple[Tensor, Tensor]]  # where, what
+
+
+class Summoned:
+    """The full parameters of one unit, from ``enter`` to ``leave``.
+
+    Args: ``writeback``: keep this rank's shard of what was written; ``rank0_only``: only rank 0 of the group that
+    shares the unit sees them; ``offload_to_cpu``; ``with_grads``: ``.grad`` too, which is written back in the same way:
+    a gradient that was cleared, set or replaced stays so; ``loads``: a state dict is loaded, after which modules have
+    the parameters that they had before. DTensors stay on the device of their mesh.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        *,
+        writeback: bool,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+        loads: bool = False,
+    ):
+        self.unit = unit
+        self.writeback = writeback
+        self.shown = not rank0_only or unit.options.placement.rank == 0
+        self.offload_to_cpu = offload_to_cpu and not any(segment.has_forms for segment in unit.segments)
+        self.with_grads = with_grads
+        self.wholes: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []  # of each segment, whole
+        self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
+        self._shards: list[tuple[Segment, Tensor]] = []  # of the flat parameters that show the whole meanwhile
+        self.loads = loads
+        self.missing: list[Original] = []  # in what is loaded
+        self._made: dict[str, nn.Parameter] = {}  # what modules show that is no original parameter, by name
+        self._written: _Written | None = None
+        self._tied: ValueError | None = None
+        self.had_views = unit.step.shows_views
+        self._is_whole = False  # all of it is shown, and may be written back
+
+    @torch.inference_mode(False)  # what parameters point to is used outside of it too
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Gather, and let the modules have full parameters, or after an exception what they had. A collective call."""
+        unit = self.unit
+        unit.look_over()
+        having: list[list[bool]] = []
+        for segment in unit.segments:
+            whole = self._whole(segment, segment.flat.detach())
+            grad, has = self._gather_gradient(segment) if self.with_grads else (None, [])
+            if self.shown:
+                self.wholes.append(whole.cpu() if self.offload_to_cpu else whole)
+                self.gradients.append(grad.cpu() if grad is not None and self.offload_to_cpu else grad)
+                having.append(has)
+                self.held.append([param.grad for param in _owners(unit, segment)])
+            del whole, grad
+        try:
+            unit.summoned = self
+            _active.append(self)
+            if self.shown:
+                self._show_all(having)
+            self._is_whole = True
+        except BaseException:
+            self.leave()
+            raise
+
+    def _show_all(self, having: list[list[bool]]) -> None:
+        unit = self.unit
+        for segment, whole in zip(unit.segments, self.wholes, strict=True):
+            if segment.is_sharded and whole.device == segment.flat.device and not self.loads:
+                self._shards.append((segment, segment.flat.data))
+                segment.flat.data = whole.narrow(0, 0, segment.layout.numel)
+        unit.unregister_flat()
+        unit.step.put(False)
+        for segment, whole, grad, has in zip(unit.segments, self.wholes, self.gradients, having, strict=True):
+            for original, value in zip(segment.originals, segment.unsharded(whole), strict=True):
+                self._show(original, value, segment.trains(original))
+            if grad is not None:
+                for original, value, is_there in zip(segment.originals, segment.unsharded(grad), has, strict=True):
+                    if is_there:
+                        _set_grad(original, value)
+
+    def _keeps(self, segment: Segment) -> bool:
+        """Whether what is written stays: always where users have the memory that is trained."""
+        return self.writeback or not (segment.is_sharded or self.unit.options.offload_params)
+
+    def _whole(self, segment: Segment, shard: Tensor) -> Tensor:
+        whole = segment.gather(shard)
+        return whole if segment.is_sharded or self._keeps(segment) else whole.clone()
+
+    def _show(self, original: Original, value: Tensor, trained: bool) -> None:
+        if self.unit.options.use_orig_params and original.form is None and original.kept is None:
+            if self.with_grads:
+                original.param.grad = None
+            original.param.data = value
+            return
+        param = original.parameter(value.data, trained)  # which counts writes by itself
+        self._made[original.fqn] = param
+        for place in original.names:
+            vars(place.module).pop(place.name, None)
+            place.module.register_parameter(place.name, param)
+
+    def _gather_gradient(self, segment: Segment) -> tuple[Tensor | None, list[bool]]:
+        """The unsharded gradient, and which parameters have one on some rank, those without one there as zeros.
+
+        None if no parameter has one on any rank.
+        """
+        self.unit.refuse_freed_gradients()
+        grads = [param.grad for param in _owners(self.unit, segment)]
+        has = [grad is not None for grad in grads]
+        dtypes = {grad.dtype for grad in grads if grad is not None}
+        if segment.is_sharded:
+            told = [*has, *(dtype in dtypes for dtype in _DTYPES)]
+            some = torch.tensor(told, dtype=torch.float32, device=segment.device)
+            checked_collectives.all_reduce(some, dist.ReduceOp.SUM, segment, _C.EVENT_SHOWS_GRADIENTS)
+            told = (some > 0).tolist()
+            has, dtypes = told[: len(has)], set(itertools.compress(_DTYPES, told[len(has) :]))
+        if not any(has):
+            return None, []
+        if not self.unit.options.use_orig_params:
+            has = has * len(segment.originals)
+        return self._whole(segment, _gradient_of(self.unit, segment, _widest(dtypes))), has
+
+    def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, Original]]") -> None:
+        """Note a parameter that modules show in place of two. ``seen``: those that they show, of the units before."""
+        if not self._made:
+            return
+        for original in (original for segment in self.unit.segments for original in segment.originals):
+            shown = _shown(original)
+            state, other = seen.setdefault(shown, (self, original))
+            if other is not original:
+                names = [f"`{other.fqn}` of {state.unit.name}", f"`{original.fqn}` of {self.unit.name}"]
+                one, two = names if shown is self._made.get(original.fqn) else reversed(names)
+                self._tied = state._tied = ValueError(
+                    f"parameter {one} was replaced by {two}: tie parameters before wrapping, in one unit; to exchange "
+                    "values, set their .data"
+                )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def leave(self, keeps: bool = True) -> None:
+        """Write back what was asked for, unless ``keeps`` is False, and let the modules have what they had before.
+
+        Where an exception comes in between, Ctrl-C's say, call it again: it writes no more, and goes on.
+        """
+        if self.unit.summoned is not self:
+            return
+        misfit = None
+        if self._is_whole:
+            self._is_whole = False
+            misfit = self._write_back() if keeps else None
+        self._restore()
+        if misfit is not None:
+            raise misfit
+
+    def _write_back(self) -> ValueError | None:
+        """Have the shards and what is ``held`` be what was written; or why that cannot be."""
+        unit = self.unit
+        if self.writeback:
+            unit.loaded(self.missing)  # on all ranks: what they have written is theirs
+        if not self.shown:
+            return None
+        if self._written is None:
+            self.note_written()
+        misfit = self._take_written()
+        self._restore_flat()
+        for segment, whole in zip(unit.segments, self.wholes, strict=True):
+            if self._keeps(segment):
+                shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
+                changed = not same_bytes(shard, mine)
+                if changed:  # what was not written is no change to a graph that waits for backward
+                    shard.copy_(mine)
+                placement = unit.options.placement
+                if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
+                    unit.filled(self.missing)
+        if self.with_grads and misfit is None:
+            self.held = [self._gradients_of(k, segment) for k, segment in enumerate(unit.segments)]
+        return misfit
+
+    def _restore_flat(self) -> None:
+        for segment, shard in self._shards:
+            segment.flat.data = shard
+
+    def _restore(self) -> None:
+        unit = self.unit
+        self._restore_flat()
+        if self.shown:
+            unit.step.point_params()
+            for segment, held in zip(unit.segments, self.held, strict=True):
+                for original in segment.originals if not unit.options.use_orig_params else ():
+                    for name in original.names:
+                        name.module._parameters.pop(name.name, None)
+                for param, grad in zip(_owners(unit, segment), held, strict=True) if self.with_grads else ():
+                    _C.set_grad(param, grad)
+            unit.register_flat()
+            unit.step.put(self.had_views or not unit.options.use_orig_params)
+        if self in _active:
+            _active.remove(self)
+        unit.summoned = None
+
+    @torch.no_grad()
+    def note_written(self) -> None:
+        """Find what was put in place of parameters or their data: of all units before one of them is written to."""
+        writes: list[tuple[Tensor, Tensor]] = []
+        replaced: list[tuple[int, int, Original, nn.Parameter]] = []
+        self._written = _Written(None, replaced, writes)
+        if not self.shown:
+            return
+        memory = {_address(whole) for state in (self, *_active) for whole in state.wholes}
+        try:
+            for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
+                if not self._keeps(segment):
+                    continue
+                if not segment.has_forms and not segment.keeps_class:
+                    uses = self.unit.options.use_orig_params  # then some of them may be in another segment
+                    made = None if uses else [self._made[original.fqn] for original in segment.originals]
+                    if self.unit.step.lie_in(k, made, whole, True):
+                        continue
+                for i, place in enumerate(segment.unsharded(whole)):
+                    original = segment.originals[i]
+                    other = None if self.loads else self.unit.standing_for(original, self._made.get(original.fqn))
+                    if other is not None:
+                        replaced.append((k, i, original, other))
+                    now = original.plain(_shown(original))
+                    if is_at(now, place):
+                        continue
+                    if not _C.is_plain_tensor(now) or now.shape != place.shape:
+                        raise ValueError(
+                            f"{self.unit.name}: expected the new data of parameter `{original.fqn}` to have its shape "
+                            f"{tuple(place.shape)}, got {tuple(now.shape)}; it is as before"
+                        )
+                    value = check_not_rounded(self.unit.name, original, now.detach(), place.dtype).to(place.device)
+                    writes.append((place, value.clone() if _address(value) in memory else value))
+        except ValueError as error:
+            self._written = _Written(error, [], [])
+
+    def _take_written(self) -> ValueError | None:
+        """Have that in the wholes. If it cannot be: nothing, and why."""
+        assert self._written is not None
+        misfit, replaced, writes = self._written
+        if self._tied is not None or misfit is not None:
+            return self._tied or misfit
+        for k, i, original, other in replaced:
+            self.unit.adopt(k, i, original, other)
+        for place, value in writes:
+            place.copy_(value)
+        return None
+
+    def _gradients_of(self, k: int, segment: Segment) -> list[Tensor | None]:
+        """What the owners get: this rank's pieces of the gradients of the whole parameters, if those are kept.
+
+        Many of them lie in the whole gradient that was made for them.
+        """
+        whole, held = self.gradients[k], self.held[k]
+        shown = [(original, _shown(original).grad) for original in segment.originals]
+        grads = [None if grad is None else original.plain(grad) for original, grad in shown]
+        if not self._keeps(segment) or (whole is None and all(grad is None for grad in grads)):
+            return held
+        if whole is None:
+            dtype = _widest(grad.dtype for grad in grads if grad is not None)
+            whole = torch.zeros(segment.layout.padded_numel, dtype=dtype, device=segment.device)
+        if not self.unit.step.lie_in(k, grads, whole, False):
+            places = list(segment.unsharded(whole))
+            values = [
+                grad.clone() if grad is not None and _lies_elsewhere_in(whole, grad, place) else grad
+                for grad, place in zip(grads, places, strict=True)
+            ]
+            for grad, place in zip(values, places, strict=True):
+                if grad is None:
+                    place.zero_()
+                elif grad.data_ptr() != place.data_ptr() or grad.device != place.device:
+                    place.copy_(grad)
+        shard = segment.own(whole).to(segment.flat.device, copy=segment.is_sharded)
+        if not self.unit.options.use_orig_params:
+            return [None if all(grad is None for grad in grads) else shard]
+        return [
+            None if grad is None or here.numel < 0 else here.of(shard)
+            for here, grad in zip(segment.here(), grads, strict=True)
+        ]
+
+
+def _lies_elsewhere_in(whole: Tensor, value: Tensor, place: Tensor) -> bool:
+    """Whether ``value`` shares the memory of ``whole``, and is not ``place`` in it: another parameter's, say."""
+    return value.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and (
+        value.data_ptr() != place.data_ptr() or value.stride() != place.stride()
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _set_grad(original: Original, grad: Tensor) -> None:
+    if original.form is None:
+        _C.set_grad(_shown(original), grad)
+    else:
+        _shown(original).grad = original.formed(grad)
+
+
+def _owners(unit: Unit, segment: Segment) -> list[nn.Parameter]:
+    """What has ``.grad``: the original parameters, or the flat one."""
+    return [original.param for original in segment.originals] if unit.options.use_orig_params else [segment.flat]
+
+
+def _shown(original: Original) -> nn.Parameter:
+    """What modules show of ``original``."""
+    place = original.names[0]
+    value = place.module._parameters.get(place.name)
+    return original.param if value is None else value
+
+
+_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The one that has the values of all."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _gradient_of(unit: Unit, segment: Segment, dtype: torch.dtype) -> Tensor:
+    """The gradient of the shard, from wherever it is: ``[shard_numel]``, with zeros where there is none."""
+    if not unit.options.use_orig_params and segment.flat.grad is not None:
+        return segment.flat.grad.to(dtype)
+    shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
+    for here in segment.here() if unit.options.use_orig_params else ():
+        grad = here.original.param.grad
+        if grad is not None and here.numel >= 0:
+            here.of(shard).copy_(grad)
+    return shard
+
+
+def summon(units: Callable[[], Iterable[Unit]], **flags: Any) -> _C.Block:
+    """Full parameters of ``units()``, which is called where the block begins, within it. A collective call."""
+    summoning = _Summoning(units, flags)
+    return _C.Block(summoning.begin, summoning.end)
+
+
+class _Summoning:
+    """The full parameters of several units."""
+
+    def __init__(self, units: Callable[[], Iterable[Unit]], flags: dict[str, Any]):
+        self._units, self._flags = units, flags
+        self._states: list[Summoned] = []
+        self._are_all_there = False
+
+    def begin(self) -> None:
+        units = list(self._units())
+        # What is sharded is gathered, and waited for there
+        checked_collectives.settle(segment for unit in units for segment in unit.segments if not segment.is_sharded)
+        for unit in units:
+            self._states.append(Summoned(unit, **self._flags))
+            self._states[-1].enter()
+        self._are_all_there = True
+
+    def end(self) -> None:
+        """Leave all of them; called again, those that an exception has kept from it. Raises: what the last one does."""
+        steps: list[Callable[[], None]] = [state.leave for state in reversed(self._states)]
+        if self._are_all_there:
+            self._are_all_there = False
+            steps.insert(0, functools.partial(_note_written, self._states))
+        in_turn(steps)
+
+
+def in_turn(steps: Iterable[Callable[[], None]]) -> None:
+    """Call each of ``steps``, also after one has raised. Raises: what the last one raised, or Ctrl-C's exception."""
+    failed: BaseException | None = None
+    try:
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:
+                if failed is None or isinstance(failed, Exception):
+                    failed = error
+        if failed is not None:
+            raise failed
+    finally:
+        failed = None  # it has this frame
+
+
+def _note_written(entered: list[Summoned]) -> None:
+    seen: dict[nn.Parameter, tuple[Summoned, Original]] = {}
+    for state in entered:
+        state.find_ties(seen)
+    for state in entered:
+        state.note_written()

@@ -1,0 +1,178 @@
+"""What the wrapper's constructor finds out of its arguments, and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
+
+from ...common.torch_private import _init_utils
+from ...common.warned import is_first_rank, warn_user
+from ..api import ShardingStrategy
+from ..sharding.extensions import is_bytes
+from ..sharding.placement import Placement, groups_of, place
+from ..unit.base import Wrapper
+from ..unit.registry import owner_of, owner_of_param
+from ..unit.unit import Unit
+from .materialize import own_modules, parameters_of
+
+
+def default_groups(process_group: Any, device_mesh: Any, placement: Any) -> list[dist.ProcessGroup]:
+    """Over which the other ranks will compare what they build, before it is known what this one builds."""
+    if not dist.is_initialized() or not (process_group is None and device_mesh is None and placement is None):
+        return []
+    world: Any = dist.group.WORLD
+    return [world]
+
+
+def placement_of(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any, sharding_strategy: Any, placement: Any
+) -> Placement:
+    """The placement that the arguments say. Raises: ValueError for both ways at once."""
+    check_types(device_mesh=device_mesh)
+    if placement is None:
+        placed = place(strategy, groups_of(strategy, process_group, device_mesh))
+        return placed if device_mesh is None else dataclasses.replace(placed, mesh=device_mesh)
+    check_types(placement=placement)
+    if process_group is not None or device_mesh is not None or sharding_strategy is not None:
+        raise ValueError("placement= replaces process_group, device_mesh and sharding_strategy: pass only one")
+    given: Placement = placement
+    return given
+
+
+def strategy_of_one_rank(strategy: ShardingStrategy, placement: Placement) -> ShardingStrategy:
+    """NO_SHARD, with torch's warning, in place of a strategy of torch's that has one rank to shard over."""
+    shards = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    if not shards or placement.given is None or placement.given.size() > 1:
+        return strategy
+    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3)
+    return ShardingStrategy.NO_SHARD
+
+
+def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """The modules, descendants included, and parameters that are not managed."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        )
+    states = list(ignored_states if ignored_states is not None else ignored_modules or ())
+    _init_utils._check_ignored_states(states, ignored_modules is None)
+    if all(isinstance(state, nn.Parameter) for state in states):
+        return set(), set(states)
+    for state in states:
+        if isinstance(state, Wrapper):
+            raise ValueError(f"`ignored_modules` should not include FSDP modules, got {type(state).__name__}")
+        if state is module:
+            warnings.warn(
+                "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+                f"parameters being ignored: the unit of {type(module).__name__} manages none",
+                stacklevel=3,
+            )
+    modules = {inner for state in states for inner in state.modules() if not isinstance(inner, Wrapper)}
+    return modules, {param for inner in modules for param in inner._parameters.values() if param is not None}
+
+
+def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:
+    """Refuse a parameter, and a module with parameters, that another unit has. Raises: ValueError naming both."""
+    for inner in own:
+        unit = owner_of(inner)
+        if unit is not None:
+            raise ValueError(
+                f"a {type(inner).__name__} in {type(module).__name__} is shared with {unit.name}, which has its "
+                "parameters: reached outside of that unit it would run without. Make it a unit of its own, or wrap "
+                "both places in one unit"
+            )
+        for name, param in inner._parameters.items():
+            owner = None if param is None else owner_of_param(param)
+            if owner is not None:
+                raise ValueError(
+                    f"parameter `{name}` of a {type(inner).__name__} in {type(module).__name__} is shared with "
+                    f"`{owner[1]}` of {owner[0].name}: each would train a copy of its own. Wrap both in one unit, "
+                    "or ignore the parameter"
+                )
+
+
+def first_name(unit: Unit) -> str:
+    """For messages: one of its parameters."""
+    names = [original.fqn for segment in unit.segments for original in segment.originals]
+    return f"parameter `{names[0]}`" if names else "no parameters"
+
+
+def warn_of_frozen(
+    root: nn.Module, targets: set[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> None:
+    """Say once, on rank 0, that units will hold frozen parameters in the flat parameter of those that train (LoRA)."""
+    if not is_first_rank():
+        return
+    of_module = dict.fromkeys([root, *targets])
+    mixed, total, trained, example = 0, 0, 0, ""
+    for unit in of_module:
+        own = list(own_modules(unit, targets.__contains__, ignored_modules))
+        params = dict.fromkeys(param for param in parameters_of(own).values() if param not in ignored_params)
+        numels = [(param.requires_grad, param.numel()) for param in params if not is_bytes(param)]
+        trains = sum(numel for requires_grad, numel in numels if requires_grad)
+        if trains == 0 or all(requires_grad for requires_grad, _ in numels):
+            continue
+        mixed, total, trained = mixed + 1, total + sum(numel for _, numel in numels), trained + trains
+        example = example or type(unit).__name__
+    if mixed:
+        warn_user(
+            f"{mixed} of {len(of_module)} units ({example}, ...) have frozen parameters beside those that train: "
+            f"gradients take memory, and are reduced, for {total} elements where {trained} train. Pass segments=True, "
+            "which gives frozen parameters a flat parameter of their own"
+        )
+
+
+def warn_of_padding(unit: Unit) -> None:
+    """Say when blocks that may not be cut make more than half of the wire, and a mebibyte, padding."""
+    layouts = [segment.layout for segment in unit.segments]
+    padded = sum(layout.shard_bytes * layout.world_size for layout in layouts)
+    held = sum(sum(layout.numels) * layout.itemsize for layout in layouts)
+    if unit.options.atomic is not None and padded - held > max(held, 2**20):
+        shards = unit.options.placement.shards
+        warnings.warn(
+            f"{unit.name}: {1 - held / padded:.0%} of what is gathered and reduced is padding: with atomic= its {held} "
+            f"bytes take {shards} shards of {padded // shards}. Make larger units, or smaller blocks",
+            stacklevel=3,
+        )
+
+
+_FLAGS = (
+    *("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"),
+    *("segments", "offload_grads", "check_values"),
+)
+_CLASSES: dict[str, type] = {
+    **dict.fromkeys(_FLAGS, int),
+    "module": nn.Module,
+    "cpu_offload": CPUOffload,
+    "mixed_precision": MixedPrecision,
+    "placement": Placement,
+    "device_mesh": DeviceMesh,
+}
+
+
+def check_types(**arguments: object) -> None:
+    """Raises: TypeError naming the first argument of another type than it is documented to have, and what came."""
+    for name, value in arguments.items():
+        cls, may_be_none = _CLASSES.get(name, object), name not in ("module", *_FLAGS)
+        if not isinstance(value, cls) and not (value is None and may_be_none):
+            wanted = f"{cls.__module__.split('.')[0]}'s {cls.__name__}{' or None' if may_be_none else ''}"
+            wanted = "True or False" if cls is int else wanted
+            if cls is MixedPrecision and isinstance(value, torch.dtype):
+                wanted += f", as in MixedPrecision(param_dtype={value})"
+            raise TypeError(f"expected {name} to be {wanted}, got {value!r:.200} ({type(value).__name__})")
+    precision = arguments.get("mixed_precision")
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        check_dtype(f"mixed_precision.{name}", getattr(precision, name, None))
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Raises: TypeError naming the argument, unless it is None or a dtype of floating point."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected {name} to be a floating-point torch.dtype or None, got {dtype!r}")

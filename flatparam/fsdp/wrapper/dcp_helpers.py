@@ -1,0 +1,75 @@
+"""``torch.distributed.checkpoint.state_dict`` with our units: what it asks torch's class, ours answers for them.
+
+Its functions know torch's FSDP by name. There that name stands for either class, whichever the model is made of.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+
+from ...common.after_import import after_import
+from ...common.torch_private import TorchsFSDP
+from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE, join
+from ..states.optimizer import OptimizerStates
+from ..states.state_dict_type import Kinds
+from ..unit import marks
+from ..unit.base import Wrapper
+from ..unit.registry import segment_of
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
+
+
+@functools.cache
+def watch() -> None:
+    """From the first model that is wrapped on."""
+    after_import(_MODULE, _teach)
+
+
+def _teach(helpers: Any) -> None:
+    """Let them ask either class; if this release of them asks in another way they are refused as before."""
+    known = getattr(helpers, "FSDP", None)
+    if not (isinstance(known, type) and hasattr(helpers, _STATE_OF) and hasattr(helpers, "_get_fqns")):
+        return
+    helpers.FSDP = _Either
+    helpers._get_fqns = _names_of(helpers._get_fqns)
+    setattr(helpers, _STATE_OF, _state_of(getattr(helpers, _STATE_OF)))
+    marks.taught.add(_MODULE)
+
+
+class _Class(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (TorchsFSDP, Wrapper))
+
+
+class _Either(OptimizerStates, Kinds, metaclass=_Class):
+    """The functions that the helpers call, which ask torch's class about its models."""
+
+
+def _state_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_of(module: nn.Module) -> Any:
+        return module if isinstance(module, Wrapper) else original(module)
+
+    return state_of
+
+
+def _names_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_get_fqns``, which for a flat parameter gives the names of all that are in it."""
+
+    @functools.wraps(original)
+    def names_of(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        path, _, last = name.rpartition(".")
+        segment = None
+        if last.startswith(FLAT_PARAM):
+            param = model.get_submodule(path)._parameters.get(last)
+            segment = segment_of(param) if isinstance(param, Tensor) else None
+        if segment is None:
+            return original(model, name, *args, **kwargs)
+        (prefix,) = original(model, path, *args, **kwargs) if path != FSDP_WRAPPED_MODULE else ("",)
+        return {join(prefix, one.fqn) for one in segment.originals}
+
+    return names_of

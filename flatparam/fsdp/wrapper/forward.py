@@ -1,0 +1,442 @@
+"""The wrapper's step: forward, what it prepares in a tree of units, and what is done with gradients between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd import profiler
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.profiler import record_function
+
+from ... import _C
+from ...common.switches import environment_is_on
+from ...common.torch_private import _StopRecomputationError
+from ..desync import torch_collectives
+from ..desync.checked_collectives import come_back, sequence_of, tell_trouble, troubled
+from ..desync.trace import Sequence
+from ..desync.unit_ids import number_of
+from ..errors import StateError
+from ..names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
+from ..sharding.placement import is_grid
+from ..sharding.pytrees import cast_floats, find_tensors, move_tensors
+from ..unit.base import Wrapper
+from ..unit.clip import by_group, clip
+from ..unit.registry import segment_of
+from ..unit.summon import Summoned, in_turn, refuse_unreduced
+from ..unit.torch_calls import enter_forward, is_never_recomputed, leave_forwards
+from ..unit.unit import Unit, units_of
+from .materialize import put_buffer
+from .stored import choose_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+PREFETCH = {None: 0, BackwardPrefetch.BACKWARD_PRE: 1, BackwardPrefetch.BACKWARD_POST: 2}
+
+
+class Stepping(Wrapper):
+    """The part of the wrapper that runs the module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its full parameters."""
+        unit = self._unit
+        if unit.summoned is not None:
+            return self._forward_summoned(unit.summoned, args, kwargs)
+        if not self._use_orig_params:
+            unit.check_registered()
+        step = unit.step
+        if step.root is None:
+            choose_dtype(self.fsdp_modules(self._outermost()), find_tensors((args, kwargs)))
+            step = unit.step
+            self._lazy_init()
+        if self._full_in_eval:
+            self._choose_precision()
+        records = torch.is_grad_enabled()
+        if not records:
+            self._refuse_untrained()
+        device = self._moves_to
+        if device is not None and not all(isinstance(arg, Tensor) and arg.device == device for arg in args):
+            args = move_tensors(device, args, self._unit.name)
+        if device is not None and kwargs:
+            kwargs = move_tensors(device, kwargs, self._unit.name)
+        if self._casts_to is not None:
+            args, kwargs = cast_floats(self._casts_to, args), cast_floats(self._casts_to, kwargs)
+        if records and step.has_frozen:
+            step.expect_inputs(find_tensors((args, kwargs)))
+        if troubled:
+            come_back()
+        under_way = enter_forward(records)
+        try:
+            step.pre_forward()
+            module: Any = self._modules[FSDP_WRAPPED_MODULE]
+            if profiler._is_profiler_enabled:
+                with record_function(f"flatparam forward: {self._unit.name}"):
+                    output = module(*args, **kwargs)
+            else:
+                output = module(*args, **kwargs)
+            return step.post_forward(output)
+        except BaseException as error:
+            try:
+                unit.explain(error)
+            finally:
+                step.abort_forward()
+                self._tell_trouble(error)
+                unit.check_shards(error)
+            raise
+        finally:
+            under_way.pop()
+
+    def _tell_trouble(self, error: BaseException) -> None:
+        """``error`` has ended a forward: tell the others, if it was the outermost one, or recomputed by backward."""
+        root: Any = self._unit.step.root
+        if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
+            units = units_of(self._outermost().modules())
+            tell_trouble([segment for unit in units for segment in unit.segments], error)
+
+    def _refuse_untrained(self) -> None:
+        """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""
+        if is_never_recomputed(self.training) and any(
+            segment.is_trained for unit in units_of(self.modules()) for segment in unit.segments
+        ):
+            raise StateError(
+                f"{self._unit.name} runs in a reentrant checkpoint, which recomputes it in backward if an input "
+                "requires grad, and none does: its parameters would get no gradient. Use "
+                "checkpoint(..., use_reentrant=False), call requires_grad_() on an input, or freeze the parameters"
+            )
+
+    def _forward_summoned(self, summoned: Summoned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the wrapped module inside summon_full_params(): with the parameters that are there, in full precision.
+
+        Raises: StateError on a rank that has shards only. A backward through it raises one too.
+        """
+        unit = self._unit
+        if not summoned.shown:
+            raise StateError(
+                f"{unit.name}: forward inside summon_full_params(rank0_only=True) on a rank that has its shards only: "
+                "call it on rank 0, or summon without rank0_only"
+            )
+        for whole in summoned.wholes[:1]:
+            args, kwargs = move_tensors(whole.device, (args, kwargs), unit.name)
+            if self.mixed_precision.param_dtype is not None:
+                args, kwargs = cast_floats(whole.dtype, (args, kwargs))
+        with (
+            _C.Block(lambda: self._put_buffers(True), lambda: self._put_buffers(self._in_full)),
+            self._units_below_in_full() as below,
+        ):
+            output = self.module(*args, **kwargs)
+        outer = self._outer() if self._outer is not None else None
+        if (
+            outer is not None
+            and not outer._in_full
+            and unit.step.root is not None
+            and unit.step.root.state == "FORWARD"
+        ):
+            dtype = self.mixed_precision.param_dtype
+            output = output if dtype is None else cast_floats(dtype, output)  # the unit around it expects that
+        units = [unit, *(wrapper._unit for wrapper in below)]
+        if torch.is_grad_enabled() and any(segment.is_trained for unit in units for segment in unit.segments):
+            for tensor in find_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(_refuse_backward, unit.name))
+        return output
+
+    def _units_below_in_full(self) -> _C.Block:
+        """Have the units below that are not summoned compute in full precision too; gives those that would not."""
+        below = [
+            wrapper
+            for wrapper in self.fsdp_modules(self)
+            if wrapper._unit.summoned is None
+            and wrapper.mixed_precision.param_dtype is not None
+            and not (wrapper._full_in_eval and not wrapper.module.training)
+        ]
+        if below and self._unit.step.root is None:
+            self._lazy_init()
+        before = [wrapper._full_in_eval for wrapper in below]
+
+        def begin() -> list[Stepping]:
+            for wrapper in below:
+                wrapper._full_in_eval = False
+                wrapper._compute_in_full(True)
+            return below
+
+        def end() -> None:
+            for wrapper, full_in_eval in zip(below, before, strict=True):
+                wrapper._full_in_eval = full_in_eval
+                wrapper._compute_in_full(False)
+
+        return _C.Block(begin, end)
+
+    def _lazy_init(self) -> None:
+        """Join all units of the tree to one `_C.Root`; the first forward does it."""
+        root = self._outermost()
+        through: Any = torch_collectives if root._hooked is None else root._hooked
+        shared = _C.Root(
+            PREFETCH[root._backward_prefetch],
+            root._forward_prefetch,
+            torch_collectives.Faked(through, root._fakes) if any(root._fakes) else through,
+            torch_collectives.WATCHED,
+            find_tensors,
+        )
+        wrappers = self.fsdp_modules(root)
+        for wrapper in wrappers:
+            if wrapper._use_orig_params != root._use_orig_params:
+                raise ValueError(
+                    f"Expects one homogeneous value for _use_orig_params in a tree of units: {root._unit.name} has "
+                    f"{root._use_orig_params}, {wrapper._unit.name} {wrapper._use_orig_params}"
+                )
+            if wrapper.limit_all_gathers != root.limit_all_gathers:
+                raise ValueError("Expects one homogeneous value for limit_all_gathers in a tree of units")
+            if wrapper._hooked is not root._hooked:
+                raise ValueError(
+                    f"Expects one communication hook in a tree: {wrapper._unit.name} and {root._unit.name} "
+                    "have others. Register it on the root, when the whole tree was wrapped"
+                )
+        shared.always_python = int(root._hooked is not None or any(root._fakes))
+        paths = {id(inner): path for path, inner in root.named_modules()}
+        for wrapper in reversed(wrappers):  # the root last: if this fails, its next forward tries again
+            path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
+            where = f" at `{path}`" if path else ""
+            wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__}{where}")
+            if wrapper._unit.apart:
+                raise ValueError(wrapper._unit.why_apart())
+            wrapper._unit.check_filled()
+            step_in_backward(wrapper._unit)
+            wrapper._unit.step.join(shared)
+            if root._hooked is not None:
+                wrapper._unit.step.average_elsewhere()
+            wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
+            has_any = any(True for _ in wrapper.parameters())
+            wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
+        _check_collectives(shared, [(wrapper._unit, wrapper.compute_device) for wrapper in wrappers])
+        root._cast_buffers(wrappers)
+
+    @torch.inference_mode(False)
+    def _cast_buffers(self, wrappers: list[Stepping]) -> None:
+        """Buffers go to the dtype that the innermost unit around them asks for, once."""
+        done: set[int] = set()
+        for wrapper in reversed(wrappers):
+            dtype = wrapper.mixed_precision.buffer_dtype
+            own: dict[int, torch.dtype] = {}  # of those that it has cast
+            for key, module, name, buffer in _named_buffers(wrapper.module):
+                as_it_was = buffer.dtype
+                if dtype not in (None, as_it_was) and buffer.is_floating_point() and id(buffer) not in done:
+                    buffer = put_buffer(module, name, buffer.to(dtype))
+                    own[id(buffer)] = as_it_was
+                done.add(id(buffer))
+                if id(buffer) in own:  # under each of its names
+                    wrapper._buffer_dtypes.setdefault(key, own[id(buffer)])
+
+    def _casts(self) -> torch.dtype | None:
+        """What floating inputs are cast to."""
+        precision = self.mixed_precision
+        casts = precision.cast_root_forward_inputs if self.check_is_root() else precision.cast_forward_inputs
+        return precision.param_dtype if casts else None
+
+    def _choose_precision(self) -> None:
+        """In full for evaluation, with FSDP_USE_FULL_PREC_IN_EVAL=1: parameters, reductions, buffers and inputs."""
+        module: Any = self._modules[FSDP_WRAPPED_MODULE]
+        in_full = not module.training
+        if in_full != self._in_full:
+            self._compute_in_full(in_full)
+
+    def _compute_in_full(self, in_full: bool) -> None:
+        self._unit.step.compute_in_full(in_full)
+        self._in_full = in_full
+        self._casts_to = None if in_full else self._casts()
+        self._put_buffers(in_full)
+
+    @torch.inference_mode(False)
+    def _put_buffers(self, in_full: bool) -> None:
+        """Have the buffers that are cast in their own dtype, or in the one that they are cast to."""
+        for key, inner, name, buffer in _named_buffers(self.module) if self._buffer_dtypes else ():
+            if key in self._buffer_dtypes:
+                dtype = self._buffer_dtypes[key] if in_full else self.mixed_precision.buffer_dtype
+                put_buffer(inner, name, buffer.to(dtype))
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block gradients are kept unsharded and not reduced. For the root, between steps."""
+        opened: list[tuple[_C.Root, list[object]]] = []
+
+        def begin() -> None:
+            self._check_root("no_sync")
+            if self._unit.step.root is None:
+                self._lazy_init()
+            root: Any = self._unit.step.root
+            block: list[object] = []
+            opened.append((root, block))
+            root.begin_no_sync(block)
+
+        def end() -> None:
+            for root, block in opened:
+                root.end_no_sync(block)
+
+        return _C.Block(begin, end)
+
+    def reset_state(self) -> None:
+        """Leave what is under way, if its end is lost: ``no_sync``, ``summon_full_params``, a load, a pass.
+
+        For the root, and for the case that signals, or a debugger, have kept the end of a block from running, so that
+        calls say that a unit is not idle, or gradients are not reduced. Nothing of a ``summon_full_params`` is written
+        back, a state dict that is half loaded leaves the shards as they are, gradients that ``no_sync`` has kept stay,
+        those of a backward that was broken off go. No communication: each rank may call it alone.
+        Raises: StateError where this is not the root.
+        """
+        if self._outermost() is not self:
+            raise StateError(f"`reset_state()` is for the root: this is {self._unit.name}")
+        wrappers = self.fsdp_modules(self)
+        steps: list[Callable[[], None]] = []
+        for wrapper in wrappers:
+            root: Any = wrapper._unit.step.root
+            if root is not None:
+                steps += [root.end_all_no_sync, root.recover] if root.state != "IDLE" else [root.end_all_no_sync]
+            steps.append(functools.partial(wrapper._end_loading, False))
+            if wrapper._unit.summoned is not None:
+                steps.append(functools.partial(wrapper._unit.summoned.leave, False))
+            steps.append(wrapper._compute_as_set)
+        with _C.Block(lambda: None, functools.partial(in_turn, steps)):
+            leave_forwards()
+
+    def _compute_as_set(self: Any) -> None:
+        """In full precision in an evaluation alone, where that was asked for."""
+        self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
+        if self._in_full and not (self._full_in_eval and not self.module.training):
+            self._compute_in_full(False)
+
+    def sync_params(self) -> None:
+        """Gather the parameters anew wherever they have changed, into what forward and backward gather from.
+
+        For LAYER_ZERO and ZERO_1, whose first forward after a change does it otherwise; nothing for other strategies.
+        A collective call, for the root, between steps. Raises: StateError naming the state and those allowed.
+        """
+        self._check_root("sync_params")
+        if self._unit.step.root is None:
+            self._lazy_init()
+        root: Any = self._unit.step.root
+        root.refresh()
+
+    def refresh(self) -> None:
+        """Take the parameters' values as they are now, whatever has written them, for the next forward and backward.
+
+        For LAYER_ZERO and ZERO_1 after writes that torch does not count, as ``param.data.copy_(average)``, and between
+        micro-batches in ``no_sync`` for units that are not resharded after forward; others gather in every forward. A
+        collective call, for the root, between passes.
+        Raises: StateError naming the state and those allowed.
+        """
+        self._check_root("refresh")
+        for unit in units_of(self.modules()):
+            unit.step.invalidate()
+        self.sync_params()
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module. Where it begins or ends an evaluation, weights may have been exchanged by ``.data``."""
+        if "_unit" in vars(self) and not (mode and self.training):
+            self._unit.step.doubted = 1
+        super().train(mode)
+        return self
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce and average the gradients of all units. For the root, once, before the first forward.
+
+        ``hook(state, gradient, output)``: the padded unsharded gradient of a unit, and the shard to fill; without
+        sharding ``hook(state, gradient)``, in place.
+        """
+        if not callable(hook):
+            raise ValueError(f"expected hook to be callable, got {type(hook).__name__}")
+        if not self.check_is_root():
+            outermost = self._outermost()._unit.name
+            why = StateError(f"this is {self._unit.name} in {outermost}: all units of a tree have one hook")
+            raise StateError("register_comm_hook can only be called on a root instance.") from why
+        self._check_idle("register_comm_hook")
+        if any(wrapper._hooked is not None for wrapper in self.fsdp_modules(self)):
+            raise StateError("A communication hook is already registered")
+        if self._unit.step.root is not None:
+            raise StateError("register_comm_hook: before the first forward")
+        for wrapper in self.fsdp_modules(self):
+            placement = wrapper._placement
+            if is_grid(wrapper._strategy) or (placement.shards > 1 and (placement.replicas > 1 or placement.outer)):
+                raise StateError(
+                    "Communication hook is not supported for hybrid strategies: register_comm_hook is "
+                    f"not for a grid of ranks ({wrapper.sharding_strategy.name})"
+                )
+        hooked = torch_collectives.Hooked(hook, state)
+        for wrapper in self.fsdp_modules(self):
+            wrapper._hooked = hooked
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+
+        A collective call, for the root, between backward and the optimizer's step.
+        Raises: ValueError for gradients of ``no_sync`` that are not reduced yet.
+        """
+        modules = list(self.modules())
+        self._check_root("clip_grad_norm_", modules)
+        units = list(units_of(modules))
+        refuse_unreduced(units, "clip_grad_norm_")
+        params: dict[int, Any] = {id(param): (segment, param) for unit in units for segment, param in unit.parameters()}
+        for param in (param for module in modules for param in module._parameters.values()):
+            if id(param) not in params and isinstance(param, nn.Parameter):  # else a view
+                params[id(param)] = segment_of(param), param
+        return clip(by_group(params.values()), float(max_norm), float(norm_type))
+
+
+def _named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Each buffer below ``module``: each of its names there, the module that has it, its name in that, and itself."""
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                yield without_units(join(path, name)), inner, name, buffer
+
+
+def _refuse_backward(name: str, grad: Tensor) -> None:
+    raise StateError(
+        f"{name}: backward through a forward that was made inside summon_full_params(): parameters are whole there, so "
+        "their gradients would be neither sharded nor reduced. Call it outside of summon_full_params(), or under "
+        "torch.no_grad()"
+    )
+
+
+_OPTIMIZERS = "_in_backward_optimizers"  # torch's: a list of them, each for this parameter alone
+
+
+def step_in_backward(unit: Unit) -> None:
+    """Have such optimizers of ``unit`` step when its gradient was reduced, after which the gradient is gone.
+
+    Raises: StateError, with ``use_orig_params=False``: a flat parameter is of no use to them.
+    """
+    if not any(hasattr(param, _OPTIMIZERS) for _, param in unit.parameters()):
+        return
+    if not unit.options.use_orig_params:
+        raise StateError(f"{unit.name}: an optimizer in backward is only supported with use_orig_params=True")
+    unit.step.reduced = functools.partial(_reduced, weakref.ref(unit))
+
+
+def _reduced(unit: weakref.ref[Unit], part: int) -> None:
+    alive = unit()
+    for original in () if alive is None else alive.segments[part].originals:
+        if original.param.grad is not None:  # it has a piece here
+            for optimizer in getattr(original.param, _OPTIMIZERS, ()):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+
+def _check_collectives(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
+    """Have the collectives of a tree's units checked: each with its device."""
+    found: dict[int, tuple[Sequence, _C.ModelTrace]] = {}
+    for unit, device in units:
+        for which, group in unit.options.placement.traced():
+            sequence = sequence_of(group, device)
+            number = None if group is None or sequence is None else number_of(unit, group)
+            if sequence is not None and number is not None:
+                _, follower = found.setdefault(id(sequence), (sequence, _C.ModelTrace(sequence.order)))
+                unit.step.follow(which, follower, number, sequence.sliced)
+    root.tell(tuple(follower for _, follower in found.values()))
+    for sequence, _ in found.values():
+        sequence.join(other for other, _ in found.values() if other is not sequence)

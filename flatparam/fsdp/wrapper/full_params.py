@@ -1,0 +1,94 @@
+"""The wrapper's full parameters, summoned."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+from typing_extensions import Self
+
+from ..either import or_torchs
+from ..errors import WritebackError
+from ..names import without_units
+from ..unit.base import Wrapper
+from ..unit.summon import refuse_unreduced, summon
+from ..unit.unit import Unit
+
+
+class FullParams(Wrapper):
+    """The part of the wrapper that shows full parameters."""
+
+    @staticmethod
+    @or_torchs
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within the block the parameters of the units under ``module`` are whole, in full precision.
+
+        A collective call. ``writeback``: each rank keeps its own shard of what was written. ``rank0_only``: rank 0 of
+        the group that shares a unit sees them, the others their shards. ``with_grads``: ``.grad`` too.
+        Raises: ValueError in a forward, a backward or another summon, for ``writeback`` with ``rank0_only``, for
+        ``with_grads`` with gradients of ``no_sync`` that are not reduced yet, and where ranks were wrapped with other
+        values than each other: what is whole would be a mixture.
+        """
+
+        def units() -> list[Unit]:
+            if writeback and rank0_only:
+                raise WritebackError(
+                    "writeback=True with rank0_only=True is not supported: it would leave the ranks with different "
+                    "parameters. Pass one of them"
+                )
+            found = []
+            for wrapper in module.modules() if recurse else [module]:
+                if isinstance(wrapper, Wrapper):
+                    wrapper._check_idle(
+                        "summon_full_params: Cannot manually unshard parameters during forward/backward or another "
+                        "summon"
+                    )
+                    found.append(wrapper._unit)
+            for unit in found:
+                unit.check_not_apart("summon_full_params")
+            if with_grads:
+                refuse_unreduced(found, "summon_full_params(with_grads=True)")
+            if offload_to_cpu and not rank0_only:
+                warnings.warn(
+                    "summon_full_params(offload_to_cpu=True) without rank0_only=True holds every parameter once a rank "
+                    "in the memory of each host",
+                    stacklevel=3,
+                )
+            return found
+
+        return summon(
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        )
+
+    def _summon_full_params(
+        self, recurse: bool = True, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """``summon_full_params`` of this unit, and with ``recurse`` those below it."""
+        return self.summon_full_params(self, recurse, writeback, rank0_only, offload_to_cpu)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` on every module, while the parameters of its unit are whole; what it writes is kept."""
+        self._check_idle("apply")
+        with summon(lambda: [self._unit], writeback=True):
+            super().apply(fn)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; while this unit is summoned, with the names of the unwrapped model."""
+        self._forget_interrupted()
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (without_units(name) if self._unit.summoned is not None else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; while this unit is summoned, with the names of the unwrapped model."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (without_units(name) if self._unit.summoned is not None else name), buffer

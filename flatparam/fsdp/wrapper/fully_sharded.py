@@ -1,0 +1,287 @@
+"""The wrapper that users see."""
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+
+from ...common.switches import environment_is_on, fakes
+from ...common.torch_private import TorchsFSDP, _override_module_mixed_precision
+from ..api import ShardingStrategy
+from ..desync.checked_collectives import check_exchanges
+from ..desync.same_unit import check_same_unit, telling
+from ..desync.unit_ids import enroll
+from ..errors import StateError, WritebackError
+from ..interop.patches import refuse_wrapped
+from ..names import FSDP_WRAPPED_MODULE
+from ..sharding.extensions import extensions_of
+from ..sharding.parameters import (
+    Atomic,
+    Options,
+    check_layout_arguments,
+    choose_blocks,
+    default_alignment,
+    find_originals,
+)
+from ..sharding.placement import Placement, check_pair, groups_of_machine, outer_group
+from ..sharding.unit_description import check_device, describe_unit, digests_of
+from ..states.model import ModelStates, after_load, before_load
+from ..states.optimizer import OptimizerStates
+from ..states.state_dict_type import first_settings
+from ..unit.additions import close, take_out
+from ..unit.base import Wrapper
+from ..unit.unit import Unit
+from .arguments import (
+    check_not_shared,
+    check_types,
+    default_groups,
+    first_name,
+    ignored,
+    placement_of,
+    strategy_of_one_rank,
+    warn_of_frozen,
+    warn_of_padding,
+)
+from .copying import Copies, watch_torch
+from .forward import PREFETCH, Stepping
+from .full_params import FullParams
+from .materialize import accelerator_of, device_of, materialize, move, own_modules, parameters_of, synchronize
+from .torch_names import Compatible
+from .wrap import check_not_tied, replace_modules, targets_of
+
+__all__ = ["FullyShardedDataParallel", "StateError", "WritebackError"]
+
+_HOST = torch.device("cpu")
+# What the constructor has besides the arguments of each unit that a policy makes
+_OF_THE_TREE = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
+
+
+class _Class(type):
+    """While our class is in the place of torch's, the models that torch's has wrapped count as its own."""
+
+    is_in_place_of_torchs = False
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        own: bool = super().__instancecheck__(instance)
+        return own or (vars(cls).get("is_in_place_of_torchs", False) and isinstance(instance, TorchsFSDP))
+
+
+class FullyShardedDataParallel(
+    Stepping, FullParams, ModelStates, OptimizerStates, Copies, Compatible, metaclass=_Class
+):
+    """Shards ``module``'s parameters over ranks, with the API of torch's class of this name.
+
+    Args: those of ``torch.distributed.fsdp.FullyShardedDataParallel`` (2.13); ``sharding_strategy`` may be a name, and
+        ``auto_wrap_policy`` a set of classes; and
+        ``placement``: groups to shard over (:class:`Placement`) instead of strategy and process group;
+        ``segments``: a unit may hold parameters of several dtypes, and frozen beside trainable ones, each in a flat
+        parameter of its own: frozen ones have no gradient memory and are not reduced;
+        ``shard_alignment``: bytes, a power of two, at whose multiples parameters and shards start (None: 16 on CUDA,
+        else torch's layout);
+        ``atomic``: what is not cut between ranks: ``"row"``, an index of dimension 0, or a callable(param) that gives
+        the elements of a block;
+        ``offload_grads``: of LAYER_ZERO and LAYER_ZERO_NESTED: sums of micro-batches lie in host memory;
+        ``check_values``: compare digests of the initial values over the ranks.
+
+    ``limit_all_gathers`` holds always: memory is freed in the order of the program, so there is nothing to limit.
+    On an accelerator forward gathers one unit ahead, whatever ``forward_prefetch`` is, from the second time on.
+    Raises: TypeError for an argument of another type; ValueError for arguments that contradict each other or name what
+    is not supported, and where the ranks differ or another one has raised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+        *,
+        placement: Placement | None = None,
+        segments: bool = False,
+        shard_alignment: int | None = None,
+        atomic: Atomic = None,
+        offload_grads: bool = False,
+        check_values: bool = True,
+    ):
+        arguments = {name: value for name, value in locals().items() if name not in _OF_THE_TREE}
+        super().__init__()
+        watch_torch()
+        comparing = default_groups(process_group, device_mesh, placement)
+        with telling(comparing):
+            self._strategy = ShardingStrategy.of(sharding_strategy)
+            if auto_wrap_policy is not None and process_group is device_mesh is placement is None:
+                process_group = arguments["process_group"] = groups_of_machine(self._strategy)
+            self._placement = placement_of(self._strategy, process_group, device_mesh, sharding_strategy, placement)
+            self._strategy = strategy_of_one_rank(self._strategy, self._placement)
+            if placement is not None and placement.copied:
+                check_pair(placement.param, placement.optim, "Placement")
+            if placement is not None and placement.outer is not None:
+                outer_group(placement.param, placement.optim, placement.outer)
+            comparing[:] = self._placement.compared
+            check_types(module=module, **arguments)
+            if isinstance(module, Wrapper):
+                wrapped: Unit = vars(module)["_unit"]
+                raise ValueError(
+                    f"the module is a FullyShardedDataParallel already, {wrapped.name} with {first_name(wrapped)}: "
+                    "wrap it once (its `.module` is what it has wrapped)"
+                )
+            if backward_prefetch not in PREFETCH:
+                raise TypeError(
+                    f"expected backward_prefetch to be a BackwardPrefetch or None, got {backward_prefetch!r}"
+                )
+            check_layout_arguments(shard_alignment, atomic)
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                warnings.warn(
+                    f"FSDP will not all-gather parameters for containers that do not implement forward: "
+                    f"a {type(module).__name__} has none. Wrap the "
+                    "modules in it, or the one that holds it",
+                    stacklevel=2,
+                )
+            self._backward_prefetch = backward_prefetch
+            self._forward_prefetch = forward_prefetch
+            self.limit_all_gathers = limit_all_gathers
+            self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
+            self.cpu_offload = cpu_offload if cpu_offload is not None else CPUOffload()
+            self._use_orig_params = use_orig_params
+            ignored_modules_set, ignored_params = ignored(module, ignored_modules, ignored_states)
+            if self._placement.full_precision and self.mixed_precision.keep_low_precision_grads:
+                raise ValueError(
+                    f"{self._strategy.name} adds gradients in the parameter's own precision: "
+                    "keep_low_precision_grads=True would lose that; leave it out"
+                )
+            if offload_grads and not self._placement.full_precision:
+                raise ValueError(
+                    f"{self._strategy.name} does not offload gradients: offload_grads=True is for LAYER_ZERO and "
+                    "LAYER_ZERO_NESTED, which add them up over micro-batches"
+                )
+            self._ignored_params = ignored_params
+            refuse_wrapped(module, ignored_modules_set)
+            if auto_wrap_policy is not None:
+                self._wrap_descendants(module, auto_wrap_policy, ignored_modules_set, ignored_params, arguments)
+            for inner in module.modules():
+                if isinstance(inner, Wrapper):
+                    ignored_params |= inner._ignored_params
+                    if inner._outer is None or inner._outer() is None:
+                        inner._outer = weakref.ref(self)
+            self._device_id = device = device_of(device_id)
+            own = list(own_modules(module, _is_unit, ignored_modules_set))
+            check_not_shared(module, own)
+            before = parameters_of(own)
+            computes_on = None  # if that is not where the shards lie
+            if self.cpu_offload.offload_params:
+                computes_on = accelerator_of(own, ignored_params, device)
+            materialize(own, ignored_params, param_init_fn, _HOST if computes_on else device)
+            move(own, ignored_params, device, _HOST if computes_on else device, computes_on or device)
+            extensions = extensions_of(self._placement.mesh)
+            originals = find_originals(own, module, ignored_params, extensions, self._placement)
+            choose_blocks(originals, atomic)
+            of_params = computes_on or next((original.param.device for original in originals), device)
+            options = Options(
+                self._placement,
+                self.mixed_precision,
+                use_orig_params,
+                segments,
+                default_alignment(of_params) if shard_alignment is None else shard_alignment,
+                atomic,
+                offload_grads,
+                computes_on,
+                self.cpu_offload.offload_params,
+                extensions,
+            )
+            name = f"the unit of {type(module).__name__}"
+            check_device(name, originals, options)
+            agreed = check_same_unit(
+                describe_unit(name, originals, options),
+                self._placement.compared,
+                self._placement.param if self._placement.copied else None,
+                lambda: digests_of(originals) if check_values and not sync_module_states else {},
+            )
+            comparing.clear()
+            if of_params is not None:
+                check_exchanges(self._placement.groups, of_params)
+            self._placement = self._placement.with_host(of_params)
+            options = dataclasses.replace(options, placement=self._placement)
+            if sync_module_states:
+                synchronize(own, ignored_params, self._placement, computes_on, extensions)
+            self._buffer_dtypes = {}
+            self.add_module(FSDP_WRAPPED_MODULE, module)
+            self._unit = Unit(module, originals, options, name)
+            take_out(self._unit, before)
+            enroll(self._unit, agreed.numbers)
+            self._unit.apart = agreed.apart
+            if agreed.apart:
+                why = self._unit.why_apart()
+                warnings.warn(f"{why}. The first forward raises this, unless values are loaded", stacklevel=2)
+            close(self._unit, [self, *own], ignored_params)
+            warn_of_padding(self._unit)
+            self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
+            self._fakes = fakes()
+            self._missing = []
+            self._settings = first_settings()
+            self.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+
+    def _wrap_descendants(
+        self,
+        module: nn.Module,
+        policy: Any,
+        ignored_modules: set[nn.Module],
+        ignored_params: set[nn.Parameter],
+        arguments: dict[str, Any],
+    ) -> None:
+        for path, inner in module.named_modules():
+            if _is_unit(inner):
+                raise ValueError(
+                    f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
+                    f"{type(module).__name__}: a policy wraps a tree without units"
+                )
+        targets = targets_of(module, policy, ignored_modules, ignored_params, arguments)
+        precision = self.mixed_precision
+        full_precision = tuple(precision._module_classes_to_ignore) if arguments["mixed_precision"] is not None else ()
+        if full_precision:
+            for inner in module.modules():
+                if isinstance(inner, full_precision) and inner is not module and inner not in ignored_modules:
+                    targets[inner] = {**arguments, "mixed_precision": None}
+        if arguments["use_orig_params"] and not arguments["segments"]:
+            warn_of_frozen(module, set(targets), ignored_modules, ignored_params)
+        check_not_tied(module, targets, ignored_modules, ignored_params)
+        if full_precision:
+            names = _override_module_mixed_precision(module, full_precision)
+            if names:
+                warnings.warn(
+                    f"mixed precision is off for modules of {sorted(cls.__name__ for cls in names)}. "
+                    "These modules will be wrapped as separate FSDP units, which compute in full precision",
+                    stacklevel=4,
+                )
+        replace_modules(
+            module,
+            targets,
+            lambda target, kwargs: type(self)(
+                target,
+                **{
+                    **{key: value for key, value in kwargs.items() if key != "auto_wrap_policy"},
+                    "ignored_states": list(ignored_params & set(target.parameters())) or None,
+                },
+            ),
+        )
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, Wrapper)

@@ -1,0 +1,263 @@
+"""Giving a unit's parameters and buffers memory, a device and equal values on all ranks, before they are flattened."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from ...common.tensors import same_storage
+from ...common.torch_private import FSDPExtensions
+from ..desync import checked_collectives
+from ..desync.events import Exchange
+from ..sharding.deferred import template_of
+from ..sharding.extensions import local_state
+from ..sharding.placement import Placement
+from ..sharding.pytrees import DeviceError
+
+_BUCKET_BYTES = 250 * 1024 * 1024
+
+
+def own_modules(
+    module: nn.Module, is_unit: Callable[[nn.Module], bool], ignored: set[nn.Module]
+) -> Iterator[nn.Module]:
+    """``module`` and those below it that are neither ignored nor in another unit, breadth first."""
+    seen = {module}
+    waiting = deque([module])
+    while waiting:
+        current = waiting.popleft()
+        yield current
+        for child in current.children():
+            if child not in seen and child not in ignored and not is_unit(child):
+                seen.add(child)
+                waiting.append(child)
+
+
+def own_state(modules: list[nn.Module], ignored_params: set[nn.Parameter]) -> Iterator[Tensor]:
+    """The parameters and buffers that ``modules`` register themselves, each once."""
+    seen: set[int] = set()
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or id(tensor) in seen or (ignored_params and tensor in ignored_params):
+                continue
+            seen.add(id(tensor))
+            yield tensor
+
+
+def parameters_of(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """The parameters that ``modules`` register themselves, by module and name."""
+    named = ((module, name, param) for module in modules for name, param in module._parameters.items())
+    return {(module, name): param for module, name, param in named if param is not None}
+
+
+def device_of(device_id: int | str | torch.device | None) -> torch.device | None:
+    """The device that ``device_id`` names; one without an index is the current one of its kind."""
+    if device_id is None:
+        return None
+    if isinstance(device_id, int):
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        if kind is None:
+            raise DeviceError(f"device_id={device_id} names an accelerator, there is none: pass torch.device('cpu')")
+        return torch.device(kind.type, device_id)
+    device = torch.device(device_id)
+    if device.index is None and device.type != "cpu":
+        warnings.warn(f"device_id={device} has no index: the current device of this kind is used", stacklevel=4)
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def materialize(
+    modules: list[nn.Module],
+    ignored_params: set[nn.Parameter],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device | None,
+) -> None:
+    """Fill what lies on the meta device: by ``param_init_fn(module)`` for each module, else by ``reset_parameters()``.
+
+    Each call may fill what the module registers itself, and nothing below it. It may put other objects in place: tied
+    parameters and buffers stay tied, with the values of the module that was filled last, and ignored parameters stay
+    ignored, with the values that they had. A new ignored parameter, of one on the meta device, is added to
+    ``ignored_params``.
+    Raises: ValueError for a ``param_init_fn`` that cannot be called or that leaves something on the meta device;
+    AttributeError naming the class that has no ``reset_parameters``.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(f"expected {param_init_fn!r} to be callable, got {type(param_init_fn).__name__}")
+    if not any(tensor.is_meta for tensor in own_state(modules, ignored_params)):
+        return
+    target = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    objects = _Objects(modules, ignored_params)
+    for module in modules:
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif any(tensor.is_meta for tensor in own_state([module], ignored_params)):
+            _reset(module, target)
+        objects.restore(module)
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor not in ignored_params and tensor.is_meta:
+                raise ValueError(
+                    f"param_init_fn left `{name}` of {type(module).__name__} (shape {tuple(tensor.shape)}) on the meta "
+                    "device: it gets every module of the unit, and fills what that module registers itself"
+                )
+
+
+def _reset(module: nn.Module, device: torch.device) -> None:
+    module.to_empty(device=device, recurse=False)
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise AttributeError(
+            f"{type(module).__name__} has parameters or buffers on the meta device and no reset_parameters(): "
+            "define it, or pass param_init_fn"
+        )
+    with torch.no_grad():
+        reset()
+
+
+class _Objects:
+    """Which parameters and buffers were one object, and which were ignored, before modules are filled."""
+
+    def __init__(self, modules: list[nn.Module], ignored_params: set[nn.Parameter]):
+        self._ignored_params = ignored_params
+        self._ignored: dict[nn.Module, list[tuple[str, nn.Parameter, Tensor]]] = {}
+        self._tied: dict[nn.Module, list[tuple[dict[str, Any], str, list[tuple[dict[str, Any], str]]]]] = {}
+        places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        for module in modules:
+            for registered in (module._parameters, module._buffers):
+                for name, tensor in registered.items():
+                    if tensor is None:
+                        continue
+                    if tensor in ignored_params:
+                        self._ignored.setdefault(module, []).append((name, tensor, tensor.data))  # type: ignore[arg-type]
+                    else:
+                        places.setdefault(tensor, []).append((registered, name))
+                        self._tied.setdefault(module, []).append((registered, name, places[tensor]))
+
+    def restore(self, module: nn.Module) -> None:
+        """After ``module`` was filled: let others have what they shared with it, and itself what was ignored."""
+        for name, param, data in self._ignored.get(module, ()):
+            now = module._parameters[name]
+            if param.is_meta and now is not None and now is not param and template_of(now) is None:
+                self._ignored_params.add(now)
+                continue
+            module._parameters[name] = param
+            if not same_storage(param, data):
+                param.data = data
+        for registered, name, places in self._tied.get(module, ()):
+            for others, other in places if len(places) > 1 else ():
+                others[other] = registered[name]
+
+
+def accelerator_of(
+    modules: list[nn.Module], ignored_params: set[nn.Parameter], device: torch.device | None
+) -> torch.device | None:
+    """The device to compute on while the shards lie on the host; None if that is the host itself.
+
+    It is ``device`` where that was given, else the one that the parameters are on, else the current one.
+    """
+    if device is None:
+        devices = [tensor.device for tensor in own_state(modules, ignored_params)]
+        device = next((found for found in devices if found.type not in ("cpu", "meta")), None)
+    kind = torch.accelerator.current_accelerator(check_available=True) if device is None else None
+    if kind is not None:
+        device = torch.device(kind.type, torch.accelerator.current_device_index())
+    return None if device is None or device.type == "cpu" else device
+
+
+def move(
+    modules: list[nn.Module],
+    ignored_params: set[nn.Parameter],
+    device: torch.device | None,
+    of_params: torch.device | None,
+    of_buffers: torch.device | None,
+) -> None:
+    """Move parameters to ``of_params`` and buffers to ``of_buffers``.
+
+    Raises: DeviceError for parameters that lie neither on ``device``, if one was asked for, nor on the CPU.
+    """
+    if of_params is None:
+        return
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or (ignored_params and param in ignored_params):
+                continue
+            if device is not None and param.device != device and param.device.type != "cpu":
+                raise DeviceError(
+                    f"device_id={device}, but parameter `{name}` of {type(module).__name__} is on {param.device}"
+                )
+            moved = None if param.device == of_params else param.data.to(of_params)
+            if moved is not None and type(moved) is Tensor and torch._has_compatible_shallow_copy_type(param, moved):
+                param.data = moved
+            elif moved is not None:  # a device from outside of torch, or a subclass, which holds another tensor
+                torch.utils.swap_tensors(param, nn.Parameter(moved, param.requires_grad))
+            if param.grad is not None:
+                param.grad = param.grad.to(of_params)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and of_buffers is not None:
+                put_buffer(module, name, buffer.to(of_buffers))
+
+
+def put_buffer(module: nn.Module, name: str, value: Tensor) -> Tensor:
+    """Give a buffer the data of ``value``, for all that refer to it, as torch's FSDP does; the buffer.
+
+    Where that cannot be (a device from outside of torch, or a subclass) the module alone gets ``value`` in its place.
+    """
+    buffer = module._buffers[name]
+    if type(value) is type(buffer) is Tensor and torch._has_compatible_shallow_copy_type(buffer, value):
+        buffer.data = value
+        return buffer
+    module._buffers[name] = value
+    return value
+
+
+def synchronize(
+    modules: list[nn.Module],
+    ignored_params: set[nn.Parameter],
+    placement: Placement,
+    device: torch.device | None,
+    extensions: tuple[FSDPExtensions, ...],
+) -> None:
+    """Give every rank the parameters and buffers of the first: over the replicas, then over the ranks that share.
+
+    ``device``: to send them from, where that is not where they lie.
+    """
+    tensors = (local_state(tensor, extensions) for tensor in own_state(modules, ignored_params))
+    states = [tensor for tensor in tensors if tensor.numel() > 0]
+    sent = states if device is None else [tensor.to(device) for tensor in states]
+    for group in (placement.replicate, placement.optim):
+        if group is not None and states:
+            for bucket in _buckets(sent):
+                _broadcast(bucket, group)
+    if device is not None:
+        for state, received in zip(states, sent, strict=True):
+            state.copy_(received)
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """``tensors`` in their order, those of one dtype and device that fit together."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if tensor.nbytes > room.get(kind, 0) and kind in filling:
+            yield filling.pop(kind)
+        if kind not in filling:
+            filling[kind], room[kind] = [], _BUCKET_BYTES
+        filling[kind].append(tensor)
+        room[kind] -= tensor.nbytes
+    yield from filling.values()
+
+
+@torch.no_grad()
+def _broadcast(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
+    """From the first rank of ``group``, in a copy: nothing is changed where Ctrl-C ends the wait."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    checked_collectives.exchange(
+        Exchange.SENDS_MODULES, dist.broadcast, flat.view(torch.uint8), group=group, group_src=0
+    )
+    for tensor, received in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(received.view(tensor.shape))

@@ -1,0 +1,220 @@
+"""What tools read of torch's FullyShardedDataParallel beside its documented API, computed from a unit of ours.
+
+Trainers and torch's own tests reach for these names. Most show a unit; what trainers set or call does what they want of
+it. What only torch's design has (a padded unsharded tensor, streams, a queue of events) is refused by name (absent.py).
+Source: torch 2.13, ``torch/distributed/fsdp/_common_utils.py`` and ``_flat_param.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ...common.torch_private import HandleShardingStrategy, HandleTrainingState, torch_flat_param
+from ..api import TrainingState
+from ..desync.torch_collectives import Hooked
+from ..errors import StateError
+from ..sharding.flat_param import Segment
+from ..sharding.torch_attributes import now
+from ..unit.base import Wrapper
+from . import stored
+from .absent_names import Absent, absent_names, why_absent
+
+
+class Handle:
+    """One flat parameter of a unit, by the names of torch's ``FlatParamHandle``. It is made when it is asked for.
+
+    ``flat_param``: this rank's shard ``[shard_numel]``, with the attributes of torch's ``FlatParameter`` that describe
+    it; inside of ``summon_full_params`` it has all elements ``[numel]``.
+    """
+
+    _wrapper: Compatible
+    _segment: Segment
+
+    def __init__(self, wrapper: Compatible, segment: Segment):
+        vars(self).update(_wrapper=wrapper, _segment=segment)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(why_absent(name, of_handle=True) or f"flatparam's handle has no attribute `{name}`")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SETTABLE:
+            why = why_absent(name, of_handle=True) or f"`{name}` of flatparam's handle, which shows a unit as it is"
+            raise AttributeError(f"cannot set {why}")
+        super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and other._segment is self._segment
+
+    def __hash__(self) -> int:
+        return hash(id(self._segment))
+
+    flat_param = property(attrgetter("_segment.flat"))
+    uses_sharded_strategy = property(attrgetter("_segment.is_sharded"))
+    sharded_grad = property(attrgetter("_segment.flat.grad"))
+    process_group = property(attrgetter("_wrapper.process_group"))
+    rank = property(attrgetter("_wrapper.rank"))
+    world_size = property(attrgetter("_wrapper.world_size"))
+    device = property(attrgetter("_segment.device"))
+    _fully_sharded_module = property(attrgetter("_wrapper.module"))
+    _use_orig_params = property(attrgetter("_segment.use_orig_params"))
+    _offload_params = property(attrgetter("_wrapper.cpu_offload.offload_params"))
+    is_sharded = torch_flat_param.FlatParamHandle.is_sharded
+    shard_metadata = torch_flat_param.FlatParamHandle.shard_metadata
+
+    @property
+    def _sharding_strategy(self) -> HandleShardingStrategy:
+        """torch's strategy of this name; of those that torch has not, the one whose shards lie alike."""
+        like = HandleShardingStrategy.SHARD_GRAD_OP if self.uses_sharded_strategy else HandleShardingStrategy.NO_SHARD
+        return HandleShardingStrategy.__members__.get(self._wrapper.sharding_strategy.name, like)
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The dtype of the shard. To set it is to have masters in it: ``stored.store``."""
+        return self._segment.flat.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        stored.store(self._wrapper, self._segment, dtype)
+
+    @property
+    def _fwd_bwd_param_dtype(self) -> torch.dtype:
+        return self._segment.compute_dtype or self._segment.flat.dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self._segment.reduce_dtype or self._fwd_bwd_param_dtype
+
+    @property
+    def _training_state(self) -> HandleTrainingState:
+        """Idle, summoned, or in the forward or the backward of the model."""
+        if self._wrapper._unit.summoned is not None:
+            return HandleTrainingState.SUMMON_FULL_PARAMS
+        root = self._wrapper._unit.step.root
+        states = {"FORWARD": HandleTrainingState.FORWARD, "BACKWARD": HandleTrainingState.BACKWARD_PRE}
+        return states.get(root.state if root is not None else "", HandleTrainingState.IDLE)
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """Move this rank's shard and its gradients, with the arguments of ``Tensor.to``: see ``stored.move``.
+
+        Local. On each rank, and for each handle of a model, before that runs again.
+        """
+        stored.move(self._wrapper, self._segment, *args, **kwargs)
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Free what the unit has gathered, if asked to: its next forward or backward gathers again. On all ranks.
+
+        Raises: StateError while a forward or backward of the model runs.
+        """
+        self._wrapper._check_idle_here("reshard")
+        if free_unsharded_flat_param and self.uses_sharded_strategy:
+            self._wrapper._unit.step.release()
+
+
+_SETTABLE = ("_orig_param_dtype",)
+
+
+class Unshard:
+    """What ``_unshard(async_op=True)`` returns: a unit gathers in its own forward, so there is nothing to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Compatible(Wrapper):
+    """The part of the wrapper that has torch's private names."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            why = why_absent(name)
+            if why is None:
+                raise
+        raise AttributeError(why)
+
+    @property
+    def _is_root(self) -> bool:
+        """Whether no other unit holds this one, or what a program has set."""
+        return self.check_is_root() if self._root_set is None else self._root_set
+
+    @_is_root.setter
+    def _is_root(self, is_root: bool | None) -> None:
+        """Programs do this to summon a unit on its own, which needs nothing. None: nobody has set it.
+
+        Raises: StateError for the outermost unit, which cannot be another's.
+        """
+        if is_root is not None and not is_root and self.check_is_root():
+            raise StateError(f"{self._unit.name} is in no other unit, so it is the root: wrap its model to change that")
+        self._root_set = None if is_root is None or bool(is_root) == self.check_is_root() else bool(is_root)
+
+    @property
+    def _all_handles(self) -> list[Handle]:
+        """Of this unit and of those below it."""
+        return [Handle(unit, segment) for unit in self.fsdp_modules(self) for segment in unit._unit.segments]
+
+    @property
+    def _handle(self) -> Handle | None:
+        """Of the first flat parameter of this unit; None if it has none. With ``segments`` there are others."""
+        segments = self._unit.segments
+        return Handle(self, segments[0]) if segments else None
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        segments = self._unit.segments
+        return segments[0].flat if segments else None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters of this unit: shards, and while they are gathered or summoned, what is unsharded."""
+        if self._unit.summoned is not None:
+            return [segment.flat for segment in self._unit.segments]
+        views = zip(self._unit.segments, self._unit.step.views(), strict=True)
+        return [now(segment, segment.originals[0].plain(some[0]) if some else None) for segment, some in views]
+
+    @property
+    def _comm_hook(self) -> Any:
+        """The communication hook of the tree; None: there is none."""
+        return None if self._hooked is None else self._hooked.hook
+
+    @_comm_hook.setter
+    def _comm_hook(self, hook: Any) -> None:
+        self._hooked = None if hook is None else Hooked(hook, self._comm_hook_state)
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        """What the hook is called with."""
+        return None if self._hooked is None else self._hooked.state
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether this unit has parameters of its own."""
+        return bool(self._unit.segments)
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """As it was asked for."""
+        return self._forward_prefetch
+
+    _inter_node_pg = property(attrgetter("placement.replicate"))
+
+    def _assert_state(self, state: TrainingState | Iterable[TrainingState]) -> None:
+        """Raises: ValueError unless the unit is in this state, or in one of these."""
+        allowed = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in allowed:
+            raise ValueError(f"expected {self._unit.name} to be in {allowed}, it is in {self.training_state}")
+
+    def _unshard(self, async_op: bool = False) -> Unshard | None:
+        """A hint in torch. Here a unit gathers in its own forward, or one ahead by its own order."""
+        return Unshard() if async_op else None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Return at once, as ``Unshard.wait`` does."""
+
+
+for _name in absent_names():
+    setattr(Compatible, _name, Absent(_name))

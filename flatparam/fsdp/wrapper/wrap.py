@@ -1,0 +1,176 @@
+"""Which modules become units: torch's wrap policies and callables, and putting the units in their place."""
+
+import collections
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsModuleWrapPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from ...common.torch_private import _Policy
+from ...common.warned import is_first_rank, warn_user
+from ..names import join
+
+
+def targets_of(
+    root: nn.Module,
+    policy: Any,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    arguments: dict[str, Any],
+) -> dict[nn.Module, dict[str, Any]]:
+    """The descendants of ``root`` that ``policy`` selects, with the arguments of each; ``root`` itself never is.
+
+    ``policy``: one of torch's policy objects, or a callable that gets the keywords ``module``, ``recurse`` and a count
+    of parameters (``nonwrapped_numel``, or ``unwrapped_params`` as torch 1.12 had it); or a set of classes.
+    Warns if classes are given and no module is of one.
+    """
+    if isinstance(policy, set | frozenset | list | tuple):
+        policy = ModuleWrapPolicy(policy)
+    if isinstance(policy, _Policy):
+        targets = policy._run_policy(root, ignored_modules, dict(arguments))
+    elif isinstance(policy, type):
+        instead = f"ModuleWrapPolicy({{{policy.__name__}}})" if issubclass(policy, nn.Module) else "an object of it"
+        raise TypeError(f"auto_wrap_policy is the class {policy.__name__}: pass {instead}")
+    elif callable(policy):
+        targets = {
+            module: dict(arguments) for module in _ask(root, _with_count(policy), ignored_modules, ignored_params)
+        }
+    else:
+        raise TypeError(
+            f"auto_wrap_policy must be a callable, one of torch's policies or a set of classes, got {policy!r}"
+        )
+    if not targets and is_first_rank():
+        _warn_of_none(root, policy)
+    targets.pop(root, None)
+    return targets
+
+
+class ModuleWrapPolicy(TorchsModuleWrapPolicy):
+    """torch's policy of this name, which takes one class too. Raises: TypeError naming what is no class of modules."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]] | type[nn.Module]):
+        classes = {module_classes} if isinstance(module_classes, type) else set(module_classes)
+        for one in classes:
+            if not isinstance(one, type):
+                raise TypeError(f"expected classes of modules as the units of a policy, got {one!r:.200}")
+        super().__init__(classes)
+
+
+def _classes_of(policy: Any) -> list[type[nn.Module]]:
+    """Those whose modules ``policy`` chooses; none where it chooses otherwise."""
+    if isinstance(policy, TorchsModuleWrapPolicy):
+        return sorted(policy._module_classes, key=lambda one: one.__name__)
+    if isinstance(policy, functools.partial) and policy.func is transformer_auto_wrap_policy:
+        return sorted(policy.keywords.get("transformer_layer_cls", ()), key=lambda one: one.__name__)
+    return []
+
+
+def _warn_of_none(root: nn.Module, policy: Any) -> None:
+    """Say that no module is of a class that ``policy`` names, and of which classes there are some."""
+    named = _classes_of(policy)
+    if named:
+        there = collections.Counter(type(module).__name__ for module in root.modules() if module is not root)
+        found = ", ".join(f"{name} ({count})" for name, count in there.most_common(20)) or "none"
+        warn_user(
+            f"auto_wrap_policy chooses modules of {', '.join(one.__name__ for one in named)}, and "
+            f"{type(root).__name__} has none: all of it is one unit. Its modules are of: {found}"
+        )
+
+
+def _with_count(policy: Callable[..., bool]) -> Callable[[nn.Module, bool, int], bool]:
+    """``policy`` with its arguments in order; the name of the count is read from its signature."""
+    try:
+        names: Iterable[str] = inspect.signature(policy).parameters
+    except ValueError:
+        names = ()
+    count = "unwrapped_params" if "unwrapped_params" in names else "nonwrapped_numel"
+    return lambda module, recurse, numel: policy(module=module, recurse=recurse, **{count: numel})
+
+
+def _ask(
+    root: nn.Module,
+    policy: Callable[[nn.Module, bool, int], bool],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+) -> list[nn.Module]:
+    """Ask ``policy`` about every module, children first, with the count of what is not wrapped below it.
+
+    Source: torch 2.13 ``torch.distributed.fsdp.wrap._recursive_wrap``.
+    """
+    chosen: list[nn.Module] = []
+    wrapped_by: dict[nn.Module, int] = {}
+
+    def visit(module: nn.Module) -> int:
+        """The parameters of ``module`` that are wrapped once it has been asked about."""
+        if module in wrapped_by:
+            return wrapped_by[module]
+        numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+        wrapped = 0
+        if policy(module, True, numel):
+            wrapped = sum(visit(child) for child in module.children() if child not in ignored_modules)
+            if module is not root and policy(module, False, numel - wrapped):
+                chosen.append(module)
+                wrapped = numel
+        wrapped_by[module] = wrapped
+        return wrapped
+
+    visit(root)
+    return chosen
+
+
+def check_not_tied(
+    root: nn.Module, targets: Iterable[nn.Module], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> None:
+    """Refuse a parameter that would be in two units. Raises: ValueError naming both, before anything is wrapped."""
+    units = {root, *targets}
+    found: dict[nn.Parameter, tuple[nn.Module, str, str]] = {}
+    seen: set[tuple[nn.Module, nn.Module]] = set()
+
+    def visit(module: nn.Module, path: str, unit: nn.Module, at: str) -> None:
+        if module in units:
+            unit, at = module, path
+        if (module, unit) in seen:
+            return
+        seen.add((module, unit))
+        for name, param in module._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            fqn = join(path, name)
+            other, other_at, other_fqn = found.setdefault(param, (unit, at, fqn))
+            if other is not unit:
+                raise ValueError(
+                    f"parameter `{fqn}` of the unit of {type(unit).__name__} at `{at}` is shared with `{other_fqn}` of "
+                    f"the unit of {type(other).__name__} at `{other_at}`: each would train a copy of its own. Let the "
+                    "policy put both in one unit, or ignore the parameter"
+                )
+        for name, child in module._modules.items():
+            if child is not None and child not in ignored_modules:
+                visit(child, join(path, name), unit, at)
+
+    visit(root, "", root, "")
+
+
+def replace_modules(
+    root: nn.Module, targets: dict[nn.Module, dict[str, Any]], wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]
+) -> None:
+    """Wrap ``targets``, children first, and put each wrapper wherever in the tree its module stood."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in targets}
+    order: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in module._modules.items():
+            if child in places:
+                places[child].append((module, name))
+            if child is not None and child not in order:
+                visit(child)
+        order[module] = None
+
+    visit(root)
+    for module in [module for module in order if module in targets]:
+        wrapper = wrap(module, targets[module])
+        for parent, name in places[module]:
+            setattr(parent, name, wrapper)
