@@ -86,16 +86,16 @@ const fp_state_table fp_gradient_moves = TABLE(gradient_moves, gradient_states, 
 
 /* ---- its turn in the order of reductions ---- */
 
-enum { OPEN = 1 + FP_TURN_OPEN, COMING, WAITING, PASSED };
-static const unsigned char turn_moves[FP_TURN_EVENTS][FP_TURN_STATES] = {
-    [FP_TURN_EXPECT] = {COMING, 0, COMING, 0},            /* again where a reentrant checkpoint gives more */
-    [FP_TURN_PACK] = {WAITING, WAITING, WAITING, PASSED}, /* kept in no_sync after its turn */
-    [FP_TURN_PASS] = {PASSED, PASSED, PASSED, PASSED},
-    [FP_TURN_FORGET] = {OPEN, OPEN, OPEN, OPEN},
+enum { OPEN = 1 + FP_REDUCE_SLOT_OPEN, COMING, WAITING, PASSED };
+static const unsigned char reduce_slot_moves[FP_REDUCE_SLOT_EVENTS][FP_REDUCE_SLOT_STATES] = {
+    [FP_REDUCE_SLOT_EXPECT] = {COMING, 0, COMING, 0},            /* again where a reentrant checkpoint gives more */
+    [FP_REDUCE_SLOT_PACK] = {WAITING, WAITING, WAITING, PASSED}, /* kept in no_sync after its turn */
+    [FP_REDUCE_SLOT_PASS] = {PASSED, PASSED, PASSED, PASSED},
+    [FP_REDUCE_SLOT_FORGET] = {OPEN, OPEN, OPEN, OPEN},
 };
-static const char *const turn_states[] = {"OPEN", "COMING", "PACKED", "PASSED"};
-static const char *const turn_events[] = {"expect", "pack", "pass", "forget"};
-const fp_state_table fp_turn_moves = TABLE(turn_moves, turn_states, turn_events);
+static const char *const reduce_slot_states[] = {"OPEN", "COMING", "PACKED", "PASSED"};
+static const char *const reduce_slot_events[] = {"expect", "pack", "pass", "forget"};
+const fp_state_table fp_reduce_slot_moves = TABLE(reduce_slot_moves, reduce_slot_states, reduce_slot_events);
 
 /* ---- what .grad shows of it ---- */
 
@@ -107,7 +107,7 @@ static const unsigned char shown_moves[FP_SHOWN_EVENTS][FP_SHOWN_STATES] = {
     [FP_SHOWN_READ] = {REDUCED, REDUCED, REDUCED, REDUCED},
 };
 static const char *const shown_states[] = {"REDUCED", "KEPT", "KEPT_WIDE", "UNREDUCED"};
-static const char *const shown_events[] = {"show_kept", "show_wide", "show_unreduced", "read"};
+static const char *const shown_events[] = {"show_accumulated", "show_wide", "show_unreduced", "read"};
 const fp_state_table fp_shown_moves = TABLE(shown_moves, shown_states, shown_events);
 
 /* ---- moves ---- */

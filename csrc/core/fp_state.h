@@ -12,7 +12,7 @@
  *
  * FORWARD_AGAIN is a forward of a unit whose earlier forward awaits its backward. RECOMPUTING is a forward that runs after
  * backward came to the unit, as activation checkpointing does. The unsharded data of a unit: fp_unit_state. The storage of
- * one flat parameter: fp_data_state. Its gradient: fp_gradient_state, in the order of reductions fp_turn_state, and as .grad shows it
+ * one flat parameter: fp_data_state. Its gradient: fp_gradient_state, in the order of reductions fp_reduce_slot_state, and as .grad shows it
  * fp_shown_state. */
 #pragma once
 
@@ -107,26 +107,26 @@ typedef enum {
 } fp_gradient_event;
 
 typedef enum {
-    FP_TURN_OPEN = 0, /* no gradient was foreseen, and none has come */
-    FP_TURN_COMING,   /* this backward gives it a gradient on this rank */
-    FP_TURN_PACKED,   /* that has come, and waits for its turn */
-    FP_TURN_PASSED,   /* its turn has come in this backward */
-    FP_TURN_STATES,
-} fp_turn_state;
+    FP_REDUCE_SLOT_OPEN = 0, /* no gradient was foreseen, and none has come */
+    FP_REDUCE_SLOT_COMING,   /* this backward gives it a gradient on this rank */
+    FP_REDUCE_SLOT_PACKED,   /* that has come, and waits for its turn */
+    FP_REDUCE_SLOT_PASSED,   /* its turn has come in this backward */
+    FP_REDUCE_SLOT_STATES,
+} fp_reduce_slot_state;
 
 typedef enum {
-    FP_TURN_EXPECT = 0,
-    FP_TURN_PACK,
-    FP_TURN_PASS,
-    FP_TURN_FORGET,
-    FP_TURN_EVENTS,
-} fp_turn_event;
+    FP_REDUCE_SLOT_EXPECT = 0,
+    FP_REDUCE_SLOT_PACK,
+    FP_REDUCE_SLOT_PASS,
+    FP_REDUCE_SLOT_FORGET,
+    FP_REDUCE_SLOT_EVENTS,
+} fp_reduce_slot_event;
 
 typedef enum {
-    FP_SHOWN_REDUCED = 0, /* the gradient of the shard, or none */
-    FP_SHOWN_KEPT,        /* what no_sync has kept, and an optimizer can step with */
-    FP_SHOWN_KEPT_WIDE,   /* what it has kept in another dtype than the parameters': to be rounded for an optimizer */
-    FP_SHOWN_UNREDUCED,   /* what it has kept, and is to be reduced first */
+    FP_SHOWN_REDUCED = 0,      /* the gradient of the shard, or none */
+    FP_SHOWN_ACCUMULATED,      /* the gradient accumulated in no_sync, and an optimizer can step with */
+    FP_SHOWN_ACCUMULATED_WIDE, /* what it has kept in another dtype than the parameters': to be rounded for an optimizer */
+    FP_SHOWN_UNREDUCED,        /* what it has kept, and is to be reduced first */
     FP_SHOWN_STATES,
 } fp_shown_state;
 
@@ -144,7 +144,7 @@ typedef struct {
     const unsigned char *moves;
     unsigned n_states, n_events;
 } fp_state_table;
-extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_turn_moves,
+extern const fp_state_table fp_pass_moves, fp_unit_moves, fp_data_moves, fp_gradient_moves, fp_reduce_slot_moves,
     fp_shown_moves;
 
 /* The state after event. FP_ESTATE if it may not happen in state, FP_EINVAL for a value that is no state or event;

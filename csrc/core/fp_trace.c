@@ -14,7 +14,7 @@ typedef struct {
 } expectation;
 
 enum { FIRST_ROOM = 1 << 8, LONG = 1, SHORT = 2, LAST = 3 };
-enum { RING = FP_ORDER_RECENT + 1 }; /* one of its events may just be written while another thread reads */
+enum { RING = FP_TRACE_RECENT + 1 }; /* one of its events may just be written while another thread reads */
 
 /* Whether an order is broken, an fp_trace_state: counted, as the orders that were joined to it have it too. */
 typedef struct {
@@ -40,7 +40,7 @@ typedef struct joined {
 
 struct fp_trace {
     uint64_t pass;                    /* of this pass so far */
-    uint64_t before[FP_ORDER_PASSES]; /* of those before it, a ring */
+    uint64_t before[FP_TRACE_PASSES]; /* of those before it, a ring */
     uint64_t history;                 /* of all of those */
     uint64_t last;
     _Atomic int64_t passes;
@@ -105,7 +105,7 @@ make_room(fp_trace *order)
     if (2 * (order->used + 3) <= order->room) {
         return FP_OK;
     }
-    if (order->room >= FP_ORDER_MOST) {
+    if (order->room >= FP_TRACE_MOST) {
         memset(order->table, 0, order->room * sizeof *order->table);
         order->used = 0;
         return FP_OK;
@@ -195,11 +195,11 @@ advance(fp_trace *order, uint64_t next, bool new_pass)
 {
     take_missed(order);
     if (new_pass) {
-        order->before[order->passes % FP_ORDER_PASSES] = order->pass;
+        order->before[order->passes % FP_TRACE_PASSES] = order->pass;
         order->passes++;
         order->history = 0;
-        for (int64_t i = 0; i < FP_ORDER_PASSES; i++) {
-            order->history = mix(order->history, order->before[(order->passes + i) % FP_ORDER_PASSES]);
+        for (int64_t i = 0; i < FP_TRACE_PASSES; i++) {
+            order->history = mix(order->history, order->before[(order->passes + i) % FP_TRACE_PASSES]);
         }
         order->pass = 0;
     }
@@ -236,7 +236,7 @@ fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_verdict *v
         expect(order, shorter, next);
         expect(order, shortest, next);
     }
-    *verdict = expected == 0 ? FP_ORDER_NEW : expected == next ? FP_ORDER_EXPECTED : FP_ORDER_OTHER;
+    *verdict = expected == 0 ? FP_TRACE_NEW : expected == next ? FP_TRACE_EXPECTED : FP_TRACE_OTHER;
     advance(order, next, new_pass != 0);
     return FP_OK;
 }
@@ -265,7 +265,7 @@ fp_trace_missed(const fp_trace *order, int64_t *index, uint64_t *digest)
 }
 
 void
-fp_trace_settle(fp_trace *order)
+fp_trace_confirm_not_begun(fp_trace *order)
 {
     order->missed = -1;
 }
@@ -289,7 +289,7 @@ fp_trace_at(const fp_trace *order, int64_t index, uint64_t *event, int *new_pass
         return 0;
     }
     const uint64_t value = atomic_load_explicit(&order->recent[index % RING], memory_order_acquire) - 1;
-    if (index < fp_trace_count(order) - FP_ORDER_RECENT) { /* another event may have taken its place meanwhile */
+    if (index < fp_trace_count(order) - FP_TRACE_RECENT) { /* another event may have taken its place meanwhile */
         return 0;
     }
     *event = value >> 1;

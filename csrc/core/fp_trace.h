@@ -4,7 +4,7 @@
  * is expected follows from the events alone, so processes with the same past expect the same: one whose event was expected
  * needs to ask nobody, because any other process that does something else knows that it does.
  *
- * Events belong to passes. An event is looked for after the same pass so far and the same FP_ORDER_PASSES passes before
+ * Events belong to passes. An event is looked for after the same pass so far and the same FP_TRACE_PASSES passes before
  * it; else after the same pass so far; else, from the second pass on, after the same last event. */
 #pragma once
 
@@ -16,16 +16,16 @@
 #define FP_TRACE_MISSED ((UINT64_C(1) << 62) - 1)
 
 enum {
-    FP_ORDER_PASSES = 16,   /* how far back the longest memory goes */
-    FP_ORDER_RECENT = 4095, /* events that fp_trace_at() finds */
-    FP_ORDER_MOST = 1
+    FP_TRACE_PASSES = 16,   /* how far back the longest memory goes */
+    FP_TRACE_RECENT = 4095, /* events that fp_trace_at() finds */
+    FP_TRACE_MOST = 1
         << 17, /* expectations that are kept; then all are forgotten, by every process after the same event */
 };
 
 typedef enum {
-    FP_ORDER_EXPECTED, /* as every process with this past expects */
-    FP_ORDER_NEW,      /* no process with this past expects anything */
-    FP_ORDER_OTHER,    /* another event was expected */
+    FP_TRACE_EXPECTED, /* as every process with this past expects */
+    FP_TRACE_NEW,      /* no process with this past expects anything */
+    FP_TRACE_OTHER,    /* another event was expected */
 } fp_trace_verdict;
 
 typedef struct fp_trace fp_trace;
@@ -41,11 +41,11 @@ fp_status fp_trace_note(fp_trace *order, uint64_t event, int new_pass, fp_trace_
 void fp_trace_begin(fp_trace *order);
 /* It is begun by code that an exception may leave before or after that. If it was missed, nobody knows whether it has begun. */
 void fp_trace_launch(fp_trace *order);
-/* Events that were missed since the last fp_trace_settle(): 1, and *index of the first of them and a *digest of all are
+/* Events that were missed since the last fp_trace_confirm_not_begun(): 1, and *index of the first of them and a *digest of all are
  * written, which is 0 if one was launched; 0: none. */
 int fp_trace_missed(const fp_trace *order, int64_t *index, uint64_t *digest);
 /* It is known that no process has begun them. */
-void fp_trace_settle(fp_trace *order);
+void fp_trace_confirm_not_begun(fp_trace *order);
 
 /* The following may be called by other threads, too. */
 int64_t fp_trace_count(const fp_trace *order);  /* events so far */

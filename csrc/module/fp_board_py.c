@@ -1,7 +1,7 @@
-/* module/fp_board_py.c -- the heap type flatparam._C.Board: what ranks tell each other of their end; see tensor/fp_board.h. */
+/* module/fp_board_py.c -- the heap type flatparam._C.Board: what ranks tell each other of their end; see desync/fp_board.h. */
 #include "module/fp_tables.h"
 #include "runtime/fp_trace_py.h"
-#include "tensor/fp_watch.h"
+#include "desync/fp_watch.h"
 
 #include "core/fp_alloc.h"
 
@@ -45,9 +45,9 @@ board_appear(board_object *self, PyObject *since)
 }
 
 static PyObject *
-board_join(board_object *self, PyObject *life)
+board_join(board_object *self, PyObject *generation)
 {
-    const char *utf8 = PyUnicode_AsUTF8(life);
+    const char *utf8 = PyUnicode_AsUTF8(generation);
     return utf8 == NULL ? NULL : fp_none_unless(fp_board_join(self->board, utf8));
 }
 
@@ -138,14 +138,14 @@ board_around(board_object *self, PyObject *args)
 static PyObject *
 board_watch(board_object *self, PyObject *args)
 {
-    PyObject *order, *ranks;
+    PyObject *object, *ranks;
     fp_watched watched;
     int64_t *numbers;
-    if (!PyArg_ParseTuple(args, "OsssOd:watch", &order, &watched.group, &watched.device, &watched.prefix, &ranks,
+    if (!PyArg_ParseTuple(args, "OsssOd:watch", &object, &watched.group, &watched.device, &watched.prefix, &ranks,
                           &watched.interval)) {
         return NULL;
     }
-    fp_trace *trace = fp_trace_of(order);
+    fp_trace *trace = fp_trace_of(object);
     if (trace == NULL || fp_as_int64_array(ranks, &numbers, &watched.n) < 0) {
         return NULL;
     }
@@ -160,7 +160,8 @@ static PyMethodDef board_methods[] = {
      "appear($self, since, /)\n--\n\nLet others find this process, and a thread answer their calls.\n\n"
      "since: when its world or process began, in seconds of the wall clock: older signs of others count for nothing."},
     {"join", FP_METHOD(board_join), METH_O,
-     "join($self, life, /)\n--\n\nPost and read below the name of this life, to which ranks have come alike."},
+     "join($self, generation, /)\n--\n\nPost and read below the name of this generation, to which ranks have come "
+     "alike."},
     {"enter", FP_METHOD(board_enter), METH_NOARGS,
      "enter($self, /)\n--\n\nFrom now on this rank reads what others post."},
     {"finish", FP_METHOD(board_finish), METH_NOARGS,
@@ -185,23 +186,24 @@ static PyMethodDef board_methods[] = {
      "around_wait($self, group, device, wait, /)\n--\n\n"
      "Call wait(), in which the current stream begins to wait for a collective that Python has begun over a group."},
     {"watch", FP_METHOD(board_watch), METH_VARARGS,
-     "watch($self, order, group, device, prefix, ranks, interval, /)\n--\n\n"
+     "watch($self, trace, group, device, prefix, ranks, interval, /)\n--\n\n"
      "Look after the ranks of a group every interval seconds, without the GIL.\n\n"
-     "True: they differ, or one is lost or comes to nothing that this rank waits for; order is broken and the "
+     "True: they differ, or one is lost or comes to nothing that this rank waits for; trace is broken and the "
      "communicator aborted. False: the group was destroyed, or stop() was called."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot board_slots[] = {
-    {Py_tp_doc, "Board(group, prefix, beat, own)\n--\n\nWhat the ranks of a world tell each other through its store, "
-                "below prefix.\n\n"
-                "group: the name under which C++ knows the world; beat: seconds without a sign of life after which a "
-                "process counts as "
-                "stopped, 0: never; own: over a connection of its own."},
+    {Py_tp_doc,
+     "HealthBoard(group, prefix, beat, own)\n--\n\nWhat the ranks of a world tell each other through its store, "
+     "below prefix.\n\n"
+     "group: the name under which C++ knows the world; beat: seconds without a sign of generation after which a "
+     "process counts as "
+     "stopped, 0: never; own: over a connection of its own."},
     {Py_tp_new, board_new},
     {Py_tp_dealloc, board_dealloc},
     {Py_tp_methods, board_methods},
     {0, NULL},
 };
 
-PyType_Spec fp_board_type = FP_TYPE("Board", board_object, 0, board_slots);
+PyType_Spec fp_board_type = FP_TYPE("HealthBoard", board_object, 0, board_slots);

@@ -185,8 +185,8 @@ forward_views(fp_module_params *table, PyObject *flat, PyObject *held, int *show
             goto done;
         }
         for (Py_ssize_t i = 0; i < table->n; i++) {
-            const int is_held = i < PyList_GET_SIZE(held) && PyList_GET_ITEM(held, i) == spare[i];
-            const int known = is_known_by(spare[i], 1 + is_held + (shown[i] == spare[i] ? 2 : 0));
+            const int has_borrower = i < PyList_GET_SIZE(held) && PyList_GET_ITEM(held, i) == spare[i];
+            const int known = is_known_by(spare[i], 1 + has_borrower + (shown[i] == spare[i] ? 2 : 0));
             const int direct = known < 0 ? -1 : fp_attributes_is_direct(&table->attributes.items[i]);
             if (direct < 0) {
                 goto done;
@@ -286,12 +286,12 @@ module_params_register_parameters(fp_module_params *table, PyObject *const *args
 
 /* Point the further names of each parameter at the parameter's data. */
 static int
-point_shared(fp_module_params *table, PyObject *given)
+alias_shared(fp_module_params *table, PyObject *given)
 {
     for (Py_ssize_t k = 0; k < table->attributes.n_shared; k++) {
         PyObject *target = PyTuple_GET_ITEM(given, table->n + k);
         PyObject *source = PyTuple_GET_ITEM(given, table->attributes.primary[k]);
-        if (target != source && fp_torch_point_like(target, source) < 0) {
+        if (target != source && fp_torch_alias_like(target, source) < 0) {
             return -1;
         }
     }
@@ -311,8 +311,8 @@ module_params_use_parameters(fp_module_params *table, PyObject *const *args, Py_
     if (given != NULL) {
         plain = fp_torch_all_plain(args, 1) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
         status = !plain || (register_given(table, given, unsafe) == 0 &&
-                            fp_torch_point(fp_items(given), table->geometry, args[0]) == 0 &&
-                            point_shared(table, given) == 0)
+                            fp_torch_alias(fp_items(given), table->geometry, args[0]) == 0 &&
+                            alias_shared(table, given) == 0)
                      ? 0
                      : -1;
     }
@@ -344,11 +344,11 @@ fp_module_params_use_unsharded(PyObject *self, PyObject *const *args, Py_ssize_t
         result = Py_NewRef(Py_None);
         goto done;
     }
-    if (fp_torch_point_flat(args[0], args[1], fp_torch_geometry_total(table->geometry)) < 0) {
+    if (fp_torch_alias_flat(args[0], args[1], fp_torch_geometry_total(table->geometry)) < 0) {
         goto done;
     }
     if (again) {
-        if (fp_torch_point(fp_items(tensors), table->geometry, args[0]) == 0 &&
+        if (fp_torch_alias(fp_items(tensors), table->geometry, args[0]) == 0 &&
             register_all(table, fp_items(tensors), NULL, place) == 0) {
             result = Py_NewRef(args[2]);
         }
@@ -383,9 +383,9 @@ fp_module_params_use_sharded(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (pieces != NULL) {
         plain = fp_torch_all_plain(args, 2) && fp_torch_all_plain(fp_items(given), PyTuple_GET_SIZE(given));
         status =
-            !plain || (fp_torch_point_flat(args[0], args[1], -1) == 0 && register_given(table, given, unsafe) == 0 &&
-                       fp_torch_point_pieces(fp_items(given), table->n, args[0], pieces->starts, pieces->numels) == 0 &&
-                       point_shared(table, given) == 0)
+            !plain || (fp_torch_alias_flat(args[0], args[1], -1) == 0 && register_given(table, given, unsafe) == 0 &&
+                       fp_torch_alias_pieces(fp_items(given), table->n, args[0], pieces->starts, pieces->numels) == 0 &&
+                       alias_shared(table, given) == 0)
                 ? 0
                 : -1;
     }

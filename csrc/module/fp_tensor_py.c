@@ -5,7 +5,7 @@
 #include "tensor/fp_graph.h"
 #include "tensor/fp_shards.h"
 #include "tensor/fp_torch.h"
-#include "tensor/fp_watch.h"
+#include "desync/fp_watch.h"
 #include "module/fp_handle.h"
 
 static PyObject *
@@ -208,10 +208,10 @@ explain_shards(PyObject *module, PyObject *explain)
 }
 
 static PyObject *
-settle(PyObject *module, PyObject *device)
+wait_device(PyObject *module, PyObject *device)
 {
     const char *name = PyUnicode_AsUTF8(device);
-    return name == NULL || fp_settle(name) < 0 ? NULL : Py_NewRef(Py_None);
+    return name == NULL || fp_wait_device(name) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -262,8 +262,9 @@ PyMethodDef fp_tensor_methods[] = {
     {"unseen_by_checkpoints", FP_METHOD(unseen_by_checkpoints), METH_FASTCALL | METH_KEYWORDS,
      "unseen_by_checkpoints($module, call, /, *args, **kwargs)\n--\n\nReturn call(*args, **kwargs). No selective "
      "activation checkpoint keeps anything of it."},
-    {"settle", settle, METH_O,
-     "settle($module, device, /)\n--\n\nWait until the current stream of device, as 'cuda:1', has done all that it was "
+    {"wait_device", wait_device, METH_O,
+     "wait_device($module, device, /)\n--\n\nWait until the current stream of device, as 'cuda:1', has done all that "
+     "it was "
      "given.\n\nNothing is waited for in a capture of a CUDA graph, and where device is the host."},
     {"time_out", time_out, METH_VARARGS,
      "time_out($module, group, device, /)\n--\n\nReturn the seconds after which a collective fails on a type of "

@@ -33,7 +33,7 @@ begin_backward(fp_unit *unit)
 
 /* Nodes of a graph that another backward has recorded may have run before any hook, so autograd cannot refuse them. */
 static int
-check_kept(const fp_unit *unit)
+check_accumulated(const fp_unit *unit)
 {
     for (Py_ssize_t k = 0; unit->for_graph && k < unit->n_flat_params; k++) {
         if (fp_flat_param_versions(&unit->flat_params[k]) != unit->flat_params[k].versions) {
@@ -88,7 +88,7 @@ before_backward_of(fp_unit *unit, uint64_t began)
         return -1;
     }
     unit->task = task;
-    if (check_kept(unit) < 0 || fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
+    if (check_accumulated(unit) < 0 || fp_unshard_check_unchanged(unit) < 0 || fp_unshard_make_full(unit) < 0 ||
         fp_reduce_order_start_reload(root) < 0) {
         return -1;
     }
@@ -101,24 +101,24 @@ before_backward_of(fp_unit *unit, uint64_t began)
     return root->backward_prefetch == FP_PREFETCH_PRE ? prefetch_backward(unit) : 0;
 }
 
-/* What autograd's threads do one at a time in a model, which they hold meanwhile. */
+/* A section that autograd's threads enter one at a time in a model. They hold the model's lock meanwhile. */
 typedef struct {
     fp_unit *unit;
     fp_root *root;
     fp_range *range;
-} turn;
+} backward_section;
 
-/* Take the turn of a unit that is in a model. */
-static turn
-begin_turn(fp_unit *unit, const char *what)
+/* Take the lock of the model that the unit is in. */
+static backward_section
+begin_section(fp_unit *unit, const char *what)
 {
     Py_INCREF(unit);
     fp_iteration_enter(unit->root);
-    return (turn){.unit = unit, .root = unit->root, .range = fp_range_begin(what, unit->name)};
+    return (backward_section){.unit = unit, .root = unit->root, .range = fp_range_begin(what, unit->name)};
 }
 
 static int
-end_turn(turn ours, int status)
+end_section(backward_section ours, int status)
 {
     fp_range_end(ours.range);
     fp_iteration_leave(ours.root);
@@ -126,9 +126,9 @@ end_turn(turn ours, int status)
     return status;
 }
 
-/* Whoever is refused is so at once: a hook of the user that runs in a turn may wait for that thread. */
+/* Check before taking the lock: a user hook that holds the lock may be waiting for this thread, which would be a deadlock. */
 static int
-check_may_turn(const fp_unit *unit)
+check_may_begin_section(const fp_unit *unit)
 {
     return fp_iteration_check_joined(unit) < 0 ? -1 : fp_iteration_check_thread(unit);
 }
@@ -136,11 +136,11 @@ check_may_turn(const fp_unit *unit)
 int
 fp_backward_come_to(void *object, uint64_t began)
 {
-    if (check_may_turn(object) < 0) {
+    if (check_may_begin_section(object) < 0) {
         return -1;
     }
-    const turn ours = begin_turn(object, "pre_backward");
-    return end_turn(ours, before_backward_of(ours.unit, began));
+    const backward_section ours = begin_section(object, "pre_backward");
+    return end_section(ours, before_backward_of(ours.unit, began));
 }
 
 /* Whether other flat parameters of the unit get gradients after these, which the group's backend can reduce in one call. */
@@ -149,7 +149,7 @@ waits_for_others(const fp_unit *unit, const fp_flat_param *flat_param)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *other = &unit->flat_params[k];
-        if (other != flat_param && other->turn == FP_TURN_OPEN && !other->untracked &&
+        if (other != flat_param && other->reduce_slot == FP_REDUCE_SLOT_OPEN && !other->untracked &&
             fp_flat_buffer_is_reached(other->flat)) {
             return fp_unit_can_join(unit, FP_JOIN_REDUCTIONS);
         }
@@ -161,7 +161,7 @@ waits_for_others(const fp_unit *unit, const fp_flat_param *flat_param)
 static int
 reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
 {
-    const int first = flat_param->turn == FP_TURN_OPEN; /* of this backward */
+    const int first = flat_param->reduce_slot == FP_REDUCE_SLOT_OPEN; /* of this backward */
     const int waits = unit->n_flat_params > 1 && first ? waits_for_others(unit, flat_param) : 0;
     if (waits < 0 || (!first && fp_reduction_start_packed(unit) < 0)) {
         return -1;
@@ -171,13 +171,13 @@ reduce_now(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradients)
         is_last = is_last || fp_flat_buffer_is_packed(unit->flat_params[k].flat);
     }
     if (!waits && !is_last) {
-        return fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0
+        return fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0
                    ? -1
                    : fp_reduction_start(unit, flat_param, gradients, FP_REDUCE_ALL);
     }
     return fp_reduction_finish(unit, flat_param) < 0 || /* of another graph in this pass */
-                   fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->master) < 0 ||
-                   fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0
+                   fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard) < 0 ||
+                   fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0
                ? -1
            : waits ? 0
                    : fp_reduction_start_packed(unit);
@@ -188,16 +188,15 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
 {
     fp_root *root = unit->root;
     if (begin_backward(unit) < 0 || /* no output of the unit had a hook: who called backward went around it */
-        check_kept(unit) < 0) {
+        check_accumulated(unit) < 0) {
         return -1;
     }
     /* Reentrant checkpoints run parts of the unit as graph tasks of their own: more gradients will come. */
     const int more = has_come(unit) && unit->task != fp_graph_task();
-    const int reduces =
-        root->synchronize || flat_param->refresh_group != NULL; /* nested: in part, in each micro-batch */
+    const int reduces = root->synchronize || flat_param->outer_group != NULL; /* nested: in part, in each micro-batch */
     if ((flat_param->params != NULL &&
          fp_gradients_drop_frozen(gradients, fp_items(flat_param->params), flat_param->n) < 0) ||
-        fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+        fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
         return -1;
     }
     if (!more && fp_unshard_pass(unit, flat_param) < 0) {
@@ -208,24 +207,24 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
     }
     if (!reduces || more) {
         flat_param->deferred = reduces;
-        if (fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->master) < 0) {
+        if (fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard) < 0) {
             return -1;
         }
-        return more && flat_param->turn != FP_TURN_PACKED
+        return more && flat_param->reduce_slot != FP_REDUCE_SLOT_PACKED
                    ? 0
-                   : fp_reduce_order_move(unit, flat_param, more ? FP_TURN_EXPECT : FP_TURN_PACK);
+                   : fp_reduce_order_move(unit, flat_param, more ? FP_REDUCE_SLOT_EXPECT : FP_REDUCE_SLOT_PACK);
     }
     if (fp_reduce_order_has(unit, flat_param)) {
         return fp_reduction_finish(unit, flat_param) < 0 ||
-                       fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->master) < 0 ||
-                       fp_reduce_order_move(unit, flat_param, FP_TURN_PACK) < 0
+                       fp_flat_buffer_pack(flat_param->flat, gradients, flat_param->shard) < 0 ||
+                       fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PACK) < 0
                    ? -1
                    : fp_reduce_order_flush(root, root->cursor);
     }
     if (!unit->has_secondary_shard) {
         return reduce_now(unit, flat_param, gradients);
     }
-    if (fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0) {
+    if (fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0) {
         return -1;
     }
     return fp_reduction_start(unit, flat_param, gradients, root->synchronize ? FP_REDUCE_ALL : FP_REDUCE_INNER);
@@ -234,14 +233,14 @@ gradients_ready_of(fp_unit *unit, fp_flat_param *flat_param, fp_gradients *gradi
 static int
 gradients_ready(void *object, int index, fp_gradients *gradients)
 {
-    if (check_may_turn(object) < 0) {
+    if (check_may_begin_section(object) < 0) {
         return -1;
     }
-    const turn ours = begin_turn(object, "post_backward");
-    return end_turn(ours, gradients_ready_of(ours.unit, &ours.unit->flat_params[index], gradients));
+    const backward_section ours = begin_section(object, "post_backward");
+    return end_section(ours, gradients_ready_of(ours.unit, &ours.unit->flat_params[index], gradients));
 }
 
-/* A loss has parameters in it as they are (a penalty on weights): what no_sync has kept goes out of .grad, so that autograd
+/* A loss has parameters in it as they are (a penalty on weights): the gradient accumulated in no_sync goes out of .grad, so that autograd
  * finds a gradient of the shard there, or none. */
 static int
 before_accumulation(void *object, int index)
@@ -251,13 +250,14 @@ before_accumulation(void *object, int index)
     if (unit->root == NULL || flat_param->shown == FP_SHOWN_REDUCED) {
         return unit->root == NULL ? 0 : fp_flat_param_check_grads(flat_param, PyUnicode_AsUTF8(unit->name));
     }
-    if (check_may_turn(unit) < 0) {
+    if (check_may_begin_section(unit) < 0) {
         return -1;
     }
-    const turn ours = begin_turn(unit, "before_accumulation");
-    return end_turn(
-        ours,
-        begin_backward(unit) < 0 || fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ? -1 : 0);
+    const backward_section ours = begin_section(unit, "before_accumulation");
+    return end_section(ours, begin_backward(unit) < 0 ||
+                                     fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0
+                                 ? -1
+                                 : 0);
 }
 
 /* Where nothing is sharded, a parameter can be used outside of its unit's forward (a layer that reads the weight of another
@@ -270,7 +270,8 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
     if (unit->root == NULL) {
         return 0;
     }
-    const int hooks = check_may_turn(unit) < 0 ? -1 : fp_graph_has_hooks(PyTuple_GET_ITEM(flat_param->owners, i));
+    const int hooks =
+        check_may_begin_section(unit) < 0 ? -1 : fp_graph_has_hooks(PyTuple_GET_ITEM(flat_param->owners, i));
     if (hooks > 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameter `%U` has hooks, and is used outside of the forward of its unit, so they would be "
@@ -281,12 +282,12 @@ param_gradient(void *object, int index, Py_ssize_t i, fp_gradients *gradients)
     if (hooks != 0) {
         return -1;
     }
-    const turn ours = begin_turn(unit, "param_gradient");
-    return end_turn(ours, begin_backward(unit) < 0 ||
-                                  fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ||
-                                  fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->master) < 0
-                              ? -1
-                              : 1);
+    const backward_section ours = begin_section(unit, "param_gradient");
+    return end_section(ours, begin_backward(unit) < 0 ||
+                                     fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0 ||
+                                     fp_flat_buffer_accumulate(flat_param->flat, gradients, flat_param->shard) < 0
+                                 ? -1
+                                 : 1);
 }
 
 /* The gradients of a forward's inputs are there, so what is frozen is not needed for that forward any more. For how many
@@ -355,7 +356,7 @@ finish_step_of(fp_unit *unit)
         }
         if (root->synchronize &&
             fp_flat_buffer_has_accumulated(flat_param->flat)) { /* of micro-batches before; none came in this one */
-            if (fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+            if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
                 return -1;
             }
             flat_param->deferred = fp_flat_buffer_has_accumulated(flat_param->flat);
@@ -365,12 +366,12 @@ finish_step_of(fp_unit *unit)
              fp_reduction_finish(unit, flat_param) < 0)) {
             return -1;
         }
-        if (fp_flat_buffer_settle_copies(flat_param->flat) < 0) {
+        if (fp_flat_buffer_wait_copies(flat_param->flat) < 0) {
             return -1;
         }
         if (flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat) &&
             (watch(unit, k, takes_from_outside(flat_param)) < 0 ||
-             fp_flat_param_show_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0)) {
+             fp_flat_param_show_accumulated(flat_param, PyUnicode_AsUTF8(unit->name)) < 0)) {
             return -1;
         }
     }
@@ -388,7 +389,7 @@ finish_step_of(fp_unit *unit)
     }
     for (Py_ssize_t k = 0; root->synchronize && k < unit->n_flat_params; k++) { /* the optimizer steps next */
         const fp_flat_param *flat_param =
-            &unit->flat_params[k]; /* whose masters may be written in ways that no version tells of */
+            &unit->flat_params[k]; /* whose shards may be written in ways that no version tells of */
         if (flat_param->has_secondary_shard && !flat_param->untracked &&
             fp_flat_buffer_forget_values(flat_param->flat) < 0) {
             return -1;
@@ -444,11 +445,11 @@ finish(void *root_pointer, uint64_t ignored)
     return status;
 }
 
-const fp_module_params_calls fp_backward_unit_calls = {
+const fp_unit_callbacks fp_backward_unit_calls = {
     .before_backward = fp_backward_come_to,
     .gradients_ready = gradients_ready,
     .before_accumulation = before_accumulation,
     .inputs_done = inputs_done,
     .param_gradient = param_gradient,
 };
-const fp_module_params_calls fp_backward_root_calls = {.before_backward = finish};
+const fp_unit_callbacks fp_backward_root_calls = {.before_backward = finish};

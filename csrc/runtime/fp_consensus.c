@@ -1,5 +1,5 @@
-/* runtime/fp_consensus.c -- see fp_consensus.h. What is told is small integers, added over the ranks of a group, and at their end
- * one for each rank: which unit (from 1 on) an error of that rank is of. */
+/* runtime/fp_consensus.c -- see fp_consensus.h. One int32 all-reduce: the flags of each unit, then one slot a
+ * rank with 1 + the index of the unit in which that rank failed (0: none). */
 #include "runtime/fp_consensus.h"
 
 #include "core/fp_alloc.h"
@@ -132,7 +132,7 @@ typedef struct {
 static int
 ask_old(fp_unit *unit)
 {
-    const int looked = fp_unshard_look_over(unit);
+    const int looked = fp_unshard_sync_user_writes(unit);
     return looked != 0 ? looked : fp_fresh_is_old(unit);
 }
 
@@ -221,7 +221,7 @@ fp_consensus_note_error(fp_root *root, const fp_unit *unit)
 static Py_ssize_t
 n_owners(const fp_flat_param *flat_param)
 {
-    return flat_param->refresh_group == NULL ? 0 : PyTuple_GET_SIZE(flat_param->owners);
+    return flat_param->outer_group == NULL ? 0 : PyTuple_GET_SIZE(flat_param->owners);
 }
 
 static int
@@ -241,7 +241,7 @@ tell(const fp_root *root, fp_exchange *exchange)
         fp_unit *unit = exchange->units[i];
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
             const fp_flat_param *flat_param = &unit->flat_params[k];
-            *flag++ = flat_param->turn == FP_TURN_COMING;
+            *flag++ = flat_param->reduce_slot == FP_REDUCE_SLOT_COMING;
             *flag++ = fp_flat_buffer_has_accumulated(flat_param->flat);
             for (Py_ssize_t owner = 0; owner < n_owners(flat_param); owner++) {
                 *flag++ = flat_param->cleared[owner];
@@ -264,7 +264,7 @@ keeps_copy(const fp_unit *unit)
 static int
 is_nested(const fp_unit *unit)
 {
-    return unit->has_secondary_shard && unit->flat_params[0].refresh_group != NULL;
+    return unit->has_secondary_shard && unit->flat_params[0].outer_group != NULL;
 }
 
 int
@@ -292,13 +292,13 @@ hear(fp_exchange *exchange)
         for (Py_ssize_t k = 0; k < exchange->units[i]->n_flat_params; k++) {
             fp_flat_param *flat_param = &exchange->units[i]->flat_params[k];
             flat_param->wanted = *flag++ != 0;
-            flat_param->wanted_kept = *flag++ != 0;
-            if (flat_param->refresh_group != NULL) {
-                const int left = fp_flat_param_clear_kept(flat_param, flag);
+            flat_param->wanted_accumulated = *flag++ != 0;
+            if (flat_param->outer_group != NULL) {
+                const int left = fp_flat_param_clear_accumulated(flat_param, flag);
                 if (left < 0) {
                     return -1;
                 }
-                flat_param->wanted_kept = flat_param->wanted_kept && left;
+                flat_param->wanted_accumulated = flat_param->wanted_accumulated && left;
             }
             flag += n_owners(flat_param);
         }

@@ -5,7 +5,7 @@
 #include "python/fp_entries.h"
 #include "tensor/fp_shards.h"
 
-int64_t fp_flat_param_unfit;
+int64_t fp_flat_param_not_steppable;
 
 /* What has .grad, and what the shard has of it. */
 static fp_param_pieces
@@ -21,15 +21,15 @@ owners_of(const fp_flat_param *flat_param)
 /* ---- what modules and .grad show ---- */
 
 static int
-is_unfit(const fp_flat_param *flat_param)
+is_not_steppable(const fp_flat_param *flat_param)
 {
-    return flat_param->shown == FP_SHOWN_KEPT_WIDE || flat_param->shown == FP_SHOWN_UNREDUCED;
+    return flat_param->shown == FP_SHOWN_ACCUMULATED_WIDE || flat_param->shown == FP_SHOWN_UNREDUCED;
 }
 
 static int
 move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
 {
-    const int was_unfit = is_unfit(flat_param);
+    const int was_not_steppable = is_not_steppable(flat_param);
     unsigned next;
     if (fp_state_next(&fp_shown_moves, flat_param->shown, event, &next) != FP_OK) {
         char text[FP_STATE_MESSAGE_BYTES];
@@ -38,18 +38,18 @@ move_shown(fp_flat_param *flat_param, fp_shown_event event, const char *name)
         return -1;
     }
     flat_param->shown = next;
-    fp_flat_param_unfit += is_unfit(flat_param) - was_unfit;
+    fp_flat_param_not_steppable += is_not_steppable(flat_param) - was_not_steppable;
     return 0;
 }
 
-/* Where nothing is sharded, what is kept is the gradient of this rank, unless a reduced one was put aside. */
+/* Where nothing is sharded, the accumulated gradient is the gradient of this rank, unless a reduced one was put aside. */
 static fp_shown_event
 event_of_showing(const fp_flat_param *flat_param)
 {
-    if (flat_param->shard_group != NULL || flat_param->saved != NULL) {
+    if (flat_param->shard_group != NULL || flat_param->deferred_reduced != NULL) {
         return FP_SHOWN_SHOW_UNREDUCED;
     }
-    return fp_param_is_low(flat_param->master) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_KEPT;
+    return fp_param_is_low(flat_param->shard) ? FP_SHOWN_SHOW_WIDE : FP_SHOWN_SHOW_KEPT;
 }
 
 PyObject *
@@ -137,8 +137,7 @@ int64_t
 fp_flat_param_versions(const fp_flat_param *flat_param)
 {
     return fp_param_versions(fp_items(flat_param->owners), flat_param->numels, PyTuple_GET_SIZE(flat_param->owners)) +
-           fp_param_versions(&flat_param->master, NULL, 1) +
-           fp_flat_buffer_sources(flat_param->flat, flat_param->master);
+           fp_param_versions(&flat_param->shard, NULL, 1) + fp_flat_buffer_sources(flat_param->flat, flat_param->shard);
 }
 
 int
@@ -234,7 +233,7 @@ fp_flat_param_find_moved(fp_flat_param *flat_param)
 {
     if (flat_param->params != NULL) {
         const fp_param_pieces owners = owners_of(flat_param); /* the same as the parameters */
-        const Py_ssize_t moved = fp_param_moved(&owners, flat_param->master);
+        const Py_ssize_t moved = fp_param_moved(&owners, flat_param->shard);
         if (moved >= 0) {
             return moved;
         }
@@ -243,13 +242,13 @@ fp_flat_param_find_moved(fp_flat_param *flat_param)
 }
 
 int
-fp_flat_param_point(fp_flat_param *flat_param)
+fp_flat_param_alias(fp_flat_param *flat_param)
 {
     if (flat_param->params == NULL) {
         return 0;
     }
     const fp_param_pieces owners = owners_of(flat_param);
-    return fp_torch_set_shards(&owners, flat_param->master, flat_param->in_rows, flat_param->is_sharded);
+    return fp_torch_set_shards(&owners, flat_param->shard, flat_param->in_rows, flat_param->is_sharded);
 }
 
 int
@@ -260,7 +259,7 @@ fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name)
     }
     PyObject *views = Py_NewRef(flat_param->views);
     Py_ssize_t misfit;
-    int status = fp_flat_buffer_take_written(flat_param->flat, flat_param->master, fp_items(views), &misfit);
+    int status = fp_flat_buffer_take_written(flat_param->flat, flat_param->shard, fp_items(views), &misfit);
     if (status >= 0 && misfit == flat_param->n) {
         PyErr_Format(PyExc_RuntimeError,
                      "%U: a parameter was changed in place at a time when the module's tensors are out of date, so the "
@@ -318,12 +317,14 @@ clear_grads(fp_flat_param *flat_param)
 static int
 show_saved(fp_flat_param *flat_param)
 {
-    PyObject *saved = flat_param->saved;
+    PyObject *deferred_reduced = flat_param->deferred_reduced;
     const fp_param_pieces owners = owners_of(flat_param);
-    flat_param->saved = NULL;
-    const fp_reduced reduced = {.tensor = saved, .divisor = 1.0, .dtype = -1};
-    const int status = saved == NULL ? 0 : fp_gradients_add_pieces(&owners, flat_param->in_saved, &reduced, NULL);
-    Py_XDECREF(saved);
+    flat_param->deferred_reduced = NULL;
+    const fp_reduced reduced = {.tensor = deferred_reduced, .divisor = 1.0, .dtype = -1};
+    const int status = deferred_reduced == NULL
+                           ? 0
+                           : fp_gradients_add_pieces(&owners, flat_param->in_deferred_reduced, &reduced, NULL);
+    Py_XDECREF(deferred_reduced);
     return status;
 }
 
@@ -359,25 +360,25 @@ fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name)
 }
 
 static int
-read_kept(fp_flat_param *flat_param, const char *name, int drops_zeros)
+read_accumulated(fp_flat_param *flat_param, const char *name, int drops_zeros)
 {
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
     move_shown(flat_param, FP_SHOWN_READ, name);
-    PyObject *kept =
+    PyObject *accumulated =
         fp_flat_param_check_grads(flat_param, name) < 0 ? NULL : fp_flat_buffer_accumulated_grad(flat_param->flat);
     const fp_param_pieces owners = owners_of(flat_param);
-    const fp_put_aside aside = {.tensor = &flat_param->saved,
-                                .like = flat_param->master,
-                                .has = flat_param->in_saved,
-                                .owed = flat_param->owed};
-    const Py_ssize_t shown = kept == NULL ? -1
-                             : flat_param->refresh_group == NULL
-                                 ? fp_gradients_check_kept(&owners, kept, aside, drops_zeros)
-                                 : fp_gradients_check_pieces(&owners, kept, aside, flat_param->kept_first,
+    const fp_put_aside aside = {.tensor = &flat_param->deferred_reduced,
+                                .like = flat_param->shard,
+                                .has = flat_param->in_deferred_reduced,
+                                .frozen_share = flat_param->frozen_share};
+    const Py_ssize_t shown = accumulated == NULL ? -1
+                             : flat_param->outer_group == NULL
+                                 ? fp_gradients_check_accumulated(&owners, accumulated, aside, drops_zeros)
+                                 : fp_gradients_check_pieces(&owners, accumulated, aside, flat_param->accumulated_first,
                                                              flat_param->own, name, flat_param->cleared);
-    Py_XDECREF(kept);
+    Py_XDECREF(accumulated);
     if (shown < -1) {
         refuse_gradient(flat_param, -2 - shown, name, written_in_place);
     }
@@ -393,9 +394,9 @@ read_kept(fp_flat_param *flat_param, const char *name, int drops_zeros)
 }
 
 int
-fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name)
+fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name)
 {
-    return read_kept(flat_param, name, 0);
+    return read_accumulated(flat_param, name, 0);
 }
 
 int
@@ -406,27 +407,28 @@ fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, 
     }
     const fp_param_pieces owners = owners_of(flat_param);
     for (Py_ssize_t i = 0; i < owners.n; i++) {
-        flat_param->gets[i] = (char)(fp_param_requires_grad(owners.params[i]) || flat_param->owed[i]);
-        flat_param->owed[i] = 0;
+        flat_param->receives[i] = (char)(fp_param_requires_grad(owners.params[i]) || flat_param->frozen_share[i]);
+        flat_param->frozen_share[i] = 0;
     }
-    return fp_gradients_add_pieces(&owners, flat_param->gets, reduced, name);
+    return fp_gradients_add_pieces(&owners, flat_param->receives, reduced, name);
 }
 
 int
-fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared)
+fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleared)
 {
     Py_ssize_t left = 0;
-    PyObject *kept = fp_flat_buffer_accumulated_grad(flat_param->flat);
-    int status = kept == NULL ? -1 : 0;
+    PyObject *accumulated = fp_flat_buffer_accumulated_grad(flat_param->flat);
+    int status = accumulated == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
         flat_param->cleared[i] = 0;
-        left +=
-            (fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i)) || flat_param->owed[i]) && cleared[i] == 0;
-        if (status == 0 && kept != Py_None && cleared[i] != 0) {
-            status = fp_gradients_clear_kept(flat_param->owner_geometry, i, kept, flat_param->kept_first);
+        left += (fp_param_requires_grad(PyTuple_GET_ITEM(flat_param->owners, i)) || flat_param->frozen_share[i]) &&
+                cleared[i] == 0;
+        if (status == 0 && accumulated != Py_None && cleared[i] != 0) {
+            status = fp_gradients_clear_accumulated(flat_param->owner_geometry, i, accumulated,
+                                                    flat_param->accumulated_first);
         }
     }
-    Py_XDECREF(kept);
+    Py_XDECREF(accumulated);
     if (status == 0 && left == 0) {
         fp_flat_buffer_drop_grads(flat_param->flat, 1);
     }
@@ -434,26 +436,26 @@ fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared)
 }
 
 void
-fp_flat_param_drop_kept(fp_flat_param *flat_param)
+fp_flat_param_drop_accumulated(fp_flat_param *flat_param)
 {
-    if (fp_flat_param_read_kept(flat_param, "") < 0) {
+    if (fp_flat_param_note_user_edits(flat_param, "") < 0) {
         PyErr_Clear(); /* what was done to it does not matter any more */
     }
     fp_flat_buffer_drop_grads(flat_param->flat, 1);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
-        flat_param->owed[i] = 0;
+        flat_param->frozen_share[i] = 0;
     }
 }
 
 int
-fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, PyObject *owed)
+fp_flat_param_set_accumulated(fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share)
 {
-    fp_flat_param_drop_kept(flat_param);
-    if (kept != Py_None && fp_flat_buffer_set_accumulated(flat_param->flat, kept) < 0) {
+    fp_flat_param_drop_accumulated(flat_param);
+    if (accumulated != Py_None && fp_flat_buffer_set_accumulated(flat_param->flat, accumulated) < 0) {
         return -1;
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(flat_param->owners); i++) {
-        flat_param->owed[i] = kept != Py_None && PyTuple_GET_ITEM(owed, i) == Py_True;
+        flat_param->frozen_share[i] = accumulated != Py_None && PyTuple_GET_ITEM(frozen_share, i) == Py_True;
     }
     return 0;
 }
@@ -464,45 +466,46 @@ fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int 
     if (flat_param->shown == FP_SHOWN_REDUCED) {
         return 0;
     }
-    if (read_kept(flat_param, name, drops_zeros) < 0) {
+    if (read_accumulated(flat_param, name, drops_zeros) < 0) {
         return -1;
     }
-    return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_kept(flat_param, name) : 0;
+    return fp_flat_buffer_has_accumulated(flat_param->flat) ? fp_flat_param_show_accumulated(flat_param, name) : 0;
 }
 
 int
-fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name)
+fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name)
 {
-    PyObject *kept =
+    PyObject *accumulated =
         fp_flat_param_check_grads(flat_param, name) < 0 ? NULL : fp_flat_buffer_accumulated_grad(flat_param->flat);
-    if (kept == NULL) {
+    if (accumulated == NULL) {
         return -1;
     }
     const fp_param_pieces owners = owners_of(flat_param);
-    PyObject *saved = fp_gradients_collect(&owners, flat_param->master, flat_param->in_saved);
-    int status = saved == NULL ? -1 : 0;
-    if (saved == Py_None) {
-        Py_CLEAR(saved);
+    PyObject *deferred_reduced = fp_gradients_collect(&owners, flat_param->shard, flat_param->in_deferred_reduced);
+    int status = deferred_reduced == NULL ? -1 : 0;
+    if (deferred_reduced == Py_None) {
+        Py_CLEAR(deferred_reduced);
     }
-    Py_XSETREF(flat_param->saved, saved); /* of a call that failed */
-    if (status == 0 && saved != NULL && flat_param->shard_group == NULL && flat_param->replicate_group == NULL) {
-        status = fp_torch_convert(kept, saved, 1); /* there is nobody to reduce it with */
-        Py_CLEAR(flat_param->saved);
+    Py_XSETREF(flat_param->deferred_reduced, deferred_reduced); /* of a call that failed */
+    if (status == 0 && deferred_reduced != NULL && flat_param->shard_group == NULL &&
+        flat_param->replicate_group == NULL) {
+        status = fp_torch_convert(accumulated, deferred_reduced, 1); /* there is nobody to reduce it with */
+        Py_CLEAR(flat_param->deferred_reduced);
         for (Py_ssize_t i = 0; i < owners.n; i++) {
-            flat_param->owed[i] = (char)(flat_param->owed[i] || flat_param->in_saved[i]);
+            flat_param->frozen_share[i] = (char)(flat_param->frozen_share[i] || flat_param->in_deferred_reduced[i]);
         }
     }
     for (Py_ssize_t i = 0; i < owners.n; i++) {
-        flat_param->gets[i] = (char)(flat_param->owed[i] || fp_param_requires_grad(owners.params[i]));
+        flat_param->receives[i] = (char)(flat_param->frozen_share[i] || fp_param_requires_grad(owners.params[i]));
     }
-    if (status == 0 && flat_param->saved != NULL) {
-        status = fp_flat_buffer_settle_copies(flat_param->flat) < 0 ? -1 : fp_gradients_mark_zeros(kept);
+    if (status == 0 && flat_param->deferred_reduced != NULL) {
+        status = fp_flat_buffer_wait_copies(flat_param->flat) < 0 ? -1 : fp_gradients_mark_zeros(accumulated);
     }
     if (status == 0) {
-        const int64_t own = flat_param->refresh_group == NULL ? -1 : flat_param->own;
-        status = fp_gradients_show_kept(&owners, flat_param->gets, kept, own);
+        const int64_t own = flat_param->outer_group == NULL ? -1 : flat_param->own;
+        status = fp_gradients_show_accumulated(&owners, flat_param->receives, accumulated, own);
     }
-    Py_DECREF(kept);
+    Py_DECREF(accumulated);
     return status < 0 ? -1 : move_shown(flat_param, event_of_showing(flat_param), name);
 }
 
@@ -532,7 +535,7 @@ static int
 read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t total, int64_t shard_numel)
 {
     flat_param->owners =
-        flat_param->params != NULL ? Py_NewRef(flat_param->params) : PyTuple_Pack(1, flat_param->master);
+        flat_param->params != NULL ? Py_NewRef(flat_param->params) : PyTuple_Pack(1, flat_param->shard);
     if (flat_param->owners == NULL) {
         return -1;
     }
@@ -547,10 +550,10 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
         return -1;
     }
     flat_param->numels = flat_param->starts + n;
-    flat_param->in_saved = flat_param->cleared + n;
-    flat_param->owed = flat_param->in_saved + n;
-    flat_param->gets = flat_param->owed + n;
-    flat_param->in_rows = flat_param->gets + n;
+    flat_param->in_deferred_reduced = flat_param->cleared + n;
+    flat_param->frozen_share = flat_param->in_deferred_reduced + n;
+    flat_param->receives = flat_param->frozen_share + n;
+    flat_param->in_rows = flat_param->receives + n;
     for (Py_ssize_t i = 0; i < n; i++) {
         long long start, count;
         int in_rows;
@@ -582,7 +585,7 @@ read_owners(fp_flat_param *flat_param, PyObject *pieces, int64_t numel, int64_t 
 static int
 check_tensors(const fp_flat_param *flat_param)
 {
-    if (!fp_torch_is_plain(flat_param->master) || fp_attributes_check(flat_param->master, 1) < 0) {
+    if (!fp_torch_is_plain(flat_param->shard) || fp_attributes_check(flat_param->shard, 1) < 0) {
         if (!PyErr_Occurred()) {
             PyErr_SetString(PyExc_TypeError, "expected the flat parameter to be a plain dense Parameter");
         }
@@ -608,7 +611,7 @@ check_tensors(const fp_flat_param *flat_param)
 int
 fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
 {
-    PyObject *entries, *shared, *master, *params, *pieces, *shard_group, *replicate_group, *param_group, *refresh_group,
+    PyObject *entries, *shared, *shard, *params, *pieces, *shard_group, *replicate_group, *param_group, *outer_group,
         *extension, *dress;
     long long numel, shard_numel;
     fp_flat_buffer_options options = {0};
@@ -618,10 +621,10 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
         return -1;
     }
     if (!PyArg_ParseTuple(tuple, "O!O!OOO!LLiiOOddOOppiiOOppOOO", &PyTuple_Type, &entries, &PyTuple_Type, &shared,
-                          &master, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &plan->rank, &plan->shards,
+                          &shard, &params, &PyTuple_Type, &pieces, &numel, &shard_numel, &plan->rank, &plan->shards,
                           &shard_group, &replicate_group, &plan->predivide, &plan->postdivide, &options.compute_dtype,
                           &options.reduce_dtype, &plan->keep_reduce_dtype, &plan->stays_full, &plan->param_rank,
-                          &plan->param_shards, &param_group, &refresh_group, &plan->offloads, &plan->full_precision,
+                          &plan->param_shards, &param_group, &outer_group, &plan->offloads, &plan->full_precision,
                           &options.device, &extension, &dress)) {
         return -1;
     }
@@ -640,7 +643,7 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
         return -1;
     }
     const int64_t total = plan->shards * (int64_t)shard_numel;
-    flat_param->master = Py_NewRef(master);
+    flat_param->shard = Py_NewRef(shard);
     flat_param->params = params == Py_None ? NULL : Py_NewRef(params);
     flat_param->extension = extension == Py_None ? NULL : Py_NewRef(extension);
     flat_param->dress = dress == Py_None ? NULL : Py_NewRef(dress);
@@ -650,14 +653,14 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
         read_group(shard_group, &flat_param->shard_group) < 0 ||
         read_group(replicate_group, &flat_param->replicate_group) < 0 ||
         read_group(param_group, &flat_param->param_group) < 0 ||
-        read_group(refresh_group, &flat_param->refresh_group) < 0) {
+        read_group(outer_group, &flat_param->outer_group) < 0) {
         return -1;
     }
     plan->shard_numel = shard_numel;
     plan->shard_group = flat_param->shard_group;
     plan->replicate_group = flat_param->replicate_group;
     plan->param_group = flat_param->param_group;
-    plan->refresh_group = flat_param->refresh_group;
+    plan->outer_group = flat_param->outer_group;
     options.geometry = flat_param->geometry;
     flat_param->full_precision = plan->full_precision;
     flat_param->versions = flat_param->synced = -1;
@@ -668,8 +671,8 @@ fp_flat_param_read(fp_flat_param *flat_param, PyObject *tuple)
     }
     flat_param->is_sharded = plan->shards > 1;
     flat_param->has_secondary_shard = flat_param->is_sharded && (plan->stays_full || flat_param->param_group != NULL);
-    flat_param->kept_first = plan->param_rank * (total / plan->param_shards);
-    flat_param->own = plan->rank * plan->shard_numel - flat_param->kept_first;
+    flat_param->accumulated_first = plan->param_rank * (total / plan->param_shards);
+    flat_param->own = plan->rank * plan->shard_numel - flat_param->accumulated_first;
     return 0;
 }
 
@@ -678,20 +681,20 @@ fp_flat_param_free(fp_flat_param *flat_param)
 {
     move_shown(flat_param, FP_SHOWN_READ, "");
     fp_attributes_clear(&flat_param->attributes);
-    Py_CLEAR(flat_param->master);
+    Py_CLEAR(flat_param->shard);
     Py_CLEAR(flat_param->params);
     Py_CLEAR(flat_param->views);
     Py_CLEAR(flat_param->extension);
     Py_CLEAR(flat_param->dress);
     Py_CLEAR(flat_param->extended);
     Py_CLEAR(flat_param->owners);
-    Py_CLEAR(flat_param->saved);
+    Py_CLEAR(flat_param->deferred_reduced);
     fp_attributes_free(&flat_param->attributes);
     fp_flat_buffer_free(flat_param->flat);
     fp_group_free(flat_param->shard_group);
     fp_group_free(flat_param->replicate_group);
     fp_group_free(flat_param->param_group);
-    fp_group_free(flat_param->refresh_group);
+    fp_group_free(flat_param->outer_group);
     if (flat_param->owner_geometry != flat_param->geometry) {
         fp_torch_geometry_free(flat_param->owner_geometry);
     }
@@ -703,13 +706,13 @@ fp_flat_param_free(fp_flat_param *flat_param)
 int
 fp_flat_param_traverse(fp_flat_param *flat_param, visitproc visit, void *arg)
 {
-    Py_VISIT(flat_param->master);
+    Py_VISIT(flat_param->shard);
     Py_VISIT(flat_param->params);
     Py_VISIT(flat_param->views);
     Py_VISIT(flat_param->extension);
     Py_VISIT(flat_param->dress);
     Py_VISIT(flat_param->extended);
     Py_VISIT(flat_param->owners);
-    Py_VISIT(flat_param->saved);
+    Py_VISIT(flat_param->deferred_reduced);
     return fp_attributes_traverse(&flat_param->attributes, visit, arg);
 }

@@ -8,7 +8,7 @@
 
 /* The groups of a flat parameter, in Python _C.GROUP_SHARD and so on: which shares it, replicates it, shares the secondary shard for
  * forward and backward, refreshes that. FP_GROUPS more: the same group's second watcher. */
-enum { FP_GROUP_SHARD = 0, FP_GROUP_REPLICATE = 1, FP_GROUP_PARAM = 2, FP_GROUP_REFRESH = 3, FP_GROUPS = 4 };
+enum { FP_GROUP_SHARD = 0, FP_GROUP_REPLICATE = 1, FP_GROUP_PARAM = 2, FP_GROUP_OUTER = 3, FP_GROUPS = 4 };
 
 /* Nothing was put yet; the original parameters; views; views as attributes, while modules list the parameters. */
 enum { FP_SHOWS_NOTHING = 0, FP_SHOWS_PARAMS = 1, FP_SHOWS_VIEWS = 2, FP_SHOWS_BOTH = 3 };
@@ -18,21 +18,22 @@ typedef struct {
     Py_ssize_t n;                /* parameters */
     fp_geometry *geometry;       /* of the parameters */
     fp_geometry *owner_geometry; /* of the owners */
-    fp_group *shard_group, *replicate_group, *param_group, *refresh_group;
+    fp_group *shard_group, *replicate_group, *param_group, *outer_group;
     fp_flat_buffer *flat;
-    PyObject *master;         /* the flat Parameter that holds the shard */
+    PyObject *shard;          /* the flat Parameter that holds the shard */
     PyObject *params;         /* tuple of the original Parameters, or NULL: then the modules have views all the time */
     PyObject *views;          /* tuple, or NULL before the first gather */
     PyObject *extension;      /* called with views, gives what modules have in their place; NULL: they have views */
     PyObject *dress;          /* called with new views, makes them objects of their parameters' classes; or NULL */
     PyObject *extended;       /* the tuple that it gave last, for as long as modules have that; or NULL */
-    PyObject *owners;         /* tuple of what has .grad: params, or (master,) */
+    PyObject *owners;         /* tuple of what has .grad: params, or (shard,) */
     int64_t *starts, *numels; /* of the owners, in the shard; numels -1: nothing here. One block */
-    PyObject *saved;          /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
-    char *in_saved;           /* of the owners: which had one */
-    char *owed;               /* of the owners: which are frozen, and have something in what is kept */
-    char *gets;               /* of the owners: which get a piece of what was reduced */
-    char *in_rows;            /* of the owners: whose piece here has the shape of whole rows, not one dimension */
+    PyObject *deferred_reduced; /* the reduced gradient, put aside while the unsharded one is shown; or NULL */
+    char *in_deferred_reduced;  /* of the owners: which had one */
+    char *
+        frozen_share; /* per owner: 1 if it is frozen now, but the accumulated gradient contains a contribution of it */
+    char *receives;   /* of the owners: which get a piece of what was reduced */
+    char *in_rows;    /* of the owners: whose piece here has the shape of whole rows, not one dimension */
     int is_sharded;
     int untracked;           /* no owner requires grad */
     int full_precision;      /* gradients are reduced and added in the shard's dtype, which is no low one */
@@ -40,15 +41,16 @@ typedef struct {
     int shows;               /* what the modules have now: FP_SHOWS_... */
     fp_shown_state shown;    /* what .grad of the owners are; changed by move_shown() alone */
     int deferred;            /* gradients of this pass are kept though they are to be reduced */
-    int64_t versions;        /* of the owners and the master at the last gather */
-    int has_secondary_shard; /* what is gathered is good until the masters change, not for one pass */
+    int64_t versions;        /* of the owners and the shard at the last gather */
+    int has_secondary_shard; /* what is gathered is good until the shards change, not for one pass */
     int64_t holders;      /* of what is gathered and of its views before a forward: the fewest since they were made */
     int64_t synced;       /* versions at the last gather from the shards; -1: what it gave is out of date */
     int64_t synced_steps; /* optimizer steps then */
-    int64_t kept_first, own; /* nested: where the kept gradient begins in the whole one, and ours in the kept one */
-    char *cleared;           /* nested, of the owners: what other ranks are to clear of what they have kept too */
-    fp_turn_state turn;      /* in the order of reductions; changed by fp_reduce_order_move() alone */
-    int wanted, wanted_kept; /* this backward gives some rank a gradient of it; some rank has kept one before */
+    int64_t accumulated_first,
+        own;       /* nested: where the accumulated gradient begins in the whole one, and ours in the accumulated one */
+    char *cleared; /* nested, of the owners: what other ranks are to clear of what they have kept too */
+    fp_reduce_slot_state reduce_slot; /* in the order of reductions; changed by fp_reduce_order_move() alone */
+    int wanted, wanted_accumulated; /* this backward gives some rank a gradient of it; some rank has kept one before */
 } fp_flat_param;
 
 /* Whether what is gathered keeps its memory. */
@@ -70,8 +72,8 @@ int fp_flat_param_show_views(fp_flat_param *flat_param);
 int fp_flat_param_show_params(fp_flat_param *flat_param);
 /* Where the modules have views: let them list the parameters, as parameters() and zero_grad() see. */
 int fp_flat_param_list_params(fp_flat_param *flat_param);
-/* A number that grows with each change of the master, and of the owners of which this rank has something, that torch counts, and
- * with each storage that the master gets. */
+/* A number that grows with each change of the shard, and of the owners of which this rank has something, that torch counts, and
+ * with each storage that the shard gets. */
 int64_t fp_flat_param_versions(const fp_flat_param *flat_param);
 /* Whether what was gathered last has views for who requires grad now; counts: and, as far as versions tell, the values of now;
  * is: and modules have just these. */
@@ -96,29 +98,29 @@ Py_ssize_t fp_flat_param_find_other(fp_flat_param *flat_param);
  * cannot be taken, which is dropped; name: the unit's. */
 int fp_flat_param_take_written(fp_flat_param *flat_param, PyObject *name);
 /* Let the data of the original parameters, if there are any, be their pieces of the shard. */
-int fp_flat_param_point(fp_flat_param *flat_param);
+int fp_flat_param_alias(fp_flat_param *flat_param);
 /* Let another Parameter be the i-th original one. */
 int fp_flat_param_adopt(fp_flat_param *flat_param, Py_ssize_t i, PyObject *param);
 
-extern int64_t fp_flat_param_unfit; /* of how many .grad is not what an optimizer can step with */
+extern int64_t fp_flat_param_not_steppable; /* of how many .grad is not what an optimizer can step with */
 
 /* Each .grad has the memory that it needs: torch's operations would read and write beyond a storage that a user has freed or
  * resized. */
 int fp_flat_param_check_grads(const fp_flat_param *flat_param, const char *name);
-/* Show the gradients that were kept in no_sync, and put a reduced one aside. */
-int fp_flat_param_show_kept(fp_flat_param *flat_param, const char *name);
+/* Show the gradients that were accumulated in no_sync, and put a reduced one aside. */
+int fp_flat_param_show_accumulated(fp_flat_param *flat_param, const char *name);
 /* What the user has done to the unsharded gradients that were shown counts: a cleared one starts again. The reduced ones
  * are shown again. */
-int fp_flat_param_read_kept(fp_flat_param *flat_param, const char *name);
-/* The same between passes; what is left is shown again. drops_zeros: see fp_gradients_check_kept(). */
+int fp_flat_param_note_user_edits(fp_flat_param *flat_param, const char *name);
+/* The same between passes; what is left is shown again. drops_zeros: see fp_gradients_check_accumulated(). */
 int fp_flat_param_sync_shown_grads(fp_flat_param *flat_param, const char *name, int drops_zeros);
 /* Let the owners have their pieces of reduced, which is borrowed, added to what they have; their hooks see them. */
 int fp_flat_param_add_reduced(fp_flat_param *flat_param, const fp_reduced *reduced, const char *name);
 /* Nested: of the owners that are cleared on the ranks that have their pieces, nothing is kept here either. 1: there
  * may be something of others; 0; -1. */
-int fp_flat_param_clear_kept(fp_flat_param *flat_param, const int32_t *cleared);
-/* Let kept, checked by fp_flat_buffer_check_accumulated(), or None, be what no_sync has kept, and owed, bools, say which
+int fp_flat_param_clear_accumulated(fp_flat_param *flat_param, const int32_t *cleared);
+/* Let accumulated, checked by fp_flat_buffer_check_accumulated(), or None, be the gradient accumulated in no_sync, and owed, bools, say which
  * frozen owners have something in it. It is not shown yet; a reduced gradient that was put aside is shown again. */
-int fp_flat_param_set_kept(fp_flat_param *flat_param, PyObject *kept, PyObject *owed);
-/* Drop what no_sync has kept, whether it is shown or not; a reduced gradient that was put aside is shown again. */
-void fp_flat_param_drop_kept(fp_flat_param *flat_param);
+int fp_flat_param_set_accumulated(fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share);
+/* Drop the gradient accumulated in no_sync, whether it is shown or not; a reduced gradient that was put aside is shown again. */
+void fp_flat_param_drop_accumulated(fp_flat_param *flat_param);

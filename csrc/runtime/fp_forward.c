@@ -7,8 +7,8 @@
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_unshard.h"
 
-/* Gather what comes next, if the last time tells. What is out of date is gathered over all ranks, which come to all of that
- * but may skip the rest: so what comes next of it is told by that alone. */
+/* Gather the unit that came next in the last forward. Stale units are gathered over all ranks, in an order of their own: every
+ * rank runs every stale unit, but may skip the others. */
 static int
 prefetch_forward(fp_unit *unit, int first)
 {

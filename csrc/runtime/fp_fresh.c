@@ -55,7 +55,7 @@ static int
 is_of_now_here(const fp_unit *unit)
 {
     const int is_ahead = unit->state == FP_UNIT_GATHERING && unit->gather_pass == unit->root->pass;
-    int fresh = unit->kept_steps == fp_optimizer_steps && (is_ahead || unit->state == FP_UNIT_KEPT);
+    int fresh = unit->accumulated_steps == fp_optimizer_steps && (is_ahead || unit->state == FP_UNIT_KEPT);
     for (Py_ssize_t k = 0; fresh && k < unit->n_flat_params; k++) {
         fresh = fp_flat_param_is_as_gathered(&unit->flat_params[k]);
     }
@@ -93,7 +93,7 @@ fp_fresh_is_of_now(const fp_unit *unit)
         return is_of_now_here(unit);
     }
     return unit->state == FP_UNIT_KEPT
-               ? unit->kept_in_no_sync && !unit->stale
+               ? unit->accumulated_in_no_sync && !unit->stale
                : is_of_this_pass && unit->gather_steps == root->optimizer_steps && trains_as_gathered(unit);
 }
 
@@ -103,14 +103,14 @@ int
 fp_fresh_is_asked(const fp_unit *unit)
 {
     return unit->has_secondary_shard ||
-           (unit->sharded && unit->state == FP_UNIT_KEPT && unit->kept_in_no_sync && !is_captured(unit));
+           (unit->sharded && unit->state == FP_UNIT_KEPT && unit->accumulated_in_no_sync && !is_captured(unit));
 }
 
 static int
 is_old(const fp_unit *unit, const fp_flat_param *flat_param)
 {
     if (!unit->has_secondary_shard) {
-        return unit->kept_steps != fp_optimizer_steps || !fp_flat_param_counts_as_gathered(flat_param);
+        return unit->accumulated_steps != fp_optimizer_steps || !fp_flat_param_counts_as_gathered(flat_param);
     }
     return !fp_flat_buffer_has_values(flat_param->flat) || flat_param->synced != fp_flat_param_versions(flat_param) ||
            (!flat_param->untracked && flat_param->synced_steps != fp_optimizer_steps);
@@ -119,14 +119,14 @@ is_old(const fp_unit *unit, const fp_flat_param *flat_param)
 int
 fp_fresh_is_old(fp_unit *unit)
 {
-    const int doubted = unit->doubted;
+    const int suspect = unit->suspect;
     int old = 0;
-    unit->doubted = 0;
+    unit->suspect = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         old = old || is_old(unit, &unit->flat_params[k]);
     }
-    for (Py_ssize_t k = 0; doubted && old == 0 && k < unit->n_flat_params; k++) {
-        const int matches = fp_flat_buffer_has_values_of(unit->flat_params[k].flat, unit->flat_params[k].master);
+    for (Py_ssize_t k = 0; suspect && old == 0 && k < unit->n_flat_params; k++) {
+        const int matches = fp_flat_buffer_has_values_of(unit->flat_params[k].flat, unit->flat_params[k].shard);
         old = matches < 0 ? -1 : !matches;
     }
     return old;

@@ -1,5 +1,5 @@
 /* runtime/fp_iteration.c -- an iteration of a model: one forward of the outermost unit and the backward that follows; its order
- * of units, the thread it runs in, and what is forgotten when it is broken off. At its beginning each rank looks which masters of
+ * of units, the thread it runs in, and what is forgotten when it is broken off. At its beginning each rank looks which shards of
  * units that it has gathered from have changed, and all gather anew what one of them calls out of date (fp_consensus.c). */
 #include "runtime/fp_iteration.h"
 
@@ -176,7 +176,7 @@ keep_first(PyObject **first, int status)
     }
 }
 
-/* Forget whatever a pass that was broken off has left, of every unit. After a backward that is also what no_sync has kept
+/* Forget whatever a pass that was broken off has left, of every unit. After a backward that is also the gradient accumulated in no_sync
  * before: of some units the gradients of that backward are in it, of others not. */
 int
 fp_iteration_recover(fp_root *root)
@@ -214,7 +214,7 @@ fp_iteration_recover(fp_root *root)
             fp_flat_buffer_forget_written(flat_param->flat);
             fp_flat_buffer_drop_grads(flat_param->flat, flat_param->shown == FP_SHOWN_REDUCED);
             if (in_backward) {
-                fp_flat_param_drop_kept(flat_param);
+                fp_flat_param_drop_accumulated(flat_param);
             }
             if (flat_param->has_secondary_shard && fp_flat_buffer_forget_values(flat_param->flat) < 0) {
                 PyErr_Clear(); /* a gather that failed: there is nothing to wait for any more */

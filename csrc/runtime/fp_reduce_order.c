@@ -21,7 +21,7 @@ is_coming(const fp_unit *unit)
     int coming = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
-        coming = coming || flat_param->turn == FP_TURN_COMING;
+        coming = coming || flat_param->reduce_slot == FP_REDUCE_SLOT_COMING;
     }
     return coming;
 }
@@ -84,13 +84,13 @@ learn(fp_root *root)
 /* ---- a backward ---- */
 
 int
-fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_turn_event event)
+fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_reduce_slot_event event)
 {
     unsigned next;
-    if (fp_unit_next(unit, &fp_turn_moves, flat_param->turn, event, &next) < 0) {
+    if (fp_unit_next(unit, &fp_reduce_slot_moves, flat_param->reduce_slot, event, &next) < 0) {
         return -1;
     }
-    flat_param->turn = next;
+    flat_param->reduce_slot = next;
     return 0;
 }
 
@@ -103,27 +103,27 @@ fp_reduce_order_forget(fp_root *root)
     for (Py_ssize_t s = 0; s < root->n_units; s++) {
         for (Py_ssize_t k = 0; k < root->units[s]->n_flat_params; k++) {
             fp_flat_param *flat_param = &root->units[s]->flat_params[k];
-            flat_param->turn = FP_TURN_OPEN;
-            flat_param->wanted = flat_param->wanted_kept = 0;
+            flat_param->reduce_slot = FP_REDUCE_SLOT_OPEN;
+            flat_param->wanted = flat_param->wanted_accumulated = 0;
         }
     }
 }
 
 /* What the user has done to gradients of micro-batches before counts from here on. *shown: some were nested. */
 static int
-read_kept(fp_root *root, fp_unit *unit, int tells, int *shown)
+read_accumulated(fp_root *root, fp_unit *unit, int tells, int *shown)
 {
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        *shown = *shown || (flat_param->refresh_group != NULL && fp_flat_buffer_has_accumulated(flat_param->flat));
-        if (fp_flat_param_read_kept(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
+        *shown = *shown || (flat_param->outer_group != NULL && fp_flat_buffer_has_accumulated(flat_param->flat));
+        if (fp_flat_param_note_user_edits(flat_param, PyUnicode_AsUTF8(unit->name)) < 0) {
             if (!tells) {
                 return -1;
             }
             fp_consensus_note_error(root, unit);
         }
         if (!flat_param->untracked && fp_flat_buffer_is_reached(flat_param->flat) &&
-            fp_reduce_order_move(unit, flat_param, FP_TURN_EXPECT) < 0) {
+            fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_EXPECT) < 0) {
             return -1;
         }
     }
@@ -146,9 +146,9 @@ fp_reduce_order_begin(fp_root *root)
     for (Py_ssize_t s = 0; status == 0 && s < PyTuple_GET_SIZE(units); s++) {
         fp_unit *unit = (fp_unit *)PyTuple_GET_ITEM(units, s);
         if (unit->root == root && unit->has_secondary_shard) {
-            const int in_steps = unit->flat_params[0].refresh_group != NULL;
+            const int in_steps = unit->flat_params[0].outer_group != NULL;
             nested = nested || in_steps;
-            status = read_kept(root, unit, root->synchronize || in_steps, &shown);
+            status = read_accumulated(root, unit, root->synchronize || in_steps, &shown);
         }
     }
     Py_XDECREF(units);
@@ -162,8 +162,8 @@ fp_reduce_order_begin(fp_root *root)
 static int
 how_far(fp_root *root, const fp_flat_param *flat_param, int took)
 {
-    const int nested = flat_param->refresh_group != NULL;
-    const int has = flat_param->turn == FP_TURN_PACKED || flat_param->deferred;
+    const int nested = flat_param->outer_group != NULL;
+    const int has = flat_param->reduce_slot == FP_REDUCE_SLOT_PACKED || flat_param->deferred;
     if (!root->synchronize && !nested) {
         return 0;
     }
@@ -174,10 +174,10 @@ how_far(fp_root *root, const fp_flat_param *flat_param, int took)
         return -1;
     }
     if (!nested) {
-        return flat_param->wanted || flat_param->wanted_kept ? FP_REDUCE_ALL : 0;
+        return flat_param->wanted || flat_param->wanted_accumulated ? FP_REDUCE_ALL : 0;
     }
     return (took && flat_param->wanted ? FP_REDUCE_INNER : 0) |
-           (root->synchronize && (flat_param->wanted || flat_param->wanted_kept) ? FP_REDUCE_OUTER : 0);
+           (root->synchronize && (flat_param->wanted || flat_param->wanted_accumulated) ? FP_REDUCE_OUTER : 0);
 }
 
 static int
@@ -185,7 +185,7 @@ pass_part(fp_unit *unit, fp_flat_param *flat_param, int took)
 {
     fp_root *root = unit->root;
     const int far = how_far(root, flat_param, took);
-    if (fp_reduce_order_move(unit, flat_param, FP_TURN_PASS) < 0 || far < 0 ||
+    if (fp_reduce_order_move(unit, flat_param, FP_REDUCE_SLOT_PASS) < 0 || far < 0 ||
         (far > 0 && fp_reduction_start(unit, flat_param, NULL, far) < 0)) {
         return -1;
     }
@@ -210,7 +210,7 @@ fp_reduce_order_flush(fp_root *root, Py_ssize_t cursor)
         Py_INCREF(unit);
         for (Py_ssize_t k = 0; status == 0 && unit->has_secondary_shard && k < unit->n_flat_params; k++) {
             fp_flat_param *flat_param = &unit->flat_params[k];
-            if (flat_param->turn != FP_TURN_PASSED &&
+            if (flat_param->reduce_slot != FP_REDUCE_SLOT_PASSED &&
                 (took || !comes)) { /* else it is reduced when its gradient comes */
                 status = pass_part(unit, flat_param, took);
             }
@@ -234,7 +234,7 @@ fp_reduce_order_start_reload(fp_root *root)
         }
         ahead++;
         for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-            if (unit->flat_params[k].turn == FP_TURN_COMING &&
+            if (unit->flat_params[k].reduce_slot == FP_REDUCE_SLOT_COMING &&
                 fp_flat_buffer_start_reload(unit->flat_params[k].flat) < 0) {
                 return -1;
             }
@@ -280,7 +280,7 @@ fp_reduce_order_reach(fp_unit *unit)
     }
     int passed = unit->has_secondary_shard;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
-        passed = passed && unit->flat_params[k].turn == FP_TURN_PASSED && !unit->flat_params[k].untracked;
+        passed = passed && unit->flat_params[k].reduce_slot == FP_REDUCE_SLOT_PASSED && !unit->flat_params[k].untracked;
     }
     return passed;
 }
@@ -288,7 +288,7 @@ fp_reduce_order_reach(fp_unit *unit)
 int
 fp_reduce_order_has(const fp_unit *unit, const fp_flat_param *flat_param)
 {
-    return unit->has_secondary_shard && flat_param->turn != FP_TURN_PASSED && took_part(unit);
+    return unit->has_secondary_shard && flat_param->reduce_slot != FP_REDUCE_SLOT_PASSED && took_part(unit);
 }
 
 int

@@ -14,7 +14,7 @@ int fp_reduce_order_end(fp_root *root);
 void fp_reduce_order_forget(fp_root *root);
 
 /* The only way to another turn. -1 with RuntimeError, and nothing changed, where the core's table has no such move. */
-int fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_turn_event event);
+int fp_reduce_order_move(const fp_unit *unit, fp_flat_param *flat_param, fp_reduce_slot_event event);
 
 /* Backward comes to a unit. 1: it has passed it before, and needs nothing of it. */
 int fp_reduce_order_reach(fp_unit *unit);

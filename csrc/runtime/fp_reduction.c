@@ -5,8 +5,7 @@ int
 fp_reduction_finish(fp_unit *unit, fp_flat_param *flat_param)
 {
     fp_reduced reduced;
-    int status =
-        fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit), &reduced);
+    int status = fp_flat_buffer_finish_reduce(flat_param->flat, flat_param->shard, fp_unit_collectives(unit), &reduced);
     if (status > 0) {
         status = fp_flat_param_add_reduced(flat_param, &reduced, PyUnicode_AsUTF8(unit->name));
         Py_DECREF(reduced.tensor);
@@ -31,7 +30,7 @@ start_halves(fp_unit *unit)
     for (Py_ssize_t k = 0; together >= 0 && halves > 0 && status == 0 && k < unit->n_flat_params; k++) {
         const fp_flat_param *flat_param = &unit->flat_params[k];
         if (fp_flat_buffer_awaits_replicas(flat_param->flat)) {
-            status = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
+            status = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->shard, fp_unit_collectives(unit));
         }
     }
     status = together > 0 ? fp_unit_end_together(unit, FP_JOIN_REPLICAS, status) : status;
@@ -53,7 +52,7 @@ advance(fp_unit *unit)
     int status = halves < 0 ? -1 : 0;
     for (Py_ssize_t k = 0; unit != NULL && halves == 0 && status == 0 && k < unit->n_flat_params; k++) {
         fp_flat_param *flat_param = &unit->flat_params[k];
-        const int done = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->master, fp_unit_collectives(unit));
+        const int done = fp_flat_buffer_advance_reduce(flat_param->flat, flat_param->shard, fp_unit_collectives(unit));
         status = done > 0 ? fp_reduction_finish(unit, flat_param) : done;
     }
     Py_XDECREF(unit);
@@ -77,7 +76,7 @@ start(fp_unit *unit, fp_flat_param *flat_param, const fp_gradients *gradients, i
     flat_param->deferred = 0;
     fp_flat_buffer_note_trained(flat_param->flat, fp_items(flat_param->owners), PyTuple_GET_SIZE(flat_param->owners));
     unit->root->reductions++;
-    return fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->master, fp_unit_collectives(unit),
+    return fp_flat_buffer_start_reduce(flat_param->flat, gradients, flat_param->shard, fp_unit_collectives(unit),
                                        how_far);
 }
 

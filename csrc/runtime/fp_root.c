@@ -36,7 +36,7 @@ root_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     root->forward_prefetch = forward_prefetch;
     root->synchronize = 1;
     root->model_traces = PyTuple_New(0);
-    root->ref = fp_params_ref_new(root, "the model", &fp_backward_root_calls);
+    root->ref = fp_unit_ref_new(root, "the model", &fp_backward_root_calls);
     root->lock = PyThread_allocate_lock();
     if (root->lock == NULL && !PyErr_Occurred()) {
         PyErr_NoMemory();
@@ -71,7 +71,7 @@ root_dealloc(PyObject *self)
 {
     fp_root *root = (fp_root *)self;
     PyObject_GC_UnTrack(self);
-    fp_params_ref_drop(root->ref);
+    fp_unit_ref_drop(root->ref);
     Py_CLEAR(root->collectives);
     Py_CLEAR(root->watched);
     Py_CLEAR(root->find_tensors);
@@ -183,7 +183,7 @@ root_state(const fp_root *root, void *ignored)
 
 static PyMethodDef root_methods[] = {
     {"tell", FP_METHOD(root_tell), METH_O,
-     "tell($self, followers, /)\n--\n\nFrom now on tell these, a tuple of ModelTrace, where passes begin and end."},
+     "tell($self, model_traces, /)\n--\n\nFrom now on tell these, a tuple of ModelTrace, where passes begin and end."},
     {"begin_no_sync", FP_METHOD(root_begin_no_sync), METH_O,
      "begin_no_sync($self, block, /)\n--\n\nGradients are kept and not reduced until block, an empty list, is ended."},
     {"end_no_sync", FP_METHOD(root_end_no_sync), METH_O,

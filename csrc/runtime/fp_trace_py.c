@@ -41,13 +41,13 @@ note(trace_object *self, uint64_t event, int new_pass)
     }
     int64_t first;
     uint64_t digest;
-    if (verdict == FP_ORDER_EXPECTED && !fp_trace_broken(self->trace) && !self->always &&
+    if (verdict == FP_TRACE_EXPECTED && !fp_trace_broken(self->trace) && !self->always &&
         !fp_trace_missed(self->trace, &first, &digest)) {
         return 0;
     }
     return call(self->agree, Py_BuildValue("LKii", (long long)index, (unsigned long long)event, new_pass,
-                                           verdict == FP_ORDER_NEW        ? 0
-                                           : verdict == FP_ORDER_EXPECTED ? 2
+                                           verdict == FP_TRACE_NEW        ? 0
+                                           : verdict == FP_TRACE_EXPECTED ? 2
                                                                           : 1));
 }
 
@@ -149,9 +149,9 @@ trace_has_begun(trace_object *self, PyObject *argument)
 }
 
 static PyObject *
-trace_settle(trace_object *self, PyObject *ignored)
+trace_confirm_not_begun(trace_object *self, PyObject *ignored)
 {
-    fp_trace_settle(self->trace);
+    fp_trace_confirm_not_begun(self->trace);
     Py_RETURN_NONE;
 }
 
@@ -239,8 +239,8 @@ static PyMethodDef trace_methods[] = {
      "launch($self, /)\n--\n\nIt is begun by code that an exception may leave before or after that."},
     {"has_begun", FP_METHOD(trace_has_begun), METH_O,
      "has_begun($self, index, /)\n--\n\nWhether the event with this index has begun; False also: not yet or too old."},
-    {"settle", FP_METHOD(trace_settle), METH_NOARGS,
-     "settle($self, /)\n--\n\nIt is known that no rank has begun what this one has missed."},
+    {"confirm_not_begun", FP_METHOD(trace_confirm_not_begun), METH_NOARGS,
+     "confirm_not_begun($self, /)\n--\n\nIt is known that no rank has begun what this one has missed."},
     {"at", FP_METHOD(trace_at), METH_O,
      "at($self, index, /)\n--\n\n(event, new_pass) with this index; None: not yet or too old."},
     {"join", FP_METHOD(trace_join), METH_O,
@@ -306,7 +306,7 @@ before(PyObject *watcher, uint64_t event)
         self->ended || (gathers && self->began); /* where there are no gathers a pass may be of one rank */
     self->ended = 0;
     self->began = self->began && !new_pass;
-    return note(self->trace, event + (!gathers && self->keeps ? FP_EVENT_REDUCES_KEPT - FP_EVENT_REDUCES : 0),
+    return note(self->trace, event + (!gathers && self->keeps ? FP_EVENT_REDUCES_ACCUMULATED - FP_EVENT_REDUCES : 0),
                 new_pass);
 }
 
@@ -367,7 +367,7 @@ fp_model_trace_end_backward(PyObject *trace, int keeps)
 static PyObject *
 model_trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"order", NULL};
+    static char *keywords[] = {"trace", NULL};
     PyObject *trace;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:ModelTrace", keywords, &trace)) {
         return NULL;
@@ -413,7 +413,7 @@ fp_model_trace_check(PyObject *object)
 
 static PyType_Slot model_trace_slots[] = {
     {Py_tp_doc,
-     "ModelTrace(order)\n--\n\nOne model at order, a CollectiveTrace that models of a group share: whose passes they "
+     "ModelTrace(trace)\n--\n\nOne model at trace, a CollectiveTrace that models of a group share: whose passes they "
      "are."},
     {Py_tp_new, model_trace_new},
     {Py_tp_dealloc, model_trace_dealloc},

@@ -60,7 +60,7 @@ for_all(const fp_unit *unit, int what, int (*call)(fp_flat_buffer *const *, Py_s
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         flats[k] = unit->flat_params[k].flat;
     }
-    const int status = call(flats, unit->n_flat_params, unit->flat_params[0].master, what);
+    const int status = call(flats, unit->n_flat_params, unit->flat_params[0].shard, what);
     fp_free(flats);
     return status;
 }

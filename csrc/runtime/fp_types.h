@@ -37,7 +37,7 @@ typedef struct {
     struct fp_unit *last_forward, *last_refreshed; /* borrowed; see prefetch_forward */
     struct fp_unit *reducing;                      /* borrowed: the unit whose reduction was started last */
     struct fp_unit *halfway; /* borrowed: the one before, whose reduction may have a second half */
-    fp_params_ref *ref;
+    fp_unit_ref *ref;
     int backward_prefetch, forward_prefetch;
     int synchronize;               /* 0: no_sync */
     int blocks;                    /* of no_sync that are open */
@@ -71,9 +71,9 @@ typedef struct {
 /* One unit: _C.Unit. */
 typedef struct fp_unit {
     PyObject_HEAD
-    fp_root *root;   /* owned, or NULL before the unit has joined one */
-    PyObject *name;  /* str */
-    PyObject *moved; /* called when parameters are not where they were put */
+    fp_root *root;               /* owned, or NULL before the unit has joined one */
+    PyObject *name;              /* str */
+    PyObject *on_param_replaced; /* called when parameters are not where they were put */
     PyObject *reason;
     PyObject *opaque; /* the same, when its last output had no tensor that was found; or NULL */
     PyObject
@@ -84,27 +84,27 @@ typedef struct fp_unit {
     struct fp_unit *next_refreshed; /* borrowed: the same of those that were out of date */
     struct fp_unit *next_full;      /* borrowed: another one that stays full, in the process */
     struct fp_unit **full_at;       /* where this one is among them; NULL: it does not */
-    fp_params_ref *ref;
+    fp_unit_ref *ref;
     int reshard_after_forward;
     int sharded;             /* some flat parameter is spread over ranks */
-    int has_secondary_shard; /* forward and backward gather from one, until the masters change */
+    int has_secondary_shard; /* forward and backward gather from one, until the shards change */
     int stale;               /* in this pass the first gather is from the shards, on all ranks */
-    int doubted;             /* the next pass compares the masters with what it would gather from */
+    int suspect;             /* the next pass compares the shards with what it would gather from */
     int64_t stale_pass;      /* the last pass that began so */
     fp_pass_state pass;      /* changed by fp_iteration_move() alone */
     fp_unit_state state;     /* of its unsharded data; changed by fp_unshard_move() alone */
     Py_ssize_t depth;        /* forwards of this unit that are within each other */
     Py_ssize_t pending;      /* forwards whose inputs' gradients are waited for, to free what is frozen */
-    int64_t rests;           /* how often it has come to rest: what an earlier forward's inputs tell is of no use */
-    uint64_t began;      /* the moment at which the forward that is under way, or the last one, did; see fp_graph_now */
-    int64_t gather_pass; /* pass of the gather */
-    int64_t entered_pass; /* of its last forward */
-    Py_ssize_t entered;   /* how many forwards that backward comes back to had ended when its first one began */
-    Py_ssize_t entry;     /* which of all first forwards that was */
-    int64_t kept_steps;   /* fp_optimizer_steps when it was gathered, or KEPT */
-    int64_t gather_steps; /* optimizer_steps of the root at the gather */
-    int kept_in_no_sync;  /* KEPT, for forwards too, until a rank calls it old: see fp_consensus_on_stale */
-    int for_graph;        /* KEPT for a graph */
+    int64_t rests;  /* generation: incremented at the end of each backward; callbacks of older forwards are ignored */
+    uint64_t began; /* the moment at which the forward that is under way, or the last one, did; see fp_graph_now */
+    int64_t gather_pass;        /* pass of the gather */
+    int64_t entered_pass;       /* of its last forward */
+    Py_ssize_t entered;         /* how many forwards that backward comes back to had ended when its first one began */
+    Py_ssize_t entry;           /* which of all first forwards that was */
+    int64_t accumulated_steps;  /* fp_optimizer_steps when it was gathered, or KEPT */
+    int64_t gather_steps;       /* optimizer_steps of the root at the gather */
+    int accumulated_in_no_sync; /* KEPT, for forwards too, until a rank calls it old: see fp_consensus_on_stale */
+    int for_graph;              /* KEPT for a graph */
     unsigned observed,
         learned; /* kinds of forwards in which this rank, and all, know whether it is written before its turn */
     int saw_writes, written_ahead;  /* it was, on this rank; on some rank: it is not gathered ahead */

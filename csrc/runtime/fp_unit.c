@@ -10,7 +10,7 @@
 #include "runtime/fp_iteration.h"
 #include "runtime/fp_reduce_order.h"
 #include "runtime/fp_root.h"
-#include "runtime/fp_unit_kept.h"
+#include "runtime/fp_unit_accumulated.h"
 #include "runtime/fp_unshard.h"
 
 /* ---- construction ---- */
@@ -42,7 +42,7 @@ delist(fp_unit *unit)
 static PyObject *
 unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"name", "parts", "reshard_after_forward", "moved", "reason", NULL};
+    static char *keywords[] = {"name", "flat_params", "reshard_after_forward", "on_param_replaced", "reason", NULL};
     PyObject *name, *flat_params, *moved, *reason;
     int reshard_after_forward, stays_full = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UO!pOU:Unit", keywords, &name, &PyTuple_Type, &flat_params,
@@ -55,13 +55,13 @@ unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     PyObject_GC_UnTrack(unit); /* nobody finds it before it is complete */
     unit->name = fp_as_text(name);
-    unit->moved = Py_NewRef(moved);
+    unit->on_param_replaced = Py_NewRef(moved);
     unit->reason = fp_as_text(reason);
     unit->reshard_after_forward = reshard_after_forward;
     unit->position = -1;
     unit->flat_params = fp_new_array(PyTuple_GET_SIZE(flat_params), sizeof *unit->flat_params);
     const int complete = unit->name != NULL && unit->reason != NULL && unit->flat_params != NULL;
-    unit->ref = complete ? fp_params_ref_new(unit, PyUnicode_AsUTF8(unit->name), &fp_backward_unit_calls) : NULL;
+    unit->ref = complete ? fp_unit_ref_new(unit, PyUnicode_AsUTF8(unit->name), &fp_backward_unit_calls) : NULL;
     if (unit->ref == NULL) {
         goto fail;
     }
@@ -89,7 +89,7 @@ unit_traverse(fp_unit *unit, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(unit));
     Py_VISIT(unit->root);
-    Py_VISIT(unit->moved);
+    Py_VISIT(unit->on_param_replaced);
     Py_VISIT(unit->reduced);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         const int status = fp_flat_param_traverse(&unit->flat_params[k], visit, arg);
@@ -104,7 +104,7 @@ static int
 unit_clear(fp_unit *unit)
 {
     fp_iteration_leave_root(unit);
-    Py_CLEAR(unit->moved);
+    Py_CLEAR(unit->on_param_replaced);
     Py_CLEAR(unit->reduced);
     return 0; /* flat parameters stay usable for hooks until the end */
 }
@@ -114,7 +114,7 @@ static void
 unit_finalize(fp_unit *unit)
 {
     if (unit->ref != NULL && unit->root != NULL) {
-        fp_params_ref_keep(unit->ref, (PyObject *)unit);
+        fp_unit_ref_keep(unit->ref, (PyObject *)unit);
     }
 }
 
@@ -127,14 +127,14 @@ unit_dealloc(PyObject *self)
     }
     PyObject_GC_UnTrack(self);
     delist(unit);
-    fp_params_ref_drop(unit->ref);
+    fp_unit_ref_drop(unit->ref);
     fp_iteration_leave_root(unit);
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         fp_flat_param_free(&unit->flat_params[k]);
     }
     fp_free(unit->flat_params);
     Py_CLEAR(unit->name);
-    Py_CLEAR(unit->moved);
+    Py_CLEAR(unit->on_param_replaced);
     Py_CLEAR(unit->reduced);
     Py_CLEAR(unit->reason);
     Py_CLEAR(unit->opaque);
@@ -170,7 +170,7 @@ unit_join(fp_unit *unit, PyObject *root_object)
     fp_free(root->units);
     root->units = units;
     unit->root = (fp_root *)Py_NewRef(root);
-    unit->gather_pass = unit->entered_pass = unit->kept_steps = unit->recorded = -1;
+    unit->gather_pass = unit->entered_pass = unit->accumulated_steps = unit->recorded = -1;
     root->has_secondary_shards = root->has_secondary_shards || unit->has_secondary_shard;
     Py_XDECREF(left);
     Py_RETURN_NONE;
@@ -197,7 +197,7 @@ unit_follow(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
         fp_group *const groups[FP_GROUPS] = {[FP_GROUP_SHARD] = flat_param->shard_group,
                                              [FP_GROUP_REPLICATE] = flat_param->replicate_group,
                                              [FP_GROUP_PARAM] = flat_param->param_group,
-                                             [FP_GROUP_REFRESH] = flat_param->refresh_group};
+                                             [FP_GROUP_OUTER] = flat_param->outer_group};
         fp_group *group = groups[which % FP_GROUPS];
         if (group != NULL) {
             fp_group_watch(group, (int)(which / FP_GROUPS), args[1], &fp_model_trace_calls, (uint32_t)(number + k),
@@ -242,15 +242,15 @@ unit_put(fp_unit *unit, PyObject *argument)
 }
 
 static PyObject *
-unit_look_over(fp_unit *unit, PyObject *ignored)
+unit_sync_user_writes(fp_unit *unit, PyObject *ignored)
 {
-    return fp_unshard_look_over(unit) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_unshard_sync_user_writes(unit) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *
-unit_point_params(fp_unit *unit, PyObject *ignored)
+unit_alias_params(fp_unit *unit, PyObject *ignored)
 {
-    return fp_unit_each(unit, fp_flat_param_point) < 0 ? NULL : Py_NewRef(Py_None);
+    return fp_unit_each(unit, fp_flat_param_alias) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* The part whose number is the first of nargs arguments, of which n are expected. NULL with an exception set. */
@@ -335,7 +335,7 @@ unit_average_elsewhere(fp_unit *unit, PyObject *ignored)
 static PyObject *
 unit_invalidate(fp_unit *unit, PyObject *ignored)
 {
-    unit->kept_steps = unit->gather_pass = -1;
+    unit->accumulated_steps = unit->gather_pass = -1;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         unit->flat_params[k].synced = -1;
     }
@@ -374,7 +374,7 @@ unit_any(fp_unit *unit, void *asked)
 }
 
 static PyObject *
-unit_settle(fp_unit *unit, PyObject *argument)
+unit_note_user_edits(fp_unit *unit, PyObject *argument)
 {
     const char *name = PyUnicode_AsUTF8(unit->name);
     int drops_zeros;
@@ -421,7 +421,7 @@ unit_views(const fp_unit *unit, PyObject *ignored)
 static PyMethodDef unit_methods[] = {
     {"join", FP_METHOD(unit_join), METH_O, "join($self, root, /)\n--\n\nBecome one of the units that share root."},
     {"follow", FP_METHOD(unit_follow), METH_FASTCALL,
-     "follow($self, which, follower, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
+     "follow($self, which, model_trace, number, sliced, /)\n--\n\nTell a ModelTrace of the collectives over a group: 0 "
      "the one that shares the unit, 1 the one that replicates it, 2 the one that shares the secondary shard, 3 the one "
      "that refreshes it;\n4 to 7: the same for a further ModelTrace. Its parts are called number and on; sliced: tell "
      "it also while one is waited for."},
@@ -443,17 +443,20 @@ static PyMethodDef unit_methods[] = {
      "the modules have them."},
     {"put", FP_METHOD(unit_put), METH_O,
      "put($self, views, /)\n--\n\nLet the modules have the views, or the original parameters, whatever they have now."},
-    {"look_over", FP_METHOD(unit_look_over), METH_NOARGS,
-     "look_over($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put in their "
+    {"sync_user_writes", FP_METHOD(unit_sync_user_writes), METH_NOARGS,
+     "sync_user_writes($self, /)\n--\n\nBetween passes: take what users have written to parameters and views, or put "
+     "in their "
      "place, into the shards."},
-    {"point_params", FP_METHOD(unit_point_params), METH_NOARGS,
-     "point_params($self, /)\n--\n\nLet the data of the original parameters be their pieces of the shards."},
+    {"alias_params", FP_METHOD(unit_alias_params), METH_NOARGS,
+     "alias_params($self, /)\n--\n\nLet the data of the original parameters be their pieces of the shards."},
     {"lie_in", FP_METHOD(unit_lie_in), METH_FASTCALL,
-     "lie_in($self, part, tensors, whole, registered, /)\n--\n\nWhether each of tensors, one an original parameter "
+     "lie_in($self, flat_param, tensors, whole, registered, /)\n--\n\nWhether each of tensors, one an original "
+     "parameter "
      "(None: "
      "those), lies at its place in the unsharded tensor whole; registered: and modules have them as parameters."},
     {"adopt", FP_METHOD(unit_adopt), METH_FASTCALL,
-     "adopt($self, part, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there was."},
+     "adopt($self, flat_param, index, param, /)\n--\n\nLet param be an original parameter, in place of the one there "
+     "was."},
     {"invalidate", FP_METHOD(unit_invalidate), METH_NOARGS,
      "invalidate($self, /)\n--\n\nThe shard was written: what is gathered is out of date."},
     {"compute_in_full", FP_METHOD(unit_compute_in_full), METH_O,
@@ -468,28 +471,34 @@ static PyMethodDef unit_methods[] = {
      "owner_of($self, view, /)\n--\n\nThe original parameter whose differentiable view this is, or what an extension "
      "has "
      "made of that; None: it is none of this unit's."},
-    {"settle", FP_METHOD(unit_settle), METH_O,
-     "settle($self, drops_zeros, /)\n--\n\nBetween passes: what the user has done to the gradients that no_sync has "
+    {"note_user_edits", FP_METHOD(unit_note_user_edits), METH_O,
+     "note_user_edits($self, drops_zeros, /)\n--\n\nBetween passes: what the user has done to the gradients that "
+     "no_sync has "
      "kept "
      "counts. drops_zeros: those that were set to zeros in place are dropped, which all ranks do alike, or raise. "
      "Returns "
      "unreduced."},
-    {"kept", FP_METHOD(fp_unit_kept), METH_NOARGS,
-     "kept($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this rank's "
+    {"accumulated", FP_METHOD(fp_unit_accumulated), METH_NOARGS,
+     "accumulated($self, /)\n--\n\nThe gradient that no_sync has kept for each part, or None: unsharded; nested: this "
+     "rank's "
      "part of it, added over the ranks that share the parameter."},
-    {"show_kept", FP_METHOD(fp_unit_show_kept), METH_O,
-     "show_kept($self, shown, /)\n--\n\nBetween passes: let .grad be what no_sync has kept, or what was reduced before "
+    {"show_accumulated", FP_METHOD(fp_unit_show_accumulated), METH_O,
+     "show_accumulated($self, shown, /)\n--\n\nBetween passes: let .grad be what no_sync has kept, or what was reduced "
+     "before "
      "and put aside for it."},
-    {"set_kept", FP_METHOD(fp_unit_set_kept), METH_FASTCALL,
-     "set_kept($self, kept, owed, /)\n--\n\nBetween passes: let the tensors in kept, one a part or None, as kept() "
+    {"set_accumulated", FP_METHOD(fp_unit_set_accumulated), METH_FASTCALL,
+     "set_accumulated($self, accumulated, frozen_share, /)\n--\n\nBetween passes: let the tensors in kept, one a part "
+     "or None, as kept() "
      "gives "
      "them, be what no_sync has kept; what was there is dropped.\n\nowed: a tuple for each part: which of its "
      "parameters "
      "are frozen and have something in it. It is not shown."},
-    {"kept_bytes", FP_METHOD(fp_unit_kept_bytes), METH_NOARGS,
-     "kept_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host memory."},
-    {"copies", FP_METHOD(fp_unit_copies), METH_NOARGS,
-     "copies($self, /)\n--\n\nThis rank's part of the secondary shard that forward and backward gather from, for each "
+    {"accumulated_bytes", FP_METHOD(fp_unit_accumulated_bytes), METH_NOARGS,
+     "accumulated_bytes($self, /)\n--\n\nThe bytes of kept gradients on the device, and of their buffers in host "
+     "memory."},
+    {"secondary_shards", FP_METHOD(fp_unit_copies), METH_NOARGS,
+     "secondary_shards($self, /)\n--\n\nThis rank's part of the secondary shard that forward and backward gather from, "
+     "for each "
      "part, or None."},
     {NULL, NULL, 0, NULL},
 };
@@ -533,7 +542,7 @@ static PyGetSetDef unit_getset[] = {
 
 static PyMemberDef unit_members[] = {
     {"root", _Py_T_OBJECT, offsetof(fp_unit, root), Py_READONLY, "The Root it has joined, or None."},
-    {"doubted", Py_T_INT, offsetof(fp_unit, doubted), 0,
+    {"suspect", Py_T_INT, offsetof(fp_unit, suspect), 0,
      "1: the shard may have been written without torch counting it; the next pass compares it with what it has "
      "gathered."},
     {"reduced", _Py_T_OBJECT, offsetof(fp_unit, reduced), 0,
@@ -542,9 +551,10 @@ static PyMemberDef unit_members[] = {
 };
 
 static PyType_Slot unit_slots[] = {
-    {Py_tp_doc, "Unit(name, parts, reshard_after_forward, moved, reason)\n--\n\n"
+    {Py_tp_doc, "Unit(name, flat_params, reshard_after_forward, on_param_replaced, reason)\n--\n\n"
                 "One unit: its flat parameters, and what happens to them in a forward and a backward.\n\n"
-                "parts: a tuple for each flat parameter (see fp_flat_param.c, fp_flat_param_read); moved: called when "
+                "flat_params: a tuple for each flat parameter (see fp_flat_param.c, fp_flat_param_read); "
+                "on_param_replaced: called when "
                 "a parameter's data\n"
                 "is not where it was put; reason: what is said when freed data is used."},
     {Py_tp_new, unit_new},
@@ -589,9 +599,9 @@ note_optimizer_step(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *
-unfit(PyObject *module, PyObject *ignored)
+not_steppable(PyObject *module, PyObject *ignored)
 {
-    return PyLong_FromLongLong(fp_flat_param_unfit);
+    return PyLong_FromLongLong(fp_flat_param_not_steppable);
 }
 
 static PyObject *
@@ -617,8 +627,9 @@ PyMethodDef fp_unit_methods_of_module[] = {
     {"note_registration_hook", note_registration_hook, METH_NOARGS,
      "note_registration_hook($module, /)\n--\n\nA global hook on parameter registration is flatparam's own, and need "
      "not see what C puts into modules."},
-    {"unfit", unfit, METH_NOARGS,
-     "unfit($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced, or of "
+    {"not_steppable", not_steppable, METH_NOARGS,
+     "not_steppable($module, /)\n--\n\nHow many flat parameters show a gradient kept in no_sync that is to be reduced, "
+     "or of "
      "another dtype than theirs."},
     {NULL, NULL, 0, NULL},
 };

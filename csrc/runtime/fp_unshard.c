@@ -39,7 +39,7 @@ make_views(fp_unit *unit, Py_ssize_t index, int made)
     if (same && untracked == flat_param->untracked) {
         return 0;
     }
-    if (!untracked && flat_param->full_precision && fp_param_is_low(flat_param->master)) {
+    if (!untracked && flat_param->full_precision && fp_param_is_low(flat_param->shard)) {
         PyErr_Format(PyExc_ValueError,
                      "%U: parameters that were frozen when it was wrapped, of a low precision, require grad now, and "
                      "their gradients would be added in it: build those that are to train in torch.float32",
@@ -68,7 +68,7 @@ int
 fp_unshard_make_views(fp_unit *unit, Py_ssize_t index)
 {
     const fp_flat_param *flat_param = &unit->flat_params[index];
-    return make_views(unit, index, fp_flat_buffer_prepare(flat_param->flat, flat_param->master, freed_reason(unit)));
+    return make_views(unit, index, fp_flat_buffer_prepare(flat_param->flat, flat_param->shard, freed_reason(unit)));
 }
 
 /* Before a gather: whoever outside has the memory keeps it and its values, unless a graph needs just them. */
@@ -82,7 +82,7 @@ renew(fp_unit *unit, Py_ssize_t index, int changed)
 }
 
 int
-fp_unshard_look_over(fp_unit *unit)
+fp_unshard_sync_user_writes(fp_unit *unit)
 {
     int any = 0, written = 0;
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
@@ -98,7 +98,7 @@ fp_unshard_look_over(fp_unit *unit)
     if (!any) {
         return written;
     }
-    PyObject *result = PyObject_CallNoArgs(unit->moved);
+    PyObject *result = PyObject_CallNoArgs(unit->on_param_replaced);
     Py_XDECREF(result);
     return result == NULL ? -1 : 1;
 }
@@ -190,7 +190,7 @@ check_memory(const fp_unit *unit)
     for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
         int64_t present, needed;
         const int lacks =
-            fp_flat_buffer_lacks_memory(unit->flat_params[k].flat, unit->flat_params[k].master, &present, &needed);
+            fp_flat_buffer_lacks_memory(unit->flat_params[k].flat, unit->flat_params[k].shard, &present, &needed);
         if (lacks > 0) {
             PyErr_Format(
                 PyExc_ValueError,
@@ -232,7 +232,7 @@ gather_each(fp_unit *unit, int goes_on, int *gathered)
             return -1;
         }
         const int from_shards =
-            fp_flat_buffer_gather(flat_param->flat, flat_param->master, fp_items(flat_param->views),
+            fp_flat_buffer_gather(flat_param->flat, flat_param->shard, fp_items(flat_param->views),
                                   fp_unit_collectives(unit), changed, refresh, goes_on, freed_reason(unit));
         if (from_shards < 0) {
             return -1;
@@ -266,7 +266,7 @@ start_gather(fp_unit *unit)
     if (check_memory(unit) < 0) {
         return -1;
     }
-    if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_look_over(unit) < 0) {
+    if (!root->in_backward && !unit->has_secondary_shard && fp_unshard_sync_user_writes(unit) < 0) {
         return -1;
     }
     /* What was gathered in the capture of a CUDA graph has values when that is replayed; and its memory is the graph's. */
@@ -279,7 +279,7 @@ start_gather(fp_unit *unit)
         return -1;
     }
     unit->gather_pass = root->pass;
-    unit->kept_steps = fp_optimizer_steps;
+    unit->accumulated_steps = fp_optimizer_steps;
     unit->gather_steps = root->optimizer_steps;
     if (gather_together(unit, goes_on, &gathered) < 0) {
         return -1;
@@ -288,7 +288,7 @@ start_gather(fp_unit *unit)
         return -1;
     }
     unit->stale = 0;
-    unit->doubted = unit->doubted && unit->has_secondary_shard;
+    unit->suspect = unit->suspect && unit->has_secondary_shard;
     root->gathers += gathered && unit->sharded;
     return 0;
 }
@@ -391,8 +391,8 @@ fp_unshard_hide_old(fp_unit *unit)
 int
 fp_unshard_keep(fp_unit *unit, int64_t steps)
 {
-    unit->kept_steps = steps;
-    unit->kept_in_no_sync = steps >= 0;
+    unit->accumulated_steps = steps;
+    unit->accumulated_in_no_sync = steps >= 0;
     return fp_unshard_move(unit, FP_UNIT_KEEP);
 }
 

@@ -32,7 +32,7 @@ int fp_unshard_show_params(fp_unit *unit); /* let the modules have the original 
 
 /* What was written to the views goes into the shard, and so do parameters that were replaced, or whose data were; the
  * latter by Python. 1: some were; 0; -1. */
-int fp_unshard_look_over(fp_unit *unit);
+int fp_unshard_sync_user_writes(fp_unit *unit);
 /* The same after a forward. The graph has the values that were written, so it is not refused for them. */
 int fp_unshard_take_written_in_forward(fp_unit *unit);
 /* Before the backward of a unit: what was written since its forward is known to autograd, or refused. */

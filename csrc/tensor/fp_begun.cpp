@@ -117,7 +117,7 @@ has_work(const std::vector<std::shared_ptr<Begun>> &all)
 
 } // namespace
 
-Connecting::Connecting(const c10d::ProcessGroup &group, bool is_first) : group_(is_first ? &group : nullptr)
+FirstCollective::FirstCollective(const c10d::ProcessGroup &group, bool is_first) : group_(is_first ? &group : nullptr)
 {
     for_each_begun(group_, [](Begun &begun) {
         if (begun.connecting++ == 0) {
@@ -126,7 +126,7 @@ Connecting::Connecting(const c10d::ProcessGroup &group, bool is_first) : group_(
     });
 }
 
-Connecting::~Connecting()
+FirstCollective::~FirstCollective()
 {
     for_each_begun(group_, [](Begun &begun) { begun.connecting = std::max(0, begun.connecting - 1); });
 }
@@ -145,7 +145,7 @@ note_begun(const c10d::ProcessGroup &group, const c10::intrusive_ptr<c10d::Work>
     });
 }
 
-Waiting::Waiting(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device)
+WaitScope::WaitScope(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device)
 {
     if (groups.n == 0 || device.is_cpu()) {
         return;
@@ -190,7 +190,7 @@ Waiting::Waiting(const c10d::ProcessGroup &group, const c10d::Work *work, const 
 }
 
 void
-Waiting::end()
+WaitScope::end()
 {
     if (wait_) {
         wait_->after.record(wait_->stream);
@@ -198,34 +198,34 @@ Waiting::end()
     }
 }
 
-Waiting::~Waiting()
+WaitScope::~WaitScope()
 {
     if (wait_ && wait_->state == Wait::coming) {
         wait_->state = Wait::failed;
     }
 }
 
-Kept::Kept(const c10d::ProcessGroup *group) : begun_(std::make_shared<Begun>())
+PendingCollectives::PendingCollectives(const c10d::ProcessGroup *group) : begun_(std::make_shared<Begun>())
 {
     const std::lock_guard held(groups.lock);
     groups.begun.emplace(group, begun_);
     groups.n++;
 }
 
-Kept::~Kept()
+PendingCollectives::~PendingCollectives()
 {
     const std::lock_guard held(groups.lock);
     groups.n -= std::erase_if(groups.begun, [this](const auto &each) { return each.second == begun_; });
 }
 
 bool
-Kept::has_work()
+PendingCollectives::has_work()
 {
     return fp::has_work({begun_});
 }
 
 bool
-Kept::any_has_work()
+PendingCollectives::any_has_work()
 {
     std::vector<std::shared_ptr<Begun>> all;
     {
@@ -238,7 +238,7 @@ Kept::any_has_work()
 }
 
 std::optional<c10::Device>
-Kept::device()
+PendingCollectives::device()
 {
     const std::lock_guard held(groups.lock);
     return begun_->streams.empty() ? std::nullopt : std::optional(begun_->streams.front().first.device());
@@ -246,7 +246,7 @@ Kept::device()
 
 // Events are asked only where much time has gone by: without kernels that spoils a capture of another thread.
 bool
-Kept::has_waited(double patience)
+PendingCollectives::has_waited(double patience)
 {
     const auto is_long_ago = [now = Clock::now(), patience](const Clock::time_point &since) {
         return seconds(now - since) >= patience;

@@ -20,12 +20,12 @@ seconds(Clock::duration duration)
 }
 
 // From its making to its end, a collective over group makes its communicator, if is_first.
-class Connecting {
+class FirstCollective {
   public:
-    Connecting(const c10d::ProcessGroup &group, bool is_first);
-    Connecting(const Connecting &) = delete;
-    Connecting &operator=(const Connecting &) = delete;
-    ~Connecting();
+    FirstCollective(const c10d::ProcessGroup &group, bool is_first);
+    FirstCollective(const FirstCollective &) = delete;
+    FirstCollective &operator=(const FirstCollective &) = delete;
+    ~FirstCollective();
 
   private:
     const c10d::ProcessGroup *group_; // null: it is not the first
@@ -38,12 +38,12 @@ struct Wait;
 
 // From its making to end() the current stream of device is made to wait for a collective over group, or the host waits for it.
 // work: null if Python has begun it. The device is asked for nothing, but for whether the oldest wait has ended.
-class Waiting {
+class WaitScope {
   public:
-    Waiting(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device);
-    Waiting(const Waiting &) = delete;
-    Waiting &operator=(const Waiting &) = delete;
-    ~Waiting();
+    WaitScope(const c10d::ProcessGroup &group, const c10d::Work *work, const c10::Device &device);
+    WaitScope(const WaitScope &) = delete;
+    WaitScope &operator=(const WaitScope &) = delete;
+    ~WaitScope();
 
     void end();
 
@@ -54,12 +54,12 @@ class Waiting {
 struct Begun;
 
 // From its making to its end, what group begins is kept in mind.
-class Kept {
+class PendingCollectives {
   public:
-    explicit Kept(const c10d::ProcessGroup *group);
-    Kept(const Kept &) = delete;
-    Kept &operator=(const Kept &) = delete;
-    ~Kept();
+    explicit PendingCollectives(const c10d::ProcessGroup *group);
+    PendingCollectives(const PendingCollectives &) = delete;
+    PendingCollectives &operator=(const PendingCollectives &) = delete;
+    ~PendingCollectives();
 
     // Whether not all that was begun is done: other ranks may be needed for it.
     bool has_work();

@@ -168,7 +168,7 @@ void note_reused(c10::StorageImpl *storage);
 bool is_reused(const c10::StorageImpl *storage);
 
 // Whether somebody outside has the Python object of a storage that has memory, and that tensors of ours have too.
-bool is_held(c10::StorageImpl *storage);
+bool has_borrower(c10::StorageImpl *storage);
 
 // An empty tensor whose storage is like one of bytes that resize_storage has freed.
 at::Tensor freed_source(const at::TensorOptions &options, size_t bytes, const char *reason, bool keeps_size);

@@ -102,7 +102,7 @@ has_same_bytes(const at::Tensor &a, const at::Tensor &b)
 extern "C" {
 
 int
-fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int untracked, PyObject **out)
+fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;

@@ -84,7 +84,7 @@ started(const fp_group &group, const at::Tensor &tensor, Start &&start)
         if (on_host) {
             return start(*group.host);
         }
-        const Connecting connecting(*group.native, !group.device);
+        const FirstCollective connecting(*group.native, !group.device);
         c10::intrusive_ptr<c10d::Work> work = start(*group.native);
         group.device = tensor.device();
         note_begun(*group.native, work);
@@ -271,7 +271,7 @@ wait_once(c10::intrusive_ptr<c10d::Work> &work, const c10::intrusive_ptr<c10d::W
                 return wait_a_while(*waited);
             }
             const WithoutGil released;
-            std::optional<Waiting> waiting;
+            std::optional<WaitScope> waiting;
             if (group != nullptr && group->native && group->device) {
                 waiting.emplace(*group->native, waited.get(), *group->device);
             }

@@ -36,9 +36,9 @@ void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_grou
 enum {
     FP_EVENT_GATHERS = 0,
     FP_EVENT_REDUCES = 1,
-    FP_EVENT_GATHERS_OUTSIDE = 2, /* of a step; begun by Python, as the next ones that show, clip or scale */
-    FP_EVENT_REDUCES_KEPT = 3,    /* the gradients that no_sync has kept too */
-    FP_EVENT_AGREES = 4,          /* on what has changed */
+    FP_EVENT_GATHERS_OUTSIDE = 2,     /* of a step; begun by Python, as the next ones that show, clip or scale */
+    FP_EVENT_REDUCES_ACCUMULATED = 3, /* the gradients that no_sync has kept too */
+    FP_EVENT_AGREES = 4,              /* on what has changed */
     FP_EVENT_CLIPS = 5,
     FP_EVENT_SHOWS_GRADIENTS = 6,
     FP_EVENT_SCALES = 7,

@@ -120,9 +120,9 @@ fp_flat_buffer_new(const fp_flat_buffer_options *options)
                           "expected the copy to be shared by a divisor of ", plan.shards, " ranks, got rank ",
                           plan.param_rank, " of ", plan.param_shards);
         TORCH_CHECK_VALUE((plan.param_shards == 1) == (plan.param_group == nullptr) &&
-                              (plan.param_group != nullptr || plan.refresh_group == nullptr),
+                              (plan.param_group != nullptr || plan.outer_group == nullptr),
                           "a group to gather over goes with a copy that is shared");
-        TORCH_CHECK_VALUE(plan.refresh_group == nullptr || plan.rank / per_part == plan.param_rank, "expected shard ",
+        TORCH_CHECK_VALUE(plan.outer_group == nullptr || plan.rank / per_part == plan.param_rank, "expected shard ",
                           plan.rank, " to lie in part ", plan.param_rank, " of ", plan.param_shards);
         auto flat = std::make_unique<fp_flat_buffer>(plan);
         flat->geometry = options->geometry->shared;
@@ -171,14 +171,14 @@ int
 fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason)
 {
     return fp::guarded(-1, [&] {
-        if (!flat->is_lent()) {
+        if (!flat->is_borrowed()) {
             return 0;
         }
         const fp::Plainly plainly;
         fp::wait_for_gather(*flat);
         flat->unsharded.unsafeGetTensorImpl()->bump_version(); /* a graph that needs its values is refused */
         c10::StorageImpl *storage = fp::storage_of(flat->unsharded);
-        fp::set_freed_reason(storage, fp::is_held(storage) ? nullptr : reason);
+        fp::set_freed_reason(storage, fp::has_borrower(storage) ? nullptr : reason);
         fp::set_storage(*flat, fp::freed_unsharded(*flat, flat->unsharded_data.options(), reason), false);
         return 1;
     });
@@ -233,10 +233,10 @@ fp_flat_buffer_release(fp_flat_buffer *flat, PyObject *const *views, const char 
             }
             fp::move(*flat, FP_DATA_FORGET);
             flat->home.move_out();
-            if (fp::is_held(fp::storage_of(flat->unsharded))) {
+            if (fp::has_borrower(fp::storage_of(flat->unsharded))) {
                 fp::leave_storage(*flat, views, reason);
             }
-            else if (flat->is_lent()) {
+            else if (flat->is_borrowed()) {
                 fp::set_freed_reason(fp::storage_of(flat->unsharded), reason); /* it goes when nobody has it any more */
             }
             else {

@@ -23,12 +23,12 @@ typedef struct {
     fp_group *replicate_group;    /* gradients of the shard are added over it too; NULL: none */
     int param_rank, param_shards; /* the same of the secondary shard for forward and backward */
     fp_group *param_group;        /* the ranks that share the secondary shard; NULL: there is none */
-    fp_group *refresh_group;      /* nested: the ranks whose shards make up our secondary shard, in their order */
+    fp_group *outer_group;        /* nested: the ranks whose shards make up our secondary shard, in their order */
     double predivide, postdivide;
     int full_precision;    /* without a reduce_dtype, gradients are reduced in the shard's */
     int keep_reduce_dtype; /* the gradient stays in reduce_dtype */
     int stays_full;        /* free() keeps the memory */
-    int offloads;          /* what is kept lies in host memory between backwards */
+    int offloads;          /* the accumulated gradient lies in host memory between backwards */
 } fp_flat_buffer_plan;
 typedef struct {
     fp_flat_buffer_plan plan;
@@ -53,7 +53,7 @@ int fp_flat_buffer_renew(fp_flat_buffer *flat, const char *reason);
 /* From now on compute and reduce in the shard's dtype, or again as the options say: prepare and make views anew. */
 void fp_flat_buffer_compute_in_full(fp_flat_buffer *flat, int in_full) FP_NOEXCEPT;
 /* Views of the unsharded tensor behind one node, which calls ref's unit. untracked: without a node. */
-int fp_flat_buffer_views(fp_flat_buffer *flat, fp_params_ref *ref, int index, int untracked, PyObject **out);
+int fp_flat_buffer_views(fp_flat_buffer *flat, fp_unit_ref *ref, int index, int untracked, PyObject **out);
 /* That node runs after all that was recorded since began (see fp_graph_now) and is ready when it is. Until it is told so,
  * it runs as soon as its gradients are there. */
 void fp_flat_buffer_run_after(fp_flat_buffer *flat, uint64_t began) FP_NOEXCEPT;
@@ -128,10 +128,10 @@ void fp_flat_buffer_average_elsewhere(fp_flat_buffer *flat); /* from now on grad
 /* Add the gradients of the views to the unsharded gradient that is kept here, in the shard's dtype; in fp32 if that is a low
  * one. */
 int fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
-/* Put gradients, and what is kept, together as they are reduced; fp_flat_buffer_start_reduce sends that. Until then more may
+/* Put gradients, and the accumulated gradient, together as they are reduced; fp_flat_buffer_start_reduce sends that. Until then more may
  * join it. */
 int fp_flat_buffer_pack(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard);
-/* Start reducing what was packed, or what is kept and gradients (NULL: none). Nothing at all to reduce counts as zeros.
+/* Start reducing what was packed, or the accumulated gradient and gradients (NULL: none). Nothing at all to reduce counts as zeros.
  * How far, nested only: over param_group, added to what earlier calls have left; from there to the shard; or both. */
 enum { FP_REDUCE_INNER = 1, FP_REDUCE_OUTER = 2, FP_REDUCE_ALL = 3 };
 int fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients, PyObject *shard,
@@ -149,16 +149,18 @@ int fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) FP_NOEXCEPT;
 /* The unsharded gradient, new reference; nested: our part of it, [param_shards * ...], added over param_group; Py_None. */
 PyObject *fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat);
 /* Whether kept could be that: of its length, dtype and device, plain. -1: ValueError or TypeError that says it of name. */
-int fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard, PyObject *kept, const char *name);
-/* Let kept, which was checked, be that; on the host where that is kept there. Where there is one, it is dropped first. */
-int fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *kept);
-void fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too); /* drop reductions under way; and what is kept */
+int fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard, PyObject *accumulated,
+                                     const char *name);
+/* Let accumulated, which was checked, be that; on the host where that is kept there. Where there is one, it is dropped first. */
+int fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *accumulated);
+void fp_flat_buffer_drop_grads(fp_flat_buffer *flat,
+                               int accumulated_too); /* drop reductions under way; and the accumulated gradient */
 /* Start the copy of what lies in host memory back to the device; and drop such a copy that nobody has added to. */
 int fp_flat_buffer_start_reload(fp_flat_buffer *flat);
 int fp_flat_buffer_drop_reload(fp_flat_buffer *flat);
 /* No gradient is on its way to host memory any more that what comes next on the device could overtake. */
-int fp_flat_buffer_settle_copies(fp_flat_buffer *flat);
-/* Bytes of what is kept: on the device that the shard is on, and of the buffer for it in host memory. */
+int fp_flat_buffer_wait_copies(fp_flat_buffer *flat);
+/* Bytes of the accumulated gradient: on the device that the shard is on, and of the buffer for it in host memory. */
 void fp_flat_buffer_accumulated_bytes(const fp_flat_buffer *flat, int64_t *device, int64_t *host) FP_NOEXCEPT;
 
 FP_END_C

@@ -56,10 +56,10 @@ struct fp_flat_buffer : fp_flat_buffer_plan {
     explicit fp_flat_buffer(const fp_flat_buffer_plan &plan) : fp_flat_buffer_plan(plan) {}
 
     // Somebody outside reads the memory of unsharded, which may not be freed or written to then.
-    bool is_lent() const
+    bool is_borrowed() const
     {
         return unsharded.defined() && data != FP_DATA_BORROWED &&
-               (!fp::has_own_memory(fp::storage_of(unsharded)) || fp::is_held(fp::storage_of(unsharded)));
+               (!fp::has_own_memory(fp::storage_of(unsharded)) || fp::has_borrower(fp::storage_of(unsharded)));
     }
     bool is_under_way() const
     {

@@ -190,7 +190,7 @@ put_gather(fp_flat_buffer &flat, const at::Tensor &shard, bool from_its_place, b
             const int64_t first = flat.rank * flat.shard_numel - flat.param_rank * flat.part_numel();
             at::Tensor copy = refreshed, slot = alias(copy, flat.shard_numel, int64_t{1}, first);
             fill(flat, slot, shard);
-            if (gather_over(flat, *flat.refresh_group, copy, slot, collectives)) {
+            if (gather_over(flat, *flat.outer_group, copy, slot, collectives)) {
                 move(flat, FP_DATA_REFRESH);
             }
             flat.next_secondary_shard = std::move(copy);
@@ -370,7 +370,7 @@ fp_flat_buffer_gather(fp_flat_buffer *flat, PyObject *shard_object, PyObject *co
         if (from_shards) {
             flat->secondary_shard.reset();
         }
-        const bool refreshes = from_shards && flat->refresh_group != nullptr;
+        const bool refreshes = from_shards && flat->outer_group != nullptr;
         at::Tensor copy;
         if (refreshes && !flat->next_secondary_shard.defined()) {
             copy = at::empty({flat->part_numel()}, flat->unsharded_data.options());

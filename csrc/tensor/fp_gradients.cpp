@@ -66,17 +66,17 @@ piece_of(const at::Tensor &grad, const at::Tensor &target, const fp_param_pieces
     return {target.sizes(), target.strides(), offset};
 }
 
-// Its place in what is kept, where that is the unsharded gradient (own < 0); else its piece, and the shard begins at own.
+// Its place in the accumulated gradient, where that is the unsharded gradient (own < 0); else its piece, and the shard begins at own.
 Place
-place_in(const at::Tensor &kept, const fp_param_pieces &of, size_t i, int64_t own)
+place_in(const at::Tensor &accumulated, const fp_param_pieces &of, size_t i, int64_t own)
 {
     static constexpr int64_t none = 0, unit_stride = 1;
     const View &view = of.geometry->shared->views[i];
     if (own < 0) {
-        return {view.shape, view.stride, kept.storage_offset() + view.offset};
+        return {view.shape, view.stride, accumulated.storage_offset() + view.offset};
     }
-    return of.numels[i] > 0 ? Place{of.numels[i], unit_stride, kept.storage_offset() + own + of.starts[i]}
-                            : Place{none, unit_stride, kept.storage_offset() + own};
+    return of.numels[i] > 0 ? Place{of.numels[i], unit_stride, accumulated.storage_offset() + own + of.starts[i]}
+                            : Place{none, unit_stride, accumulated.storage_offset() + own};
 }
 
 // What the user has set as the gradient of a parameter may have any strides and layout, and lie in target itself.
@@ -125,13 +125,13 @@ put_aside(const fp_put_aside &aside, const at::Tensor &param, const fp_param_pie
 
 // What kept, elements [first, ...) of an unsharded gradient, has of view is 0 from now on.
 void
-clear_range(const at::Tensor &kept, const View &view, int64_t first)
+clear_range(const at::Tensor &accumulated, const View &view, int64_t first)
 {
     const int64_t begin = std::max(view.offset - first, int64_t{0});
-    const int64_t end = std::min(view.offset + view.numel - first, kept.numel());
+    const int64_t end = std::min(view.offset + view.numel - first, accumulated.numel());
     if (begin < end) {
-        check_memory(kept);
-        alias(kept, end - begin, int64_t{1}, kept.storage_offset() + begin).zero_();
+        check_memory(accumulated);
+        alias(accumulated, end - begin, int64_t{1}, accumulated.storage_offset() + begin).zero_();
     }
 }
 
@@ -166,8 +166,8 @@ shown_together(const std::vector<at::Tensor> &params, const fp_param_pieces &of,
     return whole;
 }
 
-// What a parameter shows of what is kept.
-enum class Shows { nothing, kept, zeros, written };
+// What a parameter shows of the accumulated gradient.
+enum class Shows { nothing, accumulated, zeros, written };
 
 // Its parts, where it is complex.
 at::Tensor
@@ -196,7 +196,7 @@ is_edited(const at::Tensor &grad, bool marked)
 // The same of all; the last two where it was changed in place. marked: fp_gradients_mark_zeros() was called for kept. A
 // device is asked once for all.
 std::vector<Shows>
-shown_of(const at::Tensor &kept, bool marked, const std::vector<at::Tensor> &params, const fp_param_pieces &of,
+shown_of(const at::Tensor &accumulated, bool marked, const std::vector<at::Tensor> &params, const fp_param_pieces &of,
          int64_t own)
 {
     std::vector<Shows> shows(params.size(), Shows::nothing);
@@ -204,10 +204,10 @@ shown_of(const at::Tensor &kept, bool marked, const std::vector<at::Tensor> &par
     std::vector<size_t> places;
     for (size_t i = 0; i < params.size(); i++) {
         const at::Tensor &grad = params[i].unsafeGetTensorImpl()->grad();
-        if (!is_shown(grad, kept, place_in(kept, of, i, own))) {
+        if (!is_shown(grad, accumulated, place_in(accumulated, of, i, own))) {
             continue;
         }
-        shows[i] = grad._version() == 0 ? Shows::kept : Shows::zeros;
+        shows[i] = grad._version() == 0 ? Shows::accumulated : Shows::zeros;
         if (grad._version() != 0 && grad.is_cpu()) {
             shows[i] = is_edited(grad, marked).item<bool>() ? Shows::written : Shows::zeros;
         }
@@ -374,26 +374,26 @@ fp_gradients_collect(const fp_param_pieces *of, PyObject *shard_object, char *ha
 }
 
 int
-fp_gradients_show_kept(const fp_param_pieces *of, const char *which, PyObject *kept_object, int64_t own)
+fp_gradients_show_accumulated(const fp_param_pieces *of, const char *which, PyObject *accumulated_object, int64_t own)
 {
     return fp::guarded(-1, [&] {
-        const at::Tensor &kept = fp::unpack(kept_object);
+        const at::Tensor &accumulated = fp::unpack(accumulated_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
         for (size_t i = 0; i < targets.size(); i++) {
             if (which[i] != 0) {
-                targets[i].mutable_grad() = fp::at_place(kept, fp::place_in(kept, *of, i, own));
+                targets[i].mutable_grad() = fp::at_place(accumulated, fp::place_in(accumulated, *of, i, own));
             }
         }
     });
 }
 
 int
-fp_gradients_mark_zeros(PyObject *kept_object)
+fp_gradients_mark_zeros(PyObject *accumulated_object)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        const at::Tensor kept = fp::in_reals(fp::given(kept_object));
-        kept.masked_fill_(kept.eq(0), -0.0);
+        const at::Tensor accumulated = fp::in_reals(fp::given(accumulated_object));
+        accumulated.masked_fill_(accumulated.eq(0), -0.0);
     });
 }
 
@@ -404,21 +404,22 @@ fp_gradients_is_zeroed(PyObject *grad_object)
 }
 
 Py_ssize_t
-fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside, int drops_zeros)
+fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated_object, fp_put_aside aside,
+                               int drops_zeros)
 {
     return fp::guarded<Py_ssize_t>(-1, [&]() -> Py_ssize_t {
         const fp::Plainly plainly;
-        const at::Tensor &kept = fp::unpack(kept_object);
+        const at::Tensor &accumulated = fp::unpack(accumulated_object);
         const bool is_sharded = fp::unpack(aside.like).numel() != of->geometry->shared->total;
         const bool has_reduced = *aside.tensor != nullptr;
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        fp::check_memory(kept);
-        const std::vector<fp::Shows> shows = fp::shown_of(kept, has_reduced, targets, *of, -1);
+        fp::check_memory(accumulated);
+        const std::vector<fp::Shows> shows = fp::shown_of(accumulated, has_reduced, targets, *of, -1);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &own = targets[i].unsafeGetTensorImpl()->grad();
             const bool frozen = !targets[i].requires_grad();
-            aside.owed[i] = 0;
+            aside.frozen_share[i] = 0;
             if (shows[i] == fp::Shows::zeros) {
                 fp::clear_aside(aside, *of, i);
                 if (drops_zeros) {
@@ -429,17 +430,18 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
                 if (shows[i] == fp::Shows::written && has_reduced) {
                     return -2 - static_cast<Py_ssize_t>(i);
                 }
-                aside.owed[i] = static_cast<char>(frozen);
+                aside.frozen_share[i] = static_cast<char>(frozen);
                 shown++;
                 continue;
             }
-            at::Tensor place = fp::at_place(kept, fp::place_in(kept, *of, i, -1));
+            at::Tensor place = fp::at_place(accumulated, fp::place_in(accumulated, *of, i, -1));
             if (fp::is_aside(aside, targets[i], *of, i)) {
-                place.zero_(); /* it did not show kept: it was frozen then */
+                place.zero_(); /* it did not show the accumulated gradient: it was frozen then */
                 continue;
             }
             if (own.defined() && own.has_storage() &&
-                (own.is_alias_of(kept) || (*aside.tensor != nullptr && own.is_alias_of(fp::unpack(*aside.tensor))))) {
+                (own.is_alias_of(accumulated) ||
+                 (*aside.tensor != nullptr && own.is_alias_of(fp::unpack(*aside.tensor))))) {
                 targets[i].mutable_grad() = fp::strided(own).clone(); /* the user's, whose memory is cleared below */
             }
             if (own.defined() && !is_sharded && !frozen && own.sizes() == place.sizes()) {
@@ -460,25 +462,25 @@ fp_gradients_check_kept(const fp_param_pieces *of, PyObject *kept_object, fp_put
 }
 
 Py_ssize_t
-fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_put_aside aside, int64_t first,
+fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated_object, fp_put_aside aside, int64_t first,
                           int64_t own, const char *name, char *cleared)
 {
     return fp::guarded<Py_ssize_t>(-1, [&] {
         const fp::Plainly plainly;
-        const at::Tensor &kept = fp::unpack(kept_object);
+        const at::Tensor &accumulated = fp::unpack(accumulated_object);
         const std::vector<at::Tensor> targets = fp::unpack_all(of->params, of->n);
-        const std::vector<fp::Shows> shows = fp::shown_of(kept, *aside.tensor != nullptr, targets, *of, own);
+        const std::vector<fp::Shows> shows = fp::shown_of(accumulated, *aside.tensor != nullptr, targets, *of, own);
         Py_ssize_t shown = 0;
         for (size_t i = 0; i < targets.size(); i++) {
             const at::Tensor &grad = targets[i].unsafeGetTensorImpl()->grad();
-            aside.owed[i] = 0;
-            if (shows[i] == fp::Shows::kept) {
-                aside.owed[i] = static_cast<char>(!targets[i].requires_grad());
+            aside.frozen_share[i] = 0;
+            if (shows[i] == fp::Shows::accumulated) {
+                aside.frozen_share[i] = static_cast<char>(!targets[i].requires_grad());
                 shown++;
                 continue;
             }
             if (fp::is_aside(aside, targets[i], *of, i)) {
-                continue; /* it did not show kept: it was frozen then */
+                continue; /* it did not show the accumulated gradient: it was frozen then */
             }
             if (grad.defined() && shows[i] == fp::Shows::nothing && !targets[i].requires_grad()) {
                 fp::clear_aside(aside, *of, i);
@@ -490,7 +492,7 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_p
                               "it is a sum over some of the ranks only: it can be cleared, on all ranks alike, not ",
                               "edited");
             fp::clear_aside(aside, *of, i);
-            fp::clear_range(kept, of->geometry->shared->views[i], first);
+            fp::clear_range(accumulated, of->geometry->shared->views[i], first);
             cleared[i] = static_cast<char>(cleared[i] || of->numels[i] > 0);
         }
         return shown;
@@ -498,11 +500,11 @@ fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *kept_object, fp_p
 }
 
 int
-fp_gradients_clear_kept(const fp_geometry *geometry, Py_ssize_t i, PyObject *kept, int64_t first)
+fp_gradients_clear_accumulated(const fp_geometry *geometry, Py_ssize_t i, PyObject *accumulated, int64_t first)
 {
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        fp::clear_range(fp::unpack(kept), geometry->shared->views[static_cast<size_t>(i)], first);
+        fp::clear_range(fp::unpack(accumulated), geometry->shared->views[static_cast<size_t>(i)], first);
     });
 }
 

@@ -308,20 +308,20 @@ ViewsBackward::pack(const Geometry &geometry, const torch::autograd::variable_li
 
 extern "C" {
 
-fp_params_ref *
-fp_params_ref_new(void *unit, const char *name, const fp_module_params_calls *calls)
+fp_unit_ref *
+fp_unit_ref_new(void *unit, const char *name, const fp_unit_callbacks *calls)
 {
-    return fp::guarded<fp_params_ref *>(nullptr, [&] {
+    return fp::guarded<fp_unit_ref *>(nullptr, [&] {
         auto shared = std::make_shared<fp::UnitRef>();
         shared->unit = unit;
         shared->name = name;
         shared->calls = *calls;
-        return new fp_params_ref{std::move(shared)};
+        return new fp_unit_ref{std::move(shared)};
     });
 }
 
 void
-fp_params_ref_keep(fp_params_ref *ref, PyObject *unit)
+fp_unit_ref_keep(fp_unit_ref *ref, PyObject *unit)
 {
     const std::shared_ptr<fp::Graph> graph = ref->shared->graph.lock();
     if (graph != nullptr && graph->waiting != 0 && graph->unit == nullptr) {
@@ -330,7 +330,7 @@ fp_params_ref_keep(fp_params_ref *ref, PyObject *unit)
 }
 
 void
-fp_params_ref_drop(fp_params_ref *ref)
+fp_unit_ref_drop(fp_unit_ref *ref)
 {
     if (ref != nullptr) {
         ref->shared->unit = nullptr;
@@ -345,7 +345,7 @@ fp_graph_now(void) noexcept
 }
 
 int
-fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
+fp_graph_hook(PyObject *tensor_object, fp_unit_ref *ref, uint64_t began)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &tensor = THPVariable_Unpack(tensor_object);
@@ -365,7 +365,7 @@ fp_graph_hook(PyObject *tensor_object, fp_params_ref *ref, uint64_t began)
 }
 
 int
-fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref, int64_t when)
+fp_graph_hook_inputs(PyObject *tensors, fp_unit_ref *ref, int64_t when)
 {
     return fp::guarded(-1, [&] {
         const auto inputs = std::make_shared<fp::Inputs>();
@@ -391,7 +391,7 @@ fp_graph_hook_inputs(PyObject *tensors, fp_params_ref *ref, int64_t when)
 }
 
 int
-fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_params_ref *ref, int index, int takes)
+fp_graph_watch(PyObject *const *params, Py_ssize_t n, fp_unit_ref *ref, int index, int takes)
 {
     return fp::guarded(-1, [&] {
         const std::vector<at::Tensor> targets = fp::unpack_all(params, n);
@@ -442,7 +442,7 @@ fp_graph_keep_caller(void)
 }
 
 int
-fp_graph_at_end(fp_params_ref *ref)
+fp_graph_at_end(fp_unit_ref *ref)
 {
     return fp::guarded(-1, [&] {
         torch::autograd::Engine::get_default_engine().queue_callback([shared = ref->shared] {
@@ -453,7 +453,7 @@ fp_graph_at_end(fp_params_ref *ref)
 }
 
 int
-fp_graph_is_running(const fp_params_ref *ref) noexcept
+fp_graph_is_running(const fp_unit_ref *ref) noexcept
 {
     const auto task = ref->shared->task.lock();
     return task && !task->has_error_; /* a device's thread may have it for a moment after backward() has raised */

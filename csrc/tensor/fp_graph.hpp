@@ -29,7 +29,7 @@ struct Graph {
 struct UnitRef {
     void *unit = nullptr; // null once it is gone; changed with the GIL held
     std::string name;
-    fp_module_params_calls calls{};
+    fp_unit_callbacks calls{};
     std::weak_ptr<const torch::autograd::GraphTask> task; // of the last callback
     std::weak_ptr<Graph> graph;
 };
@@ -100,7 +100,7 @@ has_hooks_of_users(const at::Tensor &tensor)
 
 } // namespace fp
 
-struct fp_params_ref {
+struct fp_unit_ref {
     std::shared_ptr<fp::UnitRef> shared;
 };
 

@@ -100,11 +100,11 @@ fp_flat_buffer_drop_reload(fp_flat_buffer *flat)
 }
 
 int
-fp_flat_buffer_settle_copies(fp_flat_buffer *flat)
+fp_flat_buffer_wait_copies(fp_flat_buffer *flat)
 {
     return fp::guarded(-1, [&] {
         if (flat->unsharded.defined() && fp::has_streams(flat->unsharded.device())) {
-            fp::settle_copies(flat->unsharded.device());
+            fp::wait_copies(flat->unsharded.device());
         }
     });
 }

@@ -33,8 +33,8 @@ reducing_over(const fp_flat_buffer &flat)
     if (!inner && flat.replicate_group != nullptr) {
         return flat.replicate_group;
     }
-    if (flat.refresh_group != nullptr) {
-        return inner ? flat.param_group : flat.refresh_group;
+    if (flat.outer_group != nullptr) {
+        return inner ? flat.param_group : flat.outer_group;
     }
     return flat.shard_group;
 }
@@ -45,7 +45,7 @@ factor_over(const fp_flat_buffer &flat, const fp_group &group, const at::Tensor 
 {
     int exponent;
     const bool exact = std::frexp(flat.postdivide, &exponent) == 0.5;
-    return exact && flat.refresh_group == nullptr && !flat.is_divided && premultiplies(group, tensor)
+    return exact && flat.outer_group == nullptr && !flat.is_divided && premultiplies(group, tensor)
                ? 1.0 / flat.postdivide
                : 1.0;
 }
@@ -88,7 +88,7 @@ wait_for_reduction(fp_flat_buffer &flat)
 void
 reduce_over(fp_flat_buffer &flat, fp_group &group, PyObject *collectives)
 {
-    check_memory(flat.reduce_input, name_of(flat)); /* what was kept may be it, which .grad has shown */
+    check_memory(flat.reduce_input, name_of(flat)); /* the accumulated gradient may be it, which .grad has shown */
     announce(group, FP_EVENT_REDUCES, flat.trained);
     if (collectives != nullptr || !group.native) {
         call_python(collectives, "reduce_scatter", flat.reduce_output, flat.reduce_input, group);
@@ -171,13 +171,13 @@ predivision(const fp_flat_buffer &flat)
     return flat.predivide != 1.0 ? std::optional<double>(1.0 / flat.predivide) : std::nullopt;
 }
 
-// What is kept and the gradients, which may be null, as they are reduced.
+// The accumulated gradient and the gradients, which may be null, as they are reduced.
 void
 make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at::TensorOptions &options)
 {
     const std::optional<double> scale = predivision(flat);
     const WithoutGil released;
-    if (flat.refresh_group == nullptr) {
+    if (flat.outer_group == nullptr) {
         reload(flat, flat.accumulated_grad);
     }
     if (flat.accumulated_grad.defined()) {
@@ -196,13 +196,13 @@ make_reduce_input(fp_flat_buffer &flat, const fp_gradients *gradients, const at:
     }
 }
 
-// What is kept since that was made, and the gradients, join it.
+// The accumulated gradient since that was made, and the gradients, join it.
 void
 add_to_reduce_input(fp_flat_buffer &flat, const fp_gradients &gradients)
 {
     const How how = {.scale = predivision(flat), .accumulate = true};
     const WithoutGil released;
-    if (flat.refresh_group == nullptr) {
+    if (flat.outer_group == nullptr) {
         reload(flat, flat.accumulated_grad);
     }
     if (flat.accumulated_grad.defined()) {
@@ -242,7 +242,7 @@ reduce_partial(fp_flat_buffer &flat, const at::Tensor &shard, PyObject *collecti
                             ? as_reduce_input(flat.partial_reduce_output, options, std::nullopt)
                             : at::zeros({flat.part_numel()}, options);
     flat.partial_reduce_output.reset();
-    reduce_over(flat, *flat.refresh_group, collectives);
+    reduce_over(flat, *flat.outer_group, collectives);
     move(flat, FP_GRADIENT_REDUCE);
 }
 
@@ -264,18 +264,18 @@ fp_flat_buffer_accumulate(fp_flat_buffer *flat, const fp_gradients *gradients, P
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
         const fp::WithoutGil released;
-        if (flat->refresh_group == nullptr) {
+        if (flat->outer_group == nullptr) {
             fp::reload(*flat, flat->accumulated_grad);
         }
         const bool first = !flat->accumulated_grad.defined();
         const at::TensorOptions options = fp::reduce_options(*flat, shard).dtype(flat->accumulated_dtype_of(shard));
         at::Tensor target = first ? at::empty({flat->geometry->total}, options) : flat->accumulated_grad;
-        if (first && flat->refresh_group == nullptr) {
+        if (first && flat->outer_group == nullptr) {
             flat->accumulated_home.move_in(target.device());
         }
         fp::pack_gradients(*flat, target, *gradients, {.scale = std::nullopt, .accumulate = !first});
         flat->accumulated_grad = std::move(target);
-        if (flat->refresh_group == nullptr) {
+        if (flat->outer_group == nullptr) {
             fp::offload(*flat, flat->accumulated_grad);
         }
     });
@@ -305,7 +305,7 @@ fp_flat_buffer_start_reduce(fp_flat_buffer *flat, const fp_gradients *gradients,
     return fp::guarded(-1, [&] {
         const fp::Plainly plainly;
         const at::Tensor &shard = fp::unpack(shard_object);
-        const bool nested = flat->refresh_group != nullptr;
+        const bool nested = flat->outer_group != nullptr;
         if (nested && how_far == FP_REDUCE_OUTER) {
             fp::reduce_partial(*flat, shard, collectives);
             return 0;
@@ -379,7 +379,7 @@ fp_flat_buffer_advance_reduce(fp_flat_buffer *flat, PyObject *shard_object, PyOb
             fp::send(*flat, shard);
             return 0;
         }
-        if (flat->refresh_group != nullptr) {
+        if (flat->outer_group != nullptr) {
             const at::Tensor &shard = fp::unpack(shard_object);
             const bool goes_on = flat->gradient == FP_GRADIENT_REDUCING_INNER;
             fp::accumulate_partial(*flat, shard);
@@ -445,28 +445,29 @@ fp_flat_buffer_has_accumulated(const fp_flat_buffer *flat) noexcept
 PyObject *
 fp_flat_buffer_accumulated_grad(fp_flat_buffer *flat)
 {
-    const at::Tensor &kept = flat->host_valid                 ? flat->host
-                             : flat->refresh_group != nullptr ? flat->partial_reduce_output
-                                                              : flat->accumulated_grad;
-    if (!kept.defined()) {
+    const at::Tensor &accumulated = flat->host_valid               ? flat->host
+                                    : flat->outer_group != nullptr ? flat->partial_reduce_output
+                                                                   : flat->accumulated_grad;
+    if (!accumulated.defined()) {
         Py_RETURN_NONE;
     }
     return fp::guarded<PyObject *>(nullptr, [&] {
-        fp::check_memory(kept, fp::name_of(*flat)); /* .grad may have shown it */
-        if (flat->host_valid) {                     /* it may be read */
+        fp::check_memory(accumulated, fp::name_of(*flat)); /* .grad may have shown it */
+        if (flat->host_valid) {                            /* it may be read */
             fp::wait_until(flat->has_left);
         }
-        return THPVariable_Wrap(kept);
+        return THPVariable_Wrap(accumulated);
     });
 }
 
 int
-fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard_object, PyObject *kept, const char *name)
+fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard_object, PyObject *accumulated,
+                                 const char *name)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &shard = fp::unpack(shard_object);
-        const at::Tensor &grad = fp::unpack(kept);
-        const int64_t numel = flat->refresh_group != nullptr ? flat->part_numel() : flat->geometry->total;
+        const at::Tensor &grad = fp::unpack(accumulated);
+        const int64_t numel = flat->outer_group != nullptr ? flat->part_numel() : flat->geometry->total;
         const at::ScalarType dtype = flat->accumulated_dtype_of(shard);
         const c10::Device device = flat->unsharded.device();
         TORCH_CHECK_TYPE(fp::is_plain_tensor(grad), name, ": expected a plain dense tensor as kept gradient");
@@ -478,13 +479,13 @@ fp_flat_buffer_check_accumulated(const fp_flat_buffer *flat, PyObject *shard_obj
 }
 
 int
-fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *kept)
+fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *accumulated)
 {
     fp_flat_buffer_drop_grads(flat, 1);
     const int status = fp::guarded(-1, [&] {
         const fp::Plainly plainly;
-        at::Tensor &accumulator = flat->refresh_group != nullptr ? flat->partial_reduce_output : flat->accumulated_grad;
-        accumulator = fp::unpack(kept);
+        at::Tensor &accumulator = flat->outer_group != nullptr ? flat->partial_reduce_output : flat->accumulated_grad;
+        accumulator = fp::unpack(accumulated);
         flat->accumulated_home.move_in(accumulator.device());
         const fp::WithoutGil released;
         fp::offload(*flat, accumulator);
@@ -497,7 +498,7 @@ fp_flat_buffer_set_accumulated(fp_flat_buffer *flat, PyObject *kept)
 }
 
 void
-fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too)
+fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int accumulated_too)
 {
     flat->reduction.reset();
     flat->reduce_slice.reset();
@@ -506,7 +507,7 @@ fp_flat_buffer_drop_grads(fp_flat_buffer *flat, int kept_too)
     flat->arriving_grad.reset();
     flat->has_arrived.reset();
     fp::move(*flat, FP_GRADIENT_FORGET); /* from any state */
-    if (kept_too) {
+    if (accumulated_too) {
         if (fp::guarded(-1, [&] { fp::share_accumulated(*flat); }) < 0) {
             PyErr_Clear(); /* as below */
         }

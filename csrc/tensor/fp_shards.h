@@ -10,7 +10,7 @@ FP_BEGIN_C
  * in_rows[i] whole rows of the parameter; any other has the shape that the geometry says. -1 with an exception. */
 int fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard, const char *in_rows, int marked);
 
-/* explain(tensor): what to say of a shard, a str; or None if it is none any more. Kept. */
+/* explain(tensor): what to say of a shard, a str; or None if it is none any more. PendingCollectives. */
 void fp_torch_explain_shards(PyObject *explain);
 
 FP_END_C

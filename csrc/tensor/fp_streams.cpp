@@ -73,7 +73,7 @@ put_after(const c10::Stream &after, const c10::Stream &before)
 
 // What was copied out last, which may be freed now: the device's work from here on comes after the copy. The mutex is held.
 at::Tensor
-settle(OfDevice &of, const c10::Device &device)
+take_leaving(OfDevice &of, const c10::Device &device)
 {
     block_on(of.has_left, device);
     return std::exchange(of.leaving, at::Tensor());
@@ -131,7 +131,7 @@ copy_out(const at::Tensor &target, at::Tensor &&source)
     OfDevice &of = of_device(device);
     at::Tensor left; // goes after the lock, as freeing a tensor may take the GIL
     const std::lock_guard<std::recursive_mutex> lock(of.mutex);
-    left = settle(of, device);
+    left = take_leaving(of, device);
     const OnOwnStream copying(device, Purpose::copy);
     target.copy_(source, /*non_blocking=*/true);
     of.has_left.emplace(recorded_now(device));
@@ -140,12 +140,12 @@ copy_out(const at::Tensor &target, at::Tensor &&source)
 }
 
 void
-settle_copies(const c10::Device &device)
+wait_copies(const c10::Device &device)
 {
     OfDevice &of = of_device(device);
     at::Tensor left;
     const std::lock_guard<std::recursive_mutex> lock(of.mutex);
-    left = settle(of, device);
+    left = take_leaving(of, device);
 }
 
 void

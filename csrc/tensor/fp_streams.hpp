@@ -67,11 +67,11 @@ struct Mark {
 // target = source on the stream for copies, in the order of the current one. The mark is made after it.
 Mark copy_over(const at::Tensor &target, const at::Tensor &source, const c10::Device &device);
 
-// The same to host memory; source's memory is kept until the next one comes or the backward ends, see settle_copies().
+// The same to host memory; source's memory is kept until the next one comes or the backward ends, see wait_copies().
 Mark copy_out(const at::Tensor &target, at::Tensor &&source);
 
 // What was copied out may be freed: the current stream, on which its memory will be used next, waits for the copy.
-void settle_copies(const c10::Device &device);
+void wait_copies(const c10::Device &device);
 
 // The current stream of device waits for mark, if there is one, and forgets it.
 void block_on(std::optional<Mark> &mark, const c10::Device &device);

@@ -291,7 +291,7 @@ fp_torch_all_plain(PyObject *const *objects, Py_ssize_t n) noexcept
 }
 
 int
-fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat_object)
+fp_torch_alias(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat_object)
 {
     return fp::guarded(-1, [&] {
         const fp::Geometry &shape = *geometry->shared;
@@ -306,7 +306,7 @@ fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *
 }
 
 int
-fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_object, const int64_t *starts,
+fp_torch_alias_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard_object, const int64_t *starts,
                       const int64_t *numels)
 {
     return fp::guarded(-1, [&] {
@@ -343,7 +343,7 @@ fp_torch_lie_in(PyObject *const *tensors, const fp_geometry *geometry, PyObject 
 }
 
 int
-fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t numel)
+fp_torch_alias_flat(PyObject *flat_object, PyObject *source_object, int64_t numel)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &flat = fp::unpack(flat_object);
@@ -357,7 +357,7 @@ fp_torch_point_flat(PyObject *flat_object, PyObject *source_object, int64_t nume
 }
 
 int
-fp_torch_point_like(PyObject *tensor, PyObject *source)
+fp_torch_alias_like(PyObject *tensor, PyObject *source)
 {
     return fp::guarded(-1, [&] {
         const at::Tensor &origin = fp::unpack(source);

@@ -62,20 +62,20 @@ int fp_torch_make_views(PyObject *flat, const fp_geometry *geometry, PyObject *c
 
 /* Set tensors[i].data to its place in flat, unless it is there already. All are checked before the first is moved; the
  * same holds for every setter below. */
-int fp_torch_point(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat);
+int fp_torch_alias(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat);
 
 /* The same for 1-D pieces of a shard: starts[i], numels[i]; numels[i] < 0: nothing here, an empty tensor. */
-int fp_torch_point_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard, const int64_t *starts,
+int fp_torch_alias_pieces(PyObject *const *tensors, Py_ssize_t n, PyObject *shard, const int64_t *starts,
                           const int64_t *numels);
 
 /* Whether each of tensors is a plain one at its place in flat, which is plain. No mode is on then. */
 int fp_torch_lie_in(PyObject *const *tensors, const fp_geometry *geometry, PyObject *flat) FP_NOEXCEPT;
 
 /* flat.data = the first numel elements of source, which is 1-D; numel < 0: all of source. */
-int fp_torch_point_flat(PyObject *flat, PyObject *source, int64_t numel);
+int fp_torch_alias_flat(PyObject *flat, PyObject *source, int64_t numel);
 
 /* Set tensor.data to the place of source. */
-int fp_torch_point_like(PyObject *tensor, PyObject *source);
+int fp_torch_alias_like(PyObject *tensor, PyObject *source);
 
 /* needed[i] = 1 where params[i] needs a writeback: its storage is not owner's, or its gradient's is not grad's, or, where
  * those are whole, it lies there otherwise than geometry says; or only one of it and the flat parameter has a gradient

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ..common.tensors import row_major
-from ..fsdp.unit.local_params import Held
+from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 from .files import NAMES
 from .optimizers import Named
@@ -23,19 +23,19 @@ _MIX = 0x1E3779B97F4A7C15  # odd, and below 2**63
 Base = Mapping[str, list[Any]]  # by name: dtype, shape, and of all ranks' samples; None: not read
 
 
-def is_trained(held: Held, named: Named | None) -> bool:
+def is_trained(held: LocalParam, named: Named | None) -> bool:
     """Whether it requires grad, or an optimizer keeps state for it, as it was trained before it was frozen."""
     if held.is_buffer or held.owner.requires_grad:
         return True
     return named is not None and id(held.owner) in named.group_of and bool(named.state_of(held.owner))
 
 
-def description(held: Held) -> list[Any]:
+def description(held: LocalParam) -> list[Any]:
     """Dtype and shape of it."""
     return [NAMES.get(held.owner.dtype, str(held.owner.dtype)), list(held.shape)]
 
 
-def sums_of_samples(names: Mapping[Held, str], rank: int) -> dict[str, int]:
+def sums_of_samples(names: Mapping[LocalParam, str], rank: int) -> dict[str, int]:
     """Of each, by name, a number of those samples that ``rank`` would write; added up over ranks it is the same for
     the same values, however they are spread."""
     found = {}
@@ -45,7 +45,7 @@ def sums_of_samples(names: Mapping[Held, str], rank: int) -> dict[str, int]:
     return found
 
 
-def _sum(held: Held, begin: int, end: int) -> int:
+def _sum(held: LocalParam, begin: int, end: int) -> int:
     numel = torch.Size(held.shape).numel()
     count = min(numel, SAMPLES)
     if begin == end:
@@ -65,7 +65,7 @@ def _sum(held: Held, begin: int, end: int) -> int:
     return int(((index[here] * 2 + 1) * number).sum()) % _WRAPS
 
 
-def check_names(base: Base, names: Mapping[Held, str], known: set[str], strict: bool) -> None:
+def check_names(base: Base, names: Mapping[LocalParam, str], known: set[str], strict: bool) -> None:
     """Compare the parameters of the model, ``names``, with those of ``base``. ``known``: all names in the model.
 
     Raises: CheckpointError naming the first that has another shape; if ``strict``, also another dtype or none here.

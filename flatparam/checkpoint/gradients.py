@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..fsdp.sharding.flat_param import Segment
-from ..fsdp.unit.local_params import Held
+from ..fsdp.sharding.flat_param import FlatParam
+from ..fsdp.unit.local_params import LocalParam
 from ..fsdp.unit.summon import refuse_unreduced
 from ..fsdp.unit.unit import Unit
 from .errors import CheckpointError
@@ -20,20 +20,20 @@ from .reading import OfRank, Source
 Kept = dict[str, tuple[int, Tensor, bool]]  # by parameter: its elements from where on; whether it is owed: see set_kept
 
 
-def _place(held: Held, segment: Segment) -> tuple[int, int, int]:
+def _place(held: LocalParam, flat_param: FlatParam) -> tuple[int, int, int]:
     """Of a parameter in what no_sync keeps here: where it begins there, its first element there, and how many.
 
     That is the whole unsharded gradient; nested: the part that this rank has of it over the ranks of ``param``.
     """
-    placement, layout = segment.placement, segment.layout
+    placement, layout = flat_param.placement, flat_param.layout
     part = layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
     first = part * placement.param_rank if placement.outer is not None else 0
-    offset, numel = layout.offsets[held.number], segment.originals[held.number].shape.numel()
+    offset, numel = layout.offsets[held.number], flat_param.originals[held.number].shape.numel()
     begin, end = max(first, offset), min(first + part, offset + numel)
     return (begin - first, begin - offset, end - begin) if begin < end else (0, 0, 0)
 
 
-def taken(held: Iterable[Held], units: list[Unit], what: str, saves: bool) -> _C.Block:
+def taken(held: Iterable[LocalParam], units: list[Unit], what: str, saves: bool) -> _C.Block:
     """Gives ``Kept``, what no_sync has kept. Within, ``.grad`` is what was reduced, of backwards before.
 
     ``saves``: else it is refused. Raises: StateError, ValueError naming a unit.
@@ -44,22 +44,22 @@ def taken(held: Iterable[Held], units: list[Unit], what: str, saves: bool) -> _C
             refuse_unreduced(units, what)
         found: Kept = {}
         for unit in units:
-            unit.step.settle(False)
+            unit.core.note_user_edits(False)
         for one in held if saves else ():
-            if one.unit is not None and one.segment is not None:
-                kept = one.unit.step.kept()[one.unit.segments.index(one.segment)]
+            if one.unit is not None and one.flat_param is not None:
+                kept = one.unit.core.accumulated()[one.unit.flat_params.index(one.flat_param)]
                 if kept is not None:
-                    at, start, numel = _place(one, one.segment)
+                    at, start, numel = _place(one, one.flat_param)
                     shown = one.owner.grad is not None and not one.owner.requires_grad
                     found[one.name] = (start, kept.narrow(0, at, numel), shown)
         for unit in units:
             hidden.append(unit)
-            unit.step.show_kept(False)
+            unit.core.show_accumulated(False)
         return found
 
     def end() -> None:
         for unit in hidden:
-            unit.step.show_kept(True)
+            unit.core.show_accumulated(True)
 
     hidden: list[Unit] = []
     return _C.Block(begin, end)
@@ -72,29 +72,29 @@ class Sums:
     those elements.
     """
 
-    def __init__(self, held: Iterable[Held], told: Mapping[str, Any], values: Mapping[str, Tensor]):
+    def __init__(self, held: Iterable[LocalParam], told: Mapping[str, Any], values: Mapping[str, Tensor]):
         self._found: dict[Unit, list[tuple[Tensor | None, list[bool]]]] = {}
         for one in held:
             start, numel, owed = told.get(one.name, (0, 0, False))
-            if one.unit is None or one.segment is None:
+            if one.unit is None or one.flat_param is None:
                 if one.name in told:
                     raise _misfit(one.name, "no unit has that here")
                 continue
-            at, first, here = _place(one, one.segment)
+            at, first, here = _place(one, one.flat_param)
             if one.name in told and (start, numel) != (first, here):
                 raise _misfit(
                     one.name,
                     f"the rank had {numel} elements of its sum from {start} on, and in {one.unit.name} it has {here} "
                     f"from {first} on",
                 )
-            parts = self._found.setdefault(one.unit, [(None, []) for _ in one.unit.segments])
-            k = one.unit.segments.index(one.segment)
+            parts = self._found.setdefault(one.unit, [(None, []) for _ in one.unit.flat_params])
+            k = one.unit.flat_params.index(one.flat_param)
             kept, flags = parts[k]
             if one.name in told and kept is None:
-                kept = _zeros(one.segment)
+                kept = _zeros(one.flat_param)
             if numel and kept is not None:
                 kept.narrow(0, at, numel).copy_(values[f"kept.{one.name}"])
-            if one.segment.use_orig_params or not flags:
+            if one.flat_param.use_orig_params or not flags:
                 flags.append(False)
             flags[-1] = flags[-1] or bool(owed)
             parts[k] = kept, flags
@@ -102,20 +102,20 @@ class Sums:
     def put(self) -> None:
         """Let the units have them, instead of what they have kept, without showing it."""
         for unit, parts in self._found.items():
-            unit.step.set_kept([kept for kept, _ in parts], [tuple(flags) for _, flags in parts])
+            unit.core.set_accumulated([kept for kept, _ in parts], [tuple(flags) for _, flags in parts])
 
     def show(self) -> None:
         """The units' ``.grad`` are what was reduced: show the sums, where there are some."""
         for unit in self._found:
-            unit.step.show_kept(True)
+            unit.core.show_accumulated(True)
 
 
-def _zeros(segment: Segment) -> Tensor:
-    """A new sum of what ``segment`` keeps."""
-    placement, dtype = segment.placement, segment.flat.dtype
+def _zeros(flat_param: FlatParam) -> Tensor:
+    """A new sum of what ``flat_param`` keeps."""
+    placement, dtype = flat_param.placement, flat_param.flat.dtype
     low = dtype.itemsize < torch.float32.itemsize and dtype.is_floating_point
-    numel = segment.layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
-    return torch.zeros(numel, dtype=torch.float32 if low else dtype, device=segment.device)
+    numel = flat_param.layout.padded_numel // (placement.param_shards if placement.outer is not None else 1)
+    return torch.zeros(numel, dtype=torch.float32 if low else dtype, device=flat_param.device)
 
 
 def _misfit(name: str, why: str) -> CheckpointError:
@@ -126,7 +126,7 @@ def _misfit(name: str, why: str) -> CheckpointError:
     )
 
 
-def sums_of(held: Iterable[Held], index: Index | None, source: Source, me: int, size: int) -> Sums:
+def sums_of(held: Iterable[LocalParam], index: Index | None, source: Source, me: int, size: int) -> Sums:
     """What the checkpoint has of them for rank ``me`` of ``size``. Raises: CheckpointError."""
     ranks = [] if index is None else index.ranks
     name = next((name for rank in ranks for name in rank.get("kept", {})), None)

@@ -20,7 +20,6 @@ from ..fsdp.states.loading import note_filled
 from ..fsdp.states.optimizer_loading import piece_of
 from .base import check_sums, sums_of_samples
 from .converting import Convert
-from .council import Council
 from .errors import CheckpointError, naming_checkpoint
 from .exporting import open_source
 from .files import Chunk
@@ -32,6 +31,7 @@ from .pieces import InHandle, all_held
 from .planning import check_idle
 from .progress import Meter, Summary
 from .reading import Checkpoint, OfRank, Source, check_reads, refuse_not_finite
+from .rendezvous import Rendezvous
 from .targets import Targets, check_tied, into_model, into_optimizer, values_of_modules
 from .values import decode
 
@@ -84,9 +84,9 @@ def load(
         CheckpointError: on every rank alike, naming rank, file and tensor; model and optimizer are as before. Where
             reading fails after all checks, or a ``set_extra_state`` raises, it says that the model is loaded in part.
     """
-    council = Council(process_group, "checkpoint.load")
-    meter = Meter(f"load {path}", progress and council.is_first)
-    loading = _Loading(model, optimizer, council)
+    rendezvous = Rendezvous(process_group, "checkpoint.load")
+    meter = Meter(f"load {path}", progress and rendezvous.is_first)
+    loading = _Loading(model, optimizer, rendezvous)
     try:
         error: BaseException | None = None
         try:
@@ -95,26 +95,26 @@ def load(
             loading.check(meter)
         except Exception as caught:
             error = caught
-        council.meet([loading.digest, loading.base_sums], error, loading.compare)
+        rendezvous.agree([loading.digest, loading.base_sums], error, loading.compare)
         error = None
         try:
             loading.commit()
         except Exception as caught:
             error = CheckpointError(f"{caught}; the model is loaded in part: load it again")
             error.__cause__ = caught
-        read = council.meet(loading.bytes, error, sum, is_last=True)
+        read = rendezvous.agree(loading.bytes, error, sum, is_last=True)
     finally:
         error = None  # it has this frame, which has the model
         loading.close()
         seconds = meter.close()
-    if loading.into[0].rounded and council.is_first:
+    if loading.into[0].rounded and rendezvous.is_first:
         name, stored, dtype = loading.into[0].rounded[0]
         warnings.warn(
             f"{path}: {len(loading.into[0].rounded)} tensors were rounded to the model's dtype: `{name}` is {stored} "
             f"there, and {dtype} here",
             stacklevel=2,
         )
-    for why in loading.into[-1].without_state if council.is_first else ():
+    for why in loading.into[-1].without_state if rendezvous.is_first else ():
         warnings.warn(f"{path}: the optimizer's state in the checkpoint {why}", stacklevel=2)
     index = loading.index
     loaded = Loaded(Summary(str(loading.path), index.id if index else None, read, loading.bytes, seconds))
@@ -143,8 +143,8 @@ def read_extra_of(source: Source, index: Index, rank: int) -> Any:
 
 
 class _Loading:
-    def __init__(self, model: nn.Module, optimizer: Any, council: Council):
-        self.path, self.model, self.optimizer, self.council = Path(), model, optimizer, council
+    def __init__(self, model: nn.Module, optimizer: Any, rendezvous: Rendezvous):
+        self.path, self.model, self.optimizer, self.rendezvous = Path(), model, optimizer, rendezvous
         self.source: Source | None = None
         self.into: list[Targets] = []
         self.named: Named | None = None
@@ -178,12 +178,12 @@ class _Loading:
         with naming_checkpoint(self.path):
             values = self._plan_modules(strict)
             if index is not None:
-                self.extra = read_extra_of(source, index, self.council.rank % index.world_size)
+                self.extra = read_extra_of(source, index, self.rendezvous.rank % index.world_size)
             source.look = partial(refuse_not_finite, source) if check_finite else None
             self._taken = taken = take(self.model, held, source, self._own("own"), values, about)
             self.into = [into_model(held, source, strict, self._own("own"), taken, base)]
         if base is not None and strict:
-            self.base_sums = sums_of_samples(self.into[0].base, self.council.rank)
+            self.base_sums = sums_of_samples(self.into[0].base, self.rendezvous.rank)
         if strict and taken is None and values:
             raise CheckpointError(f"the model has no module for `{min(values)}`")
         if self.optimizer is not None:
@@ -194,7 +194,7 @@ class _Loading:
             with naming_checkpoint(self.path):
                 own = self._own("own_states")
                 self.into.append(into_optimizer(self.named, told, source, strict, own, convert))
-            self.sums = sums_of(held, index, source, self.council.rank, self.council.size)
+            self.sums = sums_of(held, index, source, self.rendezvous.rank, self.rendezvous.size)
 
     def _plan_modules(self, strict: bool) -> dict[str, Any]:
         """Find what modules take by ``set_extra_state``. Returns by name what else they gave that is no tensor."""
@@ -202,8 +202,8 @@ class _Loading:
         if index is None or source is None:
             return {}
         rank, told = 0, index.about.get("modules", {})
-        if self._is_as_saved and "modules" in index.ranks[self.council.rank]:
-            rank, told = self.council.rank, index.ranks[self.council.rank]["modules"]
+        if self._is_as_saved and "modules" in index.ranks[self.rendezvous.rank]:
+            rank, told = self.rendezvous.rank, index.ranks[self.rendezvous.rank]["modules"]
         extra = {name: value for name, value in told.items() if name.rpartition(".")[2] == "_extra_state"}
         self._of_modules = values_of_modules(self.model, extra, OfRank(source, rank), strict)
         return {name: decode(value, OfRank(source, rank)) for name, value in told.items() if name not in extra}
@@ -211,14 +211,14 @@ class _Loading:
     @property
     def _is_as_saved(self) -> bool:
         """Whether this rank is one of those that have saved."""
-        return self.index is not None and self.index.world_size == self.council.size
+        return self.index is not None and self.index.world_size == self.rendezvous.size
 
     def _own(self, kind: str) -> Mapping[str, list[Chunk]]:
         """What this rank alone has saved: tensors that no unit manages, or states of those."""
         if self.source is None or self.index is None or not self._is_as_saved:
             return {}
-        own = OfRank(self.source, self.council.rank)
-        return {name: own.chunks(key) for name, key in self.index.ranks[self.council.rank].get(kind, {}).items()}
+        own = OfRank(self.source, self.rendezvous.rank)
+        return {name: own.chunks(key) for name, key in self.index.ranks[self.rendezvous.rank].get(kind, {}).items()}
 
     def check(self, meter: Meter) -> None:
         """Compare all bytes that will be read with their checksums."""

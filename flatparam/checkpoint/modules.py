@@ -21,7 +21,7 @@ from ..fsdp.states.safetensors_files import DTYPES
 from ..fsdp.states.snapshot import Beside
 from ..fsdp.states.ungathered import ungathered
 from ..fsdp.states.values import same
-from ..fsdp.unit.local_params import Held
+from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 from .files import NAMES, Chunk
 from .pieces import InHandle
@@ -39,7 +39,7 @@ class Given:
     """What a state dict has: ``names`` of what is held; ``tensors`` and ``values`` beside; ``metadata`` of modules, by
     path, where it is not torch's usual."""
 
-    names: dict[Held, list[str]] = field(default_factory=dict)
+    names: dict[LocalParam, list[str]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Taken:
     are loaded already.
     """
 
-    names: dict[Held, list[str]]
-    values: dict[Held, Tensor]
-    itself: set[Held]
+    names: dict[LocalParam, list[str]]
+    values: dict[LocalParam, Tensor]
+    itself: set[LocalParam]
     missing: list[str]
     unexpected: list[str]
     before: Beside
@@ -91,7 +91,7 @@ def takes_by_itself(module: nn.Module, fits: bool = True) -> bool:
     )
 
 
-def given_by(module: nn.Module, held: list[Held]) -> Given | None:
+def given_by(module: nn.Module, held: list[LocalParam]) -> Given | None:
     """What ``module``'s state dict has; None: ``held``, and nothing else. No collective call.
 
     Raises: CheckpointError naming what cannot be kept: a parameter that it gives otherwise, a value of another kind;
@@ -100,12 +100,12 @@ def given_by(module: nn.Module, held: list[Held]) -> Given | None:
     if not any(gives_by_itself(inner) or takes_by_itself(inner) for inner in module.modules()):
         return None
     stand_ins = StandIns()
-    cut = [one for one in held if one.segment is not None or isinstance(one, InHandle)]
+    cut = [one for one in held if one.flat_param is not None or isinstance(one, InHandle)]
     with ungathered(), shown(module, cut, stand_ins), stand_ins:
         state = module.state_dict(keep_vars=True)
     found, bare = Given(), bare_names(module)
     by_name = {name: one for one in held for name in one.names}
-    by_place = {_place(one.owner): one for one in held if one.here is None and not isinstance(one, InHandle)}
+    by_place = {_place(one.owner): one for one in held if one.shard_slice is None and not isinstance(one, InHandle)}
     for key, value in state.items():
         name = bare(key)
         one = (stand_ins.held_of(value) or by_place.get(_place(value))) if isinstance(value, Tensor) else None
@@ -157,7 +157,7 @@ def _tensor(name: str, value: Tensor) -> Tensor:
 
 def take(
     module: nn.Module,
-    held: list[Held],
+    held: list[LocalParam],
     source: Source,
     own: Mapping[str, list[Chunk]],
     values: Mapping[str, Any],
@@ -240,7 +240,7 @@ def _under_paths(state: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
 
 
 def _taken(
-    held: list[Held], stand_ins: StandIns, result: Any, before: Beside, source: Source, bare: Callable[[str], str]
+    held: list[LocalParam], stand_ins: StandIns, result: Any, before: Beside, source: Source, bare: Callable[[str], str]
 ) -> Taken:
     found = Taken({}, {}, set(), [], [], before)
     for one, sources in stand_ins.copied.items():
@@ -267,7 +267,7 @@ def _taken(
     return found
 
 
-def _check_kind(name: str, chunk: Chunk, one: Held | None) -> None:
+def _check_kind(name: str, chunk: Chunk, one: LocalParam | None) -> None:
     """Raises: CheckpointError for a buffer that would be converted to another kind."""
     dtype = DTYPES.get(chunk.dtype)
     if one is not None and one.shape == chunk.shape and not may_become(dtype, one.owner.dtype):

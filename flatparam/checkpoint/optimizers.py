@@ -16,7 +16,7 @@ from ..common.torch_private import is_traceable_wrapper_subclass
 from ..fsdp.sharding.parameters import in_order
 from ..fsdp.states.optimizer_classes import class_of
 from ..fsdp.states.values import keys_of_one_shape, shapes_of
-from ..fsdp.unit.local_params import Held
+from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 from .pieces import InHandle
 
@@ -40,7 +40,7 @@ class Named:
     Raises: CheckpointError for a parameter that is not among them, or in two of them.
     """
 
-    def __init__(self, given: Any, held: Iterable[Held]):
+    def __init__(self, given: Any, held: Iterable[LocalParam]):
         self.optimizers = optimizers = labelled(given)
         for label, one in optimizers.items():
             if not (hasattr(one, "param_groups") and hasattr(one, "state")):
@@ -51,14 +51,14 @@ class Named:
         self.param_groups = [group for one in optimizers.values() for group in one.param_groups]
         self.labels = [label for label, one in optimizers.items() for _ in one.param_groups]
         self.classes = {label: class_of(one) for label, one in optimizers.items()}
-        self.held: dict[int, list[Held]] = {}
+        self.held: dict[int, list[LocalParam]] = {}
         for one in held:
             self.held.setdefault(id(one.owner), []).append(one)
-        self.groups: list[tuple[dict[str, Any], list[Held]]] = []
+        self.groups: list[tuple[dict[str, Any], list[LocalParam]]] = []
         self.group_of: dict[int, dict[str, Any]] = {}
         self._optimizer_of: dict[int, tuple[str, Any]] = {}
         for i, (label, group) in enumerate(zip(self.labels, self.param_groups, strict=True)):
-            mine: list[Held] = []
+            mine: list[LocalParam] = []
             for j, param in enumerate(group["params"]):
                 if id(param) not in self.held:
                     raise CheckpointError(
@@ -79,7 +79,7 @@ class Named:
         states = ((tuple(param.shape), shapes_of(self.state_of(param))) for param, _ in self.params())
         self.unlike = keys_of_one_shape(states)
 
-    def params(self) -> Iterator[tuple[Tensor, list[Held]]]:
+    def params(self) -> Iterator[tuple[Tensor, list[LocalParam]]]:
         """Each parameter that it steps, once, and what lies in it."""
         seen = set()
         for group in self.param_groups:
@@ -88,7 +88,7 @@ class Named:
                     seen.add(id(param))
                     yield param, self.held[id(param)]
 
-    def others(self) -> Iterator[tuple[Tensor, list[Held]]]:
+    def others(self) -> Iterator[tuple[Tensor, list[LocalParam]]]:
         """The parameters of the model that no optimizer steps: they have gradients, too."""
         for held in self.held.values():
             if id(held[0].owner) not in self.group_of and not held[0].is_buffer:
@@ -122,7 +122,7 @@ class Named:
         else:
             state.pop(param, None)
 
-    def lies_whole(self, held: Held) -> bool:
+    def lies_whole(self, held: LocalParam) -> bool:
         """Whether the optimizer here has all of a parameter, in its own shape, so that its state is the parameter's."""
         if not held.is_sharded and len(self.held[id(held.owner)]) == 1:
             return True
@@ -142,7 +142,7 @@ class State(NamedTuple):
     tensor that has no element for each of the parameter; "value": no tensor. ``of_piece``: it may belong to the
     elements here alone: ranks that hold others may have another value."""
 
-    held: Held
+    held: LocalParam
     key: str
     kind: str
     value: Any
@@ -161,7 +161,7 @@ def states_of(named: Named) -> Iterator[State]:
                     yield State(one, key, kind, found, kind != "box" and not named.lies_whole(one))
 
 
-def _gradient(param: Tensor, held: list[Held]) -> Iterator[tuple[str, Tensor]]:
+def _gradient(param: Tensor, held: list[LocalParam]) -> Iterator[tuple[str, Tensor]]:
     """Its ``.grad`` as a state, if there is one. Raises: CheckpointError for one that cannot be saved."""
     grad = param.grad
     if grad is None:
@@ -179,7 +179,7 @@ def _gradient(param: Tensor, held: list[Held]) -> Iterator[tuple[str, Tensor]]:
     yield GRADIENT, grad
 
 
-def _kind(named: Named, param: Tensor, held: Held, key: str, value: Any) -> tuple[str, Any]:
+def _kind(named: Named, param: Tensor, held: LocalParam, key: str, value: Any) -> tuple[str, Any]:
     if not isinstance(value, Tensor):
         return "value", value
     refuse_freed(value, f"the optimizer's `{key}` of `{held.name}`")

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..common.tensors import refuse_freed
 from ..fsdp.names import bare_names
-from ..fsdp.unit.local_params import Held, held_by, refuse_forms
+from ..fsdp.unit.local_params import LocalParam, local_params_of, refuse_forms
 from ..layer_zero.handle import FlatParamHandle, owner_of
 from ..layer_zero.states import IDLE
 
 
 @dataclass(eq=False, kw_only=True)
-class InHandle(Held):
+class InHandle(LocalParam):
     """A parameter in a handle that is driven by hand, which has cut it."""
 
     handle: FlatParamHandle
@@ -38,40 +38,43 @@ class InHandle(Held):
         return self.handle.zero1_world_size > 1
 
 
-def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[Held]:
+def all_held(module: nn.Module, trainable_only: bool = False) -> Iterator[LocalParam]:
     """What this rank holds of ``module``, also in handles. ``trainable_only``: frozen parameters are not read.
 
     Raises: ValueError for what something else has cut.
     """
 
-    def other(name: str, tensor: Tensor) -> Held | None:
+    def other(name: str, tensor: Tensor) -> LocalParam | None:
         is_left_out = trainable_only and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         return None if is_left_out and owner_of(tensor) is None else _in_handle(name, tensor)
 
-    held = list(held_by(module, other=other, name_of=bare_names(module)))
+    held = list(local_params_of(module, other=other, name_of=bare_names(module)))
     read = (one for one in held if not trainable_only or one.is_buffer or one.owner.requires_grad)
     refuse_forms(read, "flatparam.checkpoint", "use torch.distributed.checkpoint with SHARDED_STATE_DICT")
     return iter(held)
 
 
-def written(held: Held, rank: int) -> tuple[int, int]:
+def written(held: LocalParam, rank: int) -> tuple[int, int]:
     """The elements ``[begin, end)`` of the whole that this rank writes, and not another replica of it.
 
     ``rank``: its number among those that save: 0 writes what all have.
     """
     if isinstance(held, InHandle):
         return held.start, held.start + held.numel
-    if held.segment is None or held.here is None:
+    if held.flat_param is None or held.shard_slice is None:
         return 0, held.numel if rank == 0 else 0
-    numel, placement = held.segment.layout.shard_numel, held.segment.placement  # its replicas write the other elements
+    numel, placement = (
+        held.flat_param.layout.shard_numel,
+        held.flat_param.placement,
+    )  # its replicas write the other elements
     replica = 0 if placement.replicate is None else dist.get_rank(placement.replicate)
     first, last = numel * replica // placement.replicas, numel * (replica + 1) // placement.replicas
-    begin, end = max(first, held.here.start), min(last, held.here.start + held.numel)
-    start = held.start - held.here.start
+    begin, end = max(first, held.shard_slice.start), min(last, held.shard_slice.start + held.numel)
+    start = held.start - held.shard_slice.start
     return (start + begin, start + end) if begin < end else (held.start, held.start)
 
 
-def _in_handle(name: str, tensor: Tensor) -> Held | None:
+def _in_handle(name: str, tensor: Tensor) -> LocalParam | None:
     """Raises: ValueError for a tensor that is cut by something else, or a handle that is in the middle of a pass."""
     handle = owner_of(tensor)
     if handle is None or not handle._flat.is_sharded(handle.flat_param):

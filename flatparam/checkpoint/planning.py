@@ -17,7 +17,7 @@ from ..common.torch_private import TorchsFSDP
 from ..fsdp.names import bare_names, join
 from ..fsdp.states.safetensors_files import bytes_of
 from ..fsdp.unit.base import Wrapper
-from ..fsdp.unit.local_params import Held, unit_paths, units_in
+from ..fsdp.unit.local_params import LocalParam, unit_paths, units_in
 from ..layer_zero._sums import Sum
 from .base import description, is_trained, sums_of_samples
 from .errors import CheckpointError
@@ -61,15 +61,15 @@ class SavePlan:
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
     told: dict[str, Any] = field(default_factory=dict)
-    held: list[Held] = field(default_factory=list)
+    held: list[LocalParam] = field(default_factory=list)
     alone: Alone = field(default_factory=Alone)
 
     @property
     def bytes(self) -> int:
         return sum(part.tensor.numel() * part.tensor.itemsize for parts in self.parts.values() for part in parts)
 
-    def add(self, folder: str, key: str, held: Held, values: Tensor, rank: int) -> None:
-        """Have what this rank writes of ``held`` written, of ``values``, which are 1-D as ``held.flat``."""
+    def add(self, folder: str, key: str, held: LocalParam, values: Tensor, rank: int) -> None:
+        """Queue the boxes of ``held`` that this rank writes. ``values``: 1-D, in the order of ``held.flat``."""
         refuse_freed(values, f"`{key}`")
         begin, end = written(held, rank)
         boxes = held.dense.boxes(begin, end)
@@ -110,7 +110,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
     check_idle(module, "checkpoint.save")
     units = list(unit_paths(module))
     for unit in units:
-        unit.check_not_apart("checkpoint.save")
+        unit.check_not_mismatched("checkpoint.save")
     plan = SavePlan(held=list(all_held(module, trainable_only)))
     named = None if optimizer is None else Named(optimizer, plan.held)
     for held in plan.held:
@@ -146,7 +146,7 @@ def plan_save(module: nn.Module, optimizer: Any, extra: Any, rank: int, trainabl
     return plan
 
 
-def _plan_base(plan: SavePlan, base: dict[Held, str], rank: int) -> None:
+def _plan_base(plan: SavePlan, base: dict[LocalParam, str], rank: int) -> None:
     """Have told what parameters there are beside those that are saved. Raises: CheckpointError where all are."""
     if not any(one not in base and not one.is_buffer for one in plan.held):
         raise CheckpointError("trainable_only=True saves parameters that require grad, and the model has none")
@@ -234,7 +234,7 @@ def _plan_optimizer(plan: SavePlan, named: Named, values: dict[str, Tensor], ran
     plan.told["optimizer"], plan.told["alike"] = told, alike
 
 
-def _piece(named: Named, held: Held, key: str, value: Any, name: str, values: dict[str, Tensor]) -> list[Any]:
+def _piece(named: Named, held: LocalParam, key: str, value: Any, name: str, values: dict[str, Tensor]) -> list[Any]:
     """What rank 0 compares: of which elements, a digest, the value, whether it has tensors, and such with dimensions.
 
     The tensors go into ``values``, once for a flat parameter; None is the value of its other parameters.
@@ -288,8 +288,8 @@ def describe_units(module: nn.Module) -> list[dict[str, Any]]:
                 "parameters_over": placement.param_shards,
                 "nested": placement.outer is not None,
                 "ranks": ranks and [ranks[placement.holder(shard)] for shard in range(placement.shards)],
-                "shard_numels": [segment.layout.shard_numel for segment in unit.segments],
-                "dtypes": [str(segment.flat.dtype).removeprefix("torch.") for segment in unit.segments],
+                "shard_numels": [flat_param.layout.shard_numel for flat_param in unit.flat_params],
+                "dtypes": [str(flat_param.flat.dtype).removeprefix("torch.") for flat_param in unit.flat_params],
                 "world": dist.get_world_size() if dist.is_initialized() else 1,
             }
         )

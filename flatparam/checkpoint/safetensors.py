@@ -21,7 +21,7 @@ from ..fsdp.states.loading import Values, agree_on_loading, may_become, note_fil
 from ..fsdp.states.optimizer_loading import piece_of
 from ..fsdp.states.safetensors_files import Entry, Files, sample_of
 from ..fsdp.unit.base import Wrapper
-from ..fsdp.unit.local_params import Held, held_by, refuse_forms
+from ..fsdp.unit.local_params import LocalParam, local_params_of, refuse_forms
 from ..fsdp.unit.unit import units_of
 from .errors import naming_checkpoint
 from .foreign import Foreign, whole_tensors
@@ -85,19 +85,19 @@ class _Loading:
         self.values: Values = {}
         self._module = module
         self._bare = bare_names(module)
-        self._read: list[tuple[Held, Tensor]] = []  # what was read, where it goes, or beside it
+        self._read: list[tuple[LocalParam, Tensor]] = []  # what was read, where it goes, or beside it
         self._reader: Files | None = None
         self._taken: Taken | None = None
         self._found = _IncompatibleKeys([], [])
 
     def plan(self, files: Paths, strict: bool) -> None:
         """Read what is here. Raises: FileError, CheckpointError, ValueError, RuntimeError, OSError; see ``undo``."""
-        wanted = list(held_by(self._module, name_of=self._bare))
+        wanted = list(local_params_of(self._module, name_of=self._bare))
         refuse_forms(wanted, "load_safetensors", "load it before it is parallelized, or by a state dict")
         reader = self._reader = Files(files)
         with naming_checkpoint(Path(files)) if isinstance(files, str | os.PathLike) else nullcontext():
             taken = self._taken = take(self._module, wanted, _Given(reader), {}, {}, {})
-        entries: dict[Held, dict[str, Entry]] = {}
+        entries: dict[LocalParam, dict[str, Entry]] = {}
         for one in wanted:
             names = one.names if taken is None else taken.names.get(one, [])
             if any(name in reader.entries for name in names):
@@ -140,7 +140,11 @@ class _Loading:
 
 
 def _match(
-    wanted: list[Held], entries: dict[Held, dict[str, Entry]], reader: Files, strict: bool, taken: Taken | None
+    wanted: list[LocalParam],
+    entries: dict[LocalParam, dict[str, Entry]],
+    reader: Files,
+    strict: bool,
+    taken: Taken | None,
 ) -> _IncompatibleKeys:
     """Check every tensor that is to be read against its file. Raises: ValueError, RuntimeError."""
     if taken is not None:
@@ -161,7 +165,7 @@ def _match(
     return _IncompatibleKeys(missing, unexpected)
 
 
-def _check(name: str, one: Held, entry: Entry) -> None:
+def _check(name: str, one: LocalParam, entry: Entry) -> None:
     if entry.shape != one.shape:
         raise ValueError(f"{entry.path}: `{name}` has shape {entry.shape}, the model's has {one.shape}")
     dtype = one.flat.dtype
@@ -169,7 +173,7 @@ def _check(name: str, one: Held, entry: Entry) -> None:
         raise ValueError(f"{entry.path}: `{name}` has dtype {entry.dtype_name}, which cannot be loaded into {dtype}")
 
 
-def _read_piece(one: Held, entries: dict[str, Entry], out: Tensor) -> None:
+def _read_piece(one: LocalParam, entries: dict[str, Entry], out: Tensor) -> None:
     """Elements of a file, which is row-major, in the order of the model's memory.
 
     Raises: ValueError if two names of one parameter have different values in the files.

@@ -25,13 +25,13 @@ from ..fsdp.desync import liveness
 from ..fsdp.desync.checked_collectives import settle
 from ..fsdp.unit.unit import units_of
 from .base import with_sums
-from .council import Council
 from .errors import CheckpointError
 from .files import Part, sync_folder, write_file
 from .index import MODEL, NAME, OPTIMIZER, RANKS, Index, read_sealed, write_sealed
 from .optimizers import labelled
 from .planning import ALIKE, SavePlan, describe_units, plan_save
 from .progress import Meter, Summary
+from .rendezvous import Rendezvous
 
 _ABOUT = ("aliases", "modules", "given", "metadata", "base")  # what the first rank says of the model
 _RENAME_EXCHANGE = 2
@@ -175,7 +175,7 @@ class _Saving:
         progress: bool,
     ):
         self.overwrite = overwrite
-        self.council = council = Council(group, "checkpoint.save")
+        self.rendezvous = rendezvous = Rendezvous(group, "checkpoint.save")
         self.path = Path()
         self.plan, self.units = SavePlan(), []
         self.error: BaseException | None = None  # on the way to the files
@@ -187,19 +187,19 @@ class _Saving:
             unheard = _take_unheard()
             if unheard is not None:
                 raise CheckpointError(f"{unheard}. wait() says this; nothing is saved to {self.path} now, save again")
-            self.plan = plan_save(model, optimizer, extra, council.rank, trainable_only)
-            settle(segment for unit in units_of(model.modules()) for segment in unit.segments)
-            if council.is_first:
+            self.plan = plan_save(model, optimizer, extra, rendezvous.rank, trainable_only)
+            settle(flat_param for unit in units_of(model.modules()) for flat_param in unit.flat_params)
+            if rendezvous.is_first:
                 self.units = describe_units(model)
-            own = self.plan.alone.digest() if council.size > 1 else ""
+            own = self.plan.alone.digest() if rendezvous.size > 1 else ""
         except Exception as caught:
             error = caught
         mine = [str(self.path), self.id, own, None if optimizer is None else list(labelled(optimizer)), trainable_only]
         try:
-            self.id, first = council.meet(mine, error, self._begin)
-            self.plan.keep_alone(council.rank, first != own)
+            self.id, first = rendezvous.agree(mine, error, self._begin)
+            self.plan.keep_alone(rendezvous.rank, first != own)
             self.folder = self._partial(self.id)
-            self.meter = Meter(f"save {self.path.name}", progress and council.is_first)
+            self.meter = Meter(f"save {self.path.name}", progress and rendezvous.is_first)
         except BaseException:
             _under_way.pop(self._partial(self.id), None)
             raise
@@ -271,7 +271,7 @@ class _Saving:
         return Summary(str(self.path), self.id, total, mine, seconds)
 
     def _write(self, mine: int) -> int:
-        council = self.council
+        rendezvous = self.rendezvous
         error: BaseException | None = None
         seal = 0
         self.meter.expect(mine)
@@ -284,7 +284,7 @@ class _Saving:
             told["files"] = {
                 name: write_file(self.folder, name, parts, self.meter.add) for name, parts in self.plan.parts.items()
             }
-            seal = write_sealed(self._table(council.rank), told)
+            seal = write_sealed(self._table(rendezvous.rank), told)
             told.clear()
             self.plan.parts.clear()  # as much as the index, which is to be made
             for folder in (MODEL, OPTIMIZER, RANKS):
@@ -292,9 +292,9 @@ class _Saving:
         except Exception as caught:
             error = caught
         try:
-            total: int = council.meet(seal, error, self._finish, is_last=True)
+            total: int = rendezvous.agree(seal, error, self._finish, is_last=True)
         except BaseException:
-            if council.is_first:
+            if rendezvous.is_first:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
         return total

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..fsdp.sharding.pytrees import find_tensors
-from ..fsdp.unit.local_params import Held
+from ..fsdp.unit.local_params import LocalParam
 from .errors import CheckpointError
 
 # What gives the parameter again, as far as a state dict goes
@@ -41,12 +41,12 @@ class StandIns(TorchFunctionMode):
     def __init__(self, read: Callable[[str], Tensor] | None = None):
         super().__init__()
         self.read = read
-        self.copied: dict[Held, list[Tensor]] = {}
-        self._of_model: dict[int, tuple[Tensor, Held]] = {}
+        self.copied: dict[LocalParam, list[Tensor]] = {}
+        self._of_model: dict[int, tuple[Tensor, LocalParam]] = {}
         self._in_file: dict[int, tuple[Tensor, str]] = {}
-        self._whole: dict[int, tuple[Tensor, Held]] = {}
+        self._whole: dict[int, tuple[Tensor, LocalParam]] = {}
 
-    def held_of(self, value: Any) -> Held | None:
+    def held_of(self, value: Any) -> LocalParam | None:
         """What ``value`` is the stand-in of."""
         return self._of_model.get(id(value), (None, None))[1]
 
@@ -54,9 +54,9 @@ class StandIns(TorchFunctionMode):
         """The same of a file's."""
         return self._in_file.get(id(value), (None, None))[1]
 
-    def of_held(self, held: Held) -> nn.Parameter:
+    def of_held(self, held: LocalParam) -> nn.Parameter:
         """A new one, with the attributes that the parameter's object has."""
-        param = held.owner if held.here is None else held.original.param
+        param = held.owner if held.shard_slice is None else held.original.param
         empty = torch.empty_strided(held.shape, held.stride, dtype=held.owner.dtype, device="meta")
         made = nn.Parameter(empty, requires_grad=held.owner.requires_grad)
         made.__dict__.update(vars(param))
@@ -69,7 +69,7 @@ class StandIns(TorchFunctionMode):
         self._in_file[id(made)] = made, name
         return made
 
-    def watch(self, held: Held) -> None:
+    def watch(self, held: LocalParam) -> None:
         """Note what is copied from a stand-in into ``held``, which modules have as it is."""
         self._whole[id(held.owner)] = held.owner, held
 
@@ -117,7 +117,7 @@ class StandIns(TorchFunctionMode):
                 )
         return func(*_mapped(args, self.values), **_mapped(kwargs, self.values))
 
-    def _note(self, held: Held, source: Any) -> None:
+    def _note(self, held: LocalParam, source: Any) -> None:
         if not isinstance(source, Tensor) or self.held_of(source) is not None:
             raise CheckpointError(f"`{held.name}` is loaded from what is in no file: {type(source).__name__}")
         if tuple(source.shape) != held.shape:
@@ -140,7 +140,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 @contextmanager
-def shown(module: nn.Module, held: Iterable[Held], stand_ins: StandIns) -> Iterator[None]:
+def shown(module: nn.Module, held: Iterable[LocalParam], stand_ins: StandIns) -> Iterator[None]:
     """Within, the modules in ``module`` have ``stand_ins`` of ``held``, and no flat parameters.
 
     Raises: CheckpointError naming a parameter that a module has replaced within.
@@ -180,16 +180,16 @@ def _hidden(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _places(
-    module: nn.Module, held: list[Held], stand_ins: StandIns
+    module: nn.Module, held: list[LocalParam], stand_ins: StandIns
 ) -> list[tuple[nn.Module, dict[str, nn.Parameter | None]]]:
     """What modules are to have by name; None: nothing, in place of a flat parameter."""
     found: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
     alone: dict[int, nn.Parameter | None] = {}
     for one in held:
         made = stand_ins.of_held(one)
-        for place in one.original.names if one.here is not None else ():
+        for place in one.original.names if one.shard_slice is not None else ():
             found.setdefault(place.module, {})[place.name] = made
-        alone[id(one.owner)] = made if one.here is None else None
+        alone[id(one.owner)] = made if one.shard_slice is None else None
     for inner in module.modules():
         for name, param in inner._parameters.items():
             if id(param) in alone and name not in found.get(inner, {}):

@@ -18,7 +18,7 @@ from ..fsdp.states.loading import may_become
 from ..fsdp.states.optimizer_loading import told_of_missing
 from ..fsdp.states.safetensors_files import DTYPES
 from ..fsdp.states.values import same
-from ..fsdp.unit.local_params import Held
+from ..fsdp.unit.local_params import LocalParam
 from .base import Base, check_names
 from .boxes import Read, check_whole, reads_of
 from .converting import Convert, converted_groups
@@ -43,15 +43,17 @@ class Targets:
     groups: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    base: dict[Held, str] = field(default_factory=dict)  # by their names in the checkpoint, which has no values of them
-    touched: list[Held] = field(default_factory=list)
-    tied: list[tuple[Held, str, str]] = field(default_factory=list)  # with two names that both are there
+    base: dict[LocalParam, str] = field(
+        default_factory=dict
+    )  # by their names in the checkpoint, which has no values of them
+    touched: list[LocalParam] = field(default_factory=list)
+    tied: list[tuple[LocalParam, str, str]] = field(default_factory=list)  # with two names that both are there
     without_state: list[str] = field(default_factory=list)  # of each group, what is said of parameters that have none
     rounded: list[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=list)  # from which dtype to which
 
 
 def into_model(
-    held: list[Held],
+    held: list[LocalParam],
     source: Source,
     strict: bool,
     own: Mapping[str, list[Chunk]],
@@ -112,7 +114,7 @@ def _check(name: str, chunks: list[Chunk], shape: tuple[int, ...], dtype: torch.
         )
 
 
-def check_tied(source: Source, held: Held, name: str, other: str) -> None:
+def check_tied(source: Source, held: LocalParam, name: str, other: str) -> None:
     """Raises: CheckpointError, if two names of one parameter have different values in the files."""
     found = []
     for one in (name, other):
@@ -203,7 +205,7 @@ def into_optimizer(
     return found
 
 
-def _alike(kinds: list[Any], here: list[Held]) -> list[Any]:
+def _alike(kinds: list[Any], here: list[LocalParam]) -> list[Any]:
     """A tensor without dimensions has an element for each of a parameter without: as the others' where they differ."""
     if all(kind == "box" for kind in kinds):
         return kinds
@@ -242,7 +244,7 @@ def _check_optimizers(named: Named, told: Mapping[str, Any], saved: Mapping[str,
             )
 
 
-def _keys(here: list[Held], states: Mapping[str, Any]) -> list[str]:
+def _keys(here: list[LocalParam], states: Mapping[str, Any]) -> list[str]:
     """The state's keys. Raises: CheckpointError where parameters of one flat parameter have different ones."""
     if not here:
         return []
@@ -259,7 +261,7 @@ def _keys(here: list[Held], states: Mapping[str, Any]) -> list[str]:
 def _like_param(
     found: Targets,
     param: Tensor,
-    here: list[Held],
+    here: list[LocalParam],
     key: str,
     before: Any,
     chunks_of: Mapping[str, list[Chunk]],
@@ -292,7 +294,7 @@ def _like_param(
 def _one(
     named: Named,
     param: Tensor,
-    here: list[Held],
+    here: list[LocalParam],
     key: str,
     kinds: list[Any],
     source: Source,
@@ -345,7 +347,7 @@ def _placed(group: Mapping[str, Any], param: Tensor, key: str, value: Any, befor
     return value.to(before.device if isinstance(before, Tensor) else value.device if key == "step" else param.device)
 
 
-def _check_layout(named: Named, param: Tensor, first: Held, key: str, pieces: list[dict[str, Any]]) -> None:
+def _check_layout(named: Named, param: Tensor, first: LocalParam, key: str, pieces: list[dict[str, Any]]) -> None:
     """Raises: CheckpointError for a value that was saved for each rank's piece, if none was as here."""
     layout = named.layout_of(param)
     if any(layout not in one for one in pieces):
@@ -355,12 +357,12 @@ def _check_layout(named: Named, param: Tensor, first: Held, key: str, pieces: li
         )
 
 
-def _name(held: Held, key: str) -> str:
+def _name(held: LocalParam, key: str) -> str:
     return f"state.{held.name}.{key}"
 
 
 def _group(
-    i: int, held: list[Held], groups: list[Any], saved: Mapping[str, int], values: Mapping[str, Tensor]
+    i: int, held: list[LocalParam], groups: list[Any], saved: Mapping[str, int], values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """What ``groups``, the saved ones, have for the parameters of this one. ``saved``: the number of each name's."""
     if not held:

@@ -92,7 +92,7 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if when != (len(optimizer.param_groups), _changes):
         has_some, found, counts = _look(optimizer)
     units = [unit for unit in (each() for each in found) if unit is not None]
-    _C.note_optimizer_step(*(unit.step for unit in units))
+    _C.note_optimizer_step(*(unit.core for unit in units))
     for count in counts:
         count[0] += 1
     if has_some:

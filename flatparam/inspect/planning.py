@@ -18,8 +18,8 @@ from flatparam.fsdp.api import ShardingStrategy
 from flatparam.fsdp.names import join
 from flatparam.fsdp.sharding.parameters import (
     Options,
-    Original,
-    by_segment,
+    ParamInfo,
+    by_flat_param,
     check_layout_arguments,
     check_tensors,
     choose_blocks,
@@ -161,7 +161,7 @@ class Unit:
 
     path: str
     kind: str
-    segments: tuple[tuple[Flat, tuple[Original, ...]], ...]
+    segments: tuple[tuple[Flat, tuple[ParamInfo, ...]], ...]
 
     @property
     def name(self) -> str:
@@ -268,7 +268,7 @@ def _policy(module: nn.Module, settings: Settings) -> Any:
 
 
 def _unit(
-    path: str, module: nn.Module, originals: list[Original], precision: MixedPrecision, settings: Settings
+    path: str, module: nn.Module, originals: list[ParamInfo], precision: MixedPrecision, settings: Settings
 ) -> Unit:
     options = Options(
         Placement(full_precision=settings.row.full_precision),
@@ -283,13 +283,13 @@ def _unit(
         check_layout_arguments(options.shard_alignment, options.atomic)
         check_tensors([_with_data(original) for original in originals], options)
         choose_blocks(originals, options.atomic)
-        segments = tuple(_segment(group, options, settings) for group in by_segment(originals, options))
+        segments = tuple(_segment(group, options, settings) for group in by_flat_param(originals, options))
     except (ValueError, ShardError) as error:
         raise BadInput(f"unit {unit} cannot be made: {' '.join(str(error).split())}") from error
     return Unit(path, type(module).__name__, segments)
 
 
-def _with_data(original: Original) -> Original:
+def _with_data(original: ParamInfo) -> ParamInfo:
     """``original`` with a parameter that is on no meta device, as it will be when it is wrapped."""
     param = original.param
     if type(param) is not nn.Parameter or param.layout != torch.strided:
@@ -297,7 +297,7 @@ def _with_data(original: Original) -> Original:
     return dataclasses.replace(original, param=nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad))
 
 
-def _segment(originals: list[Original], options: Options, settings: Settings) -> tuple[Flat, tuple[Original, ...]]:
+def _segment(originals: list[ParamInfo], options: Options, settings: Settings) -> tuple[Flat, tuple[ParamInfo, ...]]:
     layout, dtypes = layout_of(originals, settings.shards, options)
     trained = any(original.param.requires_grad for original in originals)
     dtype = originals[0].param.dtype

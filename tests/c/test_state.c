@@ -6,8 +6,8 @@
 
 #include "check.h"
 
-static const fp_state_table *const tables[] = {&fp_pass_moves,     &fp_unit_moves, &fp_data_moves,
-                                               &fp_gradient_moves, &fp_turn_moves, &fp_shown_moves};
+static const fp_state_table *const tables[] = {&fp_pass_moves,     &fp_unit_moves,        &fp_data_moves,
+                                               &fp_gradient_moves, &fp_reduce_slot_moves, &fp_shown_moves};
 
 /* The state after events, which end with -1; -1 if one of them is illegal. */
 static int
@@ -100,11 +100,14 @@ check_steps(void)
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_PACK), -1); /* would write to it */
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_REDUCE), -1);
     CHECK_EQ(AFTER(fp_gradient_moves, FP_GRADIENT_REDUCE, FP_GRADIENT_TAKE, FP_GRADIENT_TAKE), -1);
-    CHECK_EQ(AFTER(fp_turn_moves, FP_TURN_EXPECT, FP_TURN_PACK, FP_TURN_EXPECT, FP_TURN_PASS), FP_TURN_PASSED);
-    CHECK_EQ(AFTER(fp_turn_moves, FP_TURN_PASS, FP_TURN_PACK), FP_TURN_PASSED);
+    CHECK_EQ(AFTER(fp_reduce_slot_moves, FP_REDUCE_SLOT_EXPECT, FP_REDUCE_SLOT_PACK, FP_REDUCE_SLOT_EXPECT,
+                   FP_REDUCE_SLOT_PASS),
+             FP_REDUCE_SLOT_PASSED);
+    CHECK_EQ(AFTER(fp_reduce_slot_moves, FP_REDUCE_SLOT_PASS, FP_REDUCE_SLOT_PACK), FP_REDUCE_SLOT_PASSED);
     CHECK_EQ(AFTER(fp_shown_moves, FP_SHOWN_SHOW_WIDE, FP_SHOWN_READ, FP_SHOWN_SHOW_UNREDUCED), FP_SHOWN_UNREDUCED);
     CHECK_EQ(AFTER(fp_shown_moves, FP_SHOWN_SHOW_KEPT, FP_SHOWN_SHOW_UNREDUCED), -1);
-    CHECK_EQ(AFTER(fp_turn_moves, FP_TURN_PASS, FP_TURN_EXPECT), -1); /* others are reduced since */
+    CHECK_EQ(AFTER(fp_reduce_slot_moves, FP_REDUCE_SLOT_PASS, FP_REDUCE_SLOT_EXPECT),
+             -1); /* others are reduced since */
 }
 
 int

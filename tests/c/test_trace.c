@@ -8,7 +8,7 @@
 static fp_trace_verdict
 note(fp_trace *order, uint64_t event, int new_pass)
 {
-    fp_trace_verdict verdict = FP_ORDER_OTHER;
+    fp_trace_verdict verdict = FP_TRACE_OTHER;
     CHECK_EQ(fp_trace_note(order, event, new_pass, &verdict), FP_OK);
     fp_trace_begin(order);
     return verdict;
@@ -20,7 +20,7 @@ pass(fp_trace *order, uint64_t first, uint64_t last)
 {
     int surprises = 0;
     for (uint64_t event = first; event <= last; event++) {
-        surprises += note(order, event, event == first) != FP_ORDER_EXPECTED;
+        surprises += note(order, event, event == first) != FP_TRACE_EXPECTED;
     }
     return surprises;
 }
@@ -29,20 +29,20 @@ static void
 test_nothing_is_expected_at_first_and_everything_then(void)
 {
     fp_trace *order = fp_trace_new();
-    CHECK_EQ(note(order, 0, 1), FP_ORDER_NEW);
+    CHECK_EQ(note(order, 0, 1), FP_TRACE_NEW);
     for (uint64_t event = 1; event < 40; event++) {
-        CHECK_EQ(note(order, event, 0), FP_ORDER_NEW);
+        CHECK_EQ(note(order, event, 0), FP_TRACE_NEW);
     }
-    CHECK_EQ(note(order, 0, 1), FP_ORDER_NEW);
-    CHECK_EQ(note(order, 1, 0), FP_ORDER_EXPECTED);
+    CHECK_EQ(note(order, 0, 1), FP_TRACE_NEW);
+    CHECK_EQ(note(order, 1, 0), FP_TRACE_EXPECTED);
     fp_trace_free(order);
     order = fp_trace_new();
-    CHECK_EQ(note(order, 7, 1), FP_ORDER_NEW);
-    CHECK_EQ(note(order, 8, 0), FP_ORDER_NEW);
-    CHECK_EQ(note(order, 7, 1), FP_ORDER_NEW); /* a second pass was not known to come */
-    CHECK_EQ(note(order, 8, 0), FP_ORDER_EXPECTED);
-    CHECK_EQ(note(order, 7, 1), FP_ORDER_EXPECTED);
-    CHECK_EQ(note(order, 9, 0), FP_ORDER_OTHER);
+    CHECK_EQ(note(order, 7, 1), FP_TRACE_NEW);
+    CHECK_EQ(note(order, 8, 0), FP_TRACE_NEW);
+    CHECK_EQ(note(order, 7, 1), FP_TRACE_NEW); /* a second pass was not known to come */
+    CHECK_EQ(note(order, 8, 0), FP_TRACE_EXPECTED);
+    CHECK_EQ(note(order, 7, 1), FP_TRACE_EXPECTED);
+    CHECK_EQ(note(order, 9, 0), FP_TRACE_OTHER);
     CHECK_EQ(fp_trace_count(order), 6);
     CHECK_EQ(fp_trace_passes(order), 3);
     fp_trace_free(order);
@@ -56,7 +56,7 @@ test_a_pass_that_ends_elsewhere_is_another(void)
     pass(order, 1, 4);
     CHECK_EQ(pass(order, 1, 4), 0);
     CHECK_EQ(pass(order, 1, 2), 0);
-    CHECK_EQ(note(order, 1, 1), FP_ORDER_OTHER); /* 3 was expected */
+    CHECK_EQ(note(order, 1, 1), FP_TRACE_OTHER); /* 3 was expected */
     fp_trace_free(order);
 }
 
@@ -83,12 +83,12 @@ test_what_alternates_is_asked_about_where_it_changes(void)
 static void
 test_cycles_are_learnt(void)
 {
-    for (int length = 2; length <= FP_ORDER_PASSES; length++) {
+    for (int length = 2; length <= FP_TRACE_PASSES; length++) {
         fp_trace *order = fp_trace_new();
         int late = 0;
-        for (int i = 0; i < 8 * FP_ORDER_PASSES; i++) {
+        for (int i = 0; i < 8 * FP_TRACE_PASSES; i++) {
             const int surprises = pass(order, 1, i % length == length - 1 ? 12 : 8);
-            late += i >= 4 * FP_ORDER_PASSES ? surprises : 0;
+            late += i >= 4 * FP_TRACE_PASSES ? surprises : 0;
         }
         CHECK_EQ(late, 0);
         fp_trace_free(order);
@@ -106,7 +106,7 @@ test_what_is_left_out_at_random_costs_a_question_or_two(void)
         random = random * 1664525u + 1013904223u;
         const uint64_t out = 2 + (random >> 16) % 46;
         for (uint64_t event = 1; event <= 48; event++) {
-            if (event != out && note(order, event, event == 1) != FP_ORDER_EXPECTED && i >= 200) {
+            if (event != out && note(order, event, event == 1) != FP_TRACE_EXPECTED && i >= 200) {
                 surprises++;
             }
         }
@@ -122,12 +122,12 @@ test_verdicts_follow_from_the_events(void)
     fp_trace *a = fp_trace_new(), *b = fp_trace_new();
     uint32_t random = 5;
     int forgot = 0;
-    for (int64_t i = 0; i < 3 * FP_ORDER_MOST; i++) {
+    for (int64_t i = 0; i < 3 * FP_TRACE_MOST; i++) {
         random = random * 1664525u + 1013904223u;
         const uint64_t event = random >> 20;
         const fp_trace_verdict verdict = note(a, event, event % 8 == 0);
         CHECK_EQ(note(b, event, event % 8 == 0), verdict);
-        forgot += i > FP_ORDER_MOST && verdict == FP_ORDER_NEW;
+        forgot += i > FP_TRACE_MOST && verdict == FP_TRACE_NEW;
     }
     CHECK(forgot > 0);
     fp_trace_free(a);
@@ -141,14 +141,14 @@ test_recent_events_are_found(void)
     uint64_t event = 77;
     int new_pass = 77;
     CHECK_EQ(fp_trace_at(order, 0, &event, &new_pass), 0);
-    for (int64_t i = 0; i < FP_ORDER_RECENT + 10; i++) {
+    for (int64_t i = 0; i < FP_TRACE_RECENT + 10; i++) {
         note(order, (uint64_t)i, i % 5 == 0);
     }
     CHECK_EQ(fp_trace_at(order, 9, &event, &new_pass), 0);
     CHECK_EQ(fp_trace_at(order, -1, &event, &new_pass), 0);
-    CHECK_EQ(fp_trace_at(order, FP_ORDER_RECENT + 10, &event, &new_pass), 0);
+    CHECK_EQ(fp_trace_at(order, FP_TRACE_RECENT + 10, &event, &new_pass), 0);
     CHECK_EQ(event, 77);
-    for (int64_t i = 10; i < FP_ORDER_RECENT + 10; i++) {
+    for (int64_t i = 10; i < FP_TRACE_RECENT + 10; i++) {
         CHECK_EQ(fp_trace_at(order, i, &event, &new_pass), 1);
         CHECK_EQ(event, i);
         CHECK_EQ(new_pass, i % 5 == 0);
@@ -184,7 +184,7 @@ test_what_does_not_begin_was_missed(void)
     note(order, 6, 0);
     uint64_t later = digest;
     CHECK(fp_trace_missed(order, &index, &later) == 1 && index == 8 && later == digest);
-    fp_trace_settle(order);
+    fp_trace_confirm_not_begun(order);
     CHECK_EQ(fp_trace_missed(order, &index, &digest), 0);
     CHECK(fp_trace_has_begun(order, 7) && !fp_trace_has_begun(order, 8) && fp_trace_has_begun(order, 10));
     CHECK(!fp_trace_has_begun(order, 11) && !fp_trace_has_begun(order, -1));
@@ -210,7 +210,7 @@ test_what_does_not_begin_was_missed(void)
     miss(order, 5);
     note(order, 9, 0);
     CHECK(fp_trace_missed(order, &index, &digest) && digest == 0); /* and stays unknown */
-    fp_trace_settle(order);
+    fp_trace_confirm_not_begun(order);
     miss(order, 5);
     note(order, 9, 0);
     CHECK(fp_trace_missed(order, &index, &digest) && digest != 0);
@@ -253,7 +253,7 @@ test_what_does_not_fit_changes_nothing(void)
     }
     fp_alloc_fail_at(0);
     fp_trace *order = fp_trace_new();
-    fp_trace_verdict verdict = FP_ORDER_EXPECTED;
+    fp_trace_verdict verdict = FP_TRACE_EXPECTED;
     CHECK_EQ(fp_trace_note(order, FP_TRACE_MISSED, 0, &verdict), FP_EINVAL);
     fp_alloc_fail_at(1); /* the first time that the table grows */
     int64_t i = 0;
@@ -262,7 +262,7 @@ test_what_does_not_fit_changes_nothing(void)
     }
     CHECK(i > 10 && i < 1000);
     CHECK_EQ(fp_trace_count(order), i);
-    CHECK_EQ(note(order, (uint64_t)i, 0), FP_ORDER_NEW);
+    CHECK_EQ(note(order, (uint64_t)i, 0), FP_TRACE_NEW);
     CHECK_EQ(fp_trace_count(order), i + 1);
     fp_trace_free(order);
     fp_trace_free(NULL);

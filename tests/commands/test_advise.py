@@ -320,7 +320,7 @@ def test_a_call_of_segments_says_so(capsys, tmp_path):
     with fake_world(1):
         names = {"model": inspected.mixed(), "FullyShardedDataParallel": FSDP, "ShardingStrategy": ShardingStrategy}
         names |= {"ModuleWrapPolicy": ModuleWrapPolicy, "Model": inspected.Model}
-        assert len(eval(line.removeprefix("best: "), names)._unit.segments) == 2
+        assert len(eval(line.removeprefix("best: "), names)._unit.flat_params) == 2
 
 
 def test_nothing_fits_says_by_how_much(capsys, tmp_path):

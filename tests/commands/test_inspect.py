@@ -204,7 +204,7 @@ def test_aligned_shards_and_whole_rows_are_those_of_the_runtime(capsys, tmp_path
         for unit, wrapper in zip(found["units"], FSDP.fsdp_modules(wrapped), strict=True):
             assert unit["shard_numel"] == sum(param.numel() for param in wrapper.params)
             offsets = [one["offset"] for segment in unit["segments"] for one in segment["parameters"]]
-            assert offsets == [offset for segment in wrapper._unit.segments for offset in segment.layout.offsets]
+            assert offsets == [offset for segment in wrapper._unit.flat_params for offset in segment.layout.offsets]
 
 
 def test_units_by_size_are_those_of_the_runtime(capsys, tmp_path):
@@ -222,7 +222,7 @@ def compare(found, wrapped, rank):
     assert [unit["path"] for unit in found["units"]] == paths
     for unit, wrapper in zip(found["units"], wrappers.values(), strict=True):
         assert unit["class"] == type(wrapper.module).__name__
-        flats = wrapper._unit.segments
+        flats = wrapper._unit.flat_params
         assert len(unit["segments"]) == len(flats)
         assert unit["shard_numel"] == sum(param.numel() for param in wrapper.params)
         assert unit["bytes"]["shard"] == sum(param.numel() * param.itemsize for param in wrapper.params)

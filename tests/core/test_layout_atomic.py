@@ -101,8 +101,8 @@ def test_no_row_is_cut_and_every_piece_is_one_box(world, uo):
         model, pieces, plan = wrapped(world, rank, use_orig_params=uo, atomic="row")
         flats = {}
         for unit in FSDP.fsdp_modules(model):
-            for segment in unit._unit.segments:
-                flats.update((original.param, segment.flat.detach()) for original in segment.originals)
+            for flat_param in unit._unit.flat_params:
+                flats.update((original.param, flat_param.flat.detach()) for original in flat_param.originals)
         named = {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
         for piece in pieces:
             row = math.prod(piece.shape[1:])
@@ -154,10 +154,10 @@ def test_a_transposed_weight_stays_whole_and_a_channels_last_one_is_cut_in_rows(
         assert images.weight.is_contiguous(memory_format=torch.channels_last)
         new = torch.randn(6, 2, 3, 3)  # contiguous: not the order in which the shard has it
         images.weight.data = new
-        model._unit.take_back()
+        model._unit.write_back()
         assert torch.equal(images.weight, new[:4])
         images.weight.data = new[2:]
-        model._unit.take_back()
+        model._unit.write_back()
         assert torch.equal(images.weight, new[2:])
 
 

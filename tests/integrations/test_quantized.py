@@ -96,8 +96,10 @@ def sharded(folder, quantize):
     assert wanted[-1] < wanted[0]
     for uses in (False, True):
         ours = wrapped(made(quantize), use_orig_params=uses)
-        bytes_of_base = [segment for block in ours.module for segment in block._unit.segments if segment.in_bytes]
-        assert [segment.flat.numel() for segment in bytes_of_base] == [64 * 64 // 2 // 2] * 2  # 4 bits, 2 ranks
+        bytes_of_base = [
+            flat_param for block in ours.module for flat_param in block._unit.flat_params if flat_param.in_bytes
+        ]
+        assert [flat_param.flat.numel() for flat_param in bytes_of_base] == [64 * 64 // 2 // 2] * 2  # 4 bits, 2 ranks
         optimizer = adam(ours)
         assert losses_of(ours, range(2), optimizer) == wanted[:2]
         if quantize is by_hqq:  # its state_dict() asks whether a weight is None by ==, which a checkpoint refuses

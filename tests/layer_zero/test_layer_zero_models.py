@@ -187,7 +187,7 @@ def empty_units():
             loss_of(model, data(1)).backward()
             close(model, mean_grads(module, functools.partial(total_loss, module, (0, 1))), f"{mode} {inner} {uo}")
             model.zero_grad()
-            assert all(part.flat.grad is None for unit in FSDP.fsdp_modules(model) for part in unit._unit.segments)
+            assert all(part.flat.grad is None for unit in FSDP.fsdp_modules(model) for part in unit._unit.flat_params)
 
 
 def precisions():
@@ -368,13 +368,13 @@ def refreshes():
         with counted(2, strided) as log:
             model.sync_params()
             refreshed = [entry for entry in log if entry[1] == "outer"]
-            shards = [unit._unit.segments[0].layout.shard_numel for unit in FSDP.fsdp_modules(model)]
+            shards = [unit._unit.flat_params[0].layout.shard_numel for unit in FSDP.fsdp_modules(model)]
             assert sorted(size for _, _, size, _ in refreshed) == sorted(2 * 4 * numel for numel in shards)
             assert not any(group == "wide" for _, group, _, _ in log)
         for unit in FSDP.fsdp_modules(model):
-            [copy], [segment] = unit._unit.step.copies(), unit._unit.segments
-            whole = segment.gather(segment.flat.detach())
-            inner = segment.placement.param_rank
+            [copy], [flat_param] = unit._unit.core.secondary_shards(), unit._unit.flat_params
+            whole = flat_param.gather(flat_param.flat.detach())
+            inner = flat_param.placement.param_rank
             assert torch.equal(copy, whole[inner * copy.numel() : (inner + 1) * copy.numel()])
 
 
@@ -396,8 +396,8 @@ def degenerate(mode, inner, uo, low):
     assert logs[0] == logs[1]
     assert {group for _, group, _, _ in logs[0]} == {"wide"}
     for unit in FSDP.fsdp_modules(model):
-        assert unit._unit.step.copies() == [None]
-        assert all(have_memory(unit._unit.step)) == (inner == 1)
+        assert unit._unit.core.secondary_shards() == [None]
+        assert all(have_memory(unit._unit.core)) == (inner == 1)
 
 
 def degenerate_as_torch():

@@ -27,15 +27,15 @@ def batches(step, count, rank=None):
 
 def sizes(model):
     """Padded elements of each unit, the root first."""
-    return [unit._unit.segments[0].layout.padded_numel for unit in FSDP.fsdp_modules(model)]
+    return [unit._unit.flat_params[0].layout.padded_numel for unit in FSDP.fsdp_modules(model)]
 
 
 def pieces_of(model):
     """The copies and kept gradients of all units, and who is full."""
-    steps = [unit._unit.step for unit in FSDP.fsdp_modules(model)]
+    steps = [unit._unit.core for unit in FSDP.fsdp_modules(model)]
     return (
-        [step.copies()[0] for step in steps],
-        [step.kept()[0] for step in steps],
+        [step.secondary_shards()[0] for step in steps],
+        [step.accumulated()[0] for step in steps],
         [all(have_memory(step)) for step in steps],
     )
 
@@ -130,28 +130,28 @@ def buffers(mode, uo):
         assert [unit.kept for unit in plan.units] == [kept.nbytes for kept in pieces_of(model)[1]]
         assert plan.no_sync == sum(unit.kept for unit in plan.units)
         for unit, copy, kept in zip(FSDP.fsdp_modules(model), *pieces_of(model)[:2], strict=True):
-            segment = unit._unit.segments[0]
-            part = segment.layout.padded_numel // 2
+            flat_param = unit._unit.flat_params[0]
+            part = flat_param.layout.padded_numel // 2
             place = (rank % 2) * part
-            whole = torch.zeros(segment.layout.padded_numel, dtype=BF16)
-            mask = torch.zeros(segment.layout.padded_numel, dtype=torch.bool)
+            whole = torch.zeros(flat_param.layout.padded_numel, dtype=BF16)
+            mask = torch.zeros(flat_param.layout.padded_numel, dtype=torch.bool)
             path = next(path for path, inner in model.named_modules() if inner is unit)
             prefix = path.replace("_fsdp_wrapped_module", "").strip(".").replace("..", ".")
             for original, view, held in zip(
-                segment.originals, segment.unsharded(whole), segment.unsharded(mask), strict=True
+                flat_param.originals, flat_param.unsharded(whole), flat_param.unsharded(mask), strict=True
             ):
                 view.copy_(values[f"{prefix}.{original.fqn}" if prefix else original.fqn])
                 held.fill_(True)
             mine = slice(place, place + part)
             assert torch.equal(copy[mask[mine]], whole[mine][mask[mine]])
             assert kept.dtype == torch.float32
-            assert kept.numel() == (segment.layout.padded_numel if mode == "LAYER_ZERO" else part)
+            assert kept.numel() == (flat_param.layout.padded_numel if mode == "LAYER_ZERO" else part)
             assert not kept[~(mask if mode == "LAYER_ZERO" else mask[mine])].any()
         loss_of(model, data(step)).backward()
         assert state() == (none, none, none)
-        for segment in (unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)):
+        for flat_param in (unit._unit.flat_params[0] for unit in FSDP.fsdp_modules(model)):
             assert all(param.grad is None or param.grad.dtype == torch.float32 for param in model.parameters())
-            assert segment.layout.padded_numel % world == 0
+            assert flat_param.layout.padded_numel % world == 0
         optim.step()
         optim.zero_grad()
 
@@ -195,16 +195,16 @@ def layout(mode, _uo):
     assert {name.rsplit(".", 1)[-1]: param.numel() for name, param in own.items()} == {
         name: numel for name, (_, numel, _) in PIECES[mode][dist.get_rank()].items()
     }
-    segment = model._unit.segments[0]
-    assert segment.layout.offsets == (0, 8, 16)
-    assert (segment.layout.padded_numel, segment.layout.shard_numel) == (20, 5)
+    flat_param = model._unit.flat_params[0]
+    assert flat_param.layout.offsets == (0, 8, 16)
+    assert (flat_param.layout.padded_numel, flat_param.layout.shard_numel) == (20, 5)
     assert_same(model, Three())
     with torch.no_grad():
         model(torch.ones(1))
-    [copy] = model._unit.step.copies()
+    [copy] = model._unit.core.secondary_shards()
     first = 10 * (dist.get_rank() % 2)
     whole = torch.full((20,), -1.0)
-    for offset, param in zip(segment.layout.offsets, Three().parameters(), strict=True):
+    for offset, param in zip(flat_param.layout.offsets, Three().parameters(), strict=True):
         whole[offset : offset + param.numel()] = param.detach().flatten()
     mine = whole[first : first + 10]
     assert torch.equal(copy[mine >= 0].float(), mine[mine >= 0])
@@ -214,26 +214,26 @@ def padding(mode, uo):
     """Padding is zero and stays so; its gradient is zero."""
     model = layer_zero(2, mode, wrap=FSDP, use_orig_params=True)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    shards = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
-    of = [torch.ones(segment.layout.shard_numel, dtype=torch.bool) for segment in shards]
-    for segment, mask in zip(shards, of, strict=True):
-        for start, numel in segment.piece_ranges():
+    shards = [unit._unit.flat_params[0] for unit in FSDP.fsdp_modules(model)]
+    of = [torch.ones(flat_param.layout.shard_numel, dtype=torch.bool) for flat_param in shards]
+    for flat_param, mask in zip(shards, of, strict=True):
+        for start, numel in flat_param.piece_ranges():
             mask[start : start + max(numel, 0)] = False
-    before = [segment.flat.detach()[mask].clone() for segment, mask in zip(shards, of, strict=True)]
+    before = [flat_param.flat.detach()[mask].clone() for flat_param, mask in zip(shards, of, strict=True)]
     assert sum(map(len, before)) > 0 or dist.get_rank() < 3
     for step in range(30 if mode == "LAYER_ZERO" else 3):
         loss_of(model, data(step)).backward()
         optim.step()
         optim.zero_grad()
-    for segment, mask, old in zip(shards, of, before, strict=True):
+    for flat_param, mask, old in zip(shards, of, before, strict=True):
         assert not old.any()
-        assert not segment.flat.detach()[mask].any()
+        assert not flat_param.flat.detach()[mask].any()
     whole = layer_zero(2, mode)
     micro_batches(whole, batches(0, 2))
     for unit in FSDP.fsdp_modules(whole):
-        segment = unit._unit.segments[0]
-        end = segment.layout.numel - segment.placement.rank * segment.layout.shard_numel
-        assert not segment.flat.grad[max(0, end) :].any()
+        flat_param = unit._unit.flat_params[0]
+        end = flat_param.layout.numel - flat_param.placement.rank * flat_param.layout.shard_numel
+        assert not flat_param.flat.grad[max(0, end) :].any()
 
 
 def many_micro_batches(mode, uo):
@@ -326,11 +326,11 @@ def freshness():
 
         def one_rank(model, module):
             mine = dist.get_rank() == 3
-            shards = [unit._unit.segments[0] for unit in FSDP.fsdp_modules(model)]
+            shards = [unit._unit.flat_params[0] for unit in FSDP.fsdp_modules(model)]
             with torch.no_grad():
-                for segment in shards:
-                    for start, numel in segment.piece_ranges() if mine else ():
-                        segment.flat[start : start + max(numel, 0)] *= 2.0
+                for flat_param in shards:
+                    for start, numel in flat_param.piece_ranges() if mine else ():
+                        flat_param.flat[start : start + max(numel, 0)] *= 2.0
             for value, param in zip(full_params(model).values(), module.parameters(), strict=True):
                 param.data.copy_(value)
 
@@ -413,7 +413,7 @@ def offloading():
     for (mode, inner), uo in itertools.product((*((mode, 2) for mode in MODES), ("LAYER_ZERO", 1)), (False, True)):
         models = [layer_zero(inner, mode, use_orig_params=uo, offload_grads=offload) for offload in (False, True)]
         optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        steps = [unit._unit.step for unit in FSDP.fsdp_modules(models[1])]
+        steps = [unit._unit.core for unit in FSDP.fsdp_modules(models[1])]
         share = 4 // inner if mode == "LAYER_ZERO_NESTED" else 1
         for count in (1, 2, 3):
             note(f"{mode} {inner} {uo} {count}")
@@ -424,18 +424,18 @@ def offloading():
                     for k in range(count - 1):
                         with model.no_sync():
                             loss_of(model, data(step + k)).backward()
-                        held = [unit._unit.step.kept_bytes() for unit in FSDP.fsdp_modules(model)]
+                        held = [unit._unit.core.accumulated_bytes() for unit in FSDP.fsdp_modules(model)]
                         numels = [4 * numel // share for numel in sizes(model)]
                         offloads = model is models[1]
                         assert held == [(0, numel) if offloads else (numel, 0) for numel in numels]
                     loss_of(model, data(step)).backward()
-                    assert all(unit._unit.step.kept_bytes()[0] == 0 for unit in FSDP.fsdp_modules(model))
+                    assert all(unit._unit.core.accumulated_bytes()[0] == 0 for unit in FSDP.fsdp_modules(model))
                 for optim in optims:
                     optim.step()
                     optim.zero_grad(set_to_none=to_none)
                 wanted = full_params(models[0])
                 assert all(torch.equal(value, wanted[name]) for name, value in full_params(models[1]).items())
-        assert all(step.kept_bytes()[1] > 0 for step in steps)
+        assert all(step.accumulated_bytes()[1] > 0 for step in steps)
     with pytest.raises(
         ValueError, match=r"FULL_SHARD does not offload gradients: offload_grads=True is for LAYER_ZERO"
     ):
@@ -473,13 +473,13 @@ def offloaded_memory():
     """Two accumulators are on the device, nested three: the one that is added to is there in time, the next is too."""
     for (mode, most), uo in itertools.product(((MODES[0], 2), (MODES[1], 3)), (False, True)):
         model = layer_zero(2, mode, make(cls=Layers, layers=7), use_orig_params=uo, offload_grads=True)
-        units = [unit._unit.step for unit in FSDP.fsdp_modules(model)]
+        units = [unit._unit.core for unit in FSDP.fsdp_modules(model)]
         largest = max(unit.kept for unit in model.memory_plan().units)
         assert model.memory_plan().no_sync == 3 * largest  # with an accelerator one is still on its way out
         seen = {}
 
         def sample(i, units=units, seen=seen):
-            seen[i] = [step.kept_bytes()[0] for step in units]
+            seen[i] = [step.accumulated_bytes()[0] for step in units]
 
         for i, block in enumerate(model.blocks):
             block.module.sample = functools.partial(sample, i)
@@ -498,7 +498,7 @@ def offloaded_memory():
                     held,
                 )  # the root is the first
                 assert sum(size > 0 for size in held) <= most, (i, held)
-            assert all(step.kept_bytes()[0] == 0 for step in units)
+            assert all(step.accumulated_bytes()[0] == 0 for step in units)
         model.zero_grad()
 
 

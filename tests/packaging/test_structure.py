@@ -64,6 +64,17 @@ def test_lower_layers_import_no_upper_ones():
             assert other.split(".")[1] in {layer, *LAYERS[layer]}, f"{name} imports {other}"
 
 
+ROOMS = ["desync", "sharding", "unit", "interop", "states", "wrapper"]  # of fsdp; each may import those before it
+
+
+def test_a_room_of_fsdp_imports_those_below_it():
+    rooms = {name: name.split(".")[2] for name in FILES if name.count(".") > 2 and name.startswith("flatparam.fsdp.")}
+    assert set(rooms.values()) == set(ROOMS)
+    for name, room in rooms.items():
+        for other in own_imports_of(name) & rooms.keys():
+            assert ROOMS.index(rooms[other]) <= ROOMS.index(room), f"{name} imports {other}"
+
+
 STORES = "flatparam.fsdp.desync.stores"  # the one file that calls stores in Python
 NO_CALLS = {
     "flatparam.common.collectives": {"PrefixStore"},
@@ -83,11 +94,11 @@ def test_one_file_calls_stores():
 
 
 def test_calls_of_the_board_are_guarded():
-    """The C++ side calls a store for ``_C.Board``: from one class, whose methods tell that the store is gone."""
+    """The C++ side calls a store for ``_C.HealthBoard``: from one class, whose methods tell that the store is gone."""
     (board,) = (
         node
         for node in ast.parse(FILES["flatparam.fsdp.desync.liveness"].read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "Board"
+        if isinstance(node, ast.ClassDef) and node.name == "HealthBoard"
     )
     for method in board.body:
         calls = [node.func for node in ast.walk(method) if isinstance(node, ast.Call)]
@@ -104,14 +115,14 @@ def test_calls_of_the_board_are_guarded():
         assert name == "flatparam.fsdp.desync.liveness" or native & BOARD <= allowed, f"{name} calls {native}"
 
 
-BOARD = {method for method in dir(flatparam._C.Board) if not method.startswith("_")}
+BOARD = {method for method in dir(flatparam._C.HealthBoard) if not method.startswith("_")}
 IN_CPP = re.compile(
     r"(store_?|posts_|group\.getStore\(\))->(set|get|add|check|compareSet|multiGet|deleteKey|get_to_str|wait)\("
 )
 
 
 def test_three_files_call_stores_in_cpp():
-    """Those behind ``_C.Board``."""
+    """Those behind ``_C.HealthBoard``."""
     for file in sorted((PACKAGE.parent / "csrc").rglob("*.[ch]*")):
         if file.name not in ("fp_board.cpp", "fp_calls.cpp", "fp_watch.cpp"):
             assert not IN_CPP.search(file.read_text()), file

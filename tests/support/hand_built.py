@@ -42,7 +42,7 @@ def part_of(module, **changes):
         "param_rank": 0,
         "param_shards": 1,
         "param_group": None,
-        "refresh_group": None,
+        "outer_group": None,
         "offloads": False,
         "full_precision": False,
         "device": None,
@@ -53,7 +53,13 @@ def part_of(module, **changes):
 
 
 def step_of(*parts, **changes):
-    arguments = {"name": "unit", "parts": parts, "reshard_after_forward": True, "moved": print, "reason": "freed"}
+    arguments = {
+        "name": "unit",
+        "flat_params": parts,
+        "reshard_after_forward": True,
+        "on_param_replaced": print,
+        "reason": "freed",
+    }
     return _C.Unit(**{**arguments, **changes})
 
 

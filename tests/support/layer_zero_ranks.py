@@ -44,7 +44,7 @@ def layer_zero(inner, mode="LAYER_ZERO", module=None, wrap=wrap_blocks, strided=
 
 
 def run_of(model):
-    return model._unit.step.root
+    return model._unit.core.root
 
 
 def micro_batches(model, batches, loss=loss_of):

@@ -1,4 +1,4 @@
-"""Collectives that Python begins, and which of them are checked: see ``sequence.py``."""
+"""Collectives that Python begins, and which of them are checked: see ``trace.py``."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from ...common.collectives import (
 )
 from ..errors import OrderError, StoreGoneError
 from . import liveness, stores
-from .events import Exchange, event_of
+from .events import SetupCollective, encode
 from .stores import store_of
-from .trace import AND_SO, TRANSPORT, Sequence
-from .unit_ids import Shared, number_of_part
+from .trace import AND_SO, TRANSPORT, GroupTrace
+from .unit_ids import Shared, id_of_flat_param
 
-_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence | None]] = weakref.WeakKeyDictionary()
+_traces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupTrace | None]] = weakref.WeakKeyDictionary()
 
 
-def sequence_of(group: dist.ProcessGroup | None, device: torch.device) -> Sequence | None:
+def trace_of(group: dist.ProcessGroup | None, device: torch.device) -> GroupTrace | None:
     """The one of ``group`` for units on ``device``: a group may have a backend for each type of device.
 
     None where its ranks are no processes that could disagree.
     """
     if group is None:
         return None
-    of_group = _sequences.setdefault(group, {})
+    of_group = _traces.setdefault(group, {})
     if device.type not in of_group:
         of_group[device.type] = _make(group, device)
     return of_group[device.type]
 
 
-def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
+def _make(group: dist.ProcessGroup, device: torch.device) -> GroupTrace | None:
     store = store_of(group)
     if store is None or dist.get_world_size(group) == 1:
         return None
@@ -59,67 +59,71 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> Sequence | None:
     is_wrapped, backend = unwrapped(backend) is not backend, unwrapped(backend)
     if name_of(backend) in stores.WITHOUT_STORE:
         return None
-    sequence = Sequence(group, backend, store, device.type)
+    trace = GroupTrace(group, backend, store, device.type)
     # a wrapper's own comparison waits as long as a collective may take
-    sequence.order.always = int(is_wrapped or dist.get_debug_level() == dist.DebugLevel.DETAIL)
-    return sequence
+    trace.core.always = int(is_wrapped or dist.get_debug_level() == dist.DebugLevel.DETAIL)
+    return trace
 
 
 def _end_after_fork() -> None:
-    for of_group in _sequences.values():
-        for sequence in filter(None, of_group.values()):
-            sequence.end_after_fork()
+    for of_group in _traces.values():
+        for trace in filter(None, of_group.values()):
+            trace.end_after_fork()
 
 
 os.register_at_fork(after_in_child=_end_after_fork)
 
 
-def before(part: Shared, kind: int, device: torch.device) -> Sequence | None:
-    """A collective outside of a step, on ``device``, over the ranks that share ``part``; who waits for it.
+def before(part: Shared, kind: int, device: torch.device) -> GroupTrace | None:
+    """Record a collective outside of a step, on ``device``, over the ranks that share ``part``.
+
+    Returns: the trace to wait on, or None if the group is not checked.
 
     Raises: OrderError, when the other ranks do another thing.
     """
     come_back()
-    number = number_of_part(part)
-    sequence = None if number is None else sequence_of(part.group, device)
-    if sequence is not None and number is not None:
-        sequence.order.note(number * _C.EVENT_KINDS + kind, False)
-    return sequence
+    number = id_of_flat_param(part)
+    trace = None if number is None else trace_of(part.group, device)
+    if trace is not None and number is not None:
+        trace.core.note(number * _C.EVENT_KINDS + kind, False)
+    return trace
 
 
 def all_reduce(tensor: Tensor, op: Any, part: Shared, kind: int) -> None:
     """A small one outside of a step, over the ranks that share ``part``, the first that it is about."""
     group = part.group
     assert group is not None
-    sequence = before(part, kind, tensor.device)
-    if sequence is None:
+    trace = before(part, kind, tensor.device)
+    if trace is None:
         wait(issue(dist.all_reduce, tensor, op=op, group=group), group, tensor.device)
     else:
-        sequence.order.launch()
-        sequence.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
+        trace.core.launch()
+        trace.wait(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
-troubled: list[Sequence] = []  # whose ranks wait, maybe, for one that an exception has kept from what comes next: this
+troubled: list[
+    GroupTrace
+] = []  # whose ranks wait, maybe, for one that an exception has kept from what comes next: this
 
 
 def tell_trouble(parts: Iterable[Shared], error: BaseException) -> None:
     """Tell waiting ranks that ``error`` has ended a pass of the units of ``parts`` on this rank, which lives on."""
     if not isinstance(error, Exception) or isinstance(error, OrderError):
         return
-    for sequence in _sequences_of(parts):
-        if sequence not in troubled:
-            sequence.tell_trouble(liveness.describe(error, dist.get_rank(), "has not gone on since"))
-            troubled.append(sequence)
+    for trace in _traces_of(parts):
+        if trace not in troubled:
+            trace.tell_trouble(liveness.describe(error, dist.get_rank(), "has not gone on since"))
+            troubled.append(trace)
 
 
-def _sequences_of(parts: Iterable[Shared]) -> dict[Sequence, torch.device]:
+def _traces_of(parts: Iterable[Shared]) -> dict[GroupTrace, torch.device]:
     """Those that there are for the collectives of ``parts``, each with their device."""
     found = {}
     for part in parts:
         for group in part.groups:
-            sequence = _sequences.get(group, {}).get(part.device.type)
-            if sequence is not None:
-                found[sequence] = part.device
+            trace = _traces.get(group, {}).get(part.device.type)
+            if trace is not None:
+                found[trace] = part.device
     return found
 
 
@@ -152,7 +156,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def exchange(
-    what: Exchange, collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any
+    what: SetupCollective, collective: Callable[..., Any], *tensors: Any, group: dist.ProcessGroup, **options: Any
 ) -> None:
     """A collective of no unit, outside of a step, until the host can read what came; as ``issue`` begins it.
 
@@ -161,19 +165,19 @@ def exchange(
     """
     come_back()
     device = tensors[-1].device
-    orders = [sequence for _, sequence in sorted(_checked.get(group, {}).items())]
-    for sequence in orders:
-        sequence.order.note(event_of(what), False)
+    traces = [trace for _, trace in sorted(_checked.get(group, {}).items())]
+    for trace in traces:
+        trace.core.note(encode(what), False)
     _connect(group, device)
-    for sequence in orders:
-        sequence.order.launch()
+    for trace in traces:
+        trace.core.launch()
     work = collective(*tensors, group=group, async_op=True, **options)
-    for sequence in orders:
-        sequence.order.begin()
-    wait(work, group, device, is_read=True, orders=orders)
+    for trace in traces:
+        trace.core.begin()
+    wait(work, group, device, is_read=True, traces=traces)
 
 
-_checked: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Sequence]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, GroupTrace]] = weakref.WeakKeyDictionary()
 
 
 def check_exchanges(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
@@ -183,9 +187,9 @@ def check_exchanges(groups: Iterable[dist.ProcessGroup], device: torch.device) -
     may load models and run them alone.
     """
     for group in groups:
-        sequence = sequence_of(group, device)
-        if sequence is not None:
-            _checked.setdefault(group, {})[device.type] = sequence
+        trace = trace_of(group, device)
+        if trace is not None:
+            _checked.setdefault(group, {})[device.type] = trace
 
 
 def begin_gather(native: _C.Gather | None, output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Any:
@@ -202,7 +206,9 @@ def meet(group: dist.ProcessGroup, mine: str = "is here") -> list[str]:
     if store is None or len(ranks) == 1:
         return [mine]
     if group not in _meetings:
-        _meetings[group] = liveness.Meetings(store.own_connection(), f"flatparam meets {liveness.life_of_world()}")
+        _meetings[group] = liveness.Meetings(
+            store.own_connection(), f"flatparam meets {liveness.generation_of_world()}"
+        )
     said = _meetings[group].meet(ranks, mine)
     _meetings[group].forget()
     return said
@@ -215,12 +221,12 @@ def wait(
     is_reduce_scatter: bool = False,
     error: Exception | None = None,
     is_read: bool = False,
-    orders: Iterable[Sequence] = (),
+    traces: Iterable[GroupTrace] = (),
 ) -> None:
     """For a collective that is in no order, as those by which units are compared. Ctrl-C ends it, not the collective.
 
     ``error``: that waiting for it has raised already; ``is_read``: by the host, which waits for a device then;
-    ``orders``: that it is in nevertheless.
+    ``traces``: that it is in nevertheless.
     Raises: OrderError, when another rank cannot come to it.
     """
     if work is None:
@@ -228,17 +234,17 @@ def wait(
     begin = time.monotonic()
     sliced = is_sliced(group, device)
     by_device = is_read and group.size() > 1 and tells_when_done(group, device)
-    sequence = _sequences.get(group, {}).get(device.type) if by_device else None
+    trace = _traces.get(group, {}).get(device.type) if by_device else None
     before = torch.accelerator.current_stream(device).record_event() if by_device else None
     is_absent = (lambda rank: True) if by_device else None  # no collective fails there when a process ends
 
     def look(has_failed: bool = False) -> None:
-        for each in orders:
+        for each in traces:
             each.look()
         ours, ranks = liveness.board(), dist.get_process_group_ranks(group)
         try:
             waited = time.monotonic() - begin
-            found = ours and (ours.why_failed(ranks) if has_failed else ours.lost(ranks, waited, is_absent))
+            found = ours and (ours.diagnose(ranks) if has_failed else ours.find_dead(ranks, waited, is_absent))
         except StoreGoneError as error:
             found = str(error) if has_failed else None
         if found:
@@ -255,15 +261,15 @@ def wait(
             wait_in_thread(work, look)
         elif by_device:
             wait_for_device(work, look)
-            if sequence is not None:
-                sequence.raise_if_closed()  # it has been aborted: there are no values
+            if trace is not None:
+                trace.raise_if_closed()  # it has been aborted: there are no values
         else:
             wait_in_slices(work, sliced, look)
     except OrderError:
         if by_device:
-            if sequence is not None:
-                sequence.order.broken = _C.TRACE_BROKEN if before is not None and before.query() else _C.TRACE_LOST
-                sequence.note_told()
+            if trace is not None:
+                trace.core.broken = _C.TRACE_BROKEN if before is not None and before.query() else _C.TRACE_LOST
+                trace.note_told()
             group._get_backend(device).abort()
         raise
     except RuntimeError as error:
@@ -277,14 +283,14 @@ def settle(parts: Iterable[Shared]) -> None:
 
     Raises: OrderError, if one has waited for a collective of ``parts`` that was aborted: there are no values.
     """
-    found = {sequence: device for sequence, device in _sequences_of(parts).items() if sequence.is_by_device}
+    found = {trace: device for trace, device in _traces_of(parts).items() if trace.is_by_device}
     for device in set(found.values()):
-        _C.settle(str(device))
-    for sequence in found:
-        sequence.raise_if_lost()
+        _C.wait_device(str(device))
+    for trace in found:
+        trace.raise_if_lost()
 
 
-def gather_objects(what: Exchange, mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(what: SetupCollective, mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """``mine`` of every rank of ``group``. A collective call, which waits as ``exchange`` does.
 
     Raises: ValueError on all ranks for what one of them cannot pickle.

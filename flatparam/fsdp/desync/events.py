@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from ... import _C
 from ..names import listed
-from .unit_ids import Register
+from .unit_ids import UnitIds
 
 _KINDS = {
     _C.EVENT_GATHERS: "gathers",
     _C.EVENT_REDUCES: "reduces the gradients of",
     _C.EVENT_GATHERS_OUTSIDE: "gathers, to show or to save it,",
-    _C.EVENT_REDUCES_KEPT: "reduces the gradients, and those kept in no_sync, of",
+    _C.EVENT_REDUCES_ACCUMULATED: "reduces the gradients, and those kept in no_sync, of",
     _C.EVENT_AGREES: "compares changes of",
     _C.EVENT_AGREES_ON_GRADIENTS: "compares, to reduce them, which gradients there are of",
     _C.EVENT_CLIPS: "clips the gradients of",
@@ -20,7 +20,7 @@ _KINDS = {
 }
 
 
-class Exchange(enum.Enum):
+class SetupCollective(enum.Enum):
     """What a collective that is of no unit is for: in words."""
 
     BUILDS = "builds a unit"
@@ -30,15 +30,15 @@ class Exchange(enum.Enum):
     SENDS_STATES = "takes the optimizer state that rank 0 has"
 
 
-_EXCHANGES = list(Exchange)
+_EXCHANGES = list(SetupCollective)
 _EVENTS = 2**32 * _C.EVENT_KINDS  # of all units; above them a reduction has a hash of who requires grad
 IN_ONE_ORDER = ". Every rank must run the same units in the same order, as often"
 _ALIKE = ". Every rank must build, run, save and load in the same order, as often"
 _TRAINED = ". Set requires_grad, and give backward(inputs=...) parameters, alike on every rank"
 
 
-class Post(NamedTuple):
-    """What one rank says of a collective that it comes to: ``event`` is twice C's, and 1 more in a new pass."""
+class CollectiveEvent(NamedTuple):
+    """One collective as a rank reports it: ``event`` = 2 * C's event id + (1 if it is the first of an iteration)."""
 
     rank: int
     step: int
@@ -50,42 +50,42 @@ class Post(NamedTuple):
         return f"rank {self.rank} {self.what}"
 
 
-def event_of(exchange: Exchange) -> int:
+def encode(exchange: SetupCollective) -> int:
     """That of a collective that is of no unit."""
     return _EXCHANGES.index(exchange) * _C.EVENT_KINDS + _C.EVENT_EXCHANGES
 
 
-def post_of(register: Register, rank: int, step: int, event: int, new_pass: int) -> Post:
-    """Of an event of ``_C.CollectiveTrace``, whose units are in ``register``."""
+def describe(ids: UnitIds, rank: int, step: int, event: int, new_pass: int) -> CollectiveEvent:
+    """Of an event of ``_C.CollectiveTrace``, whose units are in ``ids``."""
     number, kind = divmod(event % _EVENTS, _C.EVENT_KINDS)
     if kind == _C.EVENT_EXCHANGES:
-        return Post(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
-    trained = register.trained(number) if event >= _EVENTS else {}
-    return Post(
+        return CollectiveEvent(rank, step, event * 2 + new_pass, f"{_EXCHANGES[number].value}, in step {step}")
+    trained = ids.trained(number) if event >= _EVENTS else {}
+    return CollectiveEvent(
         rank,
         step,
         event * 2 + new_pass,
-        f"{_KINDS[kind]} {register.name(number)}, in step {step}",
+        f"{_KINDS[kind]} {ids.name(number)}, in step {step}",
         "".join(str(int(is_trained)) for is_trained in trained.values()),
     )
 
 
-def difference(register: Register, first: Post, second: Post) -> tuple[str, str]:
+def difference(ids: UnitIds, first: CollectiveEvent, second: CollectiveEvent) -> tuple[str, str]:
     """How two posts of one collective differ, and what to do."""
     one, other = sorted((first, second))
     if one.event != other.event and (one.event - other.event) % (2 * _EVENTS) == 0:
-        return _trained_by_one(register, one, other), _TRAINED
+        return _trained_by_one(ids, one, other), _TRAINED
     if _is_exchange(first) or _is_exchange(second):
         return f"the ranks do different things: {one}; {other}", _ALIKE
-    forward = register.is_in_forward(_number(second))
+    forward = ids.is_in_forward(_number(second))
     what = "Forward order differs across ranks" if forward else "the ranks run units in different orders"
     which = ", of another model" if one.what == other.what and one.event // 2 != other.event // 2 else ""
     return f"{what}: {one}; {other}{which}", IN_ONE_ORDER
 
 
-def _trained_by_one(register: Register, one: Post, other: Post) -> str:
+def _trained_by_one(ids: UnitIds, one: CollectiveEvent, other: CollectiveEvent) -> str:
     number = _number(one)
-    names = [f"`{fqn}`" for fqn in register.trained(number)] or ["a parameter"]
+    names = [f"`{fqn}`" for fqn in ids.trained(number)] or ["a parameter"]
     found = []
     for post, less in ((one, other), (other, one)):
         flags = zip(names, post.trained, less.trained, strict=False)
@@ -94,13 +94,13 @@ def _trained_by_one(register: Register, one: Post, other: Post) -> str:
             verb = "requires" if len(alone) == 1 else "require"
             found.append(f"{', '.join(listed(alone))} {verb} grad on rank {post.rank} and not on rank {less.rank}")
     what = "; ".join(found) or f"requires_grad was not the same on ranks {one.rank} and {other.rank}"
-    return f"the ranks train different parameters of {register.name(number)}, in step {one.step}: {what}"
+    return f"the ranks train different parameters of {ids.name(number)}, in step {one.step}: {what}"
 
 
-def _is_exchange(post: Post) -> bool:
+def _is_exchange(post: CollectiveEvent) -> bool:
     return post.event // 2 % _C.EVENT_KINDS == _C.EVENT_EXCHANGES
 
 
-def _number(post: Post) -> int:
+def _number(post: CollectiveEvent) -> int:
     """Of the unit, in the register."""
     return post.event // 2 % _EVENTS // _C.EVENT_KINDS

@@ -34,7 +34,7 @@ _ANSWERING = 1.6  # seconds in which a process that lives answers
 _LENGTH = 1000  # of an error's message
 
 
-class Board:
+class HealthBoard:
     """What the ranks of a world post in its store, and whether they are alive.
 
     ``beat``: seconds without a sign of life after which a process counts as stopped; 0: never; ``own``: over a
@@ -43,7 +43,7 @@ class Board:
 
     def __init__(self, world: dist.ProcessGroup, beat: float, own: bool):
         self.rank, self._size = dist.get_rank(), dist.get_world_size()
-        self.native = _C.Board(world.group_name, "flatparam board", beat, own)
+        self.native = _C.HealthBoard(world.group_name, "flatparam board", beat, own)
         self.beat = beat
         self._is_joined = self._is_member = False
 
@@ -51,7 +51,7 @@ class Board:
     def join(self) -> None:
         """All ranks that use the board come to this alike, in each world; none may have imported us before."""
         if not self._is_joined:
-            self.native.join(life_of_world())
+            self.native.join(generation_of_world())
             self._is_joined = True
 
     @reaching()
@@ -62,7 +62,7 @@ class Board:
             self.native.enter()
 
     @reaching()
-    def post(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Let the others know why this rank ends, and wait until they do, but not for long."""
         text = printable(text).replace("\0", "\\0")
         number = self.native.post(text)
@@ -72,16 +72,19 @@ class Board:
         wait_until(lambda: self.native.look(0.0, False) and self.native.number(readers) >= self._size - 1)
 
     @reaching()
-    def lost(self, ranks: Iterable[int], waited: float, is_absent: Callable[[int], bool] | None = None) -> str | None:
+    def find_dead(
+        self, ranks: Iterable[int], waited: float, is_absent: Callable[[int], bool] | None = None
+    ) -> str | None:
         """Why one of ``ranks`` will not come any more, for a rank that has waited for ``waited`` seconds.
 
-        ``is_absent``: whether a rank has yet to come, where no collective fails when its process ends.
+        ``is_absent``: true if a rank has not reached this wait. Needed where a dead process does not make the
+        collective fail: the store, NCCL.
         """
         self.native.look(waited, is_absent is not None)
         return self._of(ranks, is_absent)
 
     @reaching()
-    def why_failed(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
+    def diagnose(self, ranks: Sequence[int], look: Callable[[], object] = lambda: None) -> str | None:
         """The same for one whose collective has failed. ``look``: for what may explain it too, and raises then."""
         call = self.native.call()
         begin, found = time.monotonic(), None
@@ -98,7 +101,7 @@ class Board:
             return f"ranks {absent} have not come to their first unit, and may have ended before"
         return found
 
-    def ended(self, ranks: Iterable[int]) -> int:
+    def count_dead(self, ranks: Iterable[int]) -> int:
         """How many of ``ranks`` are known not to come any more."""
         said = self.native.said()
         return sum(rank in said for rank in ranks)
@@ -109,7 +112,7 @@ class Board:
         return next((said[rank] for rank in lost if is_absent is None or is_absent(rank)), None)
 
 
-_boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, Board | None]" = weakref.WeakKeyDictionary()
+_boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, HealthBoard | None]" = weakref.WeakKeyDictionary()
 _lives: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 
 
@@ -125,7 +128,7 @@ def _process_began() -> float:
 _since = _process_began()  # or its world, which ranks that have imported us sooner have appeared in before
 
 
-def board() -> Board | None:
+def board() -> HealthBoard | None:
     """That of the world; None where there are no other processes."""
     ours = _appeared()
     if ours is not None:
@@ -133,7 +136,7 @@ def board() -> Board | None:
     return ours
 
 
-def _appeared() -> Board | None:
+def _appeared() -> HealthBoard | None:
     """The same, on which this rank can be found, and may not have come to what the others do."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
@@ -143,12 +146,12 @@ def _appeared() -> Board | None:
     return _boards[world]
 
 
-def _made(world: dist.ProcessGroup) -> Board | None:
+def _made(world: dist.ProcessGroup) -> HealthBoard | None:
     beat = _heartbeat()
     try:
         store_of_world().value_at("flatparam")  # a new connection would try for minutes to reach a store that is gone
         with reaching():
-            ours = Board(world, beat, own=True)
+            ours = HealthBoard(world, beat, own=True)
             ours.native.appear(_since)
         return ours
     except OrderError:
@@ -165,7 +168,7 @@ def enter() -> None:
         _children.join_in()
 
 
-def life_of_world() -> str:
+def generation_of_world() -> str:
     """A name that no world before it had in its store: each rank counts alike."""
     world: Any = dist.group.WORLD
     if world not in _lives:
@@ -186,7 +189,7 @@ def wait_for_keys(store: Store, keys: list[str], ranks: Sequence[int], *, takes_
         patience = math.inf
     while not store.check(keys) and waited < patience:
         if ours is not None and waited > 0.2:
-            found = ours.lost(ranks, waited, lambda rank: not store.check([key_of[rank]]))
+            found = ours.find_dead(ranks, waited, lambda rank: not store.check([key_of[rank]]))
             if found is not None:
                 raise OrderError(found)
         time.sleep(min(0.3, 0.001 + waited / 10))
@@ -252,13 +255,13 @@ def _ends_with(error: BaseException | None) -> None:
         error._flatparam_posted = True  # type: ignore[attr-defined]
         ours = ([one for one in list(_boards.values()) if one is not None] or [_board_at_end()])[-1]
         ours.join()
-        ours.post(describe(error, ours.rank, "has ended"))
+        ours.report(describe(error, ours.rank, "has ended"))
 
 
-def _board_at_end() -> Board:
+def _board_at_end() -> HealthBoard:
     """Of a rank that has built nothing, over the connection that there is: nothing is begun any more."""
     world: Any = dist.group.WORLD
-    ours = Board(world, 0.0, own=False)
+    ours = HealthBoard(world, 0.0, own=False)
     ours.join()
     return ours
 
@@ -277,7 +280,7 @@ def describe(error: BaseException, rank: int, since: str) -> str:
 class _Watch(NamedTuple):
     """What a thread that looks after other ranks is for."""
 
-    board: Board
+    board: HealthBoard
     has_lost: Callable[[], bool]  # whether values are lost of which no call has raised
 
 
@@ -285,7 +288,7 @@ _watching: "weakref.WeakKeyDictionary[threading.Thread, _Watch]" = weakref.WeakK
 _ended: list[_Watch] = []  # that have found such a loss
 
 
-def watch(board: Board, look: Callable[[], object], has_lost: Callable[[], bool]) -> None:
+def watch(board: HealthBoard, look: Callable[[], object], has_lost: Callable[[], bool]) -> None:
     """Call ``look`` in a thread of its own, which ends when ``board`` is stopped, or with what it has found."""
 
     def run() -> None:

@@ -22,9 +22,9 @@ from ...common.collectives import check_gloo, gloo_beside, is_sliced, unwrapped
 from ...common.described import Described, digest_of_said, first_difference
 from ..errors import OrderError
 from .checked_collectives import exchange, gather_objects, meet
-from .events import Exchange
+from .events import SetupCollective
 from .stores import Store, store_of
-from .unit_ids import Register, register_of
+from .unit_ids import UnitIds, ids_of
 
 _SAID = 4  # words of 8 bytes in the digest of what a rank says
 _TOLD = "_flatparam_told"  # an attribute of errors that all ranks know of
@@ -36,8 +36,8 @@ _Result = TypeVar("_Result")
 class Agreed(NamedTuple):
     """What ranks have found out about a unit: its numbers, and which of its values differ, see ``Unit.apart``."""
 
-    numbers: dict[Register, int]
-    apart: dict[str, list[int]]
+    numbers: dict[UnitIds, int]
+    mismatched: dict[str, list[int]]
 
 
 def check_same_unit(
@@ -55,15 +55,15 @@ def check_same_unit(
     """
     alone = all(dist.get_world_size(group) == 1 for group in groups)
     values = _Values({} if alone else digests())
-    numbers: dict[Register, int] = {}
+    numbers: dict[UnitIds, int] = {}
     problem = _compare(described, groups, numbers, values)
     if problem is not None:
         raise _told(problem)
     if inner is not None:
-        register = register_of(inner)
-        register.life = register.life or next(iter(numbers)).life
-        numbers[register] = register.of_built()
-    return Agreed(numbers, values.apart)
+        ids = ids_of(inner)
+        ids.generation = ids.generation or next(iter(numbers)).generation
+        numbers[ids] = ids.of_built()
+    return Agreed(numbers, values.mismatched)
 
 
 def _told(problem: str) -> ValueError:
@@ -77,25 +77,25 @@ class _Values:
     """The values that a unit's parameters have at the beginning, as digests. ``apart``: those that differ."""
 
     def __init__(self, digests: dict[str, int]):
-        self.apart: dict[str, list[int]] = {}
+        self.mismatched: dict[str, list[int]] = {}
         self._names, self._digests = list(digests), list(digests.values())
 
     @property
     def word(self) -> bytes:
         """The same on all ranks that have the same values, and know of the same differences."""
-        return hashlib.sha256(repr((self._digests, sorted(self.apart))).encode()).digest()[:8]
+        return hashlib.sha256(repr((self._digests, sorted(self.mismatched))).encode()).digest()[:8]
 
     def explain(self, group: dist.ProcessGroup) -> None:
         """Find the parameters that differ from those of the group's first rank. A collective call."""
         ranks = dist.get_process_group_ranks(group)
-        everyone: list[Any] = gather_objects(Exchange.BUILDS, (self.apart, self._digests), group)
+        everyone: list[Any] = gather_objects(SetupCollective.BUILDS, (self.mismatched, self._digests), group)
         for apart, _ in everyone:
-            self.apart = apart | self.apart
+            self.mismatched = apart | self.mismatched
         first = everyone[0][1]
         for rank, (_, digests) in zip(ranks, everyone, strict=True):
             for fqn, one, other in zip(self._names, first, digests, strict=False):
                 if one != other:
-                    self.apart.setdefault(fqn, [rank, ranks[0]])
+                    self.mismatched.setdefault(fqn, [rank, ranks[0]])
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def telling(groups: list[dist.ProcessGroup]) -> Iterator[None]:
 
 
 def _compare(
-    said: Described | str, groups: list[dist.ProcessGroup], numbers: dict[Register, int], values: _Values | None = None
+    said: Described | str, groups: list[dist.ProcessGroup], numbers: dict[UnitIds, int], values: _Values | None = None
 ) -> str | None:
     """What is wrong, on all ranks of a group the same; None: nothing. A str is said by a rank that has an error.
 
@@ -125,9 +125,9 @@ def _compare(
     """
     for group in groups:
         everyone = _tell(said, group, bytes(8) if values is None else values.word)
-        register = register_of(group)
-        register.life = register.life or f"{everyone[0][-1]:x}"
-        numbers[register] = register.of_built()
+        ids = ids_of(group)
+        ids.generation = ids.generation or f"{everyone[0][-1]:x}"
+        numbers[ids] = ids.of_built()
         if not _is_same(everyone, slice(_SAID)):
             said = _explain(said, group)
         elif values is not None and not _is_same(everyone, slice(_SAID, _SAID + 1)):
@@ -150,7 +150,7 @@ def _tell(said: Described | str, group: dist.ProcessGroup, word: bytes = bytes(8
     if isinstance(said, str):
         late.start()
     try:
-        exchange(Exchange.BUILDS, dist.all_gather, list(everyone), mine, group=group)
+        exchange(SetupCollective.BUILDS, dist.all_gather, list(everyone), mine, group=group)
     finally:
         late.cancel()
     told: list[list[int]] = everyone.tolist()
@@ -204,7 +204,7 @@ def _group_on_host(group: dist.ProcessGroup, store: Store) -> dist.ProcessGroup 
     checkpoints do. None, and a warning, where that has no gloo and a rank finds no network for one.
     """
     meet(group)  # Ctrl-C, and the end of another rank, ends this wait; not that for gloo's connections
-    cpu, name = torch.device("cpu"), f"flatparam {register_of(group).life}"
+    cpu, name = torch.device("cpu"), f"flatparam {ids_of(group).generation}"
     if is_sliced(group, cpu):  # its network is there
         timeout = unwrapped(group._get_backend(cpu)).options._timeout
         return gloo_beside(group, store.raw, name, timeout, connecting=timeout)
@@ -237,7 +237,7 @@ def _on_all_ranks(group: dist.ProcessGroup, call: Callable[[], _Result]) -> tupl
 def _explain(said: Described | str, group: dist.ProcessGroup) -> str:
     """The first error, or else difference from the group's first rank. A collective call."""
     ranks = dist.get_process_group_ranks(group)
-    everyone = gather_objects(Exchange.BUILDS, said, group)
+    everyone = gather_objects(SetupCollective.BUILDS, said, group)
     for other in everyone:
         if isinstance(other, str):
             return other

@@ -15,7 +15,7 @@ from ...common.switches import Fakes
 from ...common.torch_private import default_hooks
 
 if TYPE_CHECKING:
-    from .trace import Sequence
+    from .trace import GroupTrace
 
 # (namespace, name, torch's function): once one of them is another, the Python way is taken.
 WATCHED: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(
@@ -31,21 +31,21 @@ def _function(kind: str) -> Callable[..., Any]:
     return function
 
 
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, sequence: "Sequence | None" = None) -> None:
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, trace: "GroupTrace | None" = None) -> None:
     """``shard`` ``[n]`` of every rank into ``output`` ``[world size * n]``, in rank order.
 
-    ``sequence``: was told of it, and waits for it where no function of torch's was replaced.
+    ``trace``: was told of it, and waits for it where no function of torch's was replaced.
     """
     function = _function("all_gather")
-    if sequence is None:
+    if trace is None:
         function(output, shard, group=group)
         return
-    sequence.order.launch()
+    trace.core.launch()
     if any(function is known for _, _, known in WATCHED):
-        sequence.wait_for_values(function(output, shard, group=group, async_op=True))
+        trace.wait_for_values(function(output, shard, group=group, async_op=True))
     else:
         function(output, shard, group=group)
-        sequence.order.begin()
+        trace.core.begin()
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:

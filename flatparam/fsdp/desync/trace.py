@@ -31,9 +31,9 @@ from ... import _C
 from ...common.collectives import PATIENCE, can_be_cut, name_in_cpp, tells_when_done, wait_for_device, wait_in_slices
 from ..errors import OrderError, StoreGoneError
 from . import liveness
-from .events import IN_ONE_ORDER, Post, difference, post_of
+from .events import IN_ONE_ORDER, CollectiveEvent, describe, difference
 from .stores import Store
-from .unit_ids import Register, register_of
+from .unit_ids import UnitIds, ids_of
 
 _SELDOM = 1.0  # seconds between two looks into the store at most: the longer the wait, the fewer they are
 _WATCHING = 0.5  # seconds between two looks of the thread that looks where waits cannot be cut
@@ -41,21 +41,23 @@ _LAST_MOMENT = 3.0  # seconds before the group's own time-out, to say more than 
 _DELETED = 64  # keys at a time
 TRANSPORT = re.compile("connection|timed? ?out|socket|broken pipe|gloo/transport|monitored ?barrier|peer", re.I)
 _TROUBLED_FOR = 2.0  # seconds after which ranks that wait are told of an exception that another one goes on after
-_KEPT_FOR = 1.0  # seconds before one who asks about what another was kept from is told: it may be kept from it, too
-_AGAIN = "0"  # said by a rank which an exception has kept from what it said, too
+# seconds before a mismatch with an interrupted rank is reported: the asking rank may be about to be interrupted, too
+_KEPT_FOR = 1.0
+
+_AGAIN = "0"  # withdraws this rank's earlier report, because it was interrupted again
 _LOST = "What the device was waiting for has no values"
 AND_SO = ". Collectives of these ranks may be under way that never end, so this process group cannot be used any more"
 
 
-class Sequence:
+class GroupTrace:
     """The collectives of this process over one group.
 
     Args: ``group``: not kept; ``backend``: its backend for units on ``device``, a type; ``store``: of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, backend: Any, store: Store, device: str = "cpu"):
-        self.register: Register = register_of(group)
-        self.order = _C.CollectiveTrace(self._agree, self._look, self._failed)
+        self.ids: UnitIds = ids_of(group)
+        self.core = _C.CollectiveTrace(self._agree, self._look, self._failed)
         self._ranks = dist.get_process_group_ranks(group)
         self._me = dist.get_rank(group)
         self._group, self._device = weakref.ref(group), device
@@ -75,25 +77,27 @@ class Sequence:
         self._closing = threading.Lock()  # nobody takes another one meanwhile
         self._reason = ""
         self._readers = 0  # of it
-        self._peers: weakref.WeakSet[Sequence] = weakref.WeakSet()  # of other groups that the same model is spread over
+        self._peers: weakref.WeakSet[GroupTrace] = (
+            weakref.WeakSet()
+        )  # of other groups that the same model is spread over
         self._told_of_loss = False
         self._trouble = ""  # which this rank has told, and not come back from
 
-    def join(self, others: Iterable["Sequence"]) -> None:
+    def join(self, others: Iterable["GroupTrace"]) -> None:
         """The same model is spread over the groups of ``others``: what this one cannot be used for they cannot."""
         for other in others:
             self._peers.add(other)
-            self.order.join(other.order)
+            self.core.join(other.core)
 
     @property
     def _store(self) -> Store:
         """Ours alone: a store may outlive the groups made with it. Made at the first event, which all ranks come to."""
         if self._own_store is None:
             store = self._whole_store.own_connection()
-            life = self.register.life
-            if life is None:  # nothing was built over this group, only loaded
-                life = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
-            prefix = f"flatparam {self._device} {life}"
+            generation = self.ids.generation
+            if generation is None:  # nothing was built over this group, only loaded
+                generation = str(store.add(f"flatparam/{self._device} lives of {self._me}", 1))
+            prefix = f"flatparam {self._device} {generation}"
             self._own_store = store.below(prefix)
             if not self.sliced and self._board is not None and self._name is not None:
                 look = functools.partial(self._watch, self._board.native, self._name, prefix)
@@ -103,7 +107,7 @@ class Sequence:
     def _said(self, key: str) -> str:
         return self._store.value_at(key)
 
-    def _watch(self, board: _C.Board, name: str, prefix: str) -> None:
+    def _watch(self, board: _C.HealthBoard, name: str, prefix: str) -> None:
         """Where the host waits for a device that waits for ranks which never come, nobody looks; so a thread in C does.
 
         If the ranks differ, or one is lost or does not come, it aborts the communicator: the device goes on, the next
@@ -111,11 +115,11 @@ class Sequence:
         """
         found = False
         try:
-            found = board.watch(self.order, name, self._device, prefix, self._ranks, _WATCHING)
+            found = board.watch(self.core, name, self._device, prefix, self._ranks, _WATCHING)
         except RuntimeError:  # the group has gone, or cannot be aborted
-            found = bool(self.order.broken)
+            found = bool(self.core.broken)
         if found:  # a process may end before its next collective, which would raise this
-            lost = f". {_LOST}" if self.order.broken == _C.TRACE_LOST else ""
+            lost = f". {_LOST}" if self.core.broken == _C.TRACE_LOST else ""
             sys.stderr.write(f"flatparam: {self._why()}{lost}\n")
             sys.stderr.flush()
 
@@ -127,7 +131,7 @@ class Sequence:
         if not self._reason:
             with self._looking:
                 for one in (self, *self._peers):
-                    if not self._reason and one.order.broken:
+                    if not self._reason and one.core.broken:
                         with contextlib.suppress(OrderError):
                             one._look_for_others()
                 if not self._reason:
@@ -149,7 +153,7 @@ class Sequence:
 
     def wait(self, work: dist.Work) -> None:
         """For a collective that has begun. Raises: OrderError, when another rank does not come to it."""
-        self.order.begin()
+        self.core.begin()
         board, name = self._board, self._name
         if self.sliced or board is None or name is None:
             self._explained(lambda: wait_in_slices(work, self.sliced, self._look))
@@ -158,7 +162,7 @@ class Sequence:
 
     def wait_for_values(self, work: dist.Work) -> None:
         """The same for one outside of a step. On a device until it is done: what an abort leaves must not be saved."""
-        self.order.begin()
+        self.core.begin()
         if self.is_by_device:
             begin = time.monotonic()
 
@@ -187,14 +191,14 @@ class Sequence:
 
     def raise_if_closed(self) -> None:
         """Raises: OrderError, if no collective over the group has values any more."""
-        if self.order.broken:
+        if self.core.broken:
             why = self._why()
             self.note_told()
             raise OrderError(why)
 
     def raise_if_lost(self) -> None:
         """Raises: OrderError, if a device has waited for a collective that was aborted: there are no values."""
-        if self.order.broken == _C.TRACE_LOST:
+        if self.core.broken == _C.TRACE_LOST:
             why = self._why()
             self.note_told()
             raise OrderError(f"{why}. {_LOST}")
@@ -205,11 +209,11 @@ class Sequence:
             f"this process was forked from rank {self._ranks[self._me]}, and process groups do not work in it: run the "
             "model in the rank, or start the process another way"
         )
-        self.order.broken = _C.TRACE_BROKEN
+        self.core.broken = _C.TRACE_BROKEN
 
     def has_lost(self) -> bool:
         """Whether values are lost of which no call has raised."""
-        return self.order.broken == _C.TRACE_LOST and not self._told_of_loss
+        return self.core.broken == _C.TRACE_LOST and not self._told_of_loss
 
     def note_told(self) -> None:
         """An OrderError is about to be raised, which the user goes on with, or not."""
@@ -217,22 +221,22 @@ class Sequence:
             for one in (self, *self._peers):
                 one._told_of_loss = True
 
-    def _post(self, event: int, new_pass: int, step: int) -> Post:
-        return post_of(self.register, self._ranks[self._me], step, event, new_pass)
+    def _post(self, event: int, new_pass: int, step: int) -> CollectiveEvent:
+        return describe(self.ids, self._ranks[self._me], step, event, new_pass)
 
     def _agree(self, index: int, event: int, new_pass: int, alone: int) -> None:
         """Before a collective that was not to be expected. Raises: OrderError, on every rank."""
         self.raise_if_closed()
-        mine = self._post(event, new_pass, self.order.passes)
+        mine = self._post(event, new_pass, self.core.passes)
         try:
-            if self.order.missed is not None:
-                self._settle(*self.order.missed, mine)
-                if alone == 2 and not self.order.always:
+            if self.core.missed is not None:
+                self._settle(*self.core.missed, mine)
+                if alone == 2 and not self.core.always:
                     return
             first = self._first(index, mine)
             if (first.step, first.event) != (mine.step, mine.event):
                 self._differ(first, mine)
-            waits = alone or self.order.always
+            waits = alone or self.core.always
             if index % len(self._ranks) == self._me:  # each rank deletes its share, once nobody looks at it
                 self._asked.append([f"{index}", *((f"{index}/asked", f"{index}/go") if waits else ())])
             if waits:
@@ -243,11 +247,11 @@ class Sequence:
         if alone == 1:
             self._tell(mine)
 
-    def _first(self, index: int, mine: Post) -> Post:
+    def _first(self, index: int, mine: CollectiveEvent) -> CollectiveEvent:
         """What the first rank to ask has said."""
-        return Post(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
+        return CollectiveEvent(*json.loads(self._store.compare_set(str(index), "", json.dumps(mine))))
 
-    def _wait_for_all(self, index: int, mine: Post) -> None:
+    def _wait_for_all(self, index: int, mine: CollectiveEvent) -> None:
         self._point_at(index)
         if self._store.add(f"{index}/asked", 1) == len(self._ranks):
             self._store.compare_set("pending", str(index), "")
@@ -255,10 +259,13 @@ class Sequence:
             return
         self._wait_until(lambda: self._store.check([f"{index}/go"]), index, mine)
 
-    def _settle(self, index: int, digest: int, mine: Post) -> None:
+    def _settle(self, index: int, digest: int, mine: CollectiveEvent) -> None:
         """An exception has kept this rank from collectives, the first at ``index``: no rank may have begun them."""
         if digest == 0:
-            self._break(f"an exception came as rank {mine.rank} began a collective: nobody knows whether it has")
+            self._break(
+                f"rank {mine.rank} was interrupted while it issued a collective; it is unknown whether the collective "
+                "was issued"
+            )
         keys = [f"{index}/missed by {rank}" for rank in self._ranks]
         before, since = [""], 0.0  # what all said in the last look, since when
 
@@ -279,16 +286,16 @@ class Sequence:
             self._store.set(keys[self._me], str(digest))
             self._point_at(index)
             self._wait_until(all_have_missed_the_same, index, mine, asks=False)
-            self.order.settle()
+            self.core.confirm_not_begun()
         except BaseException:
-            if self.order.missed is not None:
+            if self.core.missed is not None:
                 with contextlib.suppress(StoreGoneError):
                     self._store.set(keys[self._me], _AGAIN)
             raise
         if self._me == 0:
             self._asked.append([f"{index}", f"{index}/kept", *keys])
 
-    def _wait_until(self, answered: Callable[[], bool], index: int, mine: Post, asks: bool = True) -> None:
+    def _wait_until(self, answered: Callable[[], bool], index: int, mine: CollectiveEvent, asks: bool = True) -> None:
         """Until all ranks have answered what is asked at ``index``, or have been kept from it."""
         begin = looked = now = time.monotonic()
         kept_since = math.inf
@@ -323,24 +330,24 @@ class Sequence:
         mine = self._post_at(int(index))
         if mine is None:
             return
-        if self.order.has_begun(int(index)) and (kept := self._said(f"{index}/kept")):
+        if self.core.has_begun(int(index)) and (kept := self._said(f"{index}/kept")):
             self._tell_kept(kept, mine)
         if said := self._said(index):
-            first = Post(*json.loads(said))
+            first = CollectiveEvent(*json.loads(said))
             if first.event != mine.event:
                 self._differ(first, mine)
 
-    def _post_at(self, index: int) -> Post | None:
+    def _post_at(self, index: int) -> CollectiveEvent | None:
         """Of what this rank came to there; None: it has not, was kept from it, or it is long ago."""
-        passed = self.order.at(index)
+        passed = self.core.at(index)
         if passed is None or passed[0] == _C.TRACE_MISSED:
             return None
-        since = (self.order.at(later) for later in range(index + 1, self.order.count))
-        return self._post(*passed, self.order.passes - sum(new_pass for _, new_pass in filter(None, since)))
+        since = (self.core.at(later) for later in range(index + 1, self.core.count))
+        return self._post(*passed, self.core.passes - sum(new_pass for _, new_pass in filter(None, since)))
 
-    def _tell_kept(self, rank: str, mine: Post) -> NoReturn:
+    def _tell_kept(self, rank: str, mine: CollectiveEvent) -> NoReturn:
         """``rank`` was kept from what this one has begun, or waits for."""
-        self._break(f"rank {rank} was kept from a collective by an exception, and {mine}")
+        self._break(f"rank {rank} raised before it issued a collective that {mine}")
 
     def _forget(self, index: int) -> None:
         """Every rank has asked about ``index``, so nobody will look at what was asked before it."""
@@ -358,8 +365,8 @@ class Sequence:
     def _look(self) -> None:
         """A collective that was expected has been waited for for another while. Raises: OrderError, on every rank."""
         now = time.monotonic()
-        if self._stuck[0] != self.order.count:
-            self._stuck = (self.order.count, now - PATIENCE.total_seconds())
+        if self._stuck[0] != self.core.count:
+            self._stuck = (self.core.count, now - PATIENCE.total_seconds())
         elif now < self._next_look:
             return
         waited = now - self._stuck[1]
@@ -381,7 +388,7 @@ class Sequence:
         self._raise_if_broken()
         self._raise_if_lost(waited, is_absent)
         self._look_at_question()
-        mine = self._post_at(self.order.count - 1)
+        mine = self._post_at(self.core.count - 1)
         if mine is not None:
             self._raise_if_troubled(waited, mine)
             self._answer()
@@ -399,7 +406,7 @@ class Sequence:
             return
         try:
             self._raise_if_broken()
-            found = self._board.why_failed(self._ranks, self._raise_if_broken) if self._board is not None else None
+            found = self._board.diagnose(self._ranks, self._raise_if_broken) if self._board is not None else None
         except StoreGoneError as error:
             self._end_without_store(error)
         if found is None:
@@ -408,13 +415,13 @@ class Sequence:
 
     def _raise_if_lost(self, waited: float, is_absent: Callable[[int], bool] | None = None) -> None:
         board = self._board
-        if board is not None and (found := board.lost(self._ranks, waited, is_absent)) is not None:
+        if board is not None and (found := board.find_dead(self._ranks, waited, is_absent)) is not None:
             self._break(found, "")
 
     def _end_without_store(self, error: StoreGoneError) -> NoReturn:
         with self._closing:
             self._reason = self._reason or str(error) + AND_SO
-            self.order.broken = _C.TRACE_BROKEN
+            self.core.broken = _C.TRACE_BROKEN
         self.note_told()
         raise OrderError(self._reason) from error
 
@@ -425,7 +432,7 @@ class Sequence:
     def tell_trouble(self, text: str) -> None:
         """An exception has ended a pass on this rank: ``text`` says which. It lives on, and may come back."""
         if self._own_store is not None and not self._reason:
-            self._trouble = json.dumps([self._ranks[self._me], self.order.passes, text])
+            self._trouble = json.dumps([self._ranks[self._me], self.core.passes, text])
             with contextlib.suppress(StoreGoneError):
                 self._store.set("trouble", self._trouble)
 
@@ -434,7 +441,7 @@ class Sequence:
         with contextlib.suppress(StoreGoneError):
             self._store.compare_set("trouble", self._trouble, "")
 
-    def _raise_if_troubled(self, waited: float, mine: Post) -> None:
+    def _raise_if_troubled(self, waited: float, mine: CollectiveEvent) -> None:
         """If an exception has ended another rank's pass, which this one is in, and not yet if all have left it."""
         if waited > _TROUBLED_FOR and (said := self._said("trouble")):
             rank, step, text = json.loads(said)
@@ -446,10 +453,10 @@ class Sequence:
         if said := self._said("told"):
             self._break(json.loads(said)[2], "", absent=1)
 
-    def _differ(self, first: Post, mine: Post) -> NoReturn:
-        self._break(*difference(self.register, first, mine))
+    def _differ(self, first: CollectiveEvent, mine: CollectiveEvent) -> NoReturn:
+        self._break(*difference(self.ids, first, mine))
 
-    def _late(self, mine: Post) -> NoReturn:
+    def _late(self, mine: CollectiveEvent) -> NoReturn:
         """Name the ranks that wait for nothing here: they answer no call."""
         before, begin, limit = self._answers(), time.monotonic(), self._seconds()
         self._calls += 1
@@ -468,8 +475,8 @@ class Sequence:
     def _raise_if_absent(self) -> None:
         """If a thread in C has found some that are. The host may have come further than the device that waits."""
         if absent := self._said("absent"):
-            last = self.order.count - 1  # what has not begun the device does not wait for
-            mine = self._post_at(last if self.order.has_begun(last) else last - 1)
+            last = self.core.count - 1  # what has not begun the device does not wait for
+            mine = self._post_at(last if self.core.has_begun(last) else last - 1)
             who = mine or f"rank {self._ranks[self._me]}"
             what = f"{who}; the device has waited for the others almost until the time-out"
             self._break_without(json.loads(absent), what)
@@ -504,19 +511,19 @@ class Sequence:
         with self._closing:
             if self._reason:
                 return
-            absent = max(absent, self._board.ended(self._ranks) if self._board is not None else 0)
+            absent = max(absent, self._board.count_dead(self._ranks) if self._board is not None else 0)
             readers = len(self._ranks) - absent
             with contextlib.suppress(StoreGoneError):
                 said = self._store.compare_set("broken", "", json.dumps([reason, readers]))
                 reason, readers = json.loads(said)
                 self._store.add("readers", 1)
             self._readers, self._reason = readers, reason
-            self.order.broken = _C.TRACE_BROKEN
+            self.core.broken = _C.TRACE_BROKEN
 
     def _is_read(self) -> bool:
         return int(self._said("readers") or 0) >= self._readers
 
-    def _tell(self, mine: Post) -> None:
+    def _tell(self, mine: CollectiveEvent) -> None:
         """All ranks do another thing than was to be expected: that is legal, and may be what a user looks for."""
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self._told != mine.step:
             self._told = mine.step

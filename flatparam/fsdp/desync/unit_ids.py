@@ -44,7 +44,7 @@ class Numbered(Protocol):
     name: str
 
     @property
-    def segments(self) -> Sequence[Shared]:
+    def flat_params(self) -> Sequence[Shared]:
         """Its flat parameters."""
 
     @property
@@ -55,11 +55,11 @@ class Numbered(Protocol):
         """Whether each parameter of a part requires grad, by FQN."""
 
 
-class Register:
+class UnitIds:
     """The units over one group. ``life``: a name that no group before it had, once its ranks have agreed on one."""
 
     def __init__(self) -> None:
-        self.life: str | None = None
+        self.generation: str | None = None
         self._built, self._loaded = itertools.count(), itertools.count()
         self._copies: collections.Counter[int] = collections.Counter()
         self._units: weakref.WeakValueDictionary[int, Numbered] = weakref.WeakValueDictionary()
@@ -78,8 +78,8 @@ class Register:
         self._copies[first] += 1
         return first + self._copies[first] * _COPY % _UNIT
 
-    def enroll(self, unit: Numbered, number: int) -> None:
-        """From now on ``unit`` is meant by ``number`` and those of its parts."""
+    def assign(self, unit: Numbered, number: int) -> None:
+        """Map ``number``, and the ids of its flat parameters, to ``unit``."""
         self._units[number] = unit
 
     def name(self, number: int) -> str:
@@ -98,42 +98,42 @@ class Register:
         return {} if unit is None else unit.trained(number % _COPY)
 
 
-_registers: weakref.WeakKeyDictionary[dist.ProcessGroup, Register] = weakref.WeakKeyDictionary()
-_numbers: weakref.WeakKeyDictionary[Numbered, dict[Register, int]] = weakref.WeakKeyDictionary()
-_numbers_of_parts: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()
+_ids: weakref.WeakKeyDictionary[dist.ProcessGroup, UnitIds] = weakref.WeakKeyDictionary()
+_ids_of_units: weakref.WeakKeyDictionary[Numbered, dict[UnitIds, int]] = weakref.WeakKeyDictionary()
+_ids_of_flat_params: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()
 
 
-def register_of(group: dist.ProcessGroup) -> Register:
-    return _registers.setdefault(group, Register())
+def ids_of(group: dist.ProcessGroup) -> UnitIds:
+    return _ids.setdefault(group, UnitIds())
 
 
-def enroll(unit: Numbered, numbers: dict[Register, int]) -> None:
+def assign(unit: Numbered, numbers: dict[UnitIds, int]) -> None:
     """``unit`` has these numbers over its groups, from ``check_same_unit``."""
-    _numbers[unit] = numbers
-    for register, number in numbers.items():
-        register.enroll(unit, number)
-    for i, part in enumerate(unit.segments):
-        first = None if part.group is None else numbers.get(register_of(part.group))
+    _ids_of_units[unit] = numbers
+    for ids, number in numbers.items():
+        ids.assign(unit, number)
+    for i, part in enumerate(unit.flat_params):
+        first = None if part.group is None else numbers.get(ids_of(part.group))
         if first is not None:
-            _numbers_of_parts[part] = first + i
+            _ids_of_flat_params[part] = first + i
 
 
-def enroll_loaded(unit: Numbered, groups: Iterable[dist.ProcessGroup]) -> None:
+def assign_loaded(unit: Numbered, groups: Iterable[dist.ProcessGroup]) -> None:
     """The same for one that was loaded, whose collectives are over ``groups``."""
-    registers = [register_of(group) for group in groups]
-    enroll(unit, {register: register.of_loaded() for register in registers})
+    all_ids = [ids_of(group) for group in groups]
+    assign(unit, {ids: ids.of_loaded() for ids in all_ids})
 
 
-def enroll_copy(unit: Numbered, original: Numbered) -> None:
+def assign_copy(unit: Numbered, original: Numbered) -> None:
     """The same for a copy."""
-    enroll(unit, {register: register.of_copy(number) for register, number in _numbers.get(original, {}).items()})
+    assign(unit, {ids: ids.of_copy(number) for ids, number in _ids_of_units.get(original, {}).items()})
 
 
-def number_of(unit: Numbered, group: dist.ProcessGroup) -> int | None:
+def id_of(unit: Numbered, group: dist.ProcessGroup) -> int | None:
     """The number of the first part of ``unit`` among those over ``group``; None: it is not enrolled."""
-    return _numbers.get(unit, {}).get(register_of(group))
+    return _ids_of_units.get(unit, {}).get(ids_of(group))
 
 
-def number_of_part(part: Shared) -> int | None:
+def id_of_flat_param(part: Shared) -> int | None:
     """The number of a part among those over the group that shares it; None: it is not enrolled."""
-    return _numbers_of_parts.get(part)
+    return _ids_of_flat_params.get(part)

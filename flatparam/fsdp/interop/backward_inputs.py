@@ -16,7 +16,7 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
 from ... import _C
-from ..unit.registry import owner_of_param, segment_of
+from ..unit.registry import flat_param_of, owner_of_param
 
 
 @functools.cache
@@ -62,9 +62,9 @@ def _edges(params: Sequence[Tensor]) -> list[tuple[Tensor, GradientEdge]]:
     given = {id(param) for param in params}
     found: list[tuple[Tensor, GradientEdge]] = []
     for unit in dict.fromkeys(owner[0] for owner in map(owner_of_param, params) if owner is not None):
-        for segment, views in zip(unit.segments, unit.step.views(), strict=True):
-            for original, view in zip(segment.originals, views or (), strict=views is not None):
-                param = segment.flat if id(segment.flat) in given else original.param
+        for flat_param, views in zip(unit.flat_params, unit.core.views(), strict=True):
+            for original, view in zip(flat_param.originals, views or (), strict=views is not None):
+                param = flat_param.flat if id(flat_param.flat) in given else original.param
                 if id(param) in given and view.grad_fn is not None:
                     found.append((param, GradientEdge(view.grad_fn, view.output_nr)))
     return found
@@ -75,9 +75,11 @@ def _no_others(params: Sequence[Tensor]) -> _C.Block:
     given = {id(param) for param in params}
     others = [
         original.param
-        for segment in dict.fromkeys(segment for segment in map(segment_of, params) if segment is not None)
-        for original in segment.originals
-        if original.param.requires_grad and not given & {id(segment.flat), id(original.param)}
+        for flat_param in dict.fromkeys(
+            flat_param for flat_param in map(flat_param_of, params) if flat_param is not None
+        )
+        for original in flat_param.originals
+        if original.param.requires_grad and not given & {id(flat_param.flat), id(original.param)}
     ]
     return _C.Block(functools.partial(_require_grad, others, False), functools.partial(_require_grad, others, True))
 

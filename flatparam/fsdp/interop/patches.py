@@ -26,11 +26,11 @@ from ...common.torch_private import TorchsFSDP
 from ..desync import checked_collectives
 from ..errors import StateError
 from ..names import join
-from ..sharding.flat_param import Segment
+from ..sharding.flat_param import FlatParam
 from ..unit import torch_calls
 from ..unit.clip import by_group, clip
-from ..unit.marks import STATES, Marks
-from ..unit.registry import Owner, all_units, owner_of_param, segment_of
+from ..unit.markers import STATES, RefusingMarkers
+from ..unit.registry import Owner, all_units, flat_param_of, owner_of_param
 from ..unit.summon import refuse_unreduced
 from ..unit.unit import units_of
 from . import backward_inputs
@@ -83,7 +83,7 @@ def _refuse_roots() -> None:
     @functools.wraps(original)
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[TorchsFSDP]:
         for inner in module.modules():
-            if isinstance(inner, Marks):
+            if isinstance(inner, RefusingMarkers):
                 inner._refuse_composing()
         return original(module, root_only)
 
@@ -131,10 +131,10 @@ def _check(module: Any, name: str, given: Callable[..., Any] | None) -> None:
 def refuse_shards(state: Any) -> None:
     """Raises: StateError, if ``state`` has shards of parameters, or optimizer state of such, as if they were whole."""
     shards = {
-        segment.flat.untyped_storage().data_ptr(): f"parameters of {unit.name}"
+        flat_param.flat.untyped_storage().data_ptr(): f"parameters of {unit.name}"
         for unit in all_units()
-        for segment in unit.segments
-        if segment.is_sharded and unit.summoned is None
+        for flat_param in unit.flat_params
+        if flat_param.is_sharded and unit.summoned is None
     }
     plain = [(name, tensor) for name, tensor in _tensors("", state) if _C.is_plain_tensor(tensor)] if shards else []
     _refuse_those_in(shards, plain)
@@ -147,8 +147,8 @@ def _states_of_shards() -> dict[int, str]:
     found: dict[int, str] = {}
     for optimizer in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
         for param, values in optimizer.state.items():
-            owner, segment = owner_of_param(param), segment_of(param)
-            if owner is not None and segment is not None and segment.is_sharded:
+            owner, flat_param = owner_of_param(param), flat_param_of(param)
+            if owner is not None and flat_param is not None and flat_param.is_sharded:
                 tensors = (value for value in values.values() if isinstance(value, Tensor) and value.dim() > 0)
                 what = f"the {type(optimizer).__name__} state of {owner[0].name}"
                 found.update((value.untyped_storage().data_ptr(), what) for value in tensors)
@@ -173,13 +173,13 @@ def _tensors(path: str, state: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(join(path, str(key)), value)
 
 
-def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, Segment]]:
-    """The units and segments that ``params`` are of, where they are shards and not summoned."""
+def _sharded_now(params: Iterable[Tensor]) -> list[tuple[Owner, FlatParam]]:
+    """The units and flat parameters that ``params`` are of, where they are shards and not summoned."""
     found = []
     for param in params:
-        owner, segment = owner_of_param(param), segment_of(param)
-        if owner is not None and segment is not None and segment.is_sharded and owner[0].summoned is None:
-            found.append((owner[0], segment))
+        owner, flat_param = owner_of_param(param), flat_param_of(param)
+        if owner is not None and flat_param is not None and flat_param.is_sharded and owner[0].summoned is None:
+            found.append((owner[0], flat_param))
     return found
 
 
@@ -202,7 +202,7 @@ def _clip_over_ranks() -> None:
             result: Tensor = original(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
             return result
         refuse_unreduced(dict.fromkeys(unit for unit, _ in found), "torch.nn.utils.clip_grad_norm_")
-        owned = {id(param): (segment_of(param), param) for param in params}
+        owned = {id(param): (flat_param_of(param), param) for param in params}
         return clip(by_group(owned.values()), float(max_norm), float(norm_type), error_if_nonfinite)
 
     if not _exchange(function, original, clip_grad_norm_):
@@ -309,8 +309,10 @@ def _agreeing(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
         if shards:
             found = found or {found_inf.device: found_inf}  # a rank may have no gradient at all
             any_inf = torch.stack([value.to(shards[0][1].device) for value in found.values()]).amax()
-            for segment in {id(segment.placement.optim): segment for _, segment in reversed(shards)}.values():
-                checked_collectives.all_reduce(any_inf, dist.ReduceOp.MAX, segment, _C.EVENT_SCALES)
+            for flat_param in {
+                id(flat_param.placement.optim): flat_param for _, flat_param in reversed(shards)
+            }.values():
+                checked_collectives.all_reduce(any_inf, dist.ReduceOp.MAX, flat_param, _C.EVENT_SCALES)
             first, *others = found.values()  # optimizers that are fused take the sum, and skip where it is 1
             first.copy_(any_inf)
             for value in others:

@@ -20,7 +20,7 @@ from ...common.torch_private import FSDPExtensions
 from ..desync import checked_collectives, torch_collectives
 from .deferred import blank
 from .extensions import Extended, dress_all
-from .parameters import Options, Original, keeps_rows, layout_of, row_numel
+from .parameters import Options, ParamInfo, keeps_rows, layout_of, row_numel
 
 Group = tuple[dist.ProcessGroup, str | None, str | None]  # see describe_group()
 
@@ -57,10 +57,10 @@ class FlatParamSpec(NamedTuple):
     dress: Callable[[tuple[Tensor, ...]], None] | None  # makes new views objects of their parameters' classes
 
 
-class Here(NamedTuple):
+class ShardSlice(NamedTuple):
     """What this rank's shard holds of one original parameter, and the shape that its piece has."""
 
-    original: Original
+    original: ParamInfo
     start: int  # in the shard
     numel: int  # -1: nothing
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Here(NamedTuple):
         return shard.as_strided(self.shape, self.stride, shard.storage_offset() + self.start)
 
 
-class Segment:
+class FlatParam:
     """One flat parameter of a unit.
 
     Shapes: ``flat`` is the shard of this rank, ``[layout.shard_numel]``; the unsharded data are
@@ -85,7 +85,7 @@ class Segment:
         False  # it computes in the dtype from before the shard was put in another, and the inputs may change that
     )
 
-    def __init__(self, originals: list[Original], options: Options):
+    def __init__(self, originals: list[ParamInfo], options: Options):
         placement = options.placement
         self.originals = originals
         self.placement = placement
@@ -166,7 +166,7 @@ class Segment:
         if self.computes_on is not None and self.flat.is_cpu and not self.flat.is_pinned():
             self.flat.data = self.flat.detach().pin_memory()
 
-    def trains(self, original: Original) -> bool:
+    def trains(self, original: ParamInfo) -> bool:
         """Whether ``original`` requires grad now."""
         return original.param.requires_grad if self.use_orig_params else self.flat.requires_grad
 
@@ -184,7 +184,7 @@ class Segment:
     def is_sharded(self) -> bool:
         return self.placement.shards > 1
 
-    def extension_of(self, original: Original) -> FSDPExtensions | None:
+    def extension_of(self, original: ParamInfo) -> FSDPExtensions | None:
         """What cuts and gathers the rows of ``original`` in sharded states, where that is not flatparam."""
         return self._of_slice if original.form is None else original.form.extension
 
@@ -195,7 +195,7 @@ class Segment:
             for piece in self.pieces
         )
 
-    def here(self) -> Iterator[Here]:
+    def shard_slices(self) -> Iterator[ShardSlice]:
         """What this rank holds of each original parameter.
 
         A piece is 1-D; it has the parameter's own shape where that is not sharded, and whole rows of it,
@@ -209,9 +209,9 @@ class Segment:
             elif is_sharded and numel < original.shape.numel():
                 rows = max(numel, 0) // max(1, row_numel(shape))
                 shape, stride = (rows, *shape[1:]), stride if shape else (1,)
-            yield Here(original, start, numel, shape, stride)
+            yield ShardSlice(original, start, numel, shape, stride)
 
-    def view(self, flat: Tensor, original: Original, start: int) -> Tensor:
+    def view(self, flat: Tensor, original: ParamInfo, start: int) -> Tensor:
         """``original``'s shape and strides at ``start`` of ``flat``."""
         return flat.as_strided(original.shape, original.stride, flat.storage_offset() + start)
 
@@ -237,9 +237,9 @@ class Segment:
         groups = (placement.optim,) if placement.outer is None else (placement.outer, placement.param)
         for group in groups:
             assert group is not None
-            sequence = checked_collectives.before(self, _C.EVENT_GATHERS_OUTSIDE, self.device)
+            trace = checked_collectives.before(self, _C.EVENT_GATHERS_OUTSIDE, self.device)
             whole = shard.new_empty(shard.numel() * dist.get_world_size(group))
-            torch_collectives.all_gather(as_sent(whole), as_sent(shard.contiguous()), group, sequence)
+            torch_collectives.all_gather(as_sent(whole), as_sent(shard.contiguous()), group, trace)
             shard = whole
         return shard
 
@@ -248,7 +248,7 @@ class Segment:
         return whole.narrow(0, self.placement.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def spec(self, options: Options) -> FlatParamSpec:
-        """What ``_C.Unit`` takes for this segment."""
+        """What ``_C.Unit`` takes for this flat parameter."""
         placement = options.placement
         entries = tuple(
             (item.names[0].module, item.names[0].name, tuple(item.shape), None if item.contiguous else item.stride, at)
@@ -281,7 +281,7 @@ class Segment:
             stays_full=placement.stays_full,
             param_rank=placement.param_rank,
             param_shards=placement.param_shards,
-            param_group=describe_group(placement.param) if placement.copied else None,
+            param_group=describe_group(placement.param) if placement.has_secondary_shard else None,
             outer_group=describe_group(placement.outer),
             offloads=options.offload_grads,
             full_precision=placement.full_precision,

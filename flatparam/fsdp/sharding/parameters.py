@@ -111,7 +111,7 @@ class Name(NamedTuple):
 
 
 @dataclass
-class Original:
+class ParamInfo:
     """One original parameter."""
 
     param: nn.Parameter
@@ -180,13 +180,13 @@ def find_originals(
     ignored_params: set[nn.Parameter],
     extensions: tuple[FSDPExtensions, ...] = (),
     placement: Placement | None = None,
-) -> list[Original]:
+) -> list[ParamInfo]:
     """The parameters of the modules ``own`` below ``module``, in the order of ``named_parameters()``.
 
     Raises: ValueError naming one that an extension takes, and that is not spread as ``placement`` needs it; or one of
     a lazy module, which is uninitialized.
     """
-    found: dict[int, Original] = {}  # by the parameters' ids
+    found: dict[int, ParamInfo] = {}  # by the parameters' ids
     mine = set(own)
     for path, submodule in module.named_modules(remove_duplicate=False):
         if submodule not in mine:
@@ -221,7 +221,7 @@ def find_originals(
                 strided = whole.layout == torch.strided
                 contiguous = strided and is_truly_contiguous(whole)
                 dense = contiguous or (strided and is_dense(whole))
-                found[id(param)] = Original(
+                found[id(param)] = ParamInfo(
                     param if whole is param or template is not None else nn.Parameter(whole, param.requires_grad),
                     [place],
                     whole.shape,
@@ -239,14 +239,14 @@ def find_originals(
     return list(found.values())
 
 
-def choose_blocks(originals: Iterable[Original], atomic: Atomic) -> None:
+def choose_blocks(originals: Iterable[ParamInfo], atomic: Atomic) -> None:
     """Note what of each parameter stays on one rank. Raises: ValueError, TypeError naming the parameter."""
     for original in originals:
         whole: Any = original.param if original.template is None else original.template
         original.block = block_of(original.fqn, whole, original.shape, original.stride, atomic)
 
 
-def check_tensors(originals: Sequence[Original], options: Options) -> None:
+def check_tensors(originals: Sequence[ParamInfo], options: Options) -> None:
     """Refuse what one unit cannot flatten together. Raises: ValueError naming the first offender."""
     if not originals:
         return
@@ -312,7 +312,7 @@ def check_tensors(originals: Sequence[Original], options: Options) -> None:
                 "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
                 f"`{first.fqn}` has {first.param.requires_grad}, {what} has {param.requires_grad}; pass segments=True"
             )
-    for group in by_segment(list(originals), options):
+    for group in by_flat_param(list(originals), options):
         if not any(original.shape.numel() for original in group):
             names = ", ".join(f"`{original.fqn}` {tuple(original.shape)}" for original in group)
             raise ValueError(f"Cannot flatten parameters without any element: {names}; ignore them (ignored_states)")
@@ -330,9 +330,9 @@ def can_be_copied(dtype: torch.dtype) -> bool:
     return True
 
 
-def by_segment(originals: list[Original], options: Options) -> list[list[Original]]:
+def by_flat_param(originals: list[ParamInfo], options: Options) -> list[list[ParamInfo]]:
     """The originals of each flat parameter of a unit."""
-    groups: dict[Any, list[Original]] = {}
+    groups: dict[Any, list[ParamInfo]] = {}
     for original in originals:
         apart = (original.param.dtype, original.param.requires_grad)
         key = apart if options.segments or original.in_bytes else None
@@ -343,14 +343,14 @@ def by_segment(originals: list[Original], options: Options) -> list[list[Origina
 
 
 class Dtypes(NamedTuple):
-    """What a segment computes and is reduced in; None: the parameters' dtype, and that which they compute in."""
+    """What a flat parameter computes and is reduced in; None: the parameters' dtype, and that which they compute in."""
 
     compute: torch.dtype | None
     reduce: torch.dtype | None
 
 
-def layout_of(originals: Sequence[Original], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
-    """Where parameters of one segment lie, and their dtypes.
+def layout_of(originals: Sequence[ParamInfo], shards: int, options: Options) -> tuple[FlatLayout, Dtypes]:
+    """Where parameters of one flat parameter lie, and their dtypes.
 
     Mixed precision would lose half of a complex one, and bytes are no numbers.
     """
@@ -371,7 +371,7 @@ def layout_of(originals: Sequence[Original], shards: int, options: Options) -> t
     return layout, dtypes
 
 
-def check_not_rounded(name: str, original: Original, value: Tensor, dtype: torch.dtype) -> Tensor:
+def check_not_rounded(name: str, original: ParamInfo, value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` in ``dtype``. Raises: ValueError naming the parameter if that loses something."""
     if value.dtype == dtype:
         return value

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ... import _C
 from ..api import ShardingStrategy
-from ..desync.liveness import Meetings, life_of_world
+from ..desync.liveness import Meetings, generation_of_world
 from ..desync.same_unit import host_group
 from ..desync.stores import store_of_world
 
@@ -95,11 +95,11 @@ class Placement:
                 "Placement: the gradient is reduce-scattered to the shards that the optimizer steps, so grad and optim "
                 f"must be one group, got {_said(self.grad)} and {_said(self.optim)}"
             )
-        if self.copied and self.replicate is not None:
+        if self.has_secondary_shard and self.replicate is not None:
             raise ValueError("Placement: a parameter that is spread over other ranks than its shards has no replicas")
-        if self.outer is not None and not self.copied:
+        if self.outer is not None and not self.has_secondary_shard:
             raise ValueError("Placement: outer is for a parameter that is spread over other ranks than its shards")
-        if self.copied:
+        if self.has_secondary_shard:
             param, optim, outer = self.param_shards, self.shards, self.outer
             if optim % param or (outer is not None and dist.get_world_size(outer) * param != optim):
                 raise ValueError(
@@ -135,19 +135,19 @@ class Placement:
         return 0 if self.optim is None else dist.get_rank(self.optim)
 
     @property
-    def copied(self) -> bool:
+    def has_secondary_shard(self) -> bool:
         """Whether forward and backward gather over other ranks than the optimizer's shards are spread over."""
         return self.param is not None and self.param is not self.optim
 
     @property
     def param_shards(self) -> int:
         """How many ranks share what forward and backward gather from; 1 where that is the shards themselves."""
-        return dist.get_world_size(self.param) if self.copied else 1
+        return dist.get_world_size(self.param) if self.has_secondary_shard else 1
 
     @property
     def param_rank(self) -> int:
         """Ours among them."""
-        return dist.get_rank(self.param) if self.copied else 0
+        return dist.get_rank(self.param) if self.has_secondary_shard else 0
 
     @property
     def replicas(self) -> int:
@@ -160,9 +160,9 @@ class Placement:
         return self.param is None and self.optim is not None
 
     @property
-    def keeps_copy(self) -> bool:
+    def can_be_stale(self) -> bool:
         """Whether there is a copy beside the shards, which may be old."""
-        return self.copied or self.stays_full
+        return self.has_secondary_shard or self.stays_full
 
     @property
     def compared(self) -> list[dist.ProcessGroup]:
@@ -176,13 +176,13 @@ class Placement:
         """
         yield _C.GROUP_SHARD, self.optim
         yield _C.GROUP_REPLICATE, self.replicate
-        if self.copied:
+        if self.has_secondary_shard:
             # Inner groups may run other units than each other, as long as they gather from their copies. Within one all
             # ranks come to all collectives in one order, or they would wait for each other in different groups.
             second = _C.GROUPS  # from there on: who is told besides
-            for which in (_C.GROUP_PARAM, second + _C.GROUP_SHARD, second + _C.GROUP_REFRESH):
+            for which in (_C.GROUP_PARAM, second + _C.GROUP_SHARD, second + _C.GROUP_OUTER):
                 yield which, self.param
-            yield _C.GROUP_REFRESH, self.optim
+            yield _C.GROUP_OUTER, self.optim
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -194,7 +194,7 @@ class Placement:
 
         A collective call, the first time over a group, for ranks that have compared a unit over it.
         """
-        if not self.keeps_copy or self.optim is None or device is None or device.type == "cpu":
+        if not self.can_be_stale or self.optim is None or device is None or device.type == "cpu":
             return self
         return dataclasses.replace(self, host=host_group(self.optim))
 
@@ -432,7 +432,7 @@ def _exchange(mine: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[int, Any]:
     if dist.get_backend(world) == "fake":  # there are no other ranks: they would have cut it as we have
         return {rank: (row, wide) for row in _like(inner, wide) for rank in row}
     if world not in _exchanged:
-        _exchanged[world] = Meetings(store_of_world(), f"flatparam/pairs of {life_of_world()}")
+        _exchanged[world] = Meetings(store_of_world(), f"flatparam/pairs of {generation_of_world()}")
     answers = _exchanged[world].meet(wide, json.dumps(mine))
     return {rank: tuple(map(tuple, json.loads(answer))) for rank, answer in zip(wide, answers, strict=True)}
 

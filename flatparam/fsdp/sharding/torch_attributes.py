@@ -16,13 +16,13 @@ from ...common.tensors import is_at, lacks_memory
 from ...common.torch_private import _ShardParamInfo
 
 if TYPE_CHECKING:
-    from .flat_param import Segment
+    from .flat_param import FlatParam
 
 
-def describe(segment: Segment) -> None:
-    """Let ``segment.flat`` say what it has. Again when it is given other data."""
-    flat: Any = segment.flat
-    layout, originals = segment.layout, segment.originals
+def describe(flat_param: FlatParam) -> None:
+    """Let ``flat_param.flat`` say what it has. Again when it is given other data."""
+    flat: Any = flat_param.flat
+    layout, originals = flat_param.layout, flat_param.originals
     flat._fqns = tuple(original.fqn for original in originals)
     flat._num_params = len(originals)
     flat._shapes = tuple(original.shape for original in originals)
@@ -30,26 +30,26 @@ def describe(segment: Segment) -> None:
     flat._contiguities = tuple(original.contiguous for original in originals)
     flat._numels, flat._numels_with_padding = layout.numels, layout.numels_with_padding
     flat._is_padding_mask = layout.is_padding_mask
-    flat._shard_param_infos = tuple(_ShardParamInfo(*piece) for piece in segment.pieces)
-    flat._shard_numel_padded = layout.shard(segment.placement.rank).padding
+    flat._shard_param_infos = tuple(_ShardParamInfo(*piece) for piece in flat_param.pieces)
+    flat._shard_numel_padded = layout.shard(flat_param.placement.rank).padding
     flat._unpadded_unsharded_size = torch.Size([layout.numel])
     flat._padded_unsharded_size = torch.Size([layout.padded_numel])
     flat._sharded_size = torch.Size([layout.shard_numel])
     flat._local_shard = flat.data
-    segment.dtype = flat.dtype
-    flat._params = [original.param for original in originals] if segment.use_orig_params else None
-    if segment.compute_dtype is not None:
-        flat._mp_shard = flat.new_empty(0, dtype=segment.compute_dtype)  # a gather's input, which is not kept
+    flat_param.dtype = flat.dtype
+    flat._params = [original.param for original in originals] if flat_param.use_orig_params else None
+    if flat_param.compute_dtype is not None:
+        flat._mp_shard = flat.new_empty(0, dtype=flat_param.compute_dtype)  # a gather's input, which is not kept
 
 
-def now(segment: Segment, whole: Tensor | None) -> nn.Parameter:
+def now(flat_param: FlatParam, whole: Tensor | None) -> nn.Parameter:
     """The flat parameter as torch's: of the memory that ``whole`` begins while that is there, else the shard.
 
     Where the original parameters have the gradients, it has the one that these are pieces of, if there is such a one.
     """
-    flat, grad = segment.flat, _common_gradient(segment) if segment.use_orig_params else None
-    if whole is not None and segment.is_sharded and not lacks_memory(whole):
-        data = whole.detach().as_strided((segment.layout.numel,), (1,), 0)
+    flat, grad = flat_param.flat, _common_gradient(flat_param) if flat_param.use_orig_params else None
+    if whole is not None and flat_param.is_sharded and not lacks_memory(whole):
+        data = whole.detach().as_strided((flat_param.layout.numel,), (1,), 0)
     elif grad is not None:
         data = flat.detach()
     else:
@@ -61,12 +61,12 @@ def now(segment: Segment, whole: Tensor | None) -> nn.Parameter:
     return shown
 
 
-def _common_gradient(segment: Segment) -> Tensor | None:
-    pieces = [(here, here.original.param.grad) for here in segment.here() if here.numel > 0]
+def _common_gradient(flat_param: FlatParam) -> Tensor | None:
+    pieces = [(here, here.original.param.grad) for here in flat_param.shard_slices() if here.numel > 0]
     given = [(here, grad) for here, grad in pieces if grad is not None]
     if not given:
         return None
-    (first, grad), numel = given[0], segment.layout.shard_numel
+    (first, grad), numel = given[0], flat_param.layout.shard_numel
     begin = grad.storage_offset() - first.start
     if begin < 0 or grad.untyped_storage().nbytes() < (begin + numel) * grad.itemsize:
         return None

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from ... import _C
 from ...common.described import Described
 from ...common.tensors import in_storage_order, lacks_memory
-from .parameters import Options, Original
+from .parameters import Options, ParamInfo
 from .pytrees import DeviceError
 
 
-def describe_unit(name: str, originals: list[Original], options: Options) -> Described:
+def describe_unit(name: str, originals: list[ParamInfo], options: Options) -> Described:
     """Of a unit: its name and settings, then each of its parameters."""
     placement, precision = options.placement, options.mixed_precision
     device = next(((options.device or original.param.device).type for original in originals), "no device")
@@ -39,13 +39,13 @@ def describe_unit(name: str, originals: list[Original], options: Options) -> Des
     ]
 
 
-def check_device(name: str, originals: list[Original], options: Options) -> None:
+def check_device(name: str, originals: list[ParamInfo], options: Options) -> None:
     """Raises: DeviceError if a group of the unit has no collectives for the device of its parameters."""
     for original in originals[:1]:
         _check_device(name, original, options.device or original.param.device, options.placement.compared)
 
 
-def _check_device(name: str, original: Original, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
+def _check_device(name: str, original: ParamInfo, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
         has = sorted(found.type for found in getattr(group, "_device_types", ()))
         if has and device.type not in has and dist.get_world_size(group) > 1:
@@ -56,7 +56,7 @@ def _check_device(name: str, original: Original, device: torch.device, groups: S
             )
 
 
-def digests_of(originals: list[Original]) -> dict[str, int]:
+def digests_of(originals: list[ParamInfo]) -> dict[str, int]:
     """By FQN; 0 for a parameter without values. Each device is waited for once: it copies the parts of all at once."""
     digests = [0] * len(originals)
     on_device: dict[torch.device, dict[int, torch.Tensor]] = {}

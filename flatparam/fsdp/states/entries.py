@@ -14,58 +14,58 @@ from torch import Tensor
 from ...common.torch_private import Shard, ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from ..errors import StateError
 from ..names import FSDP_PREFIX
-from ..sharding.flat_param import Here, Segment
-from ..sharding.parameters import Original
+from ..sharding.flat_param import FlatParam, ShardSlice
+from ..sharding.parameters import ParamInfo
 from ..unit.base import Wrapper
 from ..unit.unit import Unit
 from .rows import is_rows
 
-Take = Callable[[Segment, Original, Tensor], Any]  # what becomes of a whole parameter
+Take = Callable[[FlatParam, ParamInfo, Tensor], Any]  # what becomes of a whole parameter
 
 _OLD_FLAT_PARAM = "flat_param"  # of torch 1.12
 
 
-def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, Segment, Original]]:
+def own_names(unit: Unit, prefix: str) -> Iterator[tuple[str, FlatParam, ParamInfo]]:
     """Every name of each original parameter, with ``prefix``: of the unit's module in the state dict."""
-    for segment in unit.segments:
-        for original in segment.originals:
+    for flat_param in unit.flat_params:
+        for original in flat_param.originals:
             for fqn in original.fqns:
-                yield prefix + fqn, segment, original
+                yield prefix + fqn, flat_param, original
 
 
-def is_own(value: Any, segment: Segment, here: Here) -> bool:
+def is_own(value: Any, flat_param: FlatParam, here: ShardSlice) -> bool:
     """Whether ``value`` is the parameter of ``here`` itself, its flat parameter, or this rank's piece of the shard.
 
     To load such a value changes nothing. torch's helpers put them where the caller's state dict has no value.
     """
-    if value is here.original.param or value is segment.flat:
+    if value is here.original.param or value is flat_param.flat:
         return True
     if not isinstance(value, Tensor) or is_rows(value) or value.is_meta or value.numel() != max(here.numel, 0):
         return False
-    mine = here.of(segment.flat.detach())
+    mine = here.of(flat_param.flat.detach())
     is_same = value.dtype == mine.dtype and value.shape == mine.shape
-    return is_same and (value.data_ptr() == mine.data_ptr() if value.numel() else segment.is_sharded)
+    return is_same and (value.data_ptr() == mine.data_ptr() if value.numel() else flat_param.is_sharded)
 
 
 def own_values(unit: Unit, state: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """The keys of the values in ``state`` that are the unit's own parameters."""
-    for segment in unit.segments:
-        for here in segment.here():
+    for flat_param in unit.flat_params:
+        for here in flat_param.shard_slices():
             for key in (prefix + fqn for fqn in here.original.fqns):
-                if key in state and is_own(state[key], segment, here):
+                if key in state and is_own(state[key], flat_param, here):
                     yield key
 
 
 def take_own(unit: Unit, destination: dict[str, Any], prefix: str, keep_vars: bool, take: Take | None) -> None:
     """Make the entries of ``unit``'s parameters what ``take`` gives; None: drop them."""
-    for key, segment, original in own_names(unit, prefix):
+    for key, flat_param, original in own_names(unit, prefix):
         value = destination.get(key)
         if not isinstance(value, Tensor):
             continue
         if take is None:
             del destination[key]
             continue
-        taken = take(segment, original, value.detach())
+        taken = take(flat_param, original, value.detach())
         is_parameter = keep_vars and type(taken) is Tensor
         destination[key] = nn.Parameter(taken, requires_grad=value.requires_grad) if is_parameter else taken
 
@@ -74,13 +74,13 @@ def put_flat(unit: Unit, destination: dict[str, Any], prefix: str, to_cpu: bool)
     """The entries of a unit in local form: its flat parameters, in place of those that are in them."""
     for key, _, _ in own_names(unit, prefix):
         destination.pop(key, None)
-    for name, segment in zip(unit.flat_names(), unit.segments, strict=True):
-        destination[prefix + name] = _as_sharded(segment, to_cpu)
+    for name, flat_param in zip(unit.flat_names(), unit.flat_params, strict=True):
+        destination[prefix + name] = _as_sharded(flat_param, to_cpu)
 
 
-def _as_sharded(segment: Segment, to_cpu: bool) -> ShardedTensor:
+def _as_sharded(flat_param: FlatParam, to_cpu: bool) -> ShardedTensor:
     """A flat parameter whose shards, without padding, are those of the ranks. The same memory; no communication."""
-    placement, layout, flat = segment.placement, segment.layout, segment.flat.detach()
+    placement, layout, flat = flat_param.placement, flat_param.layout, flat_param.flat.detach()
     group: Any = placement.optim
     devices = 1 if flat.is_cpu else torch.accelerator.device_count()
     metadata = []
@@ -107,7 +107,7 @@ def take_flat(unit: Unit, state: dict[str, Any], prefix: str) -> None:
 
     Raises: StateError naming the key for what does not fit.
     """
-    for name, segment in zip(unit.flat_names(), unit.segments, strict=True):
+    for name, flat_param in zip(unit.flat_names(), unit.flat_params, strict=True):
         key = prefix + name
         old = prefix + _OLD_FLAT_PARAM + name.removeprefix(unit.flat_names()[0])
         value = state.pop(key, None)
@@ -115,31 +115,33 @@ def take_flat(unit: Unit, state: dict[str, Any], prefix: str) -> None:
             value = state.pop(old, None)
         if value is None:
             continue
-        shard = _shard_of(key.replace(FSDP_PREFIX, ""), segment, value)
-        if not segment.use_orig_params:
+        shard = _shard_of(key.replace(FSDP_PREFIX, ""), flat_param, value)
+        if not flat_param.use_orig_params:
             state[key] = shard
             continue
-        for here in segment.here():
+        for here in flat_param.shard_slices():
             for fqn in here.original.fqns:
                 piece = here.of(shard)
                 state[prefix + fqn] = piece.view(here.original.param.shape)
 
 
-def _shard_of(key: str, segment: Segment, value: Any) -> Tensor:
+def _shard_of(key: str, flat_param: FlatParam, value: Any) -> Tensor:
     if not isinstance(value, ShardedTensor):
         raise StateError(f"`{key}` of a local state dict is expected to be a ShardedTensor, got {type(value).__name__}")
-    mine = segment.layout.shard(segment.placement.rank).numel
+    mine = flat_param.layout.shard(flat_param.placement.rank).numel
     shards = value.local_shards()
-    if value.size() != torch.Size([segment.layout.numel]):
-        raise StateError(f"`{key}` has {value.size().numel()} elements, the flat parameter has {segment.layout.numel}")
+    if value.size() != torch.Size([flat_param.layout.numel]):
+        raise StateError(
+            f"`{key}` has {value.size().numel()} elements, the flat parameter has {flat_param.layout.numel}"
+        )
     found = sum(shard.tensor.numel() for shard in shards)
-    at = [segment.placement.rank * segment.layout.shard_numel]
+    at = [flat_param.placement.rank * flat_param.layout.shard_numel]
     if found != mine or (mine and (len(shards) != 1 or list(shards[0].metadata.shard_offsets) != at)):
         raise StateError(
             f"`{key}` has {found} elements on this rank, expected {mine} from {at[0]} on: it was saved over other "
             "ranks, and a local state dict is for the same ones"
         )
-    whole = segment.flat.detach().clone()
+    whole = flat_param.flat.detach().clone()
     if mine:
         whole[:mine].copy_(shards[0].tensor)
     return whole

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...common.tensors import as_sent
 from ..desync import checked_collectives
-from ..desync.events import Exchange
+from ..desync.events import SetupCollective
 from ..sharding.parameters import in_order
-from ..unit.local_params import Held
+from ..unit.local_params import LocalParam
 from .optimizer_loading import Fetch, by_first_name
 from .table import Table
 from .values import described
@@ -30,7 +30,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    checked_collectives.exchange(Exchange.SENDS_STATES, dist.broadcast, tensor, group=group, group_src=0)
+    checked_collectives.exchange(SetupCollective.SENDS_STATES, dist.broadcast, tensor, group=group, group_src=0)
 
 
 def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.ProcessGroup) -> tuple[dict[str, Any], Fetch]:
@@ -52,15 +52,17 @@ def from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Process
     whole = by_first_name(table, full.get("state", {})) if is_first and full else {}
 
     @torch.no_grad()
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
-        segment = table.segments[number]
-        flat = torch.empty(segment.layout.numel, dtype=dtype, device=segment.device)
+    def fetch(
+        number: int, key: str, dtype: torch.dtype, params: list[LocalParam]
+    ) -> Iterator[tuple[LocalParam, Tensor]]:
+        flat_param = table.flat_params[number]
+        flat = torch.empty(flat_param.layout.numel, dtype=dtype, device=flat_param.device)
         for param in params if is_first else ():
-            value = in_order(whole[param.name][key].detach(), segment.originals[param.number].stride)
-            flat.narrow(0, segment.layout.offsets[param.number], value.numel()).copy_(value)
+            value = in_order(whole[param.name][key].detach(), flat_param.originals[param.number].stride)
+            flat.narrow(0, flat_param.layout.offsets[param.number], value.numel()).copy_(value)
         _broadcast(as_sent(flat), group)
         for param in params:
-            yield param, flat.narrow(0, segment.layout.offsets[param.number] + param.start, param.numel)
+            yield param, flat.narrow(0, flat_param.layout.offsets[param.number] + param.start, param.numel)
 
     return header, fetch
 
@@ -70,7 +72,7 @@ def _header(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
     state: dict[Any, Any] = {}
     for name, values in full.get("state", {}).items():
         param = table.by_name.get(name)
-        if param is None or param.segment is None:
+        if param is None or param.flat_param is None:
             state[name] = values
         else:
             state[name] = {key: described(value, param.shape) for key, value in values.items()}

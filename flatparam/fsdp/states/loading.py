@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ..desync.checked_collectives import gather_objects
-from ..desync.events import Exchange
+from ..desync.events import SetupCollective
 from ..names import clean_tensor_name, join, printable
-from ..unit.local_params import Held, unit_paths
+from ..unit.local_params import LocalParam, unit_paths
 from ..unit.unit import Unit
 from .safetensors_files import DTYPES, PACKED
 
@@ -50,7 +50,7 @@ def may_become(source: torch.dtype | None, dtype: torch.dtype) -> bool:
     return kind_of(source) == kind_of(dtype) != "integer"
 
 
-def units_by_name(held: Iterable[Held]) -> dict[str, Unit]:
+def units_by_name(held: Iterable[LocalParam]) -> dict[str, Unit]:
     """The unit of each parameter that has one, by its names in the unwrapped model."""
     return {name: one.unit for one in held if one.unit is not None for name in one.names}
 
@@ -66,11 +66,11 @@ def agree_on_loading(what: str, units: list[Unit], error: str | None, values: Va
     for group, sharing in [*groups.values(), *groups.values()]:  # twice: what a rank learns in one it tells in the next
         here = {name: value for name, (unit, value) in values.items() if unit is None or unit in sharing}
         digest = hashlib.sha256(repr(sorted(here.items())).encode()).hexdigest()
-        everyone = gather_objects(Exchange.LOADS, failed or (me, None, digest), group)
+        everyone = gather_objects(SetupCollective.LOADS, failed or (me, None, digest), group)
         failed = next((other for other in everyone if other[1] is not None), None)
         if failed is None and len({other[2] for other in everyone}) > 1:
             ranks = [other[0] for other in everyone]
-            failed = _first_difference(ranks, gather_objects(Exchange.LOADS, here, group))
+            failed = _first_difference(ranks, gather_objects(SetupCollective.LOADS, here, group))
     if failed is not None:
         raise RuntimeError(printable(f"{what}: nothing was loaded: rank {failed[0]}: {failed[1]}"))
 

@@ -20,10 +20,10 @@ from ... import _C
 from ..desync.checked_collectives import settle
 from ..errors import StateError
 from ..names import FSDP_PREFIX, clean_tensor_name, without_units
-from ..sharding.flat_param import Segment
-from ..sharding.parameters import Name, Original
+from ..sharding.flat_param import FlatParam
+from ..sharding.parameters import Name, ParamInfo
 from ..sharding.unit_description import digest_of
-from ..unit.local_params import Held
+from ..unit.local_params import LocalParam
 from ..unit.summon import Summoned, in_turn, summon
 from ..unit.unit import Unit, units_of
 from .entries import own_names, own_values, put_flat, put_units_in, rename_last, take_flat, take_own, units_below
@@ -82,15 +82,15 @@ class ModelStates(Kinds):
         kind = _kind(unit, self._settings.state_dict_type)
         # other kinds are what a checkpoint may be read into
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT and not already:
-            unit.check_not_apart("state_dict")
+            unit.check_not_mismatched("state_dict")
         config = self._settings.state_dict_config
         to_cpu, keep_vars = config.offload_to_cpu, kwargs.get("keep_vars", False)
         drops = getattr(config, "rank0_only", False) and self._placement.rank != 0
         gathers = not already and kind is not StateDictType.LOCAL_STATE_DICT
 
-        def take(segment: Segment, original: Original, value: Tensor) -> Any:
+        def take(flat_param: FlatParam, original: ParamInfo, value: Tensor) -> Any:
             if kind is StateDictType.SHARDED_STATE_DICT:
-                return cut_rows(segment, original, value, to_cpu=to_cpu)
+                return cut_rows(flat_param, original, value, to_cpu=to_cpu)
             return copy_of(value, to_cpu)
 
         if destination is None:
@@ -109,7 +109,7 @@ class ModelStates(Kinds):
             with summon(lambda: [unit] if gathers else [], writeback=False, offload_to_cpu=on_host):
                 super().state_dict(**kwargs)
                 if kind is StateDictType.LOCAL_STATE_DICT:
-                    settle(unit.segments)
+                    settle(unit.flat_params)
                     put_flat(unit, destination, prefix + FSDP_PREFIX, to_cpu)
                 else:
                     take_own(unit, destination, prefix + FSDP_PREFIX, keep_vars, None if drops else take)
@@ -216,7 +216,7 @@ class ModelStates(Kinds):
 
 def _kind(unit: Unit, kind: StateDictType) -> StateDictType:
     """``kind``, but that what is not sharded is always whole."""
-    sharded = all(segment.is_sharded for segment in unit.segments)
+    sharded = all(flat_param.is_sharded for flat_param in unit.flat_params)
     if sharded or kind is StateDictType.FULL_STATE_DICT:
         return kind
     warnings.warn(
@@ -241,11 +241,11 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     module._end_loading(keeps=False)  # of a module around this one: an exception has ended it
     if unit.summoned is not None:
         return
-    if kind is StateDictType.LOCAL_STATE_DICT and all(segment.is_sharded for segment in unit.segments):
+    if kind is StateDictType.LOCAL_STATE_DICT and all(flat_param.is_sharded for flat_param in unit.flat_params):
         take_flat(unit, state_dict, prefix + FSDP_PREFIX)
         module._missing = _missing_flat(unit, state_dict, prefix + FSDP_PREFIX)
         if unit.options.use_orig_params:
-            unit.step.put(False)
+            unit.core.put(False)
         return
     prefix += FSDP_PREFIX
     own = list(own_values(unit, state_dict, prefix))
@@ -288,10 +288,10 @@ class _Watched:
     def __init__(self, unit: Unit, prefix: str, own: list[str], state: Mapping[str, Any]):
         self.unit, self.prefix, self.own = unit, prefix, own
         self._given = {key: state[key] for key, _, _ in own_names(unit, prefix) if key in state}
-        originals = (original for segment in unit.segments for original in segment.originals)
+        originals = (original for flat_param in unit.flat_params for original in flat_param.originals)
         self._before = [(place, *_version(place)) for original in originals for place in original.names]
 
-    def outcome(self) -> tuple[list[Original], Values]:
+    def outcome(self) -> tuple[list[ParamInfo], Values]:
         """The parameters that were not written to; and by name a digest of each other one, and of what has a value."""
         now = {id(place): _version(place) for place, _, _ in self._before}
         changed = {
@@ -299,9 +299,9 @@ class _Watched:
             for place, param, version in self._before
             if now[id(place)][0] is not param or now[id(place)][1] != version
         }
-        missing: list[Original] = []
+        missing: list[ParamInfo] = []
         written: Values = {}
-        for original in (original for segment in self.unit.segments for original in segment.originals):
+        for original in (original for flat_param in self.unit.flat_params for original in flat_param.originals):
             param = next((changed[id(place)] for place in original.names if id(place) in changed), None)
             given = [self._given[key] for key in (self.prefix + fqn for fqn in original.fqns) if key in self._given]
             if param is None:
@@ -331,86 +331,86 @@ def _version(place: Name) -> tuple[Tensor, int]:
     return param, param._version
 
 
-def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[Original]:
+def _missing_flat(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[ParamInfo]:
     """The parameters that a local state dict has nothing for."""
     if unit.options.use_orig_params:
         return unit.without(lambda fqn: prefix + fqn in state)
-    named = zip(unit.flat_names(), unit.segments, strict=True)
-    return [original for name, segment in named if prefix + name not in state for original in segment.originals]
+    named = zip(unit.flat_names(), unit.flat_params, strict=True)
+    return [original for name, flat_param in named if prefix + name not in state for original in flat_param.originals]
 
 
-def _rows_in(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[tuple[str, Held, Original]]:
+def _rows_in(unit: Unit, state: Mapping[str, Any], prefix: str) -> list[tuple[str, LocalParam, ParamInfo]]:
     """The keys in ``state`` of rows of ``unit``'s parameters, each with the parameter: one object for all its names."""
-    params: dict[int, Held] = {}
+    params: dict[int, LocalParam] = {}
     found = []
-    for key, segment, original in own_names(unit, prefix):
+    for key, flat_param, original in own_names(unit, prefix):
         if is_rows(state.get(key)):
-            number = next(i for i, one in enumerate(unit.segments) if one is segment)
+            number = next(i for i, one in enumerate(unit.flat_params) if one is flat_param)
             shape, name = tuple(original.shape), clean_tensor_name(key)
-            made = Held([name], original.param, shape, original.stride, unit, segment, number)
+            made = LocalParam([name], original.param, shape, original.stride, unit, flat_param, number)
             found.append((key, params.setdefault(id(original), made), original))
     return found
 
 
-def _agree_on_rows_in(unit: Unit, state: Mapping[str, Any], rows: list[tuple[str, Held, Original]]) -> None:
+def _agree_on_rows_in(unit: Unit, state: Mapping[str, Any], rows: list[tuple[str, LocalParam, ParamInfo]]) -> None:
     """Raises: RuntimeError on every rank, if ranks have other rows, or have them of other parameters, or they misfit.
 
     A hook of a module around the unit may have dropped or renamed some on one rank alone.
     """
 
-    def checked() -> Iterator[tuple[str, Held, Any]]:
+    def checked() -> Iterator[tuple[str, LocalParam, Any]]:
         for key, param, original in rows:
-            assert param.segment is not None
-            yield param.name, param, _checked(param.name, param.segment, original, state[key])
+            assert param.flat_param is not None
+            yield param.name, param, _checked(param.name, param.flat_param, original, state[key])
 
     agree_on_rows("load_state_dict", [unit], checked())
 
 
-def _make_whole(unit: Unit, state: dict[str, Any], rows: list[tuple[str, Held, Original]]) -> None:
+def _make_whole(unit: Unit, state: dict[str, Any], rows: list[tuple[str, LocalParam, ParamInfo]]) -> None:
     """Replace ``rows`` in ``state``, which all ranks have. A collective call, if there are any."""
-    groups: dict[tuple[int, torch.dtype], dict[Held, Any]] = {}
-    names: dict[Held, list[str]] = {}
-    formed: dict[Held, Original] = {}
+    groups: dict[tuple[int, torch.dtype], dict[LocalParam, Any]] = {}
+    names: dict[LocalParam, list[str]] = {}
+    formed: dict[LocalParam, ParamInfo] = {}
     for key, param, original in rows:
-        segment = unit.segments[param.number]
-        value: Any = without_extension(segment, original, state[key])
-        extension = segment.extension_of(original)
+        flat_param = unit.flat_params[param.number]
+        value: Any = without_extension(flat_param, original, state[key])
+        extension = flat_param.extension_of(original)
         if is_whole(original, value):
             continue
         if isinstance(value, DTensor) and extension is not None:
-            state[key] = original.formed(whole_by(extension, segment, value))
+            state[key] = original.formed(whole_by(extension, flat_param, value))
         elif is_rows(value):
             if param not in names:
                 groups.setdefault((param.number, dtype_of(value)), {})[param] = value
             names.setdefault(param, []).append(key)
             formed[param] = original
     for (number, dtype), values in groups.items():
-        segment = unit.segments[number]
-        if segment.is_sharded:
-            found = dict(gathered_rows(segment, values, dtype))
+        flat_param = unit.flat_params[number]
+        if flat_param.is_sharded:
+            found = dict(gathered_rows(flat_param, values, dtype))
         else:
             found = {param: value.full_tensor() for param, value in values.items()}
         for param, whole in found.items():
             state.update(dict.fromkeys(names[param], formed[param].formed(whole)))
 
 
-def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, Held, Any]]:
+def _checked_rows(model: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, LocalParam, Any]]:
     table = Table(model)
     for key, value in state.items():
         param = table.by_name.get(clean_tensor_name(key))
-        if param is not None and param.segment is not None and is_rows(value):
-            yield param.name, param, _checked(key, param.segment, param.original, value)
+        if param is not None and param.flat_param is not None and is_rows(value):
+            yield param.name, param, _checked(key, param.flat_param, param.original, value)
 
 
-def _checked(key: str, segment: Segment, original: Original, value: Any) -> Any:
+def _checked(key: str, flat_param: FlatParam, original: ParamInfo, value: Any) -> Any:
     """``value``, which has rows; of one that ranks have whole what it is. Raises: StateError if it does not fit."""
     shape = original.full_shape
     if shape_of(value) != shape:
         raise StateError(f"size mismatch for `{key}`: {shape_of(value)}, the model's is {shape}")
     if is_whole(original, value):
         return f"{value.dtype} {digest_of(original.plain(value).cpu().contiguous())}"
-    if has_rows(shape, segment):
-        check_rows(key, segment, original, value)
+    if has_rows(shape, flat_param):
+        check_rows(key, flat_param, original, value)
     elif not isinstance(value, DTensor):
         raise StateError(f"`{key}` is a ShardedTensor, and the model's is not sharded")
     return value

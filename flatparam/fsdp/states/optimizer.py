@@ -15,9 +15,9 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 
 from ..either import or_torchs
 from ..errors import StateError
-from ..sharding.flat_param import Segment
-from ..sharding.parameters import Original
-from ..unit.local_params import Held
+from ..sharding.flat_param import FlatParam
+from ..sharding.parameters import ParamInfo
+from ..unit.local_params import LocalParam
 from .from_rank0 import from_first
 from .ids import rekeyed
 from .optimizer_classes import class_of, why_not
@@ -197,8 +197,8 @@ def _from_first(table: Table, full: Mapping[str, Any] | None, group: dist.Proces
     assert found is not None
     ranks = dist.get_process_group_ranks(found)
     for param in table.params:
-        shared = None if param.segment is None else param.segment.placement.optim
-        if param.here is not None and param.original.form is not None:
+        shared = None if param.flat_param is None else param.flat_param.placement.optim
+        if param.shard_slice is not None and param.original.form is not None:
             ours = [dist.get_rank()] if shared is None else dist.get_process_group_ranks(shared)
             if ranks != ours:
                 raise StateError(
@@ -219,7 +219,7 @@ def _full(
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    def take(segment: Segment, original: Original, whole: Tensor) -> Tensor:
+    def take(flat_param: FlatParam, original: ParamInfo, whole: Tensor) -> Tensor:
         return copy_of(whole, to_cpu)
 
     table = Table(model)
@@ -241,15 +241,15 @@ def _rows_of(table: Table, state: Mapping[str, Any]) -> Any:
     return from_rows(table, state.get("state", {}))
 
 
-def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Held, Any]]:
+def _checked(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, LocalParam, Any]]:
     for name, values in state.items():
         param = table.by_name.get(name)
-        for key, value in values.items() if param is not None and param.segment is not None else ():
+        for key, value in values.items() if param is not None and param.flat_param is not None else ():
             assert param is not None
-            assert param.segment is not None
+            assert param.flat_param is not None
             what = f"{key} of {param.name}"
             if is_rows(value) and param.is_sharded and shape_of(value) == param.original.full_shape:
-                check_rows(what, param.segment, param.original, value)
+                check_rows(what, param.flat_param, param.original, value)
             yield what, param, value
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..errors import StateError
 from ..sharding.parameters import in_order
-from ..unit.local_params import Held
-from .table import Stepped, Table, settings_of_group
+from ..unit.local_params import LocalParam
+from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, classify, same
 
-# fetch(segment's number, key, dtype, parameters): of each parameter the elements that are here, 1-D, in memory order
-Fetch = Callable[[int, str, torch.dtype, list[Held]], Iterator[tuple[Held, Tensor]]]
+# fetch(number of the flat parameter, key, dtype, parameters): the elements of each that are here, 1-D, in memory order
+Fetch = Callable[[int, str, torch.dtype, list[LocalParam]], Iterator[tuple[LocalParam, Tensor]]]
 
 
 _ALIKE = (
@@ -31,7 +31,7 @@ _ALIKE = (
 def cut(
     table: Table,
     full: Mapping[str, Any],
-    groups: list[list[Stepped]],
+    groups: list[list[SteppedParam]],
     fetch: Fetch,
     *,
     own: Any = None,
@@ -53,7 +53,7 @@ def cut(
     result: dict[str, Any] = {"state": {}}
     if "param_groups" in full:
         result["param_groups"] = _param_groups(table, full["param_groups"], groups, keys, own)
-    cut_state: dict[Stepped, dict[str, Any]] = {
+    cut_state: dict[SteppedParam, dict[str, Any]] = {
         one: {key: _own(value, one) for key, value in values.items()}
         for one, values in plan.items()
         if one.is_flat or one.is_here
@@ -76,7 +76,7 @@ def cut(
     return result
 
 
-def _warn_of_missing(groups: list[list[Stepped]], plan: Mapping[Stepped, Any]) -> None:
+def _warn_of_missing(groups: list[list[SteppedParam]], plan: Mapping[SteppedParam, Any]) -> None:
     for group in groups:
         why = told_of_missing(
             ([param.name for param in one.params], one in plan)
@@ -113,7 +113,7 @@ def by_first_name(table: Table, state: Mapping[Any, Any]) -> dict[str, Mapping[s
     return found
 
 
-def _plan(one: Stepped, state: dict[str, Described]) -> Described | None:
+def _plan(one: SteppedParam, state: dict[str, Described]) -> Described | None:
     """What ``one`` shall have. Raises: ValueError for parameters of one flat one that differ."""
     having = [param for param in one.params if param.name in state]
     if not having:
@@ -148,7 +148,7 @@ def _plan(one: Stepped, state: dict[str, Described]) -> Described | None:
     return values
 
 
-def _own(value: Any, one: Stepped) -> Any:
+def _own(value: Any, one: SteppedParam) -> Any:
     """A copy of what is not cut."""
     if isinstance(value, Like):
         return torch.zeros(one.shape, dtype=value.dtype) if one.is_flat else None
@@ -157,8 +157,8 @@ def _own(value: Any, one: Stepped) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _put(values: dict[str, Any], key: str, one: Stepped, param: Held, piece: Tensor) -> None:
-    here = param.here
+def _put(values: dict[str, Any], key: str, one: SteppedParam, param: LocalParam, piece: Tensor) -> None:
+    here = param.shard_slice
     assert here is not None
     if not one.is_flat:
         stride = here.stride if len(here.stride) == len(one.shape) else (1,)
@@ -169,7 +169,7 @@ def _put(values: dict[str, Any], key: str, one: Stepped, param: Held, piece: Ten
 
 
 def _param_groups(
-    table: Table, given: list[dict[str, Any]], groups: list[list[Stepped]], keys: dict[Stepped, Any], own: Any
+    table: Table, given: list[dict[str, Any]], groups: list[list[SteppedParam]], keys: dict[SteppedParam, Any], own: Any
 ) -> list[dict[str, Any]]:
     """What no unit manages may be in no group of ``given``; then it is in none of the result.
 
@@ -180,7 +180,7 @@ def _param_groups(
         for name in group["params"]:
             if name in table.by_name:
                 group_of.setdefault(table.by_name[name].name, number)
-    places: dict[Stepped, int | None] = {}
+    places: dict[SteppedParam, int | None] = {}
     for one in keys:
         found = {group_of[param.name]: param for param in one.params if param.name in group_of}
         if len(found) > 1:
@@ -198,7 +198,7 @@ def _param_groups(
     result = []
     for number, (members, mine) in enumerate(zip(groups, own, strict=True)):
         sources = dict.fromkeys(place for one in members if (place := places[one]) is not None)
-        missing = next((one for one in members if places[one] is None and one.segment is not None), None)
+        missing = next((one for one in members if places[one] is None and one.flat_param is not None), None)
         if missing is not None:
             raise StateError(
                 f"parameter `{missing.params[0].name}` is in group {number} of the optimizer, and in no group of the "
@@ -220,7 +220,9 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Of a state that is whole on this rank. No communication."""
     whole = by_first_name(table, state)
 
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
+    def fetch(
+        number: int, key: str, dtype: torch.dtype, params: list[LocalParam]
+    ) -> Iterator[tuple[LocalParam, Tensor]]:
         for param in params:
             if param.numel or not param.is_sharded:
                 yield param, piece_of(param, whole[param.name][key])
@@ -228,6 +230,6 @@ def from_here(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     return fetch
 
 
-def piece_of(param: Held, whole: Tensor) -> Tensor:
+def piece_of(param: LocalParam, whole: Tensor) -> Tensor:
     """The elements that are here of a whole tensor like ``param``, 1-D, in memory order."""
     return in_order(whole.detach(), param.stride).narrow(0, param.start, param.numel)

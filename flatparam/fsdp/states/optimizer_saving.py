@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ...common.tensors import refuse_freed
 from ..desync.checked_collectives import gather_objects, settle
-from ..desync.events import Exchange
+from ..desync.events import SetupCollective
 from ..errors import StateError
-from ..sharding.flat_param import Segment
-from ..unit.local_params import Held
+from ..sharding.flat_param import FlatParam
+from ..unit.local_params import LocalParam
 from .entries import Take
-from .table import Stepped, Table, settings_of_group
+from .table import SteppedParam, Table, settings_of_group
 from .values import Described, Like, Scalar, by_gather, copy_of, described, keys_of_one_shape, same, shapes_of
 
-Place = tuple[int, int]  # which segment, which original; -1: all of them
+Place = tuple[int, int]  # which flat parameter, which original; -1: all of them
 _NOTHING = "nothing"  # of a parameter lies on a rank
 
 
@@ -36,14 +36,14 @@ class Sink(NamedTuple):
 
 
 def unsharded_state(
-    table: Table, given: Mapping[str, Any], groups: list[list[Stepped]], sink: Sink | None
+    table: Table, given: Mapping[str, Any], groups: list[list[SteppedParam]], sink: Sink | None
 ) -> dict[str, Any]:
     """``given``, an optimizer's state dict, by names of the unwrapped model, tensors as ``sink`` gives them.
 
     A collective call. ``groups``: what the optimizer steps. ``sink``: None on a rank that is to have nothing: ``{}``.
     Raises: ValueError naming parameter and key, on all ranks that share the parameter.
     """
-    settle(segment for segment in table.segments if not segment.is_sharded)
+    settle(flat_param for flat_param in table.flat_params if not flat_param.is_sharded)
     state = given.get("state", {})
     keyed = {key: one for one, key in table.keys(groups, any(isinstance(key, str) for key in state)).items()}
     held = {one: state[key] for key, one in keyed.items() if key in state}
@@ -65,7 +65,7 @@ def unsharded_state(
     return result
 
 
-def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
+def _states(table: Table, held: dict[SteppedParam, Mapping[str, Any]], sink: Sink | None) -> dict[str, dict[str, Any]]:
     for one, values in held.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
@@ -87,31 +87,31 @@ def _states(table: Table, held: dict[Stepped, Mapping[str, Any]], sink: Sink | N
                     for key, value in found[one].items()
                 }
     for (number, key, dtype), members in by_gather(found):
-        _gather(table.segments[number], key, dtype, members, held, sink, result)
+        _gather(table.flat_params[number], key, dtype, members, held, sink, result)
     return result
 
 
-def _own(value: Any, held: Any, sink: Sink, param: Held) -> Any:
+def _own(value: Any, held: Any, sink: Sink, param: LocalParam) -> Any:
     """A copy of what is not gathered: ``value`` as it was told, ``held`` as this rank has it."""
-    if isinstance(held, Tensor) and isinstance(value, Like) and param.here is not None:
+    if isinstance(held, Tensor) and isinstance(value, Like) and param.shard_slice is not None:
         held = param.original.formed(held)
     if isinstance(held, Tensor):
         return copy_of(held, sink.to_cpu)
     return value.tensor() if isinstance(value, Scalar) else copy.deepcopy(value)
 
 
-def _described(one: Stepped, values: Mapping[str, Any], unlike: set[str]) -> Described:
+def _described(one: SteppedParam, values: Mapping[str, Any], unlike: set[str]) -> Described:
     return {key: described(value, None if key in unlike else one.shape) for key, value in values.items()}
 
 
 def _agreed(
-    table: Table, at: dict[Place, Stepped], held: dict[Stepped, Mapping[str, Any]], unlike: set[str]
+    table: Table, at: dict[Place, SteppedParam], held: dict[SteppedParam, Mapping[str, Any]], unlike: set[str]
 ) -> dict[Place, Described]:
     """What all ranks have of sharded parameters, in the same order on all of them. A collective call."""
     groups: dict[int, tuple[Any, set[int]]] = {}
-    for number, segment in enumerate(table.segments):
-        if segment.is_sharded:
-            groups.setdefault(id(segment.placement.optim), (segment.placement.optim, set()))[1].add(number)
+    for number, flat_param in enumerate(table.flat_params):
+        if flat_param.is_sharded:
+            groups.setdefault(id(flat_param.placement.optim), (flat_param.placement.optim, set()))[1].add(number)
     result: dict[Place, Described] = {}
     for group, numbers in groups.values():
         mine: dict[Place, Described | None] = {}
@@ -127,14 +127,14 @@ def _agreed(
                 mine[place] = share.setdefault(repr(values), values) if is_small else values
             else:
                 mine[place] = None
-        everyone, ranks = gather_objects(Exchange.TELLS_STATES, mine, group), dist.get_process_group_ranks(group)
+        everyone, ranks = gather_objects(SetupCollective.TELLS_STATES, mine, group), dist.get_process_group_ranks(group)
         places = dict.fromkeys(place for other in everyone for place, values in other.items() if values is not None)
         for place in places:
             result[place] = _merged(at[place], ranks, [other.get(place, _NOTHING) for other in everyone])
     return result
 
 
-def _merged(one: Stepped, ranks: list[int], everyone: list[Any]) -> Described:
+def _merged(one: SteppedParam, ranks: list[int], everyone: list[Any]) -> Described:
     """What the ranks have of one parameter. None: a rank that holds a part of it has no state."""
     name = one.params[0].name
     first, values = next((rank, other) for rank, other in zip(ranks, everyone, strict=True) if isinstance(other, dict))
@@ -171,28 +171,28 @@ def _said(value: Any) -> str:
 
 @torch.no_grad()
 def _gather(
-    segment: Segment,
+    flat_param: FlatParam,
     key: str,
     dtype: torch.dtype,
-    members: list[Stepped],
-    held: dict[Stepped, Mapping[str, Any]],
+    members: list[SteppedParam],
+    held: dict[SteppedParam, Mapping[str, Any]],
     sink: Sink | None,
     result: dict[str, dict[str, Any]],
 ) -> None:
-    """Gather one key of a segment, and give each parameter its part."""
+    """Gather one key of a flat parameter, and give each parameter its part."""
     if members[0].is_flat and members[0].is_here:
         shard = held[members[0]][key].detach()
-    elif segment.is_sharded:
-        shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
+    elif flat_param.is_sharded:
+        shard = torch.zeros(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.flat.device)
         for one in members:
             if one in held and one.is_here:
                 one.params[0].piece_of(shard).copy_(held[one][key])
     else:
         return  # it is whole, and was copied
-    whole = segment.gather(shard)
+    whole = flat_param.gather(shard)
     if sink is None:
         return
     for param in (param for one in members for param in one.params):
-        original = segment.originals[param.number]
-        place = segment.view(whole, original, segment.layout.offsets[param.number])
-        result[param.name][key] = sink.take(segment, original, original.formed(place))
+        original = flat_param.originals[param.number]
+        place = flat_param.view(whole, original, flat_param.layout.offsets[param.number])
+        result[param.name][key] = sink.take(flat_param, original, original.formed(place))

@@ -32,9 +32,9 @@ from ...common.torch_private import (
 )
 from ..desync import checked_collectives, torch_collectives
 from ..errors import StateError
-from ..sharding.flat_param import Segment
-from ..sharding.parameters import Original, row_numel
-from ..unit.local_params import Held
+from ..sharding.flat_param import FlatParam
+from ..sharding.parameters import ParamInfo, row_numel
+from ..unit.local_params import LocalParam
 from ..unit.unit import Unit
 from .loading import Values, agree_on_loading
 from .optimizer_loading import Fetch, by_first_name, piece_of
@@ -49,20 +49,20 @@ def is_rows(value: Any) -> bool:
     return isinstance(value, ShardedTensor | DTensor)
 
 
-def has_rows(shape: tuple[int, ...], segment: Segment | None) -> bool:
+def has_rows(shape: tuple[int, ...], flat_param: FlatParam | None) -> bool:
     """Whether a sharded state has rows of such a parameter, or all of it on each rank."""
-    return segment is not None and segment.is_sharded and bool(shape) and math.prod(shape) > 0
+    return flat_param is not None and flat_param.is_sharded and bool(shape) and math.prod(shape) > 0
 
 
-def cut_rows(segment: Segment, original: Original, whole: Tensor, *, to_cpu: bool) -> Any:
+def cut_rows(flat_param: FlatParam, original: ParamInfo, whole: Tensor, *, to_cpu: bool) -> Any:
     """This rank's rows of a whole tensor, with memory of their own.
 
     No communication, but for an extension's over other ranks.
     """
-    whole, placement = whole.detach(), segment.placement
-    if not has_rows(tuple(whole.shape), segment):
+    whole, placement = whole.detach(), flat_param.placement
+    if not has_rows(tuple(whole.shape), flat_param):
         return copy_of(whole, to_cpu)
-    extension = segment.extension_of(original)
+    extension = flat_param.extension_of(original)
     devices = 1 if whole.is_cpu else torch.accelerator.device_count()
     group: Any = placement.optim
     rows: Any
@@ -71,12 +71,12 @@ def cut_rows(segment: Segment, original: Original, whole: Tensor, *, to_cpu: boo
     elif extension is not None:
         rows = _ext_chunk_tensor(whole, placement.rank, placement.shards, devices, group, extension)
     elif placement.mesh is not None:
-        first, last = _rows_of(whole.shape[0], _cuts_of(segment, dist.get_rank()))
+        first, last = _rows_of(whole.shape[0], _cuts_of(flat_param, dist.get_rank()))
         mine = whole.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
         rows = DTensor.from_local(
             mine,
             placement.mesh,
-            _splits(segment),
+            _splits(flat_param),
             run_check=False,
             shape=whole.shape,
             stride=torch.empty(whole.shape, device="meta").stride(),
@@ -87,42 +87,42 @@ def cut_rows(segment: Segment, original: Original, whole: Tensor, *, to_cpu: boo
     return rows.cpu() if to_cpu else rows
 
 
-def is_whole(original: Original, value: Any) -> bool:
+def is_whole(original: ParamInfo, value: Any) -> bool:
     """Whether a DTensor is all of ``original``, which is one over other ranks than the unit's."""
     mesh = None if original.form is None else getattr(original.form.kept, "mesh", None)
     return isinstance(value, DTensor) and value.device_mesh == mesh
 
 
-def whole_by(extension: FSDPExtensions, segment: Segment, value: DTensor) -> Tensor:
+def whole_by(extension: FSDPExtensions, flat_param: FlatParam, value: DTensor) -> Tensor:
     """The opposite of what an extension has cut: the plain tensor that a rank has of it. A collective call."""
-    return _ext_all_gather_dtensor(value, segment.placement.mesh._get_root_mesh(), extension).detach()
+    return _ext_all_gather_dtensor(value, flat_param.placement.mesh._get_root_mesh(), extension).detach()
 
 
-def without_extension(segment: Segment, original: Original, value: Any) -> Any:
+def without_extension(flat_param: FlatParam, original: ParamInfo, value: Any) -> Any:
     """A ``ShardedTensor`` as flatparam cuts it, of one that an extension has cut. Others as they are."""
-    extension = segment.extension_of(original)
+    extension = flat_param.extension_of(original)
     if extension is None or not isinstance(value, ShardedTensor):
         return value
     return _ext_pre_load_state_dict_transform(value, extension)[0]
 
 
-def _splits(segment: Segment) -> list[Any]:
+def _splits(flat_param: FlatParam) -> list[Any]:
     """How a mesh's dimensions have a tensor: over all of them, if that many ranks share the shard, or the last one."""
-    mesh = segment.placement.mesh
-    if mesh.size() == segment.placement.shards:
+    mesh = flat_param.placement.mesh
+    if mesh.size() == flat_param.placement.shards:
         return [Split(0)] * mesh.ndim
     return [Replicate()] * (mesh.ndim - 1) + [Split(0)]
 
 
-def _cuts_of(segment: Segment, rank: int) -> list[tuple[int, int]]:
+def _cuts_of(flat_param: FlatParam, rank: int) -> list[tuple[int, int]]:
     """``(into how many parts, which of them)``, one cut after the other, for a rank counted in the world."""
-    placement = segment.placement
+    placement = flat_param.placement
     if placement.mesh is None:
         return [(placement.shards, dist.get_group_rank(placement.optim, rank))]  # type: ignore[arg-type]
     places = _places.setdefault(placement.mesh, {})
     if rank not in places:
         places[rank] = (placement.mesh.mesh == rank).nonzero()[0].tolist()
-    splits = enumerate(_splits(segment))
+    splits = enumerate(_splits(flat_param))
     return [(placement.mesh.size(i), places[rank][i]) for i, split in splits if isinstance(split, Split)]
 
 
@@ -135,19 +135,19 @@ def _rows_of(rows: int, cuts: list[tuple[int, int]]) -> tuple[int, int]:
     return first, last
 
 
-def check_rows(name: str, segment: Segment, original: Original, value: Any) -> None:
+def check_rows(name: str, flat_param: FlatParam, original: ParamInfo, value: Any) -> None:
     """Raises: StateError naming the parameter unless ``value`` has the rows that ``cut_rows`` would give this rank."""
-    extension = segment.extension_of(original)
+    extension = flat_param.extension_of(original)
     if isinstance(value, DTensor) and extension is not None:
         if isinstance(extension, DTensorExtensions):
-            _check_rows_of_slice(name, segment, original, value)
+            _check_rows_of_slice(name, flat_param, original, value)
         return
-    value = without_extension(segment, original, value)
+    value = without_extension(flat_param, original, value)
     shape = shape_of(value)
     assert shape is not None
-    first, last = _rows_of(shape[0], _cuts_of(segment, dist.get_rank()))
+    first, last = _rows_of(shape[0], _cuts_of(flat_param, dist.get_rank()))
     if isinstance(value, DTensor):
-        if list(value.placements) != (_splits(segment) if segment.placement.mesh is not None else [Split(0)]):
+        if list(value.placements) != (_splits(flat_param) if flat_param.placement.mesh is not None else [Split(0)]):
             raise StateError(f"`{name}` is a DTensor with placements {value.placements}, not of rows as saved here")
         found = tuple(value.to_local().shape)
     else:
@@ -167,8 +167,8 @@ def check_rows(name: str, segment: Segment, original: Original, value: Any) -> N
         )
 
 
-def _check_rows_of_slice(name: str, segment: Segment, original: Original, value: DTensor) -> None:
-    root = segment.placement.mesh._get_root_mesh()
+def _check_rows_of_slice(name: str, flat_param: FlatParam, original: ParamInfo, value: DTensor) -> None:
+    root = flat_param.placement.mesh._get_root_mesh()
     expected: list[Any] = [Replicate()] * root.ndim
     expected[0 if original.form is None else -2] = Split(0)
     if original.form is not None:
@@ -180,7 +180,7 @@ def _check_rows_of_slice(name: str, segment: Segment, original: Original, value:
         )
 
 
-def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, Held, Any]]) -> None:
+def agree_on_rows(what: str, units: list[Unit], checked: Iterable[tuple[str, LocalParam, Any]]) -> None:
     """Raises: RuntimeError on every rank for what ``checked`` raises on one of them, and where its values differ.
 
     ``checked``: what a state has under a name for a parameter; of tensors shape and dtype count, and strings.
@@ -207,28 +207,30 @@ def local_rows(value: Any) -> Tensor | None:
 
 
 @torch.no_grad()
-def gathered_rows(segment: Segment, values: Mapping[Held, Any], dtype: torch.dtype) -> Iterator[tuple[Held, Tensor]]:
+def gathered_rows(
+    flat_param: FlatParam, values: Mapping[LocalParam, Any], dtype: torch.dtype
+) -> Iterator[tuple[LocalParam, Tensor]]:
     """Whole tensors of rows that all ranks have. A collective call; each tensor is a view of what it gathered."""
-    group = segment.placement.optim
+    group = flat_param.placement.optim
     assert group is not None
-    cuts = [_cuts_of(segment, rank) for rank in dist.get_process_group_ranks(group)]
+    cuts = [_cuts_of(flat_param, rank) for rank in dist.get_process_group_ranks(group)]
     parts = {param: [_rows_of(param.shape[0], cut) for cut in cuts] for param in values}
     widths = {param: row_numel(param.shape) for param in values}
-    starts: dict[Held, int] = {}
+    starts: dict[LocalParam, int] = {}
     total = 0
     for param, ranges in parts.items():
         starts[param] = total
         total += max(last - first for first, last in ranges) * widths[param]
-    mine = torch.zeros(total, dtype=dtype, device=segment.device)
+    mine = torch.zeros(total, dtype=dtype, device=flat_param.device)
     for param, value in values.items():
         rows = local_rows(value)
         if rows is not None and rows.numel():
             mine.narrow(0, starts[param], rows.numel()).copy_(rows.reshape(-1))
-    whole = torch.empty(total * len(cuts), dtype=dtype, device=segment.device)
-    sequence = checked_collectives.before(segment, _C.EVENT_GATHERS_OUTSIDE, segment.device)
-    torch_collectives.all_gather(as_sent(whole), as_sent(mine), group, sequence)
+    whole = torch.empty(total * len(cuts), dtype=dtype, device=flat_param.device)
+    trace = checked_collectives.before(flat_param, _C.EVENT_GATHERS_OUTSIDE, flat_param.device)
+    torch_collectives.all_gather(as_sent(whole), as_sent(mine), group, trace)
     for param, ranges in parts.items():
-        found = torch.empty(param.shape, dtype=dtype, device=segment.device)
+        found = torch.empty(param.shape, dtype=dtype, device=flat_param.device)
         for number, (first, last) in enumerate(ranges):
             rows = whole.narrow(0, number * total + starts[param], (last - first) * widths[param])
             found[first:last].copy_(rows.view(last - first, *param.shape[1:]))
@@ -240,16 +242,16 @@ def plain_state(table: Table, full: Mapping[str, Any]) -> dict[str, Any]:
     state = {}
     for name, values in full.get("state", {}).items():
         param = table.by_name.get(name)
-        if param is None or param.segment is None:
+        if param is None or param.flat_param is None:
             state[name] = values
             continue
-        original, extension = param.original, param.segment.extension_of(param.original)
+        original, extension = param.original, param.flat_param.extension_of(param.original)
         may_differ = original.form is not None or extension is not None
         state[name] = {k: _plain(original, extension, v) for k, v in values.items()} if may_differ else values
     return {**full, "state": state} if "state" in full else dict(full)
 
 
-def _plain(original: Original, extension: FSDPExtensions | None, value: Any) -> Any:
+def _plain(original: ParamInfo, extension: FSDPExtensions | None, value: Any) -> Any:
     if is_rows(value) and not is_whole(original, value):
         cut_so = extension is not None and shape_of(value) == original.full_shape
         return Like(tuple(original.shape), dtype_of(value)) if cut_so else value
@@ -260,21 +262,23 @@ def from_rows(table: Table, state: Mapping[str, Mapping[str, Any]]) -> Fetch:
     """Of a sharded state, which ``cut`` takes. The fetches are collective calls."""
     whole = by_first_name(table, state)
 
-    def fetch(number: int, key: str, dtype: torch.dtype, params: list[Held]) -> Iterator[tuple[Held, Tensor]]:
-        segment = table.segments[number]
-        rows: dict[Held, Any] = {}
+    def fetch(
+        number: int, key: str, dtype: torch.dtype, params: list[LocalParam]
+    ) -> Iterator[tuple[LocalParam, Tensor]]:
+        flat_param = table.flat_params[number]
+        rows: dict[LocalParam, Any] = {}
         for param in params:
-            value = without_extension(segment, param.original, whole[param.name][key])
-            extension = segment.extension_of(param.original)
+            value = without_extension(flat_param, param.original, whole[param.name][key])
+            extension = flat_param.extension_of(param.original)
             if is_whole(param.original, value):
                 yield param, piece_of(param, param.original.plain(value))
             elif isinstance(value, DTensor) and extension is not None:
-                yield param, piece_of(param, whole_by(extension, segment, value))
+                yield param, piece_of(param, whole_by(extension, flat_param, value))
             elif is_rows(value):
                 rows[param] = value
             else:
                 yield param, piece_of(param, value)
-        for param, value in gathered_rows(segment, rows, dtype) if rows else ():
+        for param, value in gathered_rows(flat_param, rows, dtype) if rows else ():
             yield param, piece_of(param, value)
 
     return fetch

@@ -10,8 +10,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from ...common.tensors import refuse_freed
-from ..sharding.flat_param import Segment
-from ..sharding.parameters import Original
+from ..sharding.flat_param import FlatParam
+from ..sharding.parameters import ParamInfo
 from ..unit.base import Wrapper
 from ..unit.local_params import managed_places, unit_paths
 from ..unit.unit import Unit
@@ -78,15 +78,15 @@ class Before:
     """The values that ``module`` has now: this rank's shards, and what ``units``, those in it, do not manage."""
 
     def __init__(self, module: nn.Module, units: list[Unit]):
-        self._units = [(unit, unit.apart) for unit in units]
-        self._shards: list[tuple[Segment, Tensor]] = []
-        self._templates: list[tuple[Original, Tensor | None]] = []
+        self._units = [(unit, unit.mismatched) for unit in units]
+        self._shards: list[tuple[FlatParam, Tensor]] = []
+        self._templates: list[tuple[ParamInfo, Tensor | None]] = []
         self._others: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for unit in units:
-            unit.look_over()
-            for segment in unit.segments:
-                self._shards.append((segment, segment.flat.detach().clone()))
-                self._templates += [(original, original.template) for original in segment.originals]
+            unit.sync_user_writes()
+            for flat_param in unit.flat_params:
+                self._shards.append((flat_param, flat_param.flat.detach().clone()))
+                self._templates += [(original, original.template) for original in flat_param.originals]
         self._beside = Beside(module)
         self._kept: list[tuple[nn.Module, Any]] = []  # beside tensors
         managed = managed_places(units)
@@ -105,11 +105,11 @@ class Before:
     @torch.no_grad()
     def restore(self) -> None:
         """Let the module have them again."""
-        for segment, shard in self._shards:
-            segment.flat.detach().copy_(shard)
+        for flat_param, shard in self._shards:
+            flat_param.flat.detach().copy_(shard)
         for unit, apart in self._units:
             unit.filled()
-            unit.apart = apart
+            unit.mismatched = apart
         for original, template in self._templates:
             original.template = template
         for mapping, name, tensor, value in self._others:

@@ -10,31 +10,31 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 
-from ..sharding.flat_param import Segment
-from ..unit.local_params import Held, held_by, unit_paths
+from ..sharding.flat_param import FlatParam
+from ..unit.local_params import LocalParam, local_params_of, unit_paths
 from ..unit.unit import Unit
 
 
 @dataclass(eq=False)
-class Stepped:
+class SteppedParam:
     """What an optimizer steps: one original parameter, all of a flat one, or a parameter that no unit manages."""
 
     tensor: Tensor
-    params: list[Held]
-    place: tuple[int, int] | None = None  # (which segment, which original; -1: all of them)
+    params: list[LocalParam]
+    place: tuple[int, int] | None = None  # (which flat parameter, which original; -1: all of them)
 
     @property
-    def segment(self) -> Segment | None:
-        return self.params[0].segment
+    def flat_param(self) -> FlatParam | None:
+        return self.params[0].flat_param
 
     @property
     def is_sharded(self) -> bool:
-        return self.segment is not None and self.segment.is_sharded
+        return self.flat_param is not None and self.flat_param.is_sharded
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of a tensor that is like what this rank steps."""
-        here = self.params[0].here
+        here = self.params[0].shard_slice
         if here is None or self.is_flat:
             return tuple(self.tensor.shape)
         return here.shape if here.shape or not self.is_sharded else (1,)
@@ -55,30 +55,32 @@ class Table:
 
     model: nn.Module
     units: list[Unit] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    params: list[Held] = field(default_factory=list)
-    by_name: dict[str, Held] = field(default_factory=dict)
-    _stepped: dict[int, Stepped] = field(default_factory=dict)
+    flat_params: list[FlatParam] = field(default_factory=list)
+    params: list[LocalParam] = field(default_factory=list)
+    by_name: dict[str, LocalParam] = field(default_factory=dict)
+    _stepped: dict[int, SteppedParam] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.params = list(held_by(self.model, buffers=False))
+        self.params = list(local_params_of(self.model, buffers=False))
         self.units = list(unit_paths(self.model))
-        self.segments = [segment for unit in self.units for segment in unit.segments]
-        places = {segment: place for place, segment in enumerate(self.segments)}
+        self.flat_params = [flat_param for unit in self.units for flat_param in unit.flat_params]
+        places = {flat_param: place for place, flat_param in enumerate(self.flat_params)}
         for param in self.params:
-            if param.segment is not None and not param.segment.use_orig_params:
-                one = self._stepped.setdefault(id(param.owner), Stepped(param.owner, [], (places[param.segment], -1)))
+            if param.flat_param is not None and not param.flat_param.use_orig_params:
+                one = self._stepped.setdefault(
+                    id(param.owner), SteppedParam(param.owner, [], (places[param.flat_param], -1))
+                )
                 one.params.append(param)
             else:
-                place = None if param.segment is None else (places[param.segment], param.number)
-                self._stepped[id(param.owner)] = Stepped(param.owner, [param], place)
+                place = None if param.flat_param is None else (places[param.flat_param], param.number)
+                self._stepped[id(param.owner)] = SteppedParam(param.owner, [param], place)
         self.by_name = {name: param for param in self.params for name in param.names}
 
-    def all_stepped(self) -> list[Stepped]:
+    def all_stepped(self) -> list[SteppedParam]:
         """What an optimizer of all parameters steps, in the order of the table."""
         return list(self._stepped.values())
 
-    def keys(self, groups: list[list[Stepped]], named: bool) -> dict[Stepped, Any]:
+    def keys(self, groups: list[list[SteppedParam]], named: bool) -> dict[SteppedParam, Any]:
         """What an optimizer's state has for keys: numbers, or with ``named`` names as the model has them now."""
         stepped = [one for group in groups for one in group]
         if not named:
@@ -86,7 +88,7 @@ class Table:
         names = {id(param): name for name, param in self.model.named_parameters()}
         return {one: names[id(one.tensor)] for one in stepped}
 
-    def stepped(self, tensor: Tensor) -> Stepped:
+    def stepped(self, tensor: Tensor) -> SteppedParam:
         """Raises: ValueError for a tensor that is no parameter of the model."""
         found = self._stepped.get(id(tensor))
         if found is None:
@@ -95,7 +97,7 @@ class Table:
             )
         return found
 
-    def groups(self, given: Any) -> list[list[Stepped]]:
+    def groups(self, given: Any) -> list[list[SteppedParam]]:
         """What is stepped, by group of ``given``: an optimizer, or what one was made from; None: all parameters."""
         if hasattr(given, "param_groups"):
             groups = [group["params"] for group in given.param_groups]

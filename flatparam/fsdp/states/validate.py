@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..names import clean_tensor_name
 from ..sharding.unit_description import digest_of
-from ..unit.local_params import held_by
+from ..unit.local_params import local_params_of
 from ..unit.unit import Unit
 from .entries import is_own
 from .loading import Values, kind_of, units_by_name
@@ -28,12 +28,17 @@ def checked_values(module: nn.Module, state: Mapping[str, Any], compared: set[Un
     Raises: RuntimeError for a tensor that ``module`` has in another kind of dtype, or that is cut off. Kinds are those
     of load_safetensors: floating, complex, and the rest, of which a dtype may only hold more.
     """
-    held = list(held_by(module))
+    held = list(local_params_of(module))
     units = units_by_name(held)
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     dtypes = {clean_tensor_name(name): tensor.dtype for name, tensor in named}
     dtypes |= {name: one.owner.dtype for one in held for name in one.names}
-    places = {name: (one.segment, one.here) for one in held if one.segment and one.here for name in one.names}
+    places = {
+        name: (one.flat_param, one.shard_slice)
+        for one in held
+        if one.flat_param and one.shard_slice
+        for name in one.names
+    }
     first = {name: one.name for one in held for name in one.names}
     found: dict[str, set[str]] = {}  # by first name, as a rank may have a value under another name of a tied parameter
     for key, value in state.items():

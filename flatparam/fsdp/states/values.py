@@ -13,8 +13,8 @@ from torch import Tensor
 from ...common.torch_private import ShardedTensor
 from ..errors import StateError
 from ..sharding.parameters import same_bytes
-from ..unit.local_params import Held
-from .table import Stepped, Table
+from ..unit.local_params import LocalParam
+from .table import SteppedParam, Table
 
 Shape = tuple[int, ...]
 
@@ -111,7 +111,7 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     that is like another parameter.
     """
     held = {name: values for name, values in state.items() if name in table.by_name}
-    shapes = {name: shapes_of(values) for name, values in held.items() if table.by_name[name].segment is not None}
+    shapes = {name: shapes_of(values) for name, values in held.items() if table.by_name[name].flat_param is not None}
     by_key = _by_key((table.by_name[name].shape, of_keys) for name, of_keys in shapes.items())
     constant = _of_one_shape(by_key)
     likes = _keys_like_params(by_key, constant)
@@ -147,9 +147,9 @@ def classify(table: Table, state: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return found
 
 
-def by_gather(found: Mapping[Stepped, Described]) -> list[tuple[tuple[int, str, torch.dtype], list[Stepped]]]:
-    """What one gather brings: the segment's number, key and dtype, and whose tensors. Alike on all ranks."""
-    members: dict[tuple[int, str, torch.dtype], list[Stepped]] = {}
+def by_gather(found: Mapping[SteppedParam, Described]) -> list[tuple[tuple[int, str, torch.dtype], list[SteppedParam]]]:
+    """What one gather brings: the flat parameter's number, key and dtype, and whose tensors. Alike on all ranks."""
+    members: dict[tuple[int, str, torch.dtype], list[SteppedParam]] = {}
     for one, values in found.items():
         for key, value in values.items():
             if isinstance(value, Like) and one.place is not None:
@@ -204,19 +204,19 @@ def _is_made_of(shape: Shape, whole: Shape) -> bool:
     return fits and len(kept) > 0 and all(one in sizes for one in kept)
 
 
-def _is_cut(param: Held) -> bool:
+def _is_cut(param: LocalParam) -> bool:
     """Whether no optimizer has all of it, in its own shape and nothing else."""
-    segment = param.segment
-    assert segment is not None
-    if not segment.use_orig_params:
-        return segment.is_sharded or len(segment.originals) > 1
-    begin, length = segment.layout.offsets[param.number], segment.layout.shard_numel
+    flat_param = param.flat_param
+    assert flat_param is not None
+    if not flat_param.use_orig_params:
+        return flat_param.is_sharded or len(flat_param.originals) > 1
+    begin, length = flat_param.layout.offsets[param.number], flat_param.layout.shard_numel
     numel = math.prod(param.shape)
     ends_there = numel == 0 or begin // length == (begin + numel - 1) // length
-    return segment.is_sharded and not (segment.in_rows[param.number] and ends_there)
+    return flat_param.is_sharded and not (flat_param.in_rows[param.number] and ends_there)
 
 
-def _may_be_other(param: Held, shape: Shape, constant: Iterable[str], key: str) -> bool:
+def _may_be_other(param: LocalParam, shape: Shape, constant: Iterable[str], key: str) -> bool:
     """Whether a tensor may be of another shape than its parameter by intent, and not that of another model."""
     if key in constant or len(shape) != len(param.shape):
         return True

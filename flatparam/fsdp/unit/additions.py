@@ -25,7 +25,7 @@ from .unit import Unit
 
 def take_out(unit: Unit, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
     """Refuse steps of optimizers that hold what ``unit`` has replaced; ``before``: its parameters, by their places."""
-    names = (name for segment in unit.segments for original in segment.originals for name in original.names)
+    names = (name for flat_param in unit.flat_params for original in flat_param.originals for name in original.names)
     had = ((before.get((name.module, name.name)), name) for name in names)
     replaced = [
         (param, name.fqn)
@@ -58,13 +58,13 @@ def watch_registrations() -> None:
     register_module_module_registration_hook(_on_module)
 
 
-def close(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
+def seal(unit: Unit, modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
     """Nothing that trains may be added to ``modules`` any more, which are of ``unit``; ``ignored``: what it may be."""
     owner = weakref.ref(unit)
     _inside.update((module, (owner, ignored)) for module in modules)
 
 
-def closed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
+def sealed(unit: Unit, modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of ``modules`` that nothing may be added to because they are of ``unit``."""
     return [module for module in modules if _unit_of(module)[0] is unit]
 
@@ -85,7 +85,7 @@ def _on_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
         if owner_of_param(param) is None:
             _check(unit, ignored, module, f"{name}.{path}", param, None)
     if empty:  # parameters may come later
-        close(unit, added.modules(), ignored)
+        seal(unit, added.modules(), ignored)
 
 
 def _unit_of(module: nn.Module) -> tuple[Unit | None, set[nn.Parameter]]:
@@ -99,7 +99,7 @@ def _check(
     """Raises: ValueError naming what was added and where. ``own_name``: of a parameter of ``module`` itself."""
     if not param.requires_grad or param in ignored or isinstance(param, FlatParameter):
         return
-    if any(param is segment.flat for segment in unit.segments):
+    if any(param is flat_param.flat for flat_param in unit.flat_params):
         return  # a copied one is no FlatParameter to isinstance()
     if own_name is not None and (module, own_name) in unit.places:
         return  # in the place of one of the unit's

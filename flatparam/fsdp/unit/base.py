@@ -17,9 +17,9 @@ from ..api import ShardingStrategy, TrainingState
 from ..desync import torch_collectives
 from ..errors import StateError
 from ..names import FSDP_WRAPPED_MODULE, without_wrappers
-from ..sharding.parameters import Original
+from ..sharding.parameters import ParamInfo
 from ..sharding.placement import Placement
-from .marks import Marks
+from .markers import RefusingMarkers
 from .memory_plan import MemoryPlan, plan_of_unit, plan_tree
 from .printed import ShowingFreed, of_unit
 from .shard_map import ShardMap, shard_map
@@ -27,7 +27,7 @@ from .summon import Summoned
 from .unit import Unit, units_of
 
 
-class Wrapper(Marks, nn.Module):
+class Wrapper(RefusingMarkers, nn.Module):
     """The attributes of a wrapper, and its questions, which change nothing."""
 
     limit_all_gathers: bool
@@ -44,7 +44,7 @@ class Wrapper(Marks, nn.Module):
     _ignored_params: set[nn.Parameter]
     _in_full = False  # now
     _loading: Summoned | None = None
-    _missing: list[Original]  # in the local state dict that is loaded
+    _missing: list[ParamInfo]  # in the local state dict that is loaded
     _moves_to: torch.device | None = None  # inputs of the root
     _outer: weakref.ref[Any] | None = None
     _placement: Placement
@@ -90,7 +90,7 @@ class Wrapper(Marks, nn.Module):
 
     def _forget_interrupted(self) -> None:
         """After an exception in a backward the modules shall have their parameters again."""
-        root = self._unit.step.root
+        root = self._unit.core.root
         if root is not None and root.state == "INTERRUPTED":
             root.recover()
 
@@ -156,7 +156,7 @@ class Wrapper(Marks, nn.Module):
         unit = self._unit
         if unit.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS
-        if unit.step.root is not None and unit.step.root.state in ("FORWARD", "BACKWARD"):
+        if unit.core.root is not None and unit.core.root.state in ("FORWARD", "BACKWARD"):
             return TrainingState.FORWARD_BACKWARD
         return TrainingState.IDLE
 
@@ -195,8 +195,8 @@ class Wrapper(Marks, nn.Module):
     def compute_device(self) -> torch.device:
         """Where forward and backward of this unit run; if it has no parameters, those of the units below."""
         for unit in units_of(self.modules()):
-            for segment in unit.segments:
-                return segment.device
+            for flat_param in unit.flat_params:
+                return flat_param.device
         return next((param.device for param in self.module.parameters()), torch.device("cpu"))
 
     # Names of torch 1.12
@@ -224,7 +224,7 @@ class Wrapper(Marks, nn.Module):
     @property
     def numel_padded_per_param(self) -> list[int]:
         """Of each flat parameter of this unit: how many elements at the end of this rank's shard are padding."""
-        return [segment.layout.shard(segment.placement.rank).padding for segment in self._unit.segments]
+        return [flat_param.layout.shard(flat_param.placement.rank).padding for flat_param in self._unit.flat_params]
 
     @property
     def device_id(self) -> torch.device | None:

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 from ... import _C
 from ...common.tensors import lacks_memory, refuse_freed
 from ..desync import checked_collectives
-from ..sharding.flat_param import Segment
+from ..sharding.flat_param import FlatParam
 
 
 class Members(NamedTuple):
     """Parameters that the same ranks share.
 
-    ``segment``: of the first, if a group shares them; ``across``: the group of a DTensor's mesh that cuts them, too.
+    ``flat_param``: of the first, if a group shares them; ``across``: the group of a DTensor's mesh that cuts them, too.
     """
 
-    segment: Segment | None
+    flat_param: FlatParam | None
     params: list[Any]
     across: Any
 
@@ -31,43 +31,43 @@ class Members(NamedTuple):
 _WIDE = {torch.float64, torch.complex128}
 
 
-def by_group(params: Iterable[tuple[Segment | None, Any]]) -> list[Members]:
-    """``params``, each behind its segment, by who shares them; those that a mesh cuts as what has their gradients."""
+def by_group(params: Iterable[tuple[FlatParam | None, Any]]) -> list[Members]:
+    """``params``, each behind its flat parameter, by their groups; those that a mesh cuts like their gradients."""
     found: dict[Any, Members] = {}
-    plain: dict[Segment | None, list[Any]] = {}
-    cuts: dict[Segment, dict[int, Any]] = {}  # by original parameter
+    plain: dict[FlatParam | None, list[Any]] = {}
+    cuts: dict[FlatParam, dict[int, Any]] = {}  # by original parameter
 
-    def members_of(segment: Segment | None, across: Any) -> list[Any]:
-        shared = None if segment is None or not segment.is_sharded else segment
+    def members_of(flat_param: FlatParam | None, across: Any) -> list[Any]:
+        shared = None if flat_param is None or not flat_param.is_sharded else flat_param
         group = None if shared is None else shared.placement.optim
         return found.setdefault((group, across), Members(shared, [], across)).params
 
-    for segment, param in params:
+    for flat_param, param in params:
         if param.grad is not None and lacks_memory(param.grad):
-            refuse_freed(param.grad, f"the gradient of {_called(segment, param)}")
-        if segment is None and isinstance(param, DTensor):
+            refuse_freed(param.grad, f"the gradient of {_called(flat_param, param)}")
+        if flat_param is None and isinstance(param, DTensor):
             grad: Any = param.grad
             members_of(None, _across(param._spec)).append(_having(None if grad is None else grad.to_local(), param))
-        elif segment is None or not segment.has_forms:
-            if segment not in plain:
-                plain[segment] = members_of(segment, None)
-            plain[segment].append(param)
-        elif segment.use_orig_params:
-            if segment not in cuts:
-                cuts[segment] = {id(one.param): _across(one.form and one.form.kept) for one in segment.originals}
-            members_of(segment, cuts[segment][id(param)]).append(param)
+        elif flat_param is None or not flat_param.has_forms:
+            if flat_param not in plain:
+                plain[flat_param] = members_of(flat_param, None)
+            plain[flat_param].append(param)
+        elif flat_param.use_orig_params:
+            if flat_param not in cuts:
+                cuts[flat_param] = {id(one.param): _across(one.form and one.form.kept) for one in flat_param.originals}
+            members_of(flat_param, cuts[flat_param][id(param)]).append(param)
         else:
-            for here in segment.here():
+            for here in flat_param.shard_slices():
                 form = here.original.form
                 piece = None if param.grad is None or here.numel < 0 else here.of(param.grad)
-                members_of(segment, _across(form and form.kept)).append(_having(piece, param))
-    return sorted(found.values(), key=lambda members: members.segment is None)
+                members_of(flat_param, _across(form and form.kept)).append(_having(piece, param))
+    return sorted(found.values(), key=lambda members: members.flat_param is None)
 
 
-def _called(segment: Segment | None, param: Tensor) -> str:
-    if segment is not None and not segment.use_orig_params:
-        return f"the shard that holds `{segment.originals[0].fqn}`"
-    for original in () if segment is None else segment.originals:
+def _called(flat_param: FlatParam | None, param: Tensor) -> str:
+    if flat_param is not None and not flat_param.use_orig_params:
+        return f"the shard that holds `{flat_param.originals[0].fqn}`"
+    for original in () if flat_param is None else flat_param.originals:
         if original.param is param:
             return f"`{original.fqn}`"
     return f"a parameter of shape {tuple(param.shape)}"
@@ -106,9 +106,9 @@ def clip(
     if not norm_type > 0:
         raise ValueError(f"expected norm_type to be above 0, or infinity, got {norm_type}")
     params = [param for group in groups for param in group.params]
-    if all(group.segment is None and group.across is None for group in groups):
+    if all(group.flat_param is None and group.across is None for group in groups):
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-    device = next((group.segment.device for group in groups if group.segment is not None), params[0].device)
+    device = next((group.flat_param.device for group in groups if group.flat_param is not None), params[0].device)
     is_wide = not _WIDE.isdisjoint({param.dtype for param in params})  # on every rank alike
     is_max = norm_type == math.inf
     total: Tensor | None = None
@@ -117,8 +117,8 @@ def clip(
         if is_max:  # a MAX may drop NaN: whether there is any goes along
             norm = torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan().to(norm.dtype)])
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        if group.segment is not None:
-            checked_collectives.all_reduce(norm, op, group.segment, _C.EVENT_CLIPS)
+        if group.flat_param is not None:
+            checked_collectives.all_reduce(norm, op, group.flat_param, _C.EVENT_CLIPS)
         if group.across is not None:
             checked_collectives.wait(
                 checked_collectives.issue(dist.all_reduce, norm, op=op, group=group.across), group.across, device

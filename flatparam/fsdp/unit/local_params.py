@@ -13,18 +13,18 @@ from torch import Tensor
 from ...common.dense import Dense
 from ...common.tensors import is_dense, refuse_freed
 from ..names import clean_tensor_name, join
-from ..sharding.flat_param import Here, Segment
-from ..sharding.parameters import Original
+from ..sharding.flat_param import FlatParam, ShardSlice
+from ..sharding.parameters import ParamInfo
 from .unit import Unit, units_of
 
 
 @dataclass(eq=False)
-class Held:
+class LocalParam:
     """One parameter or buffer of the unwrapped model: elements ``[start, start + numel)`` of it, in its memory order.
 
-    ``names``: all that it has there; ``owner``: what an optimizer has in its place: itself or the flat parameter;
+    ``names``: all that it has there; ``owner``: the tensor that the optimizer steps: itself, or its flat parameter;
     ``shape`` and ``stride`` of the whole; ``unit``: what manages it, if anything does, as original ``number`` of
-    ``segment``; ``here``: where the shard has it.
+    ``flat_param``; ``shard_slice``: where the shard has it.
     """
 
     names: list[str]
@@ -32,9 +32,9 @@ class Held:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     unit: Unit | None = None
-    segment: Segment | None = None
+    flat_param: FlatParam | None = None
     number: int = 0
-    here: Here | None = None
+    shard_slice: ShardSlice | None = None
     start: int = 0
     is_buffer: bool = False
     _dense: Dense | None = None  # cached properties take longer, where there are thousands
@@ -47,27 +47,31 @@ class Held:
     @property
     def numel(self) -> int:
         """How many of its elements are here."""
-        return math.prod(self.shape) if self.here is None else max(0, self.here.numel)
+        return math.prod(self.shape) if self.shard_slice is None else max(0, self.shard_slice.numel)
 
     @property
-    def original(self) -> Original:
+    def original(self) -> ParamInfo:
         """Of one that a unit manages."""
-        assert self.here is not None
-        return self.here.original
+        assert self.shard_slice is not None
+        return self.shard_slice.original
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold different elements."""
-        return self.segment is not None and self.segment.is_sharded
+        return self.flat_param is not None and self.flat_param.is_sharded
 
     @property
     def offset(self) -> int:
         """Where in ``owner``'s memory its elements begin."""
-        return 0 if self.here is None or self.segment is None or self.segment.use_orig_params else self.here.start
+        return (
+            0
+            if self.shard_slice is None or self.flat_param is None or self.flat_param.use_orig_params
+            else self.shard_slice.start
+        )
 
     @property
     def has_values(self) -> bool:
-        return self.here is None or self.here.original.template is None
+        return self.shard_slice is None or self.shard_slice.original.template is None
 
     @property
     def dense(self) -> Dense:
@@ -84,8 +88,8 @@ class Held:
         return self._flat
 
     def _find_flat(self) -> Tensor:
-        if self.here is not None and self.segment is not None:
-            return self.segment.flat.detach().narrow(0, self.here.start, self.numel)
+        if self.shard_slice is not None and self.flat_param is not None:
+            return self.flat_param.flat.detach().narrow(0, self.shard_slice.start, self.numel)
         if self.owner.is_meta or not is_dense(self.owner) or self.owner.is_conj() or self.owner.is_neg():
             where = "on the meta device" if self.owner.is_meta else "not dense, or a conjugate or negative view"
             raise ValueError(f"`{self.name}` is {where}: replace it first")
@@ -94,40 +98,40 @@ class Held:
 
     def piece_of(self, shard: Tensor) -> Tensor:
         """What a tensor like the shard has of it, in the shape that an optimizer sees."""
-        assert self.here is not None
-        piece = self.here.of(shard)
+        assert self.shard_slice is not None
+        piece = self.shard_slice.of(shard)
         return piece.view(1) if self.is_sharded and not piece.dim() else piece
 
 
-Other = Callable[[str, Tensor], Held | None]
+Other = Callable[[str, Tensor], LocalParam | None]
 
 
-def held_by(
+def local_params_of(
     module: nn.Module,
     *,
     buffers: bool = True,
     other: Other = lambda name, tensor: None,
     name_of: Callable[[str], str] = clean_tensor_name,
-) -> Iterator[Held]:
+) -> Iterator[LocalParam]:
     """What this rank holds of ``module``: first what units manage, in the order of their layouts, then the rest, whole.
 
     The rest is parameters that no unit manages and, with ``buffers``, persistent buffers. ``other``: makes what is held
     of such a tensor, if something else has cut it. ``name_of``: gives each name in ``module`` the one that it has here.
     """
     places = unit_paths(module)
-    alone: dict[int, Held] = {}  # by what is theirs alone
+    alone: dict[int, LocalParam] = {}  # by what is theirs alone
     flat: set[int] = set()
     for unit, paths in places.items():
-        unit.look_over()
-        for segment in unit.segments:
-            for one in _of_segment(unit, paths, segment, name_of):
-                if segment.use_orig_params:
+        unit.sync_user_writes()
+        for flat_param in unit.flat_params:
+            for one in _of_flat_param(unit, paths, flat_param, name_of):
+                if flat_param.use_orig_params:
                     alone[id(one.owner)] = one
                 else:
                     flat.add(id(one.owner))
                 yield one
     managed = managed_places(places)
-    rest: list[Held] = []
+    rest: list[LocalParam] = []
     for path, inner in module.named_modules(remove_duplicate=False):
         tensors: Iterable[tuple[str, Tensor | None]] = inner._parameters.items()
         if buffers:
@@ -140,26 +144,30 @@ def held_by(
             if id(tensor) in alone:
                 alone[id(tensor)].names.append(key)
                 continue
-            one = other(key, tensor) or Held([key], tensor, tuple(tensor.shape), tuple(tensor.stride()))
+            one = other(key, tensor) or LocalParam([key], tensor, tuple(tensor.shape), tuple(tensor.stride()))
             one.is_buffer = not isinstance(tensor, nn.Parameter)
             alone[id(tensor)] = one
             rest.append(one)
     yield from rest
 
 
-def _of_segment(unit: Unit, paths: list[str], segment: Segment, name_of: Callable[[str], str]) -> Iterator[Held]:
-    for number, (here, piece) in enumerate(zip(segment.here(), segment.pieces, strict=True)):
-        original = here.original
+def _of_flat_param(
+    unit: Unit, paths: list[str], flat_param: FlatParam, name_of: Callable[[str], str]
+) -> Iterator[LocalParam]:
+    for number, (shard_slice, piece) in enumerate(zip(flat_param.shard_slices(), flat_param.pieces, strict=True)):
+        original = shard_slice.original
         names = [name_of(join(path, fqn)) for path in paths for fqn in original.fqns]
-        owner = original.param if segment.use_orig_params else segment.flat
+        owner = original.param if flat_param.use_orig_params else flat_param.flat
         start = piece.intra_param_start_idx or 0
-        yield Held(names, owner, tuple(original.shape), original.stride, unit, segment, number, here, start)
+        yield LocalParam(
+            names, owner, tuple(original.shape), original.stride, unit, flat_param, number, shard_slice, start
+        )
 
 
-def refuse_forms(held: Iterable[Held], what: str, instead: str) -> None:
+def refuse_forms(held: Iterable[LocalParam], what: str, instead: str) -> None:
     """Raises: ValueError naming a DTensor, or another parameter in a form of its own, of which this rank has a part."""
     for one in held:
-        if one.here is not None and one.original.form is not None:
+        if one.shard_slice is not None and one.original.form is not None:
             raise ValueError(f"{what}: `{one.name}` is in a form of its own, {one.original.form}: {instead}")
 
 

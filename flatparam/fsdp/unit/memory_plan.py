@@ -40,8 +40,9 @@ class UnitPlan:
     it is reduced, and ``reduced``: into this, where it is not in place; ``kept``: the unsharded gradient between
     micro-batches in ``no_sync``; ``padding``: of the shards of all ranks together, what no parameter has; ``copy``:
     this rank's part of what forward and backward gather from, where that is not the shards, during a step;
-    ``halfway``: what is reduced over further ranks once ``wire`` is freed; ``converted``: ``gradient``, where it is
-    made of what was reduced in another dtype; ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
+    ``halfway``: input and output of the second reduction (over replicas, or the outer group);
+    ``converted``: ``gradient``, where it is made of what was reduced in another dtype;
+    ``copied``: whether ``unpacked`` goes before ``reduced`` comes;
     ``reduces_each``: every micro-batch has ``wire`` and ``reduced``; ``offloads``: whether ``kept`` lies in host memory
     then, but for that of three units; ``on_host``: whether ``shard``, ``gradient`` and ``optimizer`` do.
     """
@@ -335,14 +336,14 @@ def _cleared(plans: tuple[UnitPlan, ...], kept: list[int] | None, prefetch: bool
 
 def plan_of_unit(name: str, unit: Unit, optimizer_bytes: int) -> UnitPlan:
     """``plan_unit`` of a unit that there is. ``optimizer_bytes``: for each element of its shard."""
-    flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.segments]
+    flats = [Flat(s.layout, s.flat.dtype, s.compute_dtype, s.reduce_dtype, s.is_trained) for s in unit.flat_params]
     placement = unit.options.placement
     return plan_unit(
         name,
         flats,
         placement,
         lambda dtype: optimizer_bytes,
-        copy_shards=placement.param_shards if placement.copied else 0,
+        copy_shards=placement.param_shards if placement.has_secondary_shard else 0,
         nested=placement.outer is not None,
         offloads=unit.options.offload_grads,
         on_host=unit.options.device is not None,

@@ -28,16 +28,16 @@ def of_unit(strategy: str, unit: Unit) -> str:
     """The strategy of a unit, its ranks and sizes, in one line; the same for units that are alike."""
     placement = unit.options.placement
     over = f"{placement.shards} rank{'s' if placement.shards > 1 else ''}"
-    if placement.copied:
+    if placement.has_secondary_shard:
         over += f", gathered over {placement.param_shards}"
     if placement.replicas > 1:
         over += f", {placement.replicas} replicas"
-    if not unit.segments:
+    if not unit.flat_params:
         return f"{strategy} over {over}; no parameters of its own"
-    layouts = [segment.layout for segment in unit.segments]
+    layouts = [flat_param.layout for flat_param in unit.flat_params]
     params = sum(len(layout.numels) for layout in layouts)
-    shard = sum(one.layout.shard_numel * one.flat.dtype.itemsize for one in unit.segments)
-    dtypes = ", ".join(dict.fromkeys(of_dtype(one.flat.dtype) for one in unit.segments))
+    shard = sum(one.layout.shard_numel * one.flat.dtype.itemsize for one in unit.flat_params)
+    dtypes = ", ".join(dict.fromkeys(of_dtype(one.flat.dtype) for one in unit.flat_params))
     return (
         f"{strategy} over {over}; {params:,} parameter{'s' if params > 1 else ''} of "
         f"{sum(sum(layout.numels) for layout in layouts):,} elements, in a shard "

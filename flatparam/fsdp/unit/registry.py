@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import _C
 from ...common import optimizers
 from ..names import printable
-from ..sharding.flat_param import Segment
+from ..sharding.flat_param import FlatParam
 from ..sharding.parameters import Options
 
 FREED = (
@@ -28,15 +28,15 @@ class Owner(Protocol):
 
     name: str
     options: Options
-    segments: list[Segment]
-    step: _C.Unit
+    flat_params: list[FlatParam]
+    core: _C.Unit
     summoned: Any
 
     @property
     def places(self) -> set[tuple[nn.Module, str]]:
         """Where modules have original parameters, and by which names."""
 
-    def parameters(self) -> Iterator[tuple[Segment, nn.Parameter]]:
+    def parameters(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
         """The parameters that an optimizer steps."""
 
     def flat_names(self) -> list[str]:
@@ -45,7 +45,7 @@ class Owner(Protocol):
 
 _units: weakref.WeakSet[Owner] = weakref.WeakSet()
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
-_of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its segment)
+_of_params: Any = WeakIdKeyDictionary()  # parameter -> (weak reference to its unit, its name there, its flat parameter)
 
 
 def own(unit: Owner) -> None:
@@ -53,16 +53,16 @@ def own(unit: Owner) -> None:
     _units.add(unit)
     optimizers.note_change()
     owner = weakref.ref(unit)
-    for k, (name, segment) in enumerate(zip(unit.flat_names(), unit.segments, strict=True)):
-        _of_params[segment.flat] = owner, name, k
-        for original in segment.originals:
+    for k, (name, flat_param) in enumerate(zip(unit.flat_names(), unit.flat_params, strict=True)):
+        _of_params[flat_param.flat] = owner, name, k
+        for original in flat_param.originals:
             _of_params[original.param] = owner, original.fqn, k
     for module in {module for module, _ in unit.places}:
         _owners[module] = owner
 
 
 def replace_param(unit: Owner, k: int, fqn: str, old: nn.Parameter, new: nn.Parameter) -> None:
-    """``new`` is the parameter ``fqn`` in the k-th segment of ``unit``, in place of ``old``."""
+    """``new`` is the parameter ``fqn`` in the k-th flat parameter of ``unit``, in place of ``old``."""
     optimizers.note_change()
     _of_params.pop(old, None)
     _of_params[new] = weakref.ref(unit), fqn, k
@@ -95,11 +95,11 @@ def _owners_of(params: Iterable[Tensor]) -> dict[Owner, None]:
 optimizers.find_units(_owners_of)
 
 
-def segment_of(param: Tensor) -> Segment | None:
-    """The segment that ``param``, an original or a flat one, is in."""
+def flat_param_of(param: Tensor) -> FlatParam | None:
+    """The flat parameter that ``param``, an original or a flat one, is in."""
     owner, _, index = _of_params.get(param, (None, "", 0))
     unit = None if owner is None else owner()
-    return None if unit is None else unit.segments[index]
+    return None if unit is None else unit.flat_params[index]
 
 
 def _why_sharded(tensor: Tensor) -> str | None:
@@ -109,7 +109,7 @@ def _why_sharded(tensor: Tensor) -> str | None:
         return printable(FREED.format(unit=owner[0].name, names=f"`{owner[1]}`"))
     storage, at = tensor.untyped_storage()._cdata, tensor.storage_offset()  # of a view of one
     for unit in _units:
-        for here in (here for segment in unit.segments for here in segment.here()):
+        for here in (here for flat_param in unit.flat_params for here in flat_param.shard_slices()):
             piece = here.original.param
             begin = piece.storage_offset()
             if piece.untyped_storage()._cdata == storage and begin <= at < begin + max(1, piece.numel()):

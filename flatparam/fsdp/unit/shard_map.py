@@ -54,22 +54,22 @@ def shard_map(units: Iterable[tuple[str, Unit]]) -> ShardMap:
     """
     found = ShardMap()
     for path, unit in units:
-        for segment in unit.segments:
-            for index, original in enumerate(segment.originals):
+        for flat_param in unit.flat_params:
+            for index, original in enumerate(flat_param.originals):
                 shape = tuple(original.shape) or (1,)
-                for held in segment.layout.ranks_of_param(index):
-                    start = held.start - segment.layout.offsets[index]
+                for held in flat_param.layout.ranks_of_param(index):
+                    start = held.start - flat_param.layout.offsets[index]
                     boxes = tuple(boxes_of_range(shape, start, start + held.numel)) if original.contiguous else None
                     piece = Piece(
                         fqn=join(path, original.fqn),
                         shape=tuple(original.shape),
-                        dtype=segment.flat.dtype,
-                        rank=segment.placement.holder(held.rank),
+                        dtype=flat_param.flat.dtype,
+                        rank=flat_param.placement.holder(held.rank),
                         start=start,
                         numel=held.numel,
                         boxes=boxes,
                         flat_start=held.offset_in_shard,
-                        trained=segment.trains(original),
+                        trained=flat_param.trains(original),
                     )
                     found.append(piece)
     return found

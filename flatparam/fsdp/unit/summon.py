@@ -15,8 +15,8 @@ from ...common.tensors import is_at
 from ..desync import checked_collectives
 from ..errors import StateError
 from ..names import FLAT_PARAM
-from ..sharding.flat_param import Segment
-from ..sharding.parameters import Original, check_not_rounded, same_bytes
+from ..sharding.flat_param import FlatParam
+from ..sharding.parameters import ParamInfo, check_not_rounded, same_bytes
 from .registry import Owner, all_units
 from .unit import Unit
 
@@ -29,7 +29,7 @@ def refuse_unreduced(units: Iterable[Owner], what: str) -> None:
     Raises: StateError naming a unit that has some.
     """
     for unit in units:
-        if unit.step.settle(True):
+        if unit.core.note_user_edits(True):
             raise StateError(
                 f"{what}: gradients of {unit.name} come from no_sync() and are not reduced over the ranks yet, so each "
                 "rank has its own, and those of synced backwards before are put aside: run the last micro-batch "
@@ -57,19 +57,19 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
 
     Raises: ValueError naming a parameter whose gradient no_sync has kept, where that is to be reduced first.
     """
-    if _C.unfit() == 0:
+    if _C.not_steppable() == 0:
         return
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
     for unit in all_units():
-        kept = {tensor.untyped_storage().data_ptr() for tensor in unit.step.kept() if tensor is not None}
-        for segment, param in unit.parameters() if kept else ():
+        kept = {tensor.untyped_storage().data_ptr() for tensor in unit.core.accumulated() if tensor is not None}
+        for flat_param, param in unit.parameters() if kept else ():
             grad = param.grad
             if id(param) not in stepped or grad is None or grad.untyped_storage().data_ptr() not in kept:
                 continue
-            if not unit.step.unreduced:
+            if not unit.core.unreduced:
                 _C.set_grad(param, grad.to(param.dtype))
             else:
-                names = [original.fqn for original in segment.originals if original.param is param]
+                names = [original.fqn for original in flat_param.originals if original.param is param]
                 raise ValueError(
                     f"{type(optimizer).__name__}.step(): the gradient of {names[0] if names else FLAT_PARAM} of "
                     f"{unit.name} comes from no_sync() and is not reduced over the ranks yet: run the last micro-batch "
@@ -87,9 +87,9 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if state.writeback and state.with_grads and unit.options.use_orig_params:
             continue  # whole parameters with whole gradients, written back
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
-        for segment, param in unit.parameters():
+        for flat_param, param in unit.parameters():
             if id(param) in stepped:
-                fqn = next((o.fqn for o in segment.originals if o.param is param), "the flat parameter")
+                fqn = next((o.fqn for o in flat_param.originals if o.param is param), "the flat parameter")
                 raise StateError(
                     f"optimizer.step() inside summon_full_params(): `{fqn}` of {unit.name} is whole there, and its "
                     "optimizer steps the shard, so the step would be lost: step outside of it (or, with "
@@ -101,7 +101,7 @@ class _Written(NamedTuple):
     """What users have put in place of a unit's full parameters, or why that cannot be kept."""
 
     misfit: ValueError | None
-    replaced: list[tuple[int, int, Original, nn.Parameter]]
+    replaced: list[tuple[int, int, ParamInfo, nn.Parameter]]
     writes: list[tuple[Tensor, Tensor]]  # where, what
 
 
@@ -127,18 +127,18 @@ class Summoned:
         self.unit = unit
         self.writeback = writeback
         self.shown = not rank0_only or unit.options.placement.rank == 0
-        self.offload_to_cpu = offload_to_cpu and not any(segment.has_forms for segment in unit.segments)
+        self.offload_to_cpu = offload_to_cpu and not any(flat_param.has_forms for flat_param in unit.flat_params)
         self.with_grads = with_grads
         self.wholes: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []  # of each segment, whole
+        self.gradients: list[Tensor | None] = []  # of each flat parameter, whole
         self.held: list[list[Tensor | None]] = []  # and those that its parameters had before
-        self._shards: list[tuple[Segment, Tensor]] = []  # of the flat parameters that show the whole meanwhile
+        self._shards: list[tuple[FlatParam, Tensor]] = []  # of the flat parameters that show the whole meanwhile
         self.loads = loads
-        self.missing: list[Original] = []  # in what is loaded
+        self.missing: list[ParamInfo] = []  # in what is loaded
         self._made: dict[str, nn.Parameter] = {}  # what modules show that is no original parameter, by name
         self._written: _Written | None = None
         self._tied: ValueError | None = None
-        self.had_views = unit.step.shows_views
+        self.had_views = unit.core.shows_views
         self._is_whole = False  # all of it is shown, and may be written back
 
     @torch.inference_mode(False)  # what parameters point to is used outside of it too
@@ -146,16 +146,16 @@ class Summoned:
     def enter(self) -> None:
         """Gather, and let the modules have full parameters, or after an exception what they had. A collective call."""
         unit = self.unit
-        unit.look_over()
+        unit.sync_user_writes()
         having: list[list[bool]] = []
-        for segment in unit.segments:
-            whole = self._whole(segment, segment.flat.detach())
-            grad, has = self._gather_gradient(segment) if self.with_grads else (None, [])
+        for flat_param in unit.flat_params:
+            whole = self._whole(flat_param, flat_param.flat.detach())
+            grad, has = self._gather_gradient(flat_param) if self.with_grads else (None, [])
             if self.shown:
                 self.wholes.append(whole.cpu() if self.offload_to_cpu else whole)
                 self.gradients.append(grad.cpu() if grad is not None and self.offload_to_cpu else grad)
                 having.append(has)
-                self.held.append([param.grad for param in _owners(unit, segment)])
+                self.held.append([param.grad for param in _owners(unit, flat_param)])
             del whole, grad
         try:
             unit.summoned = self
@@ -169,29 +169,31 @@ class Summoned:
 
     def _show_all(self, having: list[list[bool]]) -> None:
         unit = self.unit
-        for segment, whole in zip(unit.segments, self.wholes, strict=True):
-            if segment.is_sharded and whole.device == segment.flat.device and not self.loads:
-                self._shards.append((segment, segment.flat.data))
-                segment.flat.data = whole.narrow(0, 0, segment.layout.numel)
+        for flat_param, whole in zip(unit.flat_params, self.wholes, strict=True):
+            if flat_param.is_sharded and whole.device == flat_param.flat.device and not self.loads:
+                self._shards.append((flat_param, flat_param.flat.data))
+                flat_param.flat.data = whole.narrow(0, 0, flat_param.layout.numel)
         unit.unregister_flat()
-        unit.step.put(False)
-        for segment, whole, grad, has in zip(unit.segments, self.wholes, self.gradients, having, strict=True):
-            for original, value in zip(segment.originals, segment.unsharded(whole), strict=True):
-                self._show(original, value, segment.trains(original))
+        unit.core.put(False)
+        for flat_param, whole, grad, has in zip(unit.flat_params, self.wholes, self.gradients, having, strict=True):
+            for original, value in zip(flat_param.originals, flat_param.unsharded(whole), strict=True):
+                self._show(original, value, flat_param.trains(original))
             if grad is not None:
-                for original, value, is_there in zip(segment.originals, segment.unsharded(grad), has, strict=True):
+                for original, value, is_there in zip(
+                    flat_param.originals, flat_param.unsharded(grad), has, strict=True
+                ):
                     if is_there:
                         _set_grad(original, value)
 
-    def _keeps(self, segment: Segment) -> bool:
+    def _keeps(self, flat_param: FlatParam) -> bool:
         """Whether what is written stays: always where users have the memory that is trained."""
-        return self.writeback or not (segment.is_sharded or self.unit.options.offload_params)
+        return self.writeback or not (flat_param.is_sharded or self.unit.options.offload_params)
 
-    def _whole(self, segment: Segment, shard: Tensor) -> Tensor:
-        whole = segment.gather(shard)
-        return whole if segment.is_sharded or self._keeps(segment) else whole.clone()
+    def _whole(self, flat_param: FlatParam, shard: Tensor) -> Tensor:
+        whole = flat_param.gather(shard)
+        return whole if flat_param.is_sharded or self._keeps(flat_param) else whole.clone()
 
-    def _show(self, original: Original, value: Tensor, trained: bool) -> None:
+    def _show(self, original: ParamInfo, value: Tensor, trained: bool) -> None:
         if self.unit.options.use_orig_params and original.form is None and original.kept is None:
             if self.with_grads:
                 original.param.grad = None
@@ -203,32 +205,32 @@ class Summoned:
             vars(place.module).pop(place.name, None)
             place.module.register_parameter(place.name, param)
 
-    def _gather_gradient(self, segment: Segment) -> tuple[Tensor | None, list[bool]]:
+    def _gather_gradient(self, flat_param: FlatParam) -> tuple[Tensor | None, list[bool]]:
         """The unsharded gradient, and which parameters have one on some rank, those without one there as zeros.
 
         None if no parameter has one on any rank.
         """
         self.unit.refuse_freed_gradients()
-        grads = [param.grad for param in _owners(self.unit, segment)]
+        grads = [param.grad for param in _owners(self.unit, flat_param)]
         has = [grad is not None for grad in grads]
         dtypes = {grad.dtype for grad in grads if grad is not None}
-        if segment.is_sharded:
+        if flat_param.is_sharded:
             told = [*has, *(dtype in dtypes for dtype in _DTYPES)]
-            some = torch.tensor(told, dtype=torch.float32, device=segment.device)
-            checked_collectives.all_reduce(some, dist.ReduceOp.SUM, segment, _C.EVENT_SHOWS_GRADIENTS)
+            some = torch.tensor(told, dtype=torch.float32, device=flat_param.device)
+            checked_collectives.all_reduce(some, dist.ReduceOp.SUM, flat_param, _C.EVENT_SHOWS_GRADIENTS)
             told = (some > 0).tolist()
             has, dtypes = told[: len(has)], set(itertools.compress(_DTYPES, told[len(has) :]))
         if not any(has):
             return None, []
         if not self.unit.options.use_orig_params:
-            has = has * len(segment.originals)
-        return self._whole(segment, _gradient_of(self.unit, segment, _widest(dtypes))), has
+            has = has * len(flat_param.originals)
+        return self._whole(flat_param, _gradient_of(self.unit, flat_param, _widest(dtypes))), has
 
-    def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, Original]]") -> None:
+    def find_ties(self, seen: "dict[nn.Parameter, tuple[Summoned, ParamInfo]]") -> None:
         """Note a parameter that modules show in place of two. ``seen``: those that they show, of the units before."""
         if not self._made:
             return
-        for original in (original for segment in self.unit.segments for original in segment.originals):
+        for original in (original for flat_param in self.unit.flat_params for original in flat_param.originals):
             shown = _shown(original)
             state, other = seen.setdefault(shown, (self, original))
             if other is not original:
@@ -267,9 +269,9 @@ class Summoned:
             self.note_written()
         misfit = self._take_written()
         self._restore_flat()
-        for segment, whole in zip(unit.segments, self.wholes, strict=True):
-            if self._keeps(segment):
-                shard, mine = segment.flat.detach(), segment.own(whole).to(segment.flat.device)
+        for flat_param, whole in zip(unit.flat_params, self.wholes, strict=True):
+            if self._keeps(flat_param):
+                shard, mine = flat_param.flat.detach(), flat_param.own(whole).to(flat_param.flat.device)
                 changed = not same_bytes(shard, mine)
                 if changed:  # what was not written is no change to a graph that waits for backward
                     shard.copy_(mine)
@@ -277,26 +279,26 @@ class Summoned:
                 if changed or placement.param is placement.optim:  # else the ranks agree on what has changed
                     unit.filled(self.missing)
         if self.with_grads and misfit is None:
-            self.held = [self._gradients_of(k, segment) for k, segment in enumerate(unit.segments)]
+            self.held = [self._gradients_of(k, flat_param) for k, flat_param in enumerate(unit.flat_params)]
         return misfit
 
     def _restore_flat(self) -> None:
-        for segment, shard in self._shards:
-            segment.flat.data = shard
+        for flat_param, shard in self._shards:
+            flat_param.flat.data = shard
 
     def _restore(self) -> None:
         unit = self.unit
         self._restore_flat()
         if self.shown:
-            unit.step.point_params()
-            for segment, held in zip(unit.segments, self.held, strict=True):
-                for original in segment.originals if not unit.options.use_orig_params else ():
+            unit.core.alias_params()
+            for flat_param, held in zip(unit.flat_params, self.held, strict=True):
+                for original in flat_param.originals if not unit.options.use_orig_params else ():
                     for name in original.names:
                         name.module._parameters.pop(name.name, None)
-                for param, grad in zip(_owners(unit, segment), held, strict=True) if self.with_grads else ():
+                for param, grad in zip(_owners(unit, flat_param), held, strict=True) if self.with_grads else ():
                     _C.set_grad(param, grad)
             unit.register_flat()
-            unit.step.put(self.had_views or not unit.options.use_orig_params)
+            unit.core.put(self.had_views or not unit.options.use_orig_params)
         if self in _active:
             _active.remove(self)
         unit.summoned = None
@@ -305,22 +307,22 @@ class Summoned:
     def note_written(self) -> None:
         """Find what was put in place of parameters or their data: of all units before one of them is written to."""
         writes: list[tuple[Tensor, Tensor]] = []
-        replaced: list[tuple[int, int, Original, nn.Parameter]] = []
+        replaced: list[tuple[int, int, ParamInfo, nn.Parameter]] = []
         self._written = _Written(None, replaced, writes)
         if not self.shown:
             return
         memory = {_address(whole) for state in (self, *_active) for whole in state.wholes}
         try:
-            for k, (segment, whole) in enumerate(zip(self.unit.segments, self.wholes, strict=True)):
-                if not self._keeps(segment):
+            for k, (flat_param, whole) in enumerate(zip(self.unit.flat_params, self.wholes, strict=True)):
+                if not self._keeps(flat_param):
                     continue
-                if not segment.has_forms and not segment.keeps_class:
-                    uses = self.unit.options.use_orig_params  # then some of them may be in another segment
-                    made = None if uses else [self._made[original.fqn] for original in segment.originals]
-                    if self.unit.step.lie_in(k, made, whole, True):
+                if not flat_param.has_forms and not flat_param.keeps_class:
+                    uses = self.unit.options.use_orig_params  # then some of them may be in another flat parameter
+                    made = None if uses else [self._made[original.fqn] for original in flat_param.originals]
+                    if self.unit.core.lie_in(k, made, whole, True):
                         continue
-                for i, place in enumerate(segment.unsharded(whole)):
-                    original = segment.originals[i]
+                for i, place in enumerate(flat_param.unsharded(whole)):
+                    original = flat_param.originals[i]
                     other = None if self.loads else self.unit.standing_for(original, self._made.get(original.fqn))
                     if other is not None:
                         replaced.append((k, i, original, other))
@@ -349,21 +351,21 @@ class Summoned:
             place.copy_(value)
         return None
 
-    def _gradients_of(self, k: int, segment: Segment) -> list[Tensor | None]:
+    def _gradients_of(self, k: int, flat_param: FlatParam) -> list[Tensor | None]:
         """What the owners get: this rank's pieces of the gradients of the whole parameters, if those are kept.
 
         Many of them lie in the whole gradient that was made for them.
         """
         whole, held = self.gradients[k], self.held[k]
-        shown = [(original, _shown(original).grad) for original in segment.originals]
+        shown = [(original, _shown(original).grad) for original in flat_param.originals]
         grads = [None if grad is None else original.plain(grad) for original, grad in shown]
-        if not self._keeps(segment) or (whole is None and all(grad is None for grad in grads)):
+        if not self._keeps(flat_param) or (whole is None and all(grad is None for grad in grads)):
             return held
         if whole is None:
             dtype = _widest(grad.dtype for grad in grads if grad is not None)
-            whole = torch.zeros(segment.layout.padded_numel, dtype=dtype, device=segment.device)
-        if not self.unit.step.lie_in(k, grads, whole, False):
-            places = list(segment.unsharded(whole))
+            whole = torch.zeros(flat_param.layout.padded_numel, dtype=dtype, device=flat_param.device)
+        if not self.unit.core.lie_in(k, grads, whole, False):
+            places = list(flat_param.unsharded(whole))
             values = [
                 grad.clone() if grad is not None and _lies_elsewhere_in(whole, grad, place) else grad
                 for grad, place in zip(grads, places, strict=True)
@@ -373,12 +375,12 @@ class Summoned:
                     place.zero_()
                 elif grad.data_ptr() != place.data_ptr() or grad.device != place.device:
                     place.copy_(grad)
-        shard = segment.own(whole).to(segment.flat.device, copy=segment.is_sharded)
+        shard = flat_param.own(whole).to(flat_param.flat.device, copy=flat_param.is_sharded)
         if not self.unit.options.use_orig_params:
             return [None if all(grad is None for grad in grads) else shard]
         return [
             None if grad is None or here.numel < 0 else here.of(shard)
-            for here, grad in zip(segment.here(), grads, strict=True)
+            for here, grad in zip(flat_param.shard_slices(), grads, strict=True)
         ]
 
 
@@ -394,19 +396,19 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _set_grad(original: Original, grad: Tensor) -> None:
+def _set_grad(original: ParamInfo, grad: Tensor) -> None:
     if original.form is None:
         _C.set_grad(_shown(original), grad)
     else:
         _shown(original).grad = original.formed(grad)
 
 
-def _owners(unit: Unit, segment: Segment) -> list[nn.Parameter]:
+def _owners(unit: Unit, flat_param: FlatParam) -> list[nn.Parameter]:
     """What has ``.grad``: the original parameters, or the flat one."""
-    return [original.param for original in segment.originals] if unit.options.use_orig_params else [segment.flat]
+    return [original.param for original in flat_param.originals] if unit.options.use_orig_params else [flat_param.flat]
 
 
-def _shown(original: Original) -> nn.Parameter:
+def _shown(original: ParamInfo) -> nn.Parameter:
     """What modules show of ``original``."""
     place = original.names[0]
     value = place.module._parameters.get(place.name)
@@ -421,12 +423,12 @@ def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _gradient_of(unit: Unit, segment: Segment, dtype: torch.dtype) -> Tensor:
+def _gradient_of(unit: Unit, flat_param: FlatParam, dtype: torch.dtype) -> Tensor:
     """The gradient of the shard, from wherever it is: ``[shard_numel]``, with zeros where there is none."""
-    if not unit.options.use_orig_params and segment.flat.grad is not None:
-        return segment.flat.grad.to(dtype)
-    shard = torch.zeros(segment.layout.shard_numel, dtype=dtype, device=segment.flat.device)
-    for here in segment.here() if unit.options.use_orig_params else ():
+    if not unit.options.use_orig_params and flat_param.flat.grad is not None:
+        return flat_param.flat.grad.to(dtype)
+    shard = torch.zeros(flat_param.layout.shard_numel, dtype=dtype, device=flat_param.flat.device)
+    for here in flat_param.shard_slices() if unit.options.use_orig_params else ():
         grad = here.original.param.grad
         if grad is not None and here.numel >= 0:
             here.of(shard).copy_(grad)
@@ -450,7 +452,9 @@ class _Summoning:
     def begin(self) -> None:
         units = list(self._units())
         # What is sharded is gathered, and waited for there
-        checked_collectives.settle(segment for unit in units for segment in unit.segments if not segment.is_sharded)
+        checked_collectives.settle(
+            flat_param for unit in units for flat_param in unit.flat_params if not flat_param.is_sharded
+        )
         for unit in units:
             self._states.append(Summoned(unit, **self._flags))
             self._states[-1].enter()
@@ -482,7 +486,7 @@ def in_turn(steps: Iterable[Callable[[], None]]) -> None:
 
 
 def _note_written(entered: list[Summoned]) -> None:
-    seen: dict[nn.Parameter, tuple[Summoned, Original]] = {}
+    seen: dict[nn.Parameter, tuple[Summoned, ParamInfo]] = {}
     for state in entered:
         state.find_ties(seen)
     for state in entered:

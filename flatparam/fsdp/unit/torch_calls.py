@@ -127,7 +127,7 @@ def _watch_freezing() -> None:
 
 def _frozen_by(view: Any) -> Any:
     """The parameter in whose place ``view`` stands, or ``view`` itself."""
-    return next((owner for unit in all_units() if (owner := unit.step.owner_of(view)) is not None), view)
+    return next((owner for unit in all_units() if (owner := unit.core.owner_of(view)) is not None), view)
 
 
 def seen_as(ours: Any, function: Any) -> Any:

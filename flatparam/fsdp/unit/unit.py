@@ -1,6 +1,6 @@
 """One unit: its parameters flattened into shards, and the C core's step over them.
 
-A unit has one segment for each (dtype, requires_grad) that it holds apart: a flat parameter with a layout of its own.
+A unit has a flat parameter, with a layout of its own, for each (dtype, requires_grad) that it holds apart.
 """
 
 import copy
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ... import _C
 from ...common.tensors import is_at, lacks_memory, refuse_freed
-from ..desync.unit_ids import enroll_copy
+from ..desync.unit_ids import assign_copy
 from ..errors import StateError
 from ..names import FLAT_PARAM, listed
 from ..sharding.deferred import is_blank
-from ..sharding.flat_param import Here, Segment
-from ..sharding.parameters import Name, Options, Original, by_segment, check_not_rounded, check_tensors, in_order
+from ..sharding.flat_param import FlatParam, ShardSlice
+from ..sharding.parameters import Name, Options, ParamInfo, by_flat_param, check_not_rounded, check_tensors, in_order
 from ..sharding.torch_attributes import describe
 from .registry import FREED, all_units, own, owner_of_param, replace_param
 from .torch_calls import is_exchanged
@@ -33,7 +33,7 @@ _IN_BACKWARD = (
 )
 
 
-_MADE_AGAIN = ("step", "places")  # by a copy
+_MADE_AGAIN = ("core", "places")  # by a copy
 
 
 class Unit:
@@ -42,7 +42,7 @@ class Unit:
     Raises: ValueError naming the parameter that cannot be flattened with the others.
     """
 
-    def __init__(self, module: nn.Module, originals: list[Original], options: Options, name: str):
+    def __init__(self, module: nn.Module, originals: list[ParamInfo], options: Options, name: str):
         self.module = module
         self.options = options
         self.name = name
@@ -50,32 +50,33 @@ class Unit:
         for original in originals:
             for place in original.names if original.form is not None or original.kept is not None else ():
                 place.module._parameters[place.name] = original.param  # its own memory is free once it was copied
-        self.segments = [Segment(group, options) for group in by_segment(originals, options)]
+        self.flat_params = [FlatParam(group, options) for group in by_flat_param(originals, options)]
         if not options.use_orig_params:
             self._hide_originals()
         self.summoned: Any = None  # what summon.py keeps while the full parameters are there
-        self.apart: dict[str, list[int]] = {}  # names that two ranks had other values for and were not loaded since
-        self.make_step()
+        # FQN -> [rank, other rank] whose initial values differed, until a checkpoint is loaded
+        self.mismatched: dict[str, list[int]] = {}
+        self.make_core()
 
-    def make_step(self) -> None:
+    def make_core(self) -> None:
         """Make the step of a unit that has not run yet."""
         name, options = self.name, self.options
-        self.step = _C.Unit(
+        self.core = _C.Unit(
             name,
-            tuple(segment.spec(options) for segment in self.segments),
+            tuple(flat_param.spec(options) for flat_param in self.flat_params),
             options.placement.reshard_after_forward,
-            functools.partial(_take_back, weakref.ref(self)),
+            functools.partial(_write_back, weakref.ref(self)),
             self._freed_reason(),
         )
-        self.step.point_params()
-        self.step.make_views()
-        for segment in self.segments:
-            describe(segment)
+        self.core.alias_params()
+        self.core.make_views()
+        for flat_param in self.flat_params:
+            describe(flat_param)
         own(self)
 
     def _freed_reason(self) -> str:
         """What is said when freed parameters are used."""
-        names = [f"`{original.fqn}`" for segment in self.segments for original in segment.originals]
+        names = [f"`{original.fqn}`" for flat_param in self.flat_params for original in flat_param.originals]
         *others, last = listed(names) or ["none"]
         return (FREED + _IN_BACKWARD).format(
             unit=self.name, names=f"one of {', '.join(others)} and {last}" if others else last
@@ -83,19 +84,22 @@ class Unit:
 
     def rename(self, name: str) -> None:
         """Be called ``name`` in messages."""
-        self.name = self.step.name = name
-        self.step.reason = self._freed_reason()
+        self.name = self.core.name = name
+        self.core.reason = self._freed_reason()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         copied = object.__new__(Unit)
         memo[id(self)] = copied
-        shared = (*(segment.layout for segment in self.segments), *self.options.extensions)  # which never change
+        shared = (
+            *(flat_param.layout for flat_param in self.flat_params),
+            *self.options.extensions,
+        )  # which never change
         memo.update((id(one), one) for one in shared)
         for key, value in vars(self).items():
             if key not in _MADE_AGAIN:
                 setattr(copied, key, copy.deepcopy(value, memo))
         copied.come_alive()
-        enroll_copy(copied, self)
+        assign_copy(copied, self)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,25 +112,25 @@ class Unit:
 
     def come_alive(self) -> None:
         """Make the step of a copy, whose modules are all there, and let them have their pieces or views."""
-        for segment in self.segments:
-            segment.pin()
-            segment.clear_padding()  # a pickle of an older release has other values there
-        self.make_step()
+        for flat_param in self.flat_params:
+            flat_param.pin()
+            flat_param.clear_padding()  # a pickle of an older release has other values there
+        self.make_core()
 
     def go_on(self) -> None:
         """Go on with shards that were given data of another dtype or device, between passes."""
-        for segment in self.segments:
-            segment.pin()
-            if not is_at(segment.flat._local_shard, segment.flat):
-                describe(segment)
-        self.step.point_params()
-        self.step.invalidate()
-        self.step.make_views()
+        for flat_param in self.flat_params:
+            flat_param.pin()
+            if not is_at(flat_param.flat._local_shard, flat_param.flat):
+                describe(flat_param)
+        self.core.alias_params()
+        self.core.invalidate()
+        self.core.make_views()
 
     def _hide_originals(self) -> None:
         """Take the original parameters from their modules and register the flat ones instead."""
-        for segment in self.segments:
-            for original in segment.originals:
+        for flat_param in self.flat_params:
+            for original in flat_param.originals:
                 _warn_of_hooks(self.name, original)
                 for place in original.names:
                     delattr(place.module, place.name)
@@ -135,50 +139,52 @@ class Unit:
     @functools.cached_property
     def places(self) -> set[tuple[nn.Module, str]]:
         """Where modules have original parameters, and by which names."""
-        names = (name for segment in self.segments for original in segment.originals for name in original.names)
+        names = (
+            name for flat_param in self.flat_params for original in flat_param.originals for name in original.names
+        )
         return {(name.module, name.name) for name in names}
 
     @property
     def is_in_forward(self) -> bool:
         """Whether its model is in a forward."""
-        return self.step.root is not None and self.step.root.state == "FORWARD"
+        return self.core.root is not None and self.core.root.state == "FORWARD"
 
     def trained(self, part: int) -> dict[str, bool]:
         """Whether each parameter of a flat parameter requires grad, by FQN."""
-        segment = self.segments[part]
-        return {original.fqn: segment.trains(original) for original in segment.originals}
+        flat_param = self.flat_params[part]
+        return {original.fqn: flat_param.trains(original) for original in flat_param.originals}
 
     def flat_names(self) -> list[str]:
-        return [FLAT_PARAM if i == 0 else f"{FLAT_PARAM}_{i}" for i in range(len(self.segments))]
+        return [FLAT_PARAM if i == 0 else f"{FLAT_PARAM}_{i}" for i in range(len(self.flat_params))]
 
     def register_flat(self) -> None:
         if not self.options.use_orig_params:
-            for name, segment in zip(self.flat_names(), self.segments, strict=True):
-                self.module.register_parameter(name, segment.flat)
+            for name, flat_param in zip(self.flat_names(), self.flat_params, strict=True):
+                self.module.register_parameter(name, flat_param.flat)
 
     def unregister_flat(self) -> None:
         if not self.options.use_orig_params:
             for name in self.flat_names():
                 self.module._parameters.pop(name, None)
 
-    def filled(self, but: Iterable[Original] = ()) -> None:
+    def filled(self, but: Iterable[ParamInfo] = ()) -> None:
         """Note that the shards were written, and have values. ``but``: all but those of these parameters."""
         others = {id(original) for original in but}
-        for segment in self.segments:
-            segment.clear_padding()
-            for original in segment.originals:
+        for flat_param in self.flat_params:
+            flat_param.clear_padding()
+            for original in flat_param.originals:
                 if id(original) not in others:
                     original.template = None
-        self.step.invalidate()
+        self.core.invalidate()
 
-    def loaded(self, but: Iterable[Original] = ()) -> None:
+    def loaded(self, but: Iterable[ParamInfo] = ()) -> None:
         """Note that ranks have loaded the same. ``but``: all but these parameters."""
         left = {original.fqn for original in but}
-        self.apart = {fqn: ranks for fqn, ranks in self.apart.items() if fqn in left}
+        self.mismatched = {fqn: ranks for fqn, ranks in self.mismatched.items() if fqn in left}
 
-    def why_apart(self) -> str | None:
+    def why_mismatched(self) -> str | None:
         """Words for a parameter that ranks have other values for, if there is one."""
-        for fqn, (rank, other) in self.apart.items():
+        for fqn, (rank, other) in self.mismatched.items():
             return (
                 f"parameter `{fqn}` of {self.name} has other values on rank {rank} than on rank {other}: "
                 "each rank keeps a shard of its own, so the whole would be a mixture. Build the model from one "
@@ -187,30 +193,30 @@ class Unit:
             )
         return None
 
-    def check_not_apart(self, what: str) -> None:
+    def check_not_mismatched(self, what: str) -> None:
         """Raises: ValueError, naming the call ``what``, if ranks have other values than each other, from the start."""
-        if self.apart:
-            raise ValueError(f"{what}: {self.why_apart()}")
+        if self.mismatched:
+            raise ValueError(f"{what}: {self.why_mismatched()}")
 
     def check_filled(self) -> None:
         """Raises: ValueError naming a parameter that has no values yet."""
-        for segment in self.segments:
-            for here in segment.here() if segment.is_deferred else ():
-                if here.original.template is not None and here.numel > 0 and is_blank(here.of(segment.flat)):
+        for flat_param in self.flat_params:
+            for here in flat_param.shard_slices() if flat_param.is_deferred else ():
+                if here.original.template is not None and here.numel > 0 and is_blank(here.of(flat_param.flat)):
                     raise ValueError(
                         f"parameter `{here.original.fqn}` of {self.name} has no values yet: no file or state dict has "
                         "brought any since defer_init; load or initialize it first"
                     )
 
-    def without(self, has: Callable[[str], bool]) -> list[Original]:
+    def without(self, has: Callable[[str], bool]) -> list[ParamInfo]:
         """Its parameters of which ``has`` says of no name that it is there."""
-        originals = (original for segment in self.segments for original in segment.originals)
+        originals = (original for flat_param in self.flat_params for original in flat_param.originals)
         return [original for original in originals if not any(map(has, original.fqns))]
 
     def check_registered(self) -> None:
         """Raises: StateError if its module has another tensor in place of a flat parameter."""
-        for name, segment in zip(self.flat_names(), self.segments, strict=True):
-            if self.module._parameters.get(name, segment.flat) is not segment.flat:
+        for name, flat_param in zip(self.flat_names(), self.flat_params, strict=True):
+            if self.module._parameters.get(name, flat_param.flat) is not flat_param.flat:
                 _let_swap_back()
                 how = " by functional_call()" if is_exchanged(self.module, name) else ""
                 raise StateError(
@@ -220,7 +226,7 @@ class Unit:
 
     def explain(self, error: BaseException) -> None:
         """Raises: RuntimeError from ``error``, which ended a forward, if that comes of a write in place."""
-        if self.step.is_written and isinstance(error, RuntimeError) and "modified inplace" in str(error):
+        if self.core.is_written and isinstance(error, RuntimeError) and "modified inplace" in str(error):
             raise RuntimeError(
                 f"{self.name}: a parameter was changed in place in the middle of its forward; the change is "
                 "dropped. Set the parameter's .data there, or change it between steps"
@@ -228,30 +234,30 @@ class Unit:
 
     def check_shards(self, error: BaseException) -> None:
         """Raises: ValueError from ``error`` if a flat parameter was given data of another shape: it comes from that."""
-        for name, segment in zip(self.flat_names(), self.segments, strict=True):
-            if segment.flat.shape != (segment.layout.shard_numel,):
+        for name, flat_param in zip(self.flat_names(), self.flat_params, strict=True):
+            if flat_param.flat.shape != (flat_param.layout.shard_numel,):
                 raise ValueError(
                     f"{self.name}: expected the data of its flat parameter `{name}` to have shape "
-                    f"({segment.layout.shard_numel},), got {tuple(segment.flat.shape)}: a shard keeps its size"
+                    f"({flat_param.layout.shard_numel},), got {tuple(flat_param.flat.shape)}: a shard keeps its size"
                 ) from error
 
-    def look_over(self) -> None:
+    def sync_user_writes(self) -> None:
         """Take what users have written to parameters, or put in their place, into the shards: before these are read."""
         if self.summoned is None:
-            for segment in self.segments:
-                segment.refuse_freed(segment.flat)
-            self.step.look_over()
+            for flat_param in self.flat_params:
+                flat_param.refuse_freed(flat_param.flat)
+            self.core.sync_user_writes()
 
     def refuse_freed_gradients(self) -> None:
         """Before gradients are read or written. Raises: ValueError naming one without memory."""
-        for segment in self.segments:
-            if not segment.use_orig_params:
-                segment.refuse_freed(segment.flat.grad)
-            for original in segment.originals if segment.use_orig_params else ():
+        for flat_param in self.flat_params:
+            if not flat_param.use_orig_params:
+                flat_param.refuse_freed(flat_param.flat.grad)
+            for original in flat_param.originals if flat_param.use_orig_params else ():
                 refuse_freed(original.param.grad, f"the gradient of `{original.fqn}`")
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def write_back(self) -> None:
         """Copy the values of parameters that were replaced, or whose data were, into the shard.
 
         Another Parameter that stands in an original one's place is that from now on; with ``use_orig_params=False`` its
@@ -261,15 +267,15 @@ class Unit:
         in ``functional_call``; the shards are as they were.
         """
         writes: list[tuple[Tensor, Tensor]] = []
-        replaced: list[tuple[int, int, Original, nn.Parameter]] = []
+        replaced: list[tuple[int, int, ParamInfo, nn.Parameter]] = []
         try:
-            for k, (segment, views) in enumerate(zip(self.segments, self.step.views(), strict=True)):
-                shard = segment.flat.detach()
-                for i, (piece, here) in enumerate(zip(segment.pieces, segment.here(), strict=True)):
+            for k, (flat_param, views) in enumerate(zip(self.flat_params, self.core.views(), strict=True)):
+                shard = flat_param.flat.detach()
+                for i, (piece, here) in enumerate(zip(flat_param.pieces, flat_param.shard_slices(), strict=True)):
                     now = self.standing_for(here.original, None if views is None else views[i])
                     if now is not None and now is not here.original.param:
                         replaced.append((k, i, here.original, now))
-                    elif not segment.use_orig_params:
+                    elif not flat_param.use_orig_params:
                         continue
                     value = here.original.param.detach() if now is None else now.detach()
                     held = max(here.numel, 0)
@@ -277,7 +283,7 @@ class Unit:
                     if value.numel() + held and not is_at(value, here.of(shard)):
                         writes.append((target, self._fit(here, piece.intra_param_start_idx or 0, value, target)))
         except ValueError:
-            self.step.point_params()
+            self.core.alias_params()
             raise
         for k, i, original, now in replaced:
             self.adopt(k, i, original, now)
@@ -285,11 +291,11 @@ class Unit:
             target.copy_(value)
             if value.device.type != "cpu":  # it may be of another stream, and goes now
                 value.record_stream(torch.accelerator.current_stream(value.device))
-        self.step.point_params()
+        self.core.alias_params()
         if replaced:
-            self.step.put(self.step.shows_views)
+            self.core.put(self.core.shows_views)
 
-    def standing_for(self, original: Original, view: Tensor | None) -> nn.Parameter | None:
+    def standing_for(self, original: ParamInfo, view: Tensor | None) -> nn.Parameter | None:
         """What modules have in place of ``original`` or its ``view``, if it is neither; None: one of the two.
 
         Raises: ValueError naming the parameter if it cannot stand there.
@@ -337,7 +343,7 @@ class Unit:
             )
         return now
 
-    def _fit(self, here: Here, start: int, value: Tensor, target: Tensor) -> Tensor:
+    def _fit(self, here: ShardSlice, start: int, value: Tensor, target: Tensor) -> Tensor:
         """``value``, of the whole or of the piece here, as what ``target`` is to be.
 
         ``start``: of the piece in the whole. Raises: ValueError for another shape, and where the dtype would round.
@@ -363,14 +369,14 @@ class Unit:
         value = check_not_rounded(self.name, original, value.reshape(-1), target.dtype)
         return value.clone() if value.untyped_storage().data_ptr() == target.untyped_storage().data_ptr() else value
 
-    def adopt(self, k: int, i: int, original: Original, param: nn.Parameter) -> None:
-        """Let ``param`` be the i-th original parameter of the k-th segment; the one before keeps its values."""
+    def adopt(self, k: int, i: int, original: ParamInfo, param: nn.Parameter) -> None:
+        """Let ``param`` be the i-th original parameter of the k-th flat parameter; the one before keeps its values."""
         if self.options.use_orig_params:
             old = original.param
             old.data = old.detach().clone()
             original.param = param
-            self.step.adopt(k, i, param)
-            flat: Any = self.segments[k].flat
+            self.core.adopt(k, i, param)
+            flat: Any = self.flat_params[k].flat
             flat._params[i] = param
             replace_param(self, k, original.fqn, old, param)
             for place in original.names:
@@ -380,17 +386,17 @@ class Unit:
                 place.module._parameters.pop(place.name, None)
                 vars(place.module)[place.name] = None  # the view comes there
 
-    def parameters(self) -> Iterator[tuple[Segment, nn.Parameter]]:
+    def parameters(self) -> Iterator[tuple[FlatParam, nn.Parameter]]:
         """What the optimizer steps: the original parameters, or the flat ones."""
-        for segment in self.segments:
+        for flat_param in self.flat_params:
             if self.options.use_orig_params:
-                for original in segment.originals:
-                    yield segment, original.param
+                for original in flat_param.originals:
+                    yield flat_param, original.param
             else:
-                yield segment, segment.flat
+                yield flat_param, flat_param.flat
 
 
-def _warn_of_hooks(name: str, original: Original) -> None:
+def _warn_of_hooks(name: str, original: ParamInfo) -> None:
     """Say that hooks of a parameter that becomes a part of a flat one will not be called."""
     if original.param._backward_hooks or getattr(original.param, "_post_accumulate_grad_hooks", None):
         warnings.warn(
@@ -411,18 +417,18 @@ def _attribute(place: Name) -> Any:
 def _let_swap_back() -> None:
     """Have ``functional_call`` put the views back where it has put Parameters: it would register them, and cannot."""
     for unit in all_units():
-        for segment in unit.segments if unit.summoned is None and not unit.options.use_orig_params else ():
-            for place in (place for original in segment.originals for place in original.names):
+        for flat_param in unit.flat_params if unit.summoned is None and not unit.options.use_orig_params else ():
+            for place in (place for original in flat_param.originals for place in original.names):
                 given = place.module._parameters.pop(place.name, None)
                 if given is not None:
                     vars(place.module)[place.name] = given
 
 
-def _take_back(unit: "weakref.ref[Unit]") -> None:
-    """``take_back`` of a unit that the step must not keep alive."""
+def _write_back(unit: "weakref.ref[Unit]") -> None:
+    """``write_back`` of a unit that the step must not keep alive."""
     alive = unit()
     if alive is not None and alive.summoned is None:
-        alive.take_back()
+        alive.write_back()
 
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:

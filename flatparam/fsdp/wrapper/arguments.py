@@ -100,7 +100,7 @@ def check_not_shared(module: nn.Module, own: list[nn.Module]) -> None:
 
 def first_name(unit: Unit) -> str:
     """For messages: one of its parameters."""
-    names = [original.fqn for segment in unit.segments for original in segment.originals]
+    names = [original.fqn for flat_param in unit.flat_params for original in flat_param.originals]
     return f"parameter `{names[0]}`" if names else "no parameters"
 
 
@@ -131,7 +131,7 @@ def warn_of_frozen(
 
 def warn_of_padding(unit: Unit) -> None:
     """Say when blocks that may not be cut make more than half of the wire, and a mebibyte, padding."""
-    layouts = [segment.layout for segment in unit.segments]
+    layouts = [flat_param.layout for flat_param in unit.flat_params]
     padded = sum(layout.shard_bytes * layout.world_size for layout in layouts)
     held = sum(sum(layout.numels) * layout.itemsize for layout in layouts)
     if unit.options.atomic is not None and padded - held > max(held, 2**20):

@@ -15,9 +15,9 @@ from ...common.torch_private import TorchsFSDP
 from ..names import FLAT_PARAM, FSDP_WRAPPED_MODULE, join
 from ..states.optimizer import OptimizerStates
 from ..states.state_dict_type import Kinds
-from ..unit import marks
+from ..unit import markers
 from ..unit.base import Wrapper
-from ..unit.registry import segment_of
+from ..unit.registry import flat_param_of
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
@@ -37,7 +37,7 @@ def _teach(helpers: Any) -> None:
     helpers.FSDP = _Either
     helpers._get_fqns = _names_of(helpers._get_fqns)
     setattr(helpers, _STATE_OF, _state_of(getattr(helpers, _STATE_OF)))
-    marks.taught.add(_MODULE)
+    markers.known_to_torch.add(_MODULE)
 
 
 class _Class(type):
@@ -63,13 +63,13 @@ def _names_of(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def names_of(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         path, _, last = name.rpartition(".")
-        segment = None
+        flat_param = None
         if last.startswith(FLAT_PARAM):
             param = model.get_submodule(path)._parameters.get(last)
-            segment = segment_of(param) if isinstance(param, Tensor) else None
-        if segment is None:
+            flat_param = flat_param_of(param) if isinstance(param, Tensor) else None
+        if flat_param is None:
             return original(model, name, *args, **kwargs)
         (prefix,) = original(model, path, *args, **kwargs) if path != FSDP_WRAPPED_MODULE else ("",)
-        return {join(prefix, one.fqn) for one in segment.originals}
+        return {join(prefix, one.fqn) for one in flat_param.originals}
 
     return names_of

@@ -19,16 +19,16 @@ from ... import _C
 from ...common.switches import environment_is_on
 from ...common.torch_private import _StopRecomputationError
 from ..desync import torch_collectives
-from ..desync.checked_collectives import come_back, sequence_of, tell_trouble, troubled
-from ..desync.trace import Sequence
-from ..desync.unit_ids import number_of
+from ..desync.checked_collectives import come_back, tell_trouble, trace_of, troubled
+from ..desync.trace import GroupTrace
+from ..desync.unit_ids import id_of
 from ..errors import StateError
 from ..names import FSDP_WRAPPED_MODULE, clean_tensor_name, join, without_units
 from ..sharding.placement import is_grid
 from ..sharding.pytrees import cast_floats, find_tensors, move_tensors
 from ..unit.base import Wrapper
 from ..unit.clip import by_group, clip
-from ..unit.registry import segment_of
+from ..unit.registry import flat_param_of
 from ..unit.summon import Summoned, in_turn, refuse_unreduced
 from ..unit.torch_calls import enter_forward, is_never_recomputed, leave_forwards
 from ..unit.unit import Unit, units_of
@@ -51,10 +51,10 @@ class Stepping(Wrapper):
             return self._forward_summoned(unit.summoned, args, kwargs)
         if not self._use_orig_params:
             unit.check_registered()
-        step = unit.step
+        step = unit.core
         if step.root is None:
             choose_dtype(self.fsdp_modules(self._outermost()), find_tensors((args, kwargs)))
-            step = unit.step
+            step = unit.core
             self._lazy_init()
         if self._full_in_eval:
             self._choose_precision()
@@ -95,15 +95,15 @@ class Stepping(Wrapper):
 
     def _tell_trouble(self, error: BaseException) -> None:
         """``error`` has ended a forward: tell the others, if it was the outermost one, or recomputed by backward."""
-        root: Any = self._unit.step.root
+        root: Any = self._unit.core.root
         if root is not None and root.state != "FORWARD" and not isinstance(error, _StopRecomputationError):
             units = units_of(self._outermost().modules())
-            tell_trouble([segment for unit in units for segment in unit.segments], error)
+            tell_trouble([flat_param for unit in units for flat_param in unit.flat_params], error)
 
     def _refuse_untrained(self) -> None:
         """Raises: StateError in a reentrant checkpoint that would leave this unit, which is to be trained, as it is."""
         if is_never_recomputed(self.training) and any(
-            segment.is_trained for unit in units_of(self.modules()) for segment in unit.segments
+            flat_param.is_trained for unit in units_of(self.modules()) for flat_param in unit.flat_params
         ):
             raise StateError(
                 f"{self._unit.name} runs in a reentrant checkpoint, which recomputes it in backward if an input "
@@ -135,13 +135,13 @@ class Stepping(Wrapper):
         if (
             outer is not None
             and not outer._in_full
-            and unit.step.root is not None
-            and unit.step.root.state == "FORWARD"
+            and unit.core.root is not None
+            and unit.core.root.state == "FORWARD"
         ):
             dtype = self.mixed_precision.param_dtype
             output = output if dtype is None else cast_floats(dtype, output)  # the unit around it expects that
         units = [unit, *(wrapper._unit for wrapper in below)]
-        if torch.is_grad_enabled() and any(segment.is_trained for unit in units for segment in unit.segments):
+        if torch.is_grad_enabled() and any(flat_param.is_trained for unit in units for flat_param in unit.flat_params):
             for tensor in find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(_refuse_backward, unit.name))
@@ -156,7 +156,7 @@ class Stepping(Wrapper):
             and wrapper.mixed_precision.param_dtype is not None
             and not (wrapper._full_in_eval and not wrapper.module.training)
         ]
-        if below and self._unit.step.root is None:
+        if below and self._unit.core.root is None:
             self._lazy_init()
         before = [wrapper._full_in_eval for wrapper in below]
 
@@ -204,13 +204,13 @@ class Stepping(Wrapper):
             path = clean_tensor_name(paths[id(wrapper)] + ".").rstrip(".")
             where = f" at `{path}`" if path else ""
             wrapper._unit.rename(f"the unit of {type(wrapper.module).__name__}{where}")
-            if wrapper._unit.apart:
-                raise ValueError(wrapper._unit.why_apart())
+            if wrapper._unit.mismatched:
+                raise ValueError(wrapper._unit.why_mismatched())
             wrapper._unit.check_filled()
             step_in_backward(wrapper._unit)
-            wrapper._unit.step.join(shared)
+            wrapper._unit.core.join(shared)
             if root._hooked is not None:
-                wrapper._unit.step.average_elsewhere()
+                wrapper._unit.core.average_elsewhere()
             wrapper._casts_to = None if wrapper._in_full else wrapper._casts()
             has_any = any(True for _ in wrapper.parameters())
             wrapper._moves_to = wrapper.compute_device if wrapper is root and has_any else None
@@ -247,7 +247,7 @@ class Stepping(Wrapper):
             self._compute_in_full(in_full)
 
     def _compute_in_full(self, in_full: bool) -> None:
-        self._unit.step.compute_in_full(in_full)
+        self._unit.core.compute_in_full(in_full)
         self._in_full = in_full
         self._casts_to = None if in_full else self._casts()
         self._put_buffers(in_full)
@@ -266,9 +266,9 @@ class Stepping(Wrapper):
 
         def begin() -> None:
             self._check_root("no_sync")
-            if self._unit.step.root is None:
+            if self._unit.core.root is None:
                 self._lazy_init()
-            root: Any = self._unit.step.root
+            root: Any = self._unit.core.root
             block: list[object] = []
             opened.append((root, block))
             root.begin_no_sync(block)
@@ -293,7 +293,7 @@ class Stepping(Wrapper):
         wrappers = self.fsdp_modules(self)
         steps: list[Callable[[], None]] = []
         for wrapper in wrappers:
-            root: Any = wrapper._unit.step.root
+            root: Any = wrapper._unit.core.root
             if root is not None:
                 steps += [root.end_all_no_sync, root.recover] if root.state != "IDLE" else [root.end_all_no_sync]
             steps.append(functools.partial(wrapper._end_loading, False))
@@ -316,9 +316,9 @@ class Stepping(Wrapper):
         A collective call, for the root, between steps. Raises: StateError naming the state and those allowed.
         """
         self._check_root("sync_params")
-        if self._unit.step.root is None:
+        if self._unit.core.root is None:
             self._lazy_init()
-        root: Any = self._unit.step.root
+        root: Any = self._unit.core.root
         root.refresh()
 
     def refresh(self) -> None:
@@ -331,13 +331,13 @@ class Stepping(Wrapper):
         """
         self._check_root("refresh")
         for unit in units_of(self.modules()):
-            unit.step.invalidate()
+            unit.core.invalidate()
         self.sync_params()
 
     def train(self, mode: bool = True) -> Self:
         """As of any module. Where it begins or ends an evaluation, weights may have been exchanged by ``.data``."""
         if "_unit" in vars(self) and not (mode and self.training):
-            self._unit.step.doubted = 1
+            self._unit.core.suspect = 1
         super().train(mode)
         return self
 
@@ -356,7 +356,7 @@ class Stepping(Wrapper):
         self._check_idle("register_comm_hook")
         if any(wrapper._hooked is not None for wrapper in self.fsdp_modules(self)):
             raise StateError("A communication hook is already registered")
-        if self._unit.step.root is not None:
+        if self._unit.core.root is not None:
             raise StateError("register_comm_hook: before the first forward")
         for wrapper in self.fsdp_modules(self):
             placement = wrapper._placement
@@ -380,10 +380,12 @@ class Stepping(Wrapper):
         self._check_root("clip_grad_norm_", modules)
         units = list(units_of(modules))
         refuse_unreduced(units, "clip_grad_norm_")
-        params: dict[int, Any] = {id(param): (segment, param) for unit in units for segment, param in unit.parameters()}
+        params: dict[int, Any] = {
+            id(param): (flat_param, param) for unit in units for flat_param, param in unit.parameters()
+        }
         for param in (param for module in modules for param in module._parameters.values()):
             if id(param) not in params and isinstance(param, nn.Parameter):  # else a view
-                params[id(param)] = segment_of(param), param
+                params[id(param)] = flat_param_of(param), param
         return clip(by_group(params.values()), float(max_norm), float(norm_type))
 
 
@@ -415,12 +417,12 @@ def step_in_backward(unit: Unit) -> None:
         return
     if not unit.options.use_orig_params:
         raise StateError(f"{unit.name}: an optimizer in backward is only supported with use_orig_params=True")
-    unit.step.reduced = functools.partial(_reduced, weakref.ref(unit))
+    unit.core.reduced = functools.partial(_reduced, weakref.ref(unit))
 
 
 def _reduced(unit: weakref.ref[Unit], part: int) -> None:
     alive = unit()
-    for original in () if alive is None else alive.segments[part].originals:
+    for original in () if alive is None else alive.flat_params[part].originals:
         if original.param.grad is not None:  # it has a piece here
             for optimizer in getattr(original.param, _OPTIMIZERS, ()):
                 optimizer.step()
@@ -429,14 +431,14 @@ def _reduced(unit: weakref.ref[Unit], part: int) -> None:
 
 def _check_collectives(root: _C.Root, units: Iterable[tuple[Unit, torch.device]]) -> None:
     """Have the collectives of a tree's units checked: each with its device."""
-    found: dict[int, tuple[Sequence, _C.ModelTrace]] = {}
+    found: dict[int, tuple[GroupTrace, _C.ModelTrace]] = {}
     for unit, device in units:
         for which, group in unit.options.placement.traced():
-            sequence = sequence_of(group, device)
-            number = None if group is None or sequence is None else number_of(unit, group)
-            if sequence is not None and number is not None:
-                _, follower = found.setdefault(id(sequence), (sequence, _C.ModelTrace(sequence.order)))
-                unit.step.follow(which, follower, number, sequence.sliced)
+            trace = trace_of(group, device)
+            number = None if group is None or trace is None else id_of(unit, group)
+            if trace is not None and number is not None:
+                _, follower = found.setdefault(id(trace), (trace, _C.ModelTrace(trace.core)))
+                unit.core.follow(which, follower, number, trace.sliced)
     root.tell(tuple(follower for _, follower in found.values()))
-    for sequence, _ in found.values():
-        sequence.join(other for other, _ in found.values() if other is not sequence)
+    for trace, _ in found.values():
+        trace.join(other for other, _ in found.values() if other is not trace)

@@ -54,7 +54,7 @@ class FullParams(Wrapper):
                     )
                     found.append(wrapper._unit)
             for unit in found:
-                unit.check_not_apart("summon_full_params")
+                unit.check_not_mismatched("summon_full_params")
             if with_grads:
                 refuse_unreduced(found, "summon_full_params(with_grads=True)")
             if offload_to_cpu and not rank0_only:

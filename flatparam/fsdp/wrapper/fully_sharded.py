@@ -15,7 +15,7 @@ from ...common.torch_private import TorchsFSDP, _override_module_mixed_precision
 from ..api import ShardingStrategy
 from ..desync.checked_collectives import check_exchanges
 from ..desync.same_unit import check_same_unit, telling
-from ..desync.unit_ids import enroll
+from ..desync.unit_ids import assign
 from ..errors import StateError, WritebackError
 from ..interop.patches import refuse_wrapped
 from ..names import FSDP_WRAPPED_MODULE
@@ -33,7 +33,7 @@ from ..sharding.unit_description import check_device, describe_unit, digests_of
 from ..states.model import ModelStates, after_load, before_load
 from ..states.optimizer import OptimizerStates
 from ..states.state_dict_type import first_settings
-from ..unit.additions import close, take_out
+from ..unit.additions import seal, take_out
 from ..unit.base import Wrapper
 from ..unit.unit import Unit
 from .arguments import (
@@ -130,7 +130,7 @@ class FullyShardedDataParallel(
                 process_group = arguments["process_group"] = groups_of_machine(self._strategy)
             self._placement = placement_of(self._strategy, process_group, device_mesh, sharding_strategy, placement)
             self._strategy = strategy_of_one_rank(self._strategy, self._placement)
-            if placement is not None and placement.copied:
+            if placement is not None and placement.has_secondary_shard:
                 check_pair(placement.param, placement.optim, "Placement")
             if placement is not None and placement.outer is not None:
                 outer_group(placement.param, placement.optim, placement.outer)
@@ -210,7 +210,7 @@ class FullyShardedDataParallel(
             agreed = check_same_unit(
                 describe_unit(name, originals, options),
                 self._placement.compared,
-                self._placement.param if self._placement.copied else None,
+                self._placement.param if self._placement.has_secondary_shard else None,
                 lambda: digests_of(originals) if check_values and not sync_module_states else {},
             )
             comparing.clear()
@@ -224,12 +224,12 @@ class FullyShardedDataParallel(
             self.add_module(FSDP_WRAPPED_MODULE, module)
             self._unit = Unit(module, originals, options, name)
             take_out(self._unit, before)
-            enroll(self._unit, agreed.numbers)
-            self._unit.apart = agreed.apart
-            if agreed.apart:
-                why = self._unit.why_apart()
+            assign(self._unit, agreed.numbers)
+            self._unit.mismatched = agreed.mismatched
+            if agreed.mismatched:
+                why = self._unit.why_mismatched()
                 warnings.warn(f"{why}. The first forward raises this, unless values are loaded", stacklevel=2)
-            close(self._unit, [self, *own], ignored_params)
+            seal(self._unit, [self, *own], ignored_params)
             warn_of_padding(self._unit)
             self._full_in_eval = environment_is_on("FSDP_USE_FULL_PREC_IN_EVAL")
             self._fakes = fakes()

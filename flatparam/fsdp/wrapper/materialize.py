@@ -13,7 +13,7 @@ from torch import Tensor
 from ...common.tensors import same_storage
 from ...common.torch_private import FSDPExtensions
 from ..desync import checked_collectives
-from ..desync.events import Exchange
+from ..desync.events import SetupCollective
 from ..sharding.deferred import template_of
 from ..sharding.extensions import local_state
 from ..sharding.placement import Placement
@@ -257,7 +257,7 @@ def _broadcast(bucket: list[Tensor], group: dist.ProcessGroup) -> None:
     """From the first rank of ``group``, in a copy: nothing is changed where Ctrl-C ends the wait."""
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     checked_collectives.exchange(
-        Exchange.SENDS_MODULES, dist.broadcast, flat.view(torch.uint8), group=group, group_src=0
+        SetupCollective.SENDS_MODULES, dist.broadcast, flat.view(torch.uint8), group=group, group_src=0
     )
     for tensor, received in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(received.view(tensor.shape))

@@ -16,13 +16,13 @@ from torch import Tensor
 from ... import _C
 from ..desync.same_unit import check_described
 from ..errors import StateError
-from ..sharding.flat_param import Segment
+from ..sharding.flat_param import FlatParam
 from ..unit.base import Wrapper
 from ..unit.unit import Unit
 
 
 @torch.no_grad()
-def store(wrapper: Wrapper, segment: Segment, dtype: Any) -> None:
+def store(wrapper: Wrapper, flat_param: FlatParam, dtype: Any) -> None:
     """Have the shard in ``dtype`` from now on, and its gradients; what is computed and reduced in stays.
 
     That is what ``mixed_precision`` says, and without a ``param_dtype`` the dtype that the shard had before, as in
@@ -30,8 +30,8 @@ def store(wrapper: Wrapper, segment: Segment, dtype: Any) -> None:
     Raises: TypeError for no floating dtype, ValueError where ``dtype`` would round, StateError in the middle of a pass,
     and after the first forward of a unit without ``param_dtype``.
     """
-    unit, flat = wrapper._unit, segment.flat
-    what = f"{unit.name}: its shard with `{segment.originals[0].fqn}`"
+    unit, flat = wrapper._unit, flat_param.flat
+    what = f"{unit.name}: its shard with `{flat_param.originals[0].fqn}`"
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{what}: expected a floating torch.dtype to store it in, got {dtype!r}")
     if torch.promote_types(flat.dtype, dtype) != dtype:
@@ -40,17 +40,17 @@ def store(wrapper: Wrapper, segment: Segment, dtype: Any) -> None:
             f"model.to({dtype})"
         )
     wrapper._check_idle_here("changing the dtype of a shard")
-    keeps = segment.compute_dtype is None and flat.is_floating_point() and dtype != segment.dtype
-    if keeps and unit.step.root is not None:
+    keeps = flat_param.compute_dtype is None and flat.is_floating_point() and dtype != flat_param.dtype
+    if keeps and unit.core.root is not None:
         raise StateError(
             f"{what} can be put in {dtype} before the first forward only, as there is no mixed precision: pass "
             "MixedPrecision(param_dtype=...), or call this before"
         )
-    _put(wrapper, segment, lambda tensor: tensor.to(dtype))
-    unit.look_over()  # what was written to the parameters themselves
+    _put(wrapper, flat_param, lambda tensor: tensor.to(dtype))
+    unit.sync_user_writes()  # what was written to the parameters themselves
     if keeps:
-        segment.compute_dtype, segment.keeps_dtype = segment.dtype, True
-        unit.make_step()
+        flat_param.compute_dtype, flat_param.keeps_dtype = flat_param.dtype, True
+        unit.make_core()
     else:
         unit.go_on()
 
@@ -62,26 +62,26 @@ def choose_dtype(wrappers: Sequence[Wrapper], inputs: Iterable[Tensor]) -> None:
     would refuse them. A collective call where there are such masters.
     Raises: ValueError on all ranks if their inputs differ in that.
     """
-    kept = [segment for wrapper in wrappers for segment in wrapper._unit.segments if segment.keeps_dtype]
+    kept = [flat_param for wrapper in wrappers for flat_param in wrapper._unit.flat_params if flat_param.keeps_dtype]
     if not kept:
         return
     floating = {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
-    in_full = bool(floating) and all(floating == {segment.flat.dtype} for segment in kept)
+    in_full = bool(floating) and all(floating == {flat_param.flat.dtype} for flat_param in kept)
     in_full = in_full and not torch.is_autocast_enabled(kept[0].device.type)  # which takes either
     said = [("the dtype of floating inputs", f"{each.flat.dtype}, as of the masters: {in_full}") for each in kept]
     for group in wrappers[0]._placement.compared:
         check_described(said, None, group)
-    for segment in kept:
-        segment.keeps_dtype = False
+    for flat_param in kept:
+        flat_param.keeps_dtype = False
         if in_full:
-            segment.compute_dtype = None
+            flat_param.compute_dtype = None
     for wrapper in wrappers if in_full else ():
-        if any(segment in kept for segment in wrapper._unit.segments):
-            wrapper._unit.make_step()
+        if any(flat_param in kept for flat_param in wrapper._unit.flat_params):
+            wrapper._unit.make_core()
 
 
 @torch.no_grad()
-def move(wrapper: Wrapper, segment: Segment, *args: Any, **kwargs: Any) -> None:
+def move(wrapper: Wrapper, flat_param: FlatParam, *args: Any, **kwargs: Any) -> None:
     """Have the shard and its gradients where ``Tensor.to(*args, **kwargs)`` puts them; on the host for use at once.
 
     Raises: StateError in the middle of a pass, ValueError for a device without values, and for gradients of ``no_sync``
@@ -96,40 +96,40 @@ def move(wrapper: Wrapper, segment: Segment, *args: Any, **kwargs: Any) -> None:
     wrapper._check_idle_here("flat_param_to")
     wrapper._check_stays(to)
     unit = wrapper._unit
-    unit.look_over()
-    unit.step.release()
-    _put(wrapper, segment, to)
+    unit.sync_user_writes()
+    unit.core.release()
+    _put(wrapper, flat_param, to)
     unit.go_on()
     wrapper._move_inputs()
 
 
-def _put(wrapper: Wrapper, segment: Segment, fn: Callable[[Tensor], Tensor]) -> None:
+def _put(wrapper: Wrapper, flat_param: FlatParam, fn: Callable[[Tensor], Tensor]) -> None:
     """Give the shard and its gradients the data that ``fn`` makes of them; all or, if it raises, none."""
-    flat, unit = segment.flat, wrapper._unit
-    segment.refuse_freed(flat)
+    flat, unit = flat_param.flat, wrapper._unit
+    flat_param.refuse_freed(flat)
     unit.refuse_freed_gradients()
-    params = [param for owner, param in unit.parameters() if owner is segment]
+    params = [param for owner, param in unit.parameters() if owner is flat_param]
     grads = [(param, fn(param.grad)) for param in params if param.grad is not None]
     data = fn(flat.detach())
     if torch._has_compatible_shallow_copy_type(flat, data):
         flat.data = data
     else:
-        _exchange(unit, segment, data)
+        _exchange(unit, flat_param, data)
     for param, grad in grads:
         _C.set_grad(param, grad)
 
 
-def _exchange(unit: Unit, segment: Segment, data: Tensor) -> None:
+def _exchange(unit: Unit, flat_param: FlatParam, data: Tensor) -> None:
     """As setting data, to or from a device from outside of torch: the parameters get other tensors inside.
 
     Raises: StateError if a graph has one, whose gradient would be lost.
     """
-    pieces = {id(here.original.param): (here.original.param, here.of(data)) for here in segment.here()}
-    given = [(segment.flat, data), *(pieces.values() if segment.use_orig_params else ())]
+    pieces = {id(here.original.param): (here.original.param, here.of(data)) for here in flat_param.shard_slices()}
+    given = [(flat_param.flat, data), *(pieces.values() if flat_param.use_orig_params else ())]
     for param, _ in given:
         if param._use_count() > 1:
             raise StateError(
-                f"{unit.name}: a graph has `{segment.originals[0].fqn}` or one beside it, so their shard cannot be "
+                f"{unit.name}: a graph has `{flat_param.originals[0].fqn}` or one beside it, so their shard cannot be "
                 "moved to or from this device: drop what was computed of it first"
             )
     for param, value in given:

@@ -18,7 +18,7 @@ from ...common.torch_private import HandleShardingStrategy, HandleTrainingState,
 from ..api import TrainingState
 from ..desync.torch_collectives import Hooked
 from ..errors import StateError
-from ..sharding.flat_param import Segment
+from ..sharding.flat_param import FlatParam
 from ..sharding.torch_attributes import now
 from ..unit.base import Wrapper
 from . import stored
@@ -33,10 +33,10 @@ class Handle:
     """
 
     _wrapper: Compatible
-    _segment: Segment
+    _flat_param: FlatParam
 
-    def __init__(self, wrapper: Compatible, segment: Segment):
-        vars(self).update(_wrapper=wrapper, _segment=segment)
+    def __init__(self, wrapper: Compatible, flat_param: FlatParam):
+        vars(self).update(_wrapper=wrapper, _flat_param=flat_param)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(why_absent(name, of_handle=True) or f"flatparam's handle has no attribute `{name}`")
@@ -48,20 +48,20 @@ class Handle:
         super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and other._segment is self._segment
+        return isinstance(other, Handle) and other._flat_param is self._flat_param
 
     def __hash__(self) -> int:
-        return hash(id(self._segment))
+        return hash(id(self._flat_param))
 
-    flat_param = property(attrgetter("_segment.flat"))
-    uses_sharded_strategy = property(attrgetter("_segment.is_sharded"))
-    sharded_grad = property(attrgetter("_segment.flat.grad"))
+    flat_param = property(attrgetter("_flat_param.flat"))
+    uses_sharded_strategy = property(attrgetter("_flat_param.is_sharded"))
+    sharded_grad = property(attrgetter("_flat_param.flat.grad"))
     process_group = property(attrgetter("_wrapper.process_group"))
     rank = property(attrgetter("_wrapper.rank"))
     world_size = property(attrgetter("_wrapper.world_size"))
-    device = property(attrgetter("_segment.device"))
+    device = property(attrgetter("_flat_param.device"))
     _fully_sharded_module = property(attrgetter("_wrapper.module"))
-    _use_orig_params = property(attrgetter("_segment.use_orig_params"))
+    _use_orig_params = property(attrgetter("_flat_param.use_orig_params"))
     _offload_params = property(attrgetter("_wrapper.cpu_offload.offload_params"))
     is_sharded = torch_flat_param.FlatParamHandle.is_sharded
     shard_metadata = torch_flat_param.FlatParamHandle.shard_metadata
@@ -75,26 +75,26 @@ class Handle:
     @property
     def _orig_param_dtype(self) -> torch.dtype:
         """The dtype of the shard. To set it is to have masters in it: ``stored.store``."""
-        return self._segment.flat.dtype
+        return self._flat_param.flat.dtype
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        stored.store(self._wrapper, self._segment, dtype)
+        stored.store(self._wrapper, self._flat_param, dtype)
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
-        return self._segment.compute_dtype or self._segment.flat.dtype
+        return self._flat_param.compute_dtype or self._flat_param.flat.dtype
 
     @property
     def _reduce_dtype(self) -> torch.dtype:
-        return self._segment.reduce_dtype or self._fwd_bwd_param_dtype
+        return self._flat_param.reduce_dtype or self._fwd_bwd_param_dtype
 
     @property
     def _training_state(self) -> HandleTrainingState:
         """Idle, summoned, or in the forward or the backward of the model."""
         if self._wrapper._unit.summoned is not None:
             return HandleTrainingState.SUMMON_FULL_PARAMS
-        root = self._wrapper._unit.step.root
+        root = self._wrapper._unit.core.root
         states = {"FORWARD": HandleTrainingState.FORWARD, "BACKWARD": HandleTrainingState.BACKWARD_PRE}
         return states.get(root.state if root is not None else "", HandleTrainingState.IDLE)
 
@@ -103,7 +103,7 @@ class Handle:
 
         Local. On each rank, and for each handle of a model, before that runs again.
         """
-        stored.move(self._wrapper, self._segment, *args, **kwargs)
+        stored.move(self._wrapper, self._flat_param, *args, **kwargs)
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Free what the unit has gathered, if asked to: its next forward or backward gathers again. On all ranks.
@@ -112,7 +112,7 @@ class Handle:
         """
         self._wrapper._check_idle_here("reshard")
         if free_unsharded_flat_param and self.uses_sharded_strategy:
-            self._wrapper._unit.step.release()
+            self._wrapper._unit.core.release()
 
 
 _SETTABLE = ("_orig_param_dtype",)
@@ -155,26 +155,26 @@ class Compatible(Wrapper):
     @property
     def _all_handles(self) -> list[Handle]:
         """Of this unit and of those below it."""
-        return [Handle(unit, segment) for unit in self.fsdp_modules(self) for segment in unit._unit.segments]
+        return [Handle(unit, flat_param) for unit in self.fsdp_modules(self) for flat_param in unit._unit.flat_params]
 
     @property
     def _handle(self) -> Handle | None:
-        """Of the first flat parameter of this unit; None if it has none. With ``segments`` there are others."""
-        segments = self._unit.segments
-        return Handle(self, segments[0]) if segments else None
+        """Of the first flat parameter of this unit; None if it has none. With ``flat_params`` there are others."""
+        flat_params = self._unit.flat_params
+        return Handle(self, flat_params[0]) if flat_params else None
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        segments = self._unit.segments
-        return segments[0].flat if segments else None
+        flat_params = self._unit.flat_params
+        return flat_params[0].flat if flat_params else None
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The flat parameters of this unit: shards, and while they are gathered or summoned, what is unsharded."""
         if self._unit.summoned is not None:
-            return [segment.flat for segment in self._unit.segments]
-        views = zip(self._unit.segments, self._unit.step.views(), strict=True)
-        return [now(segment, segment.originals[0].plain(some[0]) if some else None) for segment, some in views]
+            return [flat_param.flat for flat_param in self._unit.flat_params]
+        views = zip(self._unit.flat_params, self._unit.core.views(), strict=True)
+        return [now(flat_param, flat_param.originals[0].plain(some[0]) if some else None) for flat_param, some in views]
 
     @property
     def _comm_hook(self) -> Any:
@@ -193,7 +193,7 @@ class Compatible(Wrapper):
     @property
     def _has_params(self) -> bool:
         """Whether this unit has parameters of its own."""
-        return bool(self._unit.segments)
+        return bool(self._unit.flat_params)
 
     @property
     def forward_prefetch(self) -> bool:

@@ -1,0 +1,577 @@
+// desync/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": the time, process, when it began, machine, and whether
+// it has finished; those of fp_calls.hpp; and for each generation "members": how many ranks have entered; "posts", "post N": rank and
+// text; "readers of N".
+#include "desync/fp_board.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include <c10/util/Logging.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace fp {
+namespace {
+
+constexpr std::chrono::seconds store_patience{10};
+constexpr double end_patience = 0.5;    // seconds
+constexpr double share = 0.4;           // of the beat that a rank waits before it calls, and for answers
+constexpr double most_of_a_pulse = 0.7; // seconds between two looks for a call, so that an answer takes less than 1.6
+
+std::string
+in_file(const std::string &path)
+{
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Where process numbers mean the same; empty where that is not known.
+std::string
+this_machine()
+{
+    std::string boot = in_file("/proc/sys/kernel/random/boot_id");
+    char space[64];
+    const ssize_t length = readlink("/proc/self/ns/pid", space, sizeof space);
+    if (boot.empty() || length <= 0) {
+        return "";
+    }
+    boot.pop_back(); /* the end of the line */
+    return boot + std::string(space, static_cast<size_t>(length));
+}
+
+// When a process of this machine began, in ticks; 0: it is not there, or has ended.
+long long
+began(long process)
+{
+    const std::string stat = in_file("/proc/" + std::to_string(process) + "/stat");
+    const size_t name_end = stat.rfind(')');
+    char state = 'X';
+    long long ticks = 0;
+    if (name_end != std::string::npos) {
+        std::istringstream fields(stat.substr(name_end + 1));
+        std::string skipped;
+        fields >> state;
+        for (int i = 0; i < 18; i++) {
+            fields >> skipped;
+        }
+        fields >> ticks;
+    }
+    return state == 'Z' || state == 'X' ? 0 : ticks;
+}
+
+// In seconds, as on other machines: about.
+double
+wall_clock()
+{
+    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+constexpr std::string_view finished = " finished"; // at the end of a place
+
+// Torch's messages to stderr, a stack trace each, are not written meanwhile: of what fails where nobody waits for it.
+class Quietly {
+  public:
+#ifndef C10_USE_GLOG
+    Quietly() : level_(std::exchange(FLAGS_caffe2_log_level, 3)) {}
+    ~Quietly()
+    {
+        FLAGS_caffe2_log_level = level_;
+    }
+
+  private:
+    const int level_;
+#endif
+};
+
+template <class Number>
+std::string
+key(const char *name, Number number)
+{
+    return name + std::to_string(number);
+}
+
+} // namespace
+
+c10::intrusive_ptr<c10d::Store>
+store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own)
+{
+    c10::intrusive_ptr<c10d::Store> store = group.getStore();
+    TORCH_CHECK(store, "the process group has no store in C++"); /* nor a name, perhaps */
+    if (own) {
+        try {
+            store = store->clone();
+        }
+        catch (const std::exception &) { /* a kind that has none */
+            return {};
+        }
+        store->setTimeout(store_patience);
+    }
+    return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+}
+
+c10::intrusive_ptr<c10d::Store>
+best_store_of(const c10d::ProcessGroup &group, const std::string &prefix)
+{
+    const auto own = store_of(group, prefix, true);
+    return own ? own : store_of(group, prefix, false);
+}
+
+Registered::Registered(const std::string &name) : name_(name), group_(c10d::resolve_process_group(name)) {}
+
+c10::intrusive_ptr<c10d::ProcessGroup>
+Registered::group() const
+{
+    const c10::intrusive_ptr<c10d::ProcessGroup> ours = group_.lock();
+    try {
+        if (ours && c10d::resolve_process_group(name_) == ours) {
+            return ours;
+        }
+    }
+    catch (const std::exception &) {
+    }
+    return {};
+}
+
+bool
+Ending::wait(double seconds)
+{
+    std::unique_lock held(lock_);
+    return changed_.wait_for(held, std::chrono::duration<double>(seconds), [this] { return said_; });
+}
+
+void
+Ending::say()
+{
+    const std::lock_guard held(lock_);
+    said_ = true;
+    changed_.notify_all();
+}
+
+Board::Board(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double beat)
+    : store_(std::move(store)), rank_(rank), size_(size), beat_(beat), posts_(store_), calls_(store_, rank, size)
+{
+}
+
+void
+Board::appear(double since)
+{
+    const std::lock_guard held(lock_);
+    since_ = since;
+    set_place("");
+    store_->add("places", 1);
+}
+
+void
+Board::finish()
+{
+    const std::lock_guard held(lock_);
+    const Quietly quietly;
+    set_place(finished);
+}
+
+void
+Board::set_place(std::string_view end)
+{
+    const long process = getpid();
+    std::ostringstream text;
+    text << std::fixed << wall_clock() << ' ' << process << ' ' << began(process) << ' ' << this_machine() << end;
+    store_->set(key("place of ", rank_), text.str());
+}
+
+void
+Board::join(const std::string &generation)
+{
+    const std::lock_guard held(lock_);
+    posts_ = c10::make_intrusive<c10d::PrefixStore>(generation, store_);
+}
+
+void
+Board::enter()
+{
+    const std::lock_guard held(lock_);
+    posts_->add("members", 1);
+}
+
+int64_t
+Board::number(const std::string &key)
+{
+    const std::lock_guard held(lock_);
+    return number_at(*posts_, key);
+}
+
+int64_t
+Board::number_at(c10d::Store &store, const std::string &key)
+{
+    const std::string text = value_at(store, key);
+    return text.empty() ? 0 : std::stoll(text);
+}
+
+int64_t
+Board::post(const std::string &text)
+{
+    const std::lock_guard held(lock_);
+    return post_of(rank_, text);
+}
+
+int64_t
+Board::post_of(int rank, const std::string &text)
+{
+    const int64_t number = posts_->add("posts", 1);
+    posts_->set(key("post ", number), std::to_string(rank) + " " + text);
+    return number;
+}
+
+bool
+Board::look(double waited, bool processes)
+{
+    const std::lock_guard held(lock_);
+    const bool all = read_posts();
+    if (processes) {
+        miss_processes();
+    }
+    miss_answers(waited);
+    return all;
+}
+
+bool
+Board::read_posts()
+{
+    const int64_t count = number_at(*posts_, "posts");
+    while (read_ < count && posts_->check({key("post ", read_ + 1)})) {
+        const std::string post = posts_->get_to_str(key("post ", read_ + 1));
+        read_++;
+        const int rank = std::stoi(post);
+        if (rank != rank_) {
+            say(rank, post.substr(post.find(' ') + 1));
+            posts_->add(key("readers of ", read_), 1);
+        }
+    }
+    return read_ >= count;
+}
+
+// Of the ranks that have appeared since this one's world began: what one before it has left in the store says nothing.
+std::map<int, std::string>
+Board::places()
+{
+    std::map<int, std::string> found = values_at(*store_, "place of ", size_);
+    for (auto &[rank, text] : found) {
+        const size_t end = text.find(' ');
+        text = end != std::string::npos && std::stod(text) >= since_ ? text.substr(end + 1) : "";
+    }
+    std::erase_if(found, [](const auto &item) { return item.second.empty(); });
+    return found;
+}
+
+// Note those on this machine that are not there any more.
+void
+Board::miss_processes()
+{
+    const int64_t appeared = number_at(*store_, "places");
+    if (appeared != appeared_) {
+        const std::string machine = this_machine();
+        for (const auto &[rank, text] : places()) {
+            std::istringstream fields(text);
+            Place place{};
+            std::string where;
+            if (fields >> place.process >> place.began >> where && !machine.empty() && where == machine) {
+                places_.insert_or_assign(rank, place);
+            }
+        }
+        appeared_ = appeared;
+    }
+    for (const auto &[rank, place] : places_) {
+        if (!has_said(rank) && began(place.process) != place.began) {
+            say(rank, gone(rank, "the process of rank " + std::to_string(rank) + " (" + std::to_string(place.process) +
+                                     ") has ended without a word: killed, or done"));
+        }
+    }
+}
+
+// Of a rank that is not there any more: that it has finished, if it said so; else `why`.
+std::string
+Board::gone(int rank, const std::string &why)
+{
+    const auto now = places();
+    const auto found = now.find(rank);
+    return found == now.end() || !found->second.ends_with(finished)
+               ? why
+               : "rank " + std::to_string(rank) +
+                     " has finished, and comes to no collective any more: has it fewer batches than the others?";
+}
+
+int
+Board::call()
+{
+    const std::lock_guard held(lock_);
+    if (values_at(*store_, "answer of ", size_).empty()) {
+        return 0;
+    }
+    const int number = static_cast<int>(made_.size()) + 1;
+    made_.emplace(number, calls_.call());
+    return number;
+}
+
+void
+Board::miss_silent(int call)
+{
+    const std::lock_guard held(lock_);
+    const auto found = made_.find(call);
+    for (const int rank : found == made_.end() ? std::vector<int>() : silent(found->second)) {
+        say(rank, gone(rank, "rank " + std::to_string(rank) +
+                                 " does not answer: its process has ended, or its machine is out of reach"));
+    }
+}
+
+// Those who answer calls, but not this one.
+std::vector<int>
+Board::silent(const Call &call)
+{
+    std::vector<int> found = calls_.silent(call);
+    const auto here = found.empty() ? std::map<int, std::string>() : places();
+    std::erase_if(found,
+                  [&](int rank) { return call.before.count(rank) == 0 || here.count(rank) == 0 || has_said(rank); });
+    return found;
+}
+
+// Of the ranks that wait for long one calls, and posts who does not answer.
+void
+Board::miss_answers(double waited)
+{
+    if (beat_ == 0.0 || waited < share * beat_) {
+        return;
+    }
+    if (!asked_) {
+        const std::string last = calls_.last();
+        if (last == other_call_ && seconds(Clock::now() - other_since_) < beat_) {
+            return;
+        }
+        Call call = calls_.call_after(last);
+        if (call.is_mine) {
+            asked_.emplace(std::move(call));
+        }
+        else {
+            other_call_ = call.text;
+            other_since_ = call.since;
+        }
+    }
+    else if (asked_->has_waited(share * beat_)) {
+        const Call call = std::move(*asked_);
+        asked_.reset();
+        miss_processes();
+        for (const int rank : silent(call)) {
+            char beat[32];
+            std::snprintf(beat, sizeof beat, "%g", beat_);
+            (void)post_of(rank, gone(rank, "rank " + std::to_string(rank) + " has given no sign of life for " + beat +
+                                               " s: it is stopped, or out of reach"));
+        }
+        (void)read_posts();
+    }
+}
+
+void
+Board::say(int rank, const std::string &text)
+{
+    const std::lock_guard held(said_lock_);
+    said_.try_emplace(rank, text);
+}
+
+bool
+Board::has_said(int rank)
+{
+    const std::lock_guard held(said_lock_);
+    return said_.count(rank) != 0;
+}
+
+std::map<int, std::string>
+Board::said()
+{
+    const std::lock_guard held(said_lock_);
+    return said_;
+}
+
+std::map<int, std::string>
+Board::entered()
+{
+    const std::lock_guard held(lock_);
+    return places();
+}
+
+namespace {
+
+// Answer calls as long as torch has the group.
+void
+answer(Ending &ending, const Registered &group, Calls &calls, double interval)
+{
+    while (!ending.wait(interval) && group.group()) {
+        calls.answer();
+    }
+}
+
+PyObject *
+as_dict(const std::map<int, std::string> &texts)
+{
+    PyObject *dict = PyDict_New();
+    for (const auto &[rank, text] : texts) {
+        PyObject *key = PyLong_FromLong(rank);
+        PyObject *value = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+        if (dict != nullptr && (key == nullptr || value == nullptr || PyDict_SetItem(dict, key, value) < 0)) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+} // namespace
+} // namespace fp
+
+extern "C" {
+
+fp_board *
+fp_board_new(const char *group, const char *prefix, double beat, int own)
+{
+    return fp::guarded<fp_board *>(nullptr, [&] {
+        return fp::unlocked([&] {
+            const auto found = c10d::resolve_process_group(group);
+            const auto store = own != 0 ? fp::best_store_of(*found, prefix) : fp::store_of(*found, prefix, false);
+            return new fp_board{
+                .board = {store, found->getRank(), found->getSize(), beat},
+                .name = group,
+                .prefix = prefix,
+                .beat = beat,
+            };
+        });
+    });
+}
+
+void
+fp_board_free(fp_board *board)
+{
+    if (board != nullptr) {
+        fp_board_stop(board);
+        fp::unlocked([&] { delete board; });
+    }
+}
+
+int
+fp_board_join(fp_board *board, const char *generation)
+{
+    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.join(generation); }); });
+}
+
+int
+fp_board_enter(fp_board *board)
+{
+    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.enter(); }); });
+}
+
+int
+fp_board_finish(fp_board *board)
+{
+    return fp::guarded(-1, [&] {
+        if (board->process == getpid()) {
+            fp::unlocked([&] { board->board.finish(); });
+        }
+    });
+}
+
+int
+fp_board_appear(fp_board *board, double since)
+{
+    return fp::guarded(-1, [&] {
+        fp::unlocked([&] {
+            board->board.appear(since);
+            if (board->beat == 0.0) {
+                return;
+            }
+            const fp::Registered registered(board->name);
+            const auto found = registered.group();
+            const auto store = found ? fp::store_of(*found, board->prefix, true) : c10::intrusive_ptr<c10d::Store>();
+            if (!store) { /* over a shared connection it would answer late, and seem to be stopped */
+                return;
+            }
+            const int rank = found->getRank();
+            store->set(fp::key("answer of ", rank), std::string("none yet"));
+            board->answering = std::make_shared<fp::Ending>();
+            std::thread([ending = board->ending, ended = board->answering, registered,
+                         calls = std::make_unique<fp::Calls>(store, rank, found->getSize()),
+                         interval = std::min(fp::most_of_a_pulse, board->beat / 4)]() mutable {
+                try {
+                    fp::answer(*ending, registered, *calls, interval);
+                }
+                catch (...) { /* the store is gone: those who wait see that themselves */
+                }
+                calls.reset(); /* a FileStore writes when it goes; half a record would hang who reads it */
+                ended->say();
+            }).detach();
+        });
+    });
+}
+
+// The thread that answers is waited for, but not where a store does not answer it.
+void
+fp_board_stop(fp_board *board)
+{
+    if (board->process == getpid()) {
+        fp::unlocked([&] {
+            board->ending->say();
+            if (board->answering) {
+                (void)board->answering->wait(fp::end_patience);
+            }
+        });
+    }
+}
+
+int
+fp_board_post(fp_board *board, const char *text, int64_t *number)
+{
+    return fp::guarded(-1, [&] { *number = fp::unlocked([&] { return board->board.post(text); }); });
+}
+
+int
+fp_board_number(fp_board *board, const char *key, int64_t *number)
+{
+    return fp::guarded(-1, [&] { *number = fp::unlocked([&] { return board->board.number(key); }); });
+}
+
+int
+fp_board_look(fp_board *board, double waited, int processes)
+{
+    return fp::guarded(-1,
+                       [&] { return fp::unlocked([&] { return board->board.look(waited, processes != 0); }) ? 1 : 0; });
+}
+
+int
+fp_board_call(fp_board *board)
+{
+    return fp::guarded(-1, [&] { return fp::unlocked([&] { return board->board.call(); }); });
+}
+
+int
+fp_board_miss_silent(fp_board *board, int64_t call)
+{
+    return fp::guarded(-1, [&] { fp::unlocked([&] { board->board.miss_silent(static_cast<int>(call)); }); });
+}
+
+PyObject *
+fp_board_said(fp_board *board)
+{
+    return fp::guarded<PyObject *>(nullptr,
+                                   [&] { return fp::as_dict(fp::unlocked([&] { return board->board.said(); })); });
+}
+
+PyObject *
+fp_board_entered(fp_board *board)
+{
+    return fp::guarded<PyObject *>(nullptr,
+                                   [&] { return fp::as_dict(fp::unlocked([&] { return board->board.entered(); })); });
+}
+
+} // extern "C"

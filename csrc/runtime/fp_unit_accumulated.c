@@ -1,0 +1,109 @@
+/* runtime/fp_unit_accumulated.c -- see fp_unit_accumulated.h. */
+#include "runtime/fp_unit_accumulated.h"
+
+/* A list of what read gives of each flat parameter. */
+static PyObject *
+list_of(const fp_unit *unit, PyObject *(*read)(fp_flat_buffer *))
+{
+    PyObject *list = PyList_New(unit->n_flat_params);
+    for (Py_ssize_t k = 0; list != NULL && k < unit->n_flat_params; k++) {
+        PyObject *item = read(unit->flat_params[k].flat);
+        if (item == NULL) {
+            Py_CLEAR(list);
+        }
+        else {
+            PyList_SET_ITEM(list, k, item);
+        }
+    }
+    return list;
+}
+
+PyObject *
+fp_unit_accumulated(const fp_unit *unit, PyObject *ignored)
+{
+    return list_of(unit, fp_flat_buffer_accumulated_grad);
+}
+
+PyObject *
+fp_unit_show_accumulated(fp_unit *unit, PyObject *argument)
+{
+    const char *name = PyUnicode_AsUTF8(unit->name);
+    int shown;
+    if (name == NULL || fp_as_bool(argument, &shown) < 0) {
+        return NULL;
+    }
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        fp_flat_param *flat_param = &unit->flat_params[k];
+        if (!shown ? fp_flat_param_note_user_edits(flat_param, name) < 0
+                   : flat_param->shown == FP_SHOWN_REDUCED && fp_flat_buffer_has_accumulated(flat_param->flat) &&
+                         fp_flat_param_show_accumulated(flat_param, name) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+/* Whether kept and owed, what set_accumulated() is given for one part, could be its: -1 with an exception. */
+static int
+check_accumulated(const fp_unit *unit, const fp_flat_param *flat_param, PyObject *accumulated, PyObject *frozen_share)
+{
+    if (!PyTuple_Check(frozen_share) || PyTuple_GET_SIZE(frozen_share) != PyTuple_GET_SIZE(flat_param->owners)) {
+        PyErr_Format(PyExc_ValueError, "%U: expected a tuple of %zd for each part, of which parameters are owed",
+                     unit->name, PyTuple_GET_SIZE(flat_param->owners));
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(frozen_share); i++) {
+        int is_share;
+        if (fp_as_bool(PyTuple_GET_ITEM(frozen_share, i), &is_share) < 0) {
+            return -1;
+        }
+    }
+    const char *name = PyUnicode_AsUTF8(unit->name);
+    return name == NULL || (accumulated != Py_None && fp_flat_buffer_check_accumulated(
+                                                          flat_param->flat, flat_param->shard, accumulated, name) < 0)
+               ? -1
+               : 0;
+}
+
+/* All is checked before any is set. */
+PyObject *
+fp_unit_set_accumulated(fp_unit *unit, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (fp_check_nargs("set_accumulated", nargs, 2) < 0) {
+        return NULL;
+    }
+    PyObject *accumulated =
+        fp_as_tuple(args[0], unit->n_flat_params, "kept gradients"); /* owned, one item a part, as owed */
+    PyObject *frozen_share = accumulated == NULL ? NULL : fp_as_tuple(args[1], unit->n_flat_params, "owed");
+    int status = frozen_share == NULL ? -1 : fp_unit_check_idle(unit, "be given gradients");
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        status = check_accumulated(unit, &unit->flat_params[k], PyTuple_GET_ITEM(accumulated, k),
+                                   PyTuple_GET_ITEM(frozen_share, k));
+    }
+    for (Py_ssize_t k = 0; status == 0 && k < unit->n_flat_params; k++) {
+        status = fp_flat_param_set_accumulated(&unit->flat_params[k], PyTuple_GET_ITEM(accumulated, k),
+                                               PyTuple_GET_ITEM(frozen_share, k));
+    }
+    Py_XDECREF(accumulated);
+    Py_XDECREF(frozen_share);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+fp_unit_accumulated_bytes(const fp_unit *unit, PyObject *ignored)
+{
+    int64_t device = 0, host = 0;
+    for (Py_ssize_t k = 0; k < unit->n_flat_params; k++) {
+        int64_t on_device, on_host;
+        fp_flat_buffer_accumulated_bytes(unit->flat_params[k].flat, &on_device, &on_host);
+        device += on_device;
+        host += on_host;
+    }
+    return Py_BuildValue("LL", (long long)device, (long long)host);
+}
+
+PyObject *
+fp_unit_copies(const fp_unit *unit, PyObject *ignored)
+{
+    return list_of(unit, fp_flat_buffer_secondary_shard);
+}

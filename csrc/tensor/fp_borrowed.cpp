@@ -1,0 +1,129 @@
+// tensor/fp_borrowed.cpp -- memory that others use by its address, which may not be freed or written to then.
+#include <ATen/dlpack.h>
+
+#include <unordered_map>
+
+#include "tensor/fp_bridge.hpp"
+
+namespace fp {
+namespace {
+
+using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+// Weak: no other storage gets the address of one that is in here. Used with the GIL held; it outlives all storages.
+std::unordered_map<const c10::StorageImpl *, Weak> &
+reused()
+{
+    static auto *storages = new std::unordered_map<const c10::StorageImpl *, Weak>;
+    return *storages;
+}
+
+template <class Storage>
+bool
+has_python_owner(Storage *storage)
+{
+    if constexpr (requires { storage->pyobj_slot()->load_pyobj(); }) {
+        PyObject *object = storage->pyobj_slot()->load_pyobj();
+        return object != nullptr && Py_REFCNT(object) > 1; /* one is ours, through our tensors */
+    }
+    else {
+        return false;
+    }
+}
+
+} // namespace
+
+void
+note_reused(c10::StorageImpl *storage)
+{
+    if (reused().contains(storage)) {
+        return;
+    }
+    std::erase_if(reused(), [](const auto &known) { return known.second.expired(); });
+    reused().emplace(storage, Weak(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)));
+}
+
+bool
+is_reused(const c10::StorageImpl *storage)
+{
+    return reused().contains(storage);
+}
+
+bool
+has_borrower(c10::StorageImpl *storage)
+{
+    return has_python_owner(storage) && memory_of(storage) != 0;
+}
+
+at::Tensor
+freed_source(const at::TensorOptions &options, size_t bytes, const char *reason, bool keeps_size)
+{
+    at::Tensor source = real_empty({0}, options);
+    c10::StorageImpl *storage = storage_of(source);
+    if (set_freed_reason(storage, reason) && keeps_size) {
+        storage->set_nbytes(bytes);
+    }
+    note_reused(storage);
+    return source;
+}
+
+void
+move_to_storage(const at::Tensor &tensor, const at::Tensor &source)
+{
+    at::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    impl->set_allow_tensor_metadata_change(true);
+    impl->set_storage_keep_dtype(source.storage());
+}
+
+} // namespace fp
+
+extern "C" {
+
+int
+fp_torch_lend(PyObject *object)
+{
+    return fp::guarded(-1, [&] {
+        if (!fp::is_tensor(object)) {
+            return 0;
+        }
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        c10::StorageImpl *storage = tensor.has_storage() ? fp::storage_of(tensor) : nullptr;
+        if (!fp::is_reused(storage) || fp::memory_of(storage) == 0) {
+            return 0;
+        }
+        storage->set_resizable(false); /* as torch does for NumPy */
+        return 1;
+    });
+}
+
+static DLPackExchangeAPI exchange;
+static DLPackManagedTensorFromPyObjectNoSync export_tensor;
+
+static int
+export_and_lend(void *object, DLManagedTensorVersioned **out)
+{
+    const int status = export_tensor(object, out);
+    if (status == 0 && fp_torch_lend(static_cast<PyObject *>(object)) < 0) {
+        PyErr_Clear(); /* it is none of our tensors */
+    }
+    return status;
+}
+
+PyObject *
+fp_torch_lending_exchange(PyObject *capsule)
+{
+    static const char name[] = "dlpack_exchange_api";
+    const auto *theirs = static_cast<const DLPackExchangeAPI *>(PyCapsule_GetPointer(capsule, name));
+    if (theirs == nullptr) {
+        return nullptr;
+    }
+    if (theirs->header.version.major != DLPACK_MAJOR_VERSION || theirs == &exchange) {
+        return Py_NewRef(capsule);
+    }
+    exchange = *theirs;
+    export_tensor = exchange.managed_tensor_from_py_object_no_sync;
+    exchange.managed_tensor_from_py_object_no_sync = export_and_lend;
+    return PyCapsule_New(&exchange, name, nullptr);
+}
+
+} // extern "C"

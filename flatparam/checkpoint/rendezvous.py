@@ -1,0 +1,134 @@
+"""Where the ranks of a save or a load agree: through the store, a few lines each, so that it may run in any thread."""
+
+import json
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..fsdp.desync import liveness
+from ..fsdp.desync.stores import WITHOUT_STORE, Store, connection_of_world
+from ..fsdp.errors import StateError, StoreGoneError
+from ..fsdp.states.safetensors_files import FileError
+from .errors import CheckpointError
+
+# In each world, by the ranks: groups of the same ranks have the same names in the store
+_met: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
+
+
+class Rendezvous:
+    """The ranks of ``group`` (None: the world) in one save or load. Each of them makes it in the same order.
+
+    Where nothing is initialized, or the backend has no real ranks, this process is alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, what: str):
+        self.what, self.rank, self.ranks = what, 0, [0]
+        self._store: Store | None = None
+        self._round = 0
+        self._me = 0
+        if not dist.is_initialized():
+            return
+        members: Any = dist.group.WORLD if group is None else group
+        self.rank, self.ranks = dist.get_rank(members), dist.get_process_group_ranks(members)
+        if self.rank < 0:
+            raise ValueError(f"{what}: this rank is not in the group of ranks {self.ranks}")
+        self._me = dist.get_rank()
+        if len(self.ranks) == 1 or dist.get_backend(members) in WITHOUT_STORE:
+            return
+        liveness.enter()
+        world: Any = dist.group.WORLD
+        met = _met.setdefault(world, {})
+        number = met[tuple(self.ranks)] = met.get(tuple(self.ranks), 0) + 1
+        name = f"flatparam council {liveness.generation_of_world()} of {','.join(map(str, self.ranks))} {number}"
+        self._store = connection_of_world().below(name)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def agree(
+        self, mine: Any, error: BaseException | None, decide: Callable[[list[Any]], Any], *, is_last: bool = False
+    ) -> Any:
+        """What ``decide`` makes, on the first rank, of what all ranks say; every rank gets it.
+
+        ``mine`` and the result are for JSON. ``error``: why this rank cannot go on. ``is_last``: they meet no more.
+        Raises: ``error``; CheckpointError on every rank for that of another rank, or of ``decide``.
+        """
+        failed: BaseException | None = None
+        if self._store is None:
+            answer = [None, None]
+            try:
+                answer[1] = decide([mine]) if error is None else None
+            except Exception as failure:
+                failed = failure
+        else:
+            told = None if error is None else f"rank {self._me}: {_said(error)}"
+            try:
+                answer, failed = self._exchange(self._store, [told, mine], decide, is_last)
+            except StoreGoneError as gone:
+                raise StoreGoneError(f"{self.what}: {gone}") from gone
+        error = error or failed
+        try:
+            if error is not None:
+                raise self._own(error)
+        finally:
+            error = failed = None  # it has this frame
+        if answer[0] is not None:
+            raise CheckpointError(f"{self.what}: {answer[0]}")
+        return answer[1]
+
+    def _exchange(
+        self, store: Store, mine: list[Any], decide: Callable[[list[Any]], Any], is_last: bool
+    ) -> tuple[list[Any], BaseException | None]:
+        """Why nothing was decided, or None, and what was, as the first rank has written; and what failed on it."""
+        self._round += 1
+        own, verdict = f"{self._round}/{self._me}", f"{self._round}/all"
+        store.set(own, json.dumps(mine))
+        if not self.is_first:
+            liveness.wait_for_keys(store, [verdict], self.ranks[:1], takes_long=True)
+            answer = json.loads(store.values_at([verdict])[0])
+            readers = f"{self._round}/readers"
+            if store.add(readers, 1) == self.size - 1:
+                store.delete(readers)
+                store.delete(verdict)
+            return answer, None
+        keys = [f"{self._round}/{rank}" for rank in self.ranks]
+        answer = [None, None]
+        failed: BaseException | None = None
+        try:
+            liveness.wait_for_keys(store, keys, self.ranks, takes_long=True)
+            said = [json.loads(one) for one in store.values_at(keys)]
+            answer[0] = next((one[0] for one in said if one[0] is not None), None)
+            if answer[0] is None:
+                answer[1] = decide([one[1] for one in said])
+        except Exception as failure:
+            answer[0], failed = f"rank {self._me}: {_said(failure)}", failure
+        store.set(verdict, json.dumps(answer))
+        for key in keys:
+            store.delete(key)
+        if is_last or answer[0] is not None:  # this process may end now, and with it the store
+            liveness.wait_until(lambda: not store.check([verdict]))
+        try:
+            return answer, failed
+        finally:
+            failed = None  # as above
+
+    def _own(self, error: BaseException) -> BaseException:
+        """Convert the local error to CheckpointError, so that every rank raises the same type."""
+        if isinstance(error, CheckpointError | StateError) or not isinstance(error, Exception):
+            return error
+        where = "" if self._store is None else f"rank {self._me}: "
+        found = CheckpointError(f"{self.what}: {where}{_said(error)}")
+        found.__cause__ = error
+        return found
+
+
+def _said(error: BaseException) -> str:
+    text = str(error)
+    return text if isinstance(error, CheckpointError | FileError | OSError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,48 @@
+"""Properties that other tools look for on a module and that raise on a unit: a tool that does not know our class."""
+
+from typing import Any, NoReturn
+
+from ...common.torch_private import REGISTRY_KEY
+from ..errors import StateError
+
+STATES = (
+    "Save model.state_dict(), which is whole on every rank, with any tool, and optimizer.state_dict(), which is this "
+    "rank's part, with torch.save() in a file for each rank"
+)
+
+known_to_torch: set[str] = set()  # modules of torch that know our class, as states/torch_helpers.py has changed them
+
+
+class RefusingMarkers:
+    """What other tools look for on a unit, as properties that raise."""
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _MARKS]  # for who looks at all there is
+
+    @property
+    def _fqn_modifiers(self) -> NoReturn:
+        """Looked for by ``torch.distributed.checkpoint.state_dict``."""
+        if "torch.distributed.checkpoint.state_dict" in known_to_torch:
+            raise AttributeError("_fqn_modifiers")
+        raise StateError(
+            "get_state_dict() and the like of torch.distributed.checkpoint.state_dict do not know "
+            f"{_name(self)} of flatparam's FullyShardedDataParallel: they would take this rank's shards of optimizer "
+            f"state for the whole. {STATES}"
+        )
+
+    def _refuse_composing(self) -> NoReturn:
+        """Looked for by torch's FSDP, its functions on whole trees, ``fully_shard`` and ``replicate``."""
+        raise StateError(
+            "torch's FullyShardedDataParallel, fully_shard and their functions (summon_full_params, state_dict_type, "
+            f"optim_state_dict) do not know {_name(self)} of flatparam's FullyShardedDataParallel: they would shard "
+            "its shards, or pass it by. Wrap the whole tree with one of them, and call the functions of that class"
+        )
+
+
+_MARKS = ("_fqn_modifiers", REGISTRY_KEY)
+setattr(RefusingMarkers, REGISTRY_KEY, property(RefusingMarkers._refuse_composing))
+
+
+def _name(wrapper: Any) -> str:
+    unit = vars(wrapper).get("_unit")
+    return "a unit" if unit is None else unit.name
