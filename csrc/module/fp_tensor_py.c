@@ -58,6 +58,13 @@ is_leaf(PyObject *module, PyObject *object)
 }
 
 static PyObject *
+lacks_memory(PyObject *module, PyObject *object)
+{
+    const int found = fp_torch_lacks_memory(object);
+    return found < 0 ? NULL : PyBool_FromLong(found);
+}
+
+static PyObject *
 storage_numel(PyObject *module, PyObject *tensor)
 {
     const int64_t numel = fp_torch_storage_numel(tensor);
@@ -285,6 +292,10 @@ PyMethodDef fp_tensor_methods[] = {
      "free($module, tensor, reason=None, keeps_size=False, /)\n--\n\nFree the storage of tensor in place. "
      "reason: what a RuntimeError says when freed data is accessed. keeps_size: then let a freed storage say its "
      "size.\n\nFalse, with nothing done: tensor is not plain, or does not begin its storage."},
+    {"lacks_memory", lacks_memory, METH_O,
+     "lacks_memory($module, object, /)\n--\n\nWhether the storage of a plain tensor is too small for it: it was freed, "
+     "or "
+     "resized. False of any other object."},
     {"storage_numel", storage_numel, METH_O,
      "storage_numel($module, tensor, /)\n--\n\nHow many elements of tensor's dtype its storage has memory for."},
     {"digest", digest, METH_O,

@@ -535,14 +535,14 @@ fp_torch_allocate(PyObject *object, int64_t numel)
         TORCH_CHECK_VALUE(numel >= 0 && numel <= std::numeric_limits<int64_t>::max() / item_bytes,
                           "a storage cannot have ", numel, " elements");
         const auto wanted = static_cast<size_t>(numel * item_bytes);
-        TORCH_CHECK_VALUE(fp::bytes_for(tensor) <= wanted, "expected a tensor whose elements lie in ", wanted,
-                          " bytes, got strides ", tensor.strides(), " and offset ", tensor.storage_offset(),
-                          ": its data were replaced outside of flatparam");
         c10::StorageImpl *storage = fp::storage_of(tensor);
         const size_t present = fp::memory_of(storage);
         if (present != 0 && present != wanted) {
             return 2;
         }
+        TORCH_CHECK_VALUE(fp::bytes_for(tensor) <= wanted, "expected a tensor whose elements lie in ", wanted,
+                          " bytes, got strides ", tensor.strides(), " and offset ", tensor.storage_offset(),
+                          ": its data were replaced outside of flatparam");
         fp::resize_storage(storage, wanted, nullptr, false);
         return present == wanted ? 0 : 1;
     });
@@ -571,6 +571,13 @@ int64_t
 fp_torch_numel(PyObject *tensor)
 {
     return fp::guarded(int64_t{-1}, [&] { return fp::unpack(tensor).numel(); });
+}
+
+int
+fp_torch_lacks_memory(PyObject *object)
+{
+    return fp::guarded(
+        -1, [&] { return fp_torch_is_plain(object) && !fp::has_memory(THPVariable_Unpack(object)) ? 1 : 0; });
 }
 
 int64_t

@@ -134,7 +134,9 @@ int fp_torch_allocate(PyObject *tensor, int64_t numel);
  * loses its memory and still says its size: views can then be made of it, and reading one says the reason where torch would
  * say that it is out of bounds. */
 int fp_torch_free(PyObject *tensor, const char *reason, int keeps_size);
-int64_t fp_torch_numel(PyObject *tensor);            /* its elements; -1: error */
+int64_t fp_torch_numel(PyObject *tensor); /* its elements; -1: error */
+/* 1 if a plain tensor's storage is too small for it, as it was freed or resized; 0, also for any other object; -1: error. */
+int fp_torch_lacks_memory(PyObject *object);
 int64_t fp_torch_storage_numel(PyObject *tensor);    /* elements of tensor's dtype its memory can hold; -1: error */
 int fp_torch_same_storage(PyObject *a, PyObject *b); /* 1, 0, -1 */
 

@@ -89,7 +89,7 @@ def check_memory(names: list[str], tensors: list[Tensor]) -> None:
         if (span := _span(tensor)) > 0
     )
     for i, tensor in enumerate(tensors):
-        if lacks_memory(tensor):
+        if _C.lacks_memory(tensor):
             raise ValueError(
                 f"parameter `{names[i]}` has no memory for its shape {tuple(tensor.shape)}: its storage was freed or "
                 "resized"
@@ -161,19 +161,12 @@ def is_allocated(tensor: Tensor) -> bool:
     return bool(_same_storage_size(tensor, tensor.numel()))
 
 
-def lacks_memory(tensor: Tensor) -> bool:
-    """Whether a plain ``tensor``'s storage is too small for it: it was freed, or resized."""
-    if not _C.is_plain_tensor(tensor) or tensor.numel() == 0:
-        return False
-    return _C.storage_numel(tensor) < tensor.storage_offset() + _span(tensor)
-
-
 def refuse_freed(tensor: Any, what: str) -> None:
     """Before ``tensor`` is read or written, which would go beyond a storage that is too small: torch does not look.
 
     Raises: ValueError that begins with ``what`` if a user has freed or resized its storage.
     """
-    if isinstance(tensor, Tensor) and lacks_memory(tensor):
+    if _C.lacks_memory(tensor):
         raise ValueError(
             f"the storage of {what} was freed or resized outside of flatparam, and its values are lost. Leave storages "
             "as they are"

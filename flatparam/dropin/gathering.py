@@ -98,6 +98,8 @@ class Gathering(Gradients):
                 unsharded = self._all_gather_flat_param(unsharded)
             elif self.uses_sharded_strategy:
                 unsharded = self._get_padded_unsharded_flat_param()
+                if self._training_state is HandleTrainingState.SUMMON_FULL_PARAMS:
+                    self._all_gather_flat_param(unsharded)  # it may have old values, which would be shown, and saved
             else:
                 unsharded = self.flat_param
             self._use_unsharded_flat_param(unsharded)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _C
 from ..common.collectives import all_gather_single, all_reduce
-from ..common.tensors import lacks_memory, refuse_freed, same_storage
+from ..common.tensors import refuse_freed, same_storage
 from ..common.torch_private import HandleTrainingState
 from .base import RESHARD, TORCH_HANDLE, step_of
 from .writeback import Writeback
@@ -94,7 +94,7 @@ class Gradients(Writeback):
         if grad is None:
             self._offloaded_grad = None
             return
-        if lacks_memory(grad):  # autograd would add to it
+        if _C.lacks_memory(grad):  # autograd would add to it
             refuse_freed(grad, self._about("the gradient"))
         if grad.size() == flat_param._unpadded_unsharded_size and grad.device == flat_param.device:
             return

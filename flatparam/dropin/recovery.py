@@ -112,9 +112,6 @@ class Interruptible(PostBackward, Driven):
             elif self._left_versions is not None:
                 self._tell_of_old_values()
             self._steps_seen = self.steps[0]
-        elif state is _SUMMONED and self._handle_index is not None and self.uses_sharded_strategy:
-            self._free_gathered()  # it may have old values, which would be shown, and saved
-            self._prefetched = False
         elif state is _BACKWARD_PRE and in_backward and not self._needs_pre_backward_unshard:
             self._begin_later_backward()
         elif state is _IDLE and self._put_aside and not getattr(self, "_ran_pre_backward_hook", True):

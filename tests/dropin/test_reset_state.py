@@ -1,5 +1,6 @@
 """``flatparam.reset_state()`` leaves blocks whose end has not run. The oracle is the same training without them."""
 
+import contextlib
 import gc
 import itertools
 import warnings
@@ -117,6 +118,28 @@ def lost_ends(strategy, uo, offload):
                 gc.collect()
                 assert all(torch.equal(*both) for both in zip(again, model.parameters(), strict=True))
                 dist.barrier()
+
+
+def a_forward_inside_of_a_summon(uo):
+    """torch's handle writes a piece of its shard into the shard at the end, silently."""
+    warnings.simplefilter("ignore")
+    with handle_of("flatparam"):
+        model, optimizer = start("FULL_SHARD", uo)
+        expected = go_on(*start("FULL_SHARD", uo))
+        block = FSDP.summon_full_params(model)
+        block.__enter__()
+        with contextlib.suppress(AssertionError):
+            model(data(3))
+        said = "a forward inside of it has resharded it|Expects tensor to be unsharded"
+        with pytest.raises((RuntimeError, AssertionError), match=said):
+            block.__exit__(None, None, None)
+        flatparam.reset_state(model)
+        assert all(torch.equal(*both) for both in zip(expected, go_on(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize("uo", [True, False])
+def test_a_forward_inside_of_a_summon_writes_nothing_wrong_back(uo):
+    run_ranks(a_forward_inside_of_a_summon, 2, uo)
 
 
 WAYS = list(itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True, False)))

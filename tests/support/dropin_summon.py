@@ -7,6 +7,7 @@ import torch
 from dropin_behaviours import Deep, attempt, batch
 from dropin_models import Frozen, FrozenBlocks, Mlp, Tied
 from dropin_state_dicts import everywhere, flags, input_of, make, offloaded, step
+from recording import reshard
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -107,6 +108,7 @@ def gradients_of_some_ranks_are_summoned(recorder, setting):
         if label == "of no_sync":
             with model.no_sync():
                 model(batch(), 0).square().mean().backward()
+            reshard(model)
         elif label != "none yet":
             model(batch(), 0).square().mean().backward()
             if label == "none of one layer":
@@ -201,6 +203,8 @@ def what_summon_forbids(recorder, setting):
 
     actions = (again, a_unit, forward, inner_forward, state_dict, load_state_dict, optimizer_step, clip, no_sync)
     for action in actions:
+        if action is forward and setting.strategy != "NO_SHARD":
+            continue  # torch's writes a piece of the shard into the shard then; ours raises: test_reset_state.py
         model, optimizer = with_gradients(setting, Mlp)
         inside = functools.partial(act_inside, recorder, action, model, optimizer)
         left = attempt(recorder, f"{action.__name__} around", inside)

@@ -11,7 +11,7 @@ import types
 
 import torch
 from gloo import fake_world, handle_of
-from recording import Recorder, units
+from recording import Recorder, reshard
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     _flat_param,
     _init_utils,
-    _runtime_utils,
 )
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -153,9 +152,7 @@ def use(model, mode, recorder):
                 parameter.data = parameter.data * 0.5  # to be written back
     with torch.no_grad():
         recorder.tensor("evaluation", model(x))
-    if mode[0] != "NO_SHARD":  # ours gathers anew what is summoned, as torch would show and save what evaluations left
-        for unit in units(model):
-            _runtime_utils._reshard(unit, unit._handle, True)
+    reshard(model)
     with FullyShardedDataParallel.summon_full_params(model):
         recorder.parameters("summoned", model)
     for number in range(2):

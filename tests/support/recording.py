@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, _runtime_utils
 from torch.distributed.tensor import DTensor
 
 OURS = ("_fp", "_flatparam")
@@ -250,6 +250,13 @@ def _equal_chunks_of_one_buffer(tensors):
 def units(model):
     """Return the FSDP modules of ``model`` that own parameters, outermost first."""
     return [unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+
+
+def reshard(model):
+    """Free what forwards have left gathered: torch's handle would summon that, and ours gathers it anew."""
+    for unit in units(model):
+        if unit._handle.uses_sharded_strategy:
+            _runtime_utils._reshard(unit, unit._handle, True)
 
 
 def allocated(tensor):

@@ -12,7 +12,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ...common.tensors import is_at, lacks_memory
+from ... import _C
+from ...common.tensors import is_at
 from ...common.torch_private import _ShardParamInfo
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def now(flat_param: FlatParam, whole: Tensor | None) -> nn.Parameter:
     Where the original parameters have the gradients, it has the one that these are pieces of, if there is such a one.
     """
     flat, grad = flat_param.flat, _common_gradient(flat_param) if flat_param.use_orig_params else None
-    if whole is not None and flat_param.is_sharded and not lacks_memory(whole):
+    if whole is not None and flat_param.is_sharded and not _C.lacks_memory(whole):
         data = whole.detach().as_strided((flat_param.layout.numel,), (1,), 0)
     elif grad is not None:
         data = flat.detach()

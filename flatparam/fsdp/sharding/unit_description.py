@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ... import _C
 from ...common.described import Described
-from ...common.tensors import in_storage_order, lacks_memory
+from ...common.tensors import in_storage_order
 from .parameters import Options, ParamInfo
 from .pytrees import DeviceError
 
@@ -62,7 +62,7 @@ def digests_of(originals: list[ParamInfo]) -> dict[str, int]:
     on_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for i, original in enumerate(originals):
         value = original.param
-        if original.template is not None or lacks_memory(value):
+        if original.template is not None or _C.lacks_memory(value):
             continue  # those that lack memory are refused by name when they are flattened
         if value.is_cpu or not _C.is_plain_tensor(value):
             digests[i] = digest_of(value)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ... import _C
-from ...common.tensors import lacks_memory, refuse_freed
+from ...common.tensors import refuse_freed
 from ..desync import checked_collectives
 from ..sharding.flat_param import FlatParam
 
@@ -43,7 +43,7 @@ def by_group(params: Iterable[tuple[FlatParam | None, Any]]) -> list[Members]:
         return found.setdefault((group, across), Members(shared, [], across)).params
 
     for flat_param, param in params:
-        if param.grad is not None and lacks_memory(param.grad):
+        if param.grad is not None and _C.lacks_memory(param.grad):
             refuse_freed(param.grad, f"the gradient of {_called(flat_param, param)}")
         if flat_param is None and isinstance(param, DTensor):
             grad: Any = param.grad

@@ -10,7 +10,7 @@ STATES = (
     "rank's part, with torch.save() in a file for each rank"
 )
 
-known_to_torch: set[str] = set()  # modules of torch that know our class, as states/torch_helpers.py has changed them
+known_to_torch: set[str] = set()  # modules of torch that know our class, as wrapper/dcp_helpers.py has changed them
 
 
 class RefusingMarkers:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ... import _C
-from ...common.tensors import is_at, lacks_memory, refuse_freed
+from ...common.tensors import is_at, refuse_freed
 from ..desync.unit_ids import assign_copy
 from ..errors import StateError
 from ..names import FLAT_PARAM, listed
@@ -351,7 +351,7 @@ class Unit:
         original = here.original
         if not _C.is_plain_tensor(value):
             raise ValueError(f"{self.name}: the new data of parameter `{original.fqn}` are not plain and dense")
-        if lacks_memory(value):
+        if _C.lacks_memory(value):
             raise ValueError(
                 f"{self.name}: the storage of the new data of parameter `{original.fqn}` was freed or resized: it has "
                 "no values"

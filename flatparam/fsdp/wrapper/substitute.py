@@ -20,7 +20,7 @@ from ...common.torch_private import TorchsFSDP, torch_traversal
 from .fully_sharded import FullyShardedDataParallel
 
 NAME = "FullyShardedDataParallel"
-# Modules that keep torch's class: its own runtime, ours, and the helpers that states/torch_helpers.py has taught both
+# Modules that keep torch's class: its own runtime, ours, and the helpers that wrapper/dcp_helpers.py has taught both
 _KEEP = ("torch.distributed.fsdp.", "flatparam.", "torch.distributed.checkpoint.state_dict")
 
 # docs/integrations.md; the last of each is what `make integrations` installs

@@ -1,7 +1,7 @@
 """What tools read of torch's FullyShardedDataParallel beside its documented API, computed from a unit of ours.
 
 Trainers and torch's own tests reach for these names. Most show a unit; what trainers set or call does what they want of
-it. What only torch's design has (a padded unsharded tensor, streams, a queue of events) is refused by name (absent.py).
+it. Names that only torch's design has (a padded unsharded tensor, streams, a queue of events): absent_names.py.
 Source: torch 2.13, ``torch/distributed/fsdp/_common_utils.py`` and ``_flat_param.py``.
 """
 

@@ -212,7 +212,7 @@ def test_a_thread_answers_calls_until_it_is_stopped(told):
 def test_an_error_is_posted_whatever_its_message_has(told):
     board = liveness.HealthBoard(dist.group.WORLD, 0.0, own=True)
     board.join()
-    board.post("batch \udcff\0 is bad: ä")
+    board.report("batch \udcff\0 is bad: ä")
     there = dist.PrefixStore(
         f"flatparam board/{liveness.generation_of_world()}", dist.distributed_c10d._get_default_store()
     )
@@ -293,7 +293,7 @@ def test_a_watch_ends_with_the_board(watched):
     watch = Watch(board, store)
     board.stop()
     assert watch.end() == [False]
-    assert not watch.core.broken
+    assert not watch.order.broken
 
 
 def test_a_watch_ends_with_its_group_also_if_another_has_its_name_and_address(watched):
@@ -304,7 +304,7 @@ def test_a_watch_ends_with_its_group_also_if_another_has_its_name_and_address(wa
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3)
     store.set("broken", "in the world before")
     assert watch.end() == [False]
-    assert not watch.core.broken
+    assert not watch.order.broken
 
 
 def test_what_a_watch_finds_breaks_all_orders_of_a_model(watched):
@@ -313,7 +313,7 @@ def test_what_a_watch_finds_breaks_all_orders_of_a_model(watched):
     watch.order.join(other)
     dist.PrefixStore("there", dist.distributed_c10d._get_default_store()).set("broken", "why")
     assert watch.end() == [True]
-    assert watch.core.broken
+    assert watch.order.broken
     assert other.broken
 
 
@@ -326,10 +326,10 @@ def test_a_watch_finds_a_rank_that_has_come_to_another_collective(watched):
     store.set("1", '[1, 0, 16, "rank 1 does the same", ""]')
     store.set("pending", "1")
     of_both.wait_for_looks(2)
-    assert not watch.core.broken
+    assert not watch.order.broken
     store.set("1", '[1, 0, 18, "rank 1 does another thing", ""]')
     assert watch.end() == [True]
-    assert watch.core.broken
+    assert watch.order.broken
 
 
 def test_a_rank_that_is_lost_is_no_reason_while_nothing_waits_for_it(watched):
@@ -338,7 +338,7 @@ def test_a_rank_that_is_lost_is_no_reason_while_nothing_waits_for_it(watched):
     write_post(posts, 1, "batch 17 is bad")
     store.wait_for_looks(2)
     assert board.said() == {1: "batch 17 is bad"}
-    assert not watch.core.broken
+    assert not watch.order.broken
     board.stop()
     assert watch.end() == [False]
 

@@ -77,8 +77,8 @@ def contradictions():
     """Refused on every rank, saying what was wrong, before anything is communicated."""
     line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     hybrid = ShardingStrategy.HYBRID_SHARD
-    integer = nn.Module()
-    integer.count = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    halves = nn.Module()
+    halves.count = nn.Parameter(torch.ones(2, dtype=torch.uint8).view(torch.uint4), requires_grad=False)
     refused = [
         (ValueError, "shard group, replicate group", {"sharding_strategy": hybrid}),
         (ValueError, "shard group, replicate group", {"sharding_strategy": hybrid, "process_group": dist.group.WORLD}),
@@ -91,8 +91,8 @@ def contradictions():
     for error, message, arguments in refused:
         with pytest.raises(error, match=message):
             FSDP(make(), **arguments)
-    with pytest.raises(ValueError, match=r"integer.*`count`"):
-        FSDP(integer)
+    with pytest.raises(ValueError, match=r"`count`.*uint4"):
+        FSDP(halves)
     with pytest.raises(ValueError, match=r"False/True or a kwarg dict"):
         FSDP(make(), auto_wrap_policy=CustomPolicy(lambda module: "yes"))
     for name, values in (("use_orig_params", (True, False)), ("limit_all_gathers", (True, False))):
