@@ -1,6 +1,13 @@
-// desync/fp_board.cpp -- see fp_board.h. Keys in the store: "place of R": the time, process, when it began, machine, and whether
-// it has finished; those of fp_calls.hpp; and for each generation "members": how many ranks have entered; "posts", "post N": rank and
-// text; "readers of N".
+// desync/fp_board.cpp -- see fp_board.h. The keys in the store, below the prefix of the board:
+//
+//   "place of R"    wall clock, process number, begin of the process in ticks, machine; " finished" at the end once it has
+//   "places"        how many ranks have set their place
+//   "call", "answer of R"   see fp_calls.hpp
+//   and below the name of a generation, if there is one:
+//   "members"       how many ranks have entered
+//   "posts"         how many posts there are
+//   "post N"        the rank and the text of post N, from 1
+//   "readers of N"  how many ranks have read it
 #include "desync/fp_board.hpp"
 
 #include <algorithm>
@@ -19,10 +26,10 @@
 namespace fp {
 namespace {
 
-constexpr std::chrono::seconds store_patience{10};
-constexpr double end_patience = 0.5;    // seconds
-constexpr double share = 0.4;           // of the beat that a rank waits before it calls, and for answers
-constexpr double most_of_a_pulse = 0.7; // seconds between two looks for a call, so that an answer takes less than 1.6
+constexpr std::chrono::seconds store_patience{10}; // for one call over the second connection
+constexpr double end_patience = 0.5;               // seconds that a stop waits for the thread that answers
+constexpr double share = 0.4;           // of the beat: a rank waits so long before it calls, and again for answers
+constexpr double most_of_a_pulse = 0.7; // seconds between two looks for a call: liveness.py expects an answer in 1.6
 
 std::string
 in_file(const std::string &path)
@@ -31,7 +38,7 @@ in_file(const std::string &path)
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Where process numbers mean the same; empty where that is not known.
+// A name of the machine and its process namespace: within it a number means one process. Empty: the system does not say.
 std::string
 this_machine()
 {
@@ -45,7 +52,8 @@ this_machine()
     return boot + std::string(space, static_cast<size_t>(length));
 }
 
-// When a process of this machine began, in ticks; 0: it is not there, or has ended.
+// When a process of this machine began, in ticks since the machine's start; 0: there is no such process, or it has ended (a
+// zombie).
 long long
 began(long process)
 {
@@ -65,7 +73,7 @@ began(long process)
     return state == 'Z' || state == 'X' ? 0 : ticks;
 }
 
-// In seconds, as on other machines: about.
+// Seconds since 1970. Clocks of machines differ a little.
 double
 wall_clock()
 {
@@ -74,7 +82,7 @@ wall_clock()
 
 constexpr std::string_view finished = " finished"; // at the end of a place
 
-// Torch's messages to stderr, a stack trace each, are not written meanwhile: of what fails where nobody waits for it.
+// While one lives, torch writes no stack trace to stderr for a store that fails: no user waits for that call.
 class Quietly {
   public:
 #ifndef C10_USE_GLOG
@@ -102,12 +110,12 @@ c10::intrusive_ptr<c10d::Store>
 store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own)
 {
     c10::intrusive_ptr<c10d::Store> store = group.getStore();
-    TORCH_CHECK(store, "the process group has no store in C++"); /* nor a name, perhaps */
+    TORCH_CHECK(store, "the process group has no store in C++"); /* such a group may lack a name, too */
     if (own) {
         try {
             store = store->clone();
         }
-        catch (const std::exception &) { /* a kind that has none */
+        catch (const std::exception &) { /* this kind of store has no second connection */
             return {};
         }
         store->setTimeout(store_patience);
@@ -255,7 +263,8 @@ Board::read_posts()
     return read_ >= count;
 }
 
-// Of the ranks that have appeared since this one's world began: what one before it has left in the store says nothing.
+// The places of the ranks that have appeared since this world began, without their time. An earlier world may have left others
+// in the store.
 std::map<int, std::string>
 Board::places()
 {
@@ -268,7 +277,7 @@ Board::places()
     return found;
 }
 
-// Note those on this machine that are not there any more.
+// Note the ranks of this machine whose process has ended. Places are read from the store only when more have appeared.
 void
 Board::miss_processes()
 {
@@ -293,7 +302,7 @@ Board::miss_processes()
     }
 }
 
-// Of a rank that is not there any more: that it has finished, if it said so; else `why`.
+// Why a rank does not come whose process has ended: it has finished, if its place says so; else `why`.
 std::string
 Board::gone(int rank, const std::string &why)
 {
@@ -328,7 +337,7 @@ Board::miss_silent(int call)
     }
 }
 
-// Those who answer calls, but not this one.
+// The ranks that answer calls and have not answered this one, without those whose reason is known.
 std::vector<int>
 Board::silent(const Call &call)
 {
@@ -339,7 +348,8 @@ Board::silent(const Call &call)
     return found;
 }
 
-// Of the ranks that wait for long one calls, and posts who does not answer.
+// Call all ranks after 0.4 beat, and post after 0.4 beat more which ranks have not answered. One of the ranks that wait does so
+// for all: the others see its call, and make none within a beat.
 void
 Board::miss_answers(double waited)
 {
@@ -404,7 +414,7 @@ Board::entered()
 
 namespace {
 
-// Answer calls as long as torch has the group.
+// Answer calls until the flag is set or torch has destroyed the group.
 void
 answer(Ending &ending, const Registered &group, Calls &calls, double interval)
 {
@@ -494,7 +504,7 @@ fp_board_appear(fp_board *board, double since)
             const fp::Registered registered(board->name);
             const auto found = registered.group();
             const auto store = found ? fp::store_of(*found, board->prefix, true) : c10::intrusive_ptr<c10d::Store>();
-            if (!store) { /* over a shared connection it would answer late, and seem to be stopped */
+            if (!store) { /* over a shared connection this rank would answer late, and seem to be stopped */
                 return;
             }
             const int rank = found->getRank();
@@ -506,16 +516,16 @@ fp_board_appear(fp_board *board, double since)
                 try {
                     fp::answer(*ending, registered, *calls, interval);
                 }
-                catch (...) { /* the store is gone: those who wait see that themselves */
+                catch (...) { /* the store is out of reach: ranks that wait see that themselves */
                 }
-                calls.reset(); /* a FileStore writes when it goes; half a record would hang who reads it */
+                calls.reset(); /* before say(): a FileStore writes when it goes; half a record would hang its readers */
                 ended->say();
             }).detach();
         });
     });
 }
 
-// The thread that answers is waited for, but not where a store does not answer it.
+// The wait for the thread ends after end_patience: the thread may wait for a store that does not answer.
 void
 fp_board_stop(fp_board *board)
 {

@@ -1,4 +1,4 @@
-// desync/fp_board.hpp -- what ranks tell each other, for the C++ side.
+// desync/fp_board.hpp -- the health board for the C++ side; fp_board.h says what it is for.
 #pragma once
 
 #include <condition_variable>
@@ -21,10 +21,10 @@
 
 namespace fp {
 
-// Said once: that threads shall end, or that one has.
+// A flag that is set once and for all: "threads shall end", or "the thread has ended". Any thread may use it.
 class Ending {
   public:
-    // For this long at most; whether it is said.
+    // Wait until the flag is set, or for so many seconds; whether it is set.
     bool wait(double seconds);
     void say();
 
@@ -34,7 +34,8 @@ class Ending {
     bool said_ = false;
 };
 
-// What this process knows of the others. Any thread may call it, without the GIL.
+// What this process knows of the other ranks. Any thread may call it. The GIL must not be held: most functions wait for the
+// store under lock_. They throw what the store throws.
 class Board {
   public:
     Board(c10::intrusive_ptr<c10d::Store> store, int rank, int size, double beat);
@@ -48,15 +49,16 @@ class Board {
     int64_t post(const std::string &text);
     int64_t number(const std::string &key);
     bool look(double waited, bool processes);
-    int call(); // its number; 0: nobody answers calls
+    int call(); // the number of the call, from 1; 0: no rank answers calls
     void miss_silent(int call);
-    std::map<int, std::string> said();    // why ranks have ended
-    std::map<int, std::string> entered(); // where ranks are
+    std::map<int, std::string> said();    // by rank: why it does not come
+    std::map<int, std::string> entered(); // by rank: its place
 
   private:
+    // A process: its number may be used again, its number and begin together are not.
     struct Place {
         long process;
-        long long began;
+        long long began; // ticks since the machine's start
     };
 
     int64_t number_at(c10d::Store &store, const std::string &key);
@@ -74,47 +76,47 @@ class Board {
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_, size_;
     const double beat_;
-    double since_ = 0.0;   // when this rank's world, or process, began
-    std::mutex said_lock_; // never kept while a store is waited for
+    double since_ = 0.0;   // wall clock: places from before it belong to an earlier world
+    std::mutex said_lock_; // of said_; never held while the store is asked, so said() returns at once
     std::map<int, std::string> said_;
-    std::mutex lock_;                       // of what follows, and of a call's way through the store
-    c10::intrusive_ptr<c10d::Store> posts_; // below the name of this generation, if it has one
-    int64_t read_ = 0;                      // posts so far
-    int64_t appeared_ = 0;                  // what "places" was when places_ were read
+    std::mutex lock_;                       // of all that follows; held while the store is asked
+    c10::intrusive_ptr<c10d::Store> posts_; // the keys of this generation; store_ itself before join()
+    int64_t read_ = 0;                      // posts that this rank has read
+    int64_t appeared_ = 0;                  // the counter "places" when places_ was filled
     Calls calls_;
-    std::optional<Call> asked_;     // who gives signs of generation
-    std::map<int, Call> made_;      // by call()
-    std::string other_call_;        // of another rank,
-    Clock::time_point other_since_; // and when it was seen first
-    std::map<int, Place> places_;   // the processes on this machine
+    std::optional<Call> asked_;     // the call of look() that waits for answers
+    std::map<int, Call> made_;      // the calls of call(), by number
+    std::string other_call_;        // the last call of another rank: that rank posts who is silent,
+    Clock::time_point other_since_; // so this rank makes none within a beat of it
+    std::map<int, Place> places_;   // the processes on this machine, by rank
 };
 
-// What is below prefix in the store of group. own: over a connection of its own, which no other thread's wait delays; null if
-// the store has no such.
+// The keys below prefix in the store of group. own: over a second connection, which the wait of another thread does not delay
+// and on which a call takes 10 s at most; null if this kind of store has no second connection.
 c10::intrusive_ptr<c10d::Store> store_of(const c10d::ProcessGroup &group, const std::string &prefix, bool own);
 
-// The same over a connection of its own, or else over that of others.
+// The same over a second connection if there is one, else over the shared one.
 c10::intrusive_ptr<c10d::Store> best_store_of(const c10d::ProcessGroup &group, const std::string &prefix);
 
-// A group under the name that torch has for it, which may be destroyed meanwhile.
+// A process group by the name under which torch registered it. It does not keep the group alive.
 class Registered {
   public:
-    explicit Registered(const std::string &name); // throws if there is none
+    explicit Registered(const std::string &name); // throws if torch knows no such group
 
-    c10::intrusive_ptr<c10d::ProcessGroup> group() const; // null: it is not there any more
+    c10::intrusive_ptr<c10d::ProcessGroup> group() const; // null: it was destroyed
 
   private:
     std::string name_;
-    c10::weak_intrusive_ptr<c10d::ProcessGroup> group_; // no other group gets its address
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group_; // keeps the address: a later group of that name differs
 };
 
 } // namespace fp
 
 struct fp_board {
     fp::Board board;
-    std::string name, prefix; // of the group, in its store
+    std::string name, prefix; // the group's name; the prefix of the board's keys
     double beat;
-    std::shared_ptr<fp::Ending> ending = std::make_shared<fp::Ending>(); // threads may outlive the board
-    std::shared_ptr<fp::Ending> answering = nullptr;                     // of the thread that answers; or null
-    pid_t process = getpid();                                            // a forked one has no such thread
+    std::shared_ptr<fp::Ending> ending = std::make_shared<fp::Ending>(); // shared: threads may outlive the board
+    std::shared_ptr<fp::Ending> answering = nullptr; // set when the thread that answers has ended; null: no thread
+    pid_t process = getpid();                        // a forked process has a copy of the board, and no threads
 };

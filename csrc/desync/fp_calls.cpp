@@ -9,7 +9,8 @@ std::string
 value_at(c10d::Store &store, const std::string &key)
 {
     const std::string nothing = "-";
-    std::string said = store.compareSet(key, nothing, nothing); /* which changes nothing, and does not wait for key */
+    std::string said =
+        store.compareSet(key, nothing, nothing); /* changes nothing, and unlike get() does not wait for the key */
     return said == nothing ? "" : said;
 }
 

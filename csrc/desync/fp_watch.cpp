@@ -1,4 +1,12 @@
-// desync/fp_watch.cpp -- see fp_watch.h.
+// desync/fp_watch.cpp -- see fp_watch.h. The keys in the store, below the prefix of the watch; trace.py writes all but two:
+//
+//   "broken"          a rank has declared the group broken
+//   "pending"         the index of the event that ranks ask about
+//   that index        "[rank, step, event, ..." of the rank that asks first
+//   that index/kept   set if an exception has kept that rank from the event
+//   "trouble"         "[rank, step, text]" of a rank that has raised and lives on
+//   "told"            the trouble that this watch ends the wait for
+//   "absent"          "[ranks]" of the world that this watch has found absent
 #include "desync/fp_watch.h"
 
 #include <algorithm>
@@ -23,10 +31,12 @@
 namespace fp {
 namespace {
 
-constexpr double store_may_be_away = 1.0; // seconds
-constexpr double before_time_out = 4.0;   // seconds before the group's own time-out, to say more than it does
-constexpr double troubled_for = 2.0;      // seconds before a device that waits for a rank is told of its exception
-constexpr double answers_come = 1.5;      // seconds after a call: each rank looks for one as seldom as this one
+constexpr double store_may_be_away = 1.0; // seconds after which a store that is out of reach counts as gone
+constexpr double before_time_out =
+    4.0; // seconds before the group's own time-out, whose message does not name the ranks
+constexpr double troubled_for =
+    2.0; // seconds that the device has waited before another rank's exception is a reason to abort
+constexpr double answers_come = 1.5; // seconds after a call: each rank looks for calls every interval, as this one does
 
 class Watch {
   public:
@@ -38,7 +48,7 @@ class Watch {
     {
     }
 
-    // Whether there is a reason to abort. time_out: of the group's collectives, in seconds.
+    // One look: whether there is a reason to abort. time_out: of the group's collectives, in seconds.
     bool finds(double time_out)
     {
         const Clock::time_point now = Clock::now();
@@ -57,7 +67,8 @@ class Watch {
             }
             lost = has_lost(seconds(now - idle_since_));
             if (!lost) {
-                /* others may wait for this rank's work; on a grid it may wait in another group, for one who misses it */
+                /* answer only with work: others wait for that. On a grid this rank may wait in another group, for a rank
+                 * that waits for it here: work of any group counts */
                 if (calls_.is_called() && PendingCollectives::any_has_work()) {
                     calls_.answer();
                 }
@@ -72,7 +83,7 @@ class Watch {
         return lost && has_work();
     }
 
-    // Whether an abort takes values from something that waits for them, or will.
+    // Whether a collective is pending: an abort then takes the values of it from the device.
     bool has_work()
     {
         return kept_.has_work();
@@ -87,7 +98,7 @@ class Watch {
                            [&](int64_t rank) { return said.count(static_cast<int>(rank)) != 0; });
     }
 
-    // Whether this rank has come to another collective than a rank that asks about it, or has begun one that an exception has
+    // Whether this rank has another event at the index that a rank asks about, or has begun the event that an exception has
     // kept that rank from.
     bool differs()
     {
@@ -106,8 +117,8 @@ class Watch {
                asked != event * 2 + static_cast<uint64_t>(new_pass);
     }
 
-    // Whether an exception has ended a pass of another rank, which lives on and has begun nothing since, and the device waits in
-    // that pass, or in one before it; then "told" says which exception.
+    // Whether another rank has raised in a pass and lives on, while the device has waited for 2 s in that pass or an earlier
+    // one. Sets "told".
     bool is_told_of_trouble()
     {
         const std::string said = value_at(*store_, "trouble"); /* [rank, step, text] */
@@ -120,7 +131,8 @@ class Watch {
         return true;
     }
 
-    // This thread may be the first to use the device that is its current one by chance: that would take memory there.
+    // Make the device of the waits this thread's current one. A new thread has device 0, and its first call there would take
+    // memory of that device.
     void be_on_device()
     {
         const auto device = on_device_ ? std::nullopt : kept_.device();
@@ -130,8 +142,8 @@ class Watch {
         }
     }
 
-    // Whether some come to no collective that this rank waits for; then it says who. A moment before the time-out one of the
-    // ranks that wait calls all of them, and who has work answers.
+    // Whether ranks come to no collective that this rank waits for. A moment before the time-out one of the ranks that wait
+    // calls all; a rank with work answers. Sets "absent".
     bool misses(double time_out)
     {
         const double long_time = std::max(time_out - before_time_out, time_out / 2);
@@ -149,7 +161,7 @@ class Watch {
         for (const int i : calls_.silent(*call_)) {
             absent += (absent.empty() ? "" : ", ") + std::to_string(ranks_[static_cast<size_t>(i)]);
         }
-        if (absent.empty() || !kept_.has_waited(long_time)) { /* they have come meanwhile */
+        if (absent.empty() || !kept_.has_waited(long_time)) { /* the ranks have come meanwhile */
             return false;
         }
         (void)store_->compareSet("absent", "", "[" + absent + "]");
@@ -166,13 +178,13 @@ class Watch {
     const int64_t me_; // in the world
     int64_t count_ = -1;
     Clock::time_point idle_since_;
-    std::optional<Clock::time_point> away_since_; // the store could not be asked
-    bool is_gone_ = false; // nor some time later: it is asked no more, as torch prints a message each time
+    std::optional<Clock::time_point> away_since_; // since when the store is out of reach
+    bool is_gone_ = false; // for good: it is asked no more, as torch prints a message for each call
     Calls calls_;
-    std::optional<Call> call_; // by which it goes while it misses some
+    std::optional<Call> call_; // the call of misses() that waits for answers
 };
 
-// Whether torch was told not to end what has timed out with NCCL.
+// Whether the environment tells torch not to end a collective of NCCL that has timed out: then there is no last moment.
 bool
 goes_on_after_time_out()
 {
@@ -185,8 +197,8 @@ goes_on_after_time_out()
     return false;
 }
 
-// Of the collectives of a group, in seconds. It may be changed at any time. Infinite: there is no such group, or its
-// backend does not say.
+// The time-out of the group's collectives in seconds; users may change it at any time. Infinite: there is no such group, or
+// its backend does not say.
 double
 time_out_of(const std::string &group, const c10::Device &device)
 {
@@ -255,7 +267,7 @@ fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched)
         const c10::Device device(watched->device);
         const fp::Registered registered(watched->group);
         std::optional<fp::Watch> watch;
-        if (const auto group = registered.group()) { /* not kept: it may be destroyed meanwhile */
+        if (const auto group = registered.group()) { /* not kept: users may destroy the group while this looks */
             watch.emplace(board->board, trace, *watched, *group);
         }
         while (watch && !board->ending->wait(watched->interval)) {

@@ -1,5 +1,6 @@
-/* desync/fp_watch.h -- a look after the other ranks where a device waits for them, as with NCCL: the host goes on meanwhile, or
- * waits in a call of torch that no Ctrl-C and no look ends. Plain C, under the rules of fp_torch.h. */
+/* desync/fp_watch.h -- the watch over a group whose collectives a device waits for, as with NCCL. The host goes on meanwhile,
+ * or waits in a call of torch that Ctrl-C does not end; Python cannot look after the other ranks then. So a thread looks.
+ * Plain C, under the rules of fp_torch.h. */
 #pragma once
 
 #include "desync/fp_board.h"
@@ -8,34 +9,47 @@ FP_BEGIN_C
 
 #include "core/fp_trace.h"
 
-/* A group whose collectives a device waits for. Borrowed. */
+/* A group whose collectives a device waits for. All pointers are borrowed during fp_watch(). */
 typedef struct {
-    const char *group;    /* the name under which torch registered it */
-    const char *device;   /* "cuda", ... */
-    const char *prefix;   /* where its ranks ask and answer, in its store: flatparam/fsdp/desync/trace.py */
-    const int64_t *ranks; /* of it, in the world */
+    const char *group;  /* the name under which torch registered it */
+    const char *device; /* the type of the device: "cuda" */
+    const char *
+        prefix; /* of the keys in the group's store by which its ranks ask each other: flatparam/fsdp/desync/trace.py */
+    const int64_t *ranks; /* [n] the world ranks of the group, in the group's order */
     Py_ssize_t n;
     double interval; /* seconds between two looks */
 } fp_watched;
 
-/* Looks without the GIL, as whoever waits for the device may hold it. 1: one of the ranks has come to another collective than
- * trace has, or has said why it goes on no more; or one that lives on has raised an exception in the pass in which this device waits, and
- * is in the store at "told" then; or one is lost, or the store out of reach, while this rank waits for
- * others; or some, which are in the store at "absent" then, come to no collective that it waits for, a moment before the
- * time-out of the group. Then trace is broken, or lost, and the communicator aborted: the device goes on, and what it was
- * waiting for has no values. 0: the group was destroyed, or fp_board_stop() was called. -1 with an exception: torch has no
- * such group or device, or its backend cannot abort; then trace is broken. */
+/* Look every interval seconds until there is a reason to end the group's collectives. It blocks: each group has a thread for
+ * it. The GIL is released throughout, as the thread that waits for the device may hold it.
+ *
+ * Reasons, in the order of the looks. "If work": only while a collective of the group has begun and has not ended.
+ *
+ *   reason                                                                                      key that it sets   if work
+ *   the store has been out of reach for 1 s                                                                         yes
+ *   another rank has declared the group broken (key "broken")
+ *   a rank asks about an event ("pending"), and trace has another one there; or an exception has
+ *   kept that rank from an event that trace has begun
+ *   another rank has raised in this pass and lives on ("trouble"); the device has waited for 2 s  "told"
+ *   a rank of the group is lost: fp_board_said() has a reason                                                       yes
+ *   4 s before the group's time-out some ranks have no work, and do not answer a call             "absent"          yes
+ *
+ * 1: there was a reason. trace is FP_TRACE_LOST if the abort took values from a device, else FP_TRACE_BROKEN, and the
+ *    communicator is aborted: the device goes on, and the results of what it waited for are undefined.
+ * 0: the group was destroyed, or fp_board_stop() was called.
+ * -1 with an exception: torch has no such group or device; or the backend cannot abort, and trace is broken. */
 int fp_watch(fp_board *board, fp_trace *trace, const fp_watched *watched);
 
-/* Call wait(), in which the current stream of device begins to wait for a collective over group that Python has begun. */
+/* Call wait(), a Python function in which the current stream of device begins to wait for a collective that Python has issued
+ * over group. fp_watch() then sees that the device waits. -1 with the exception of wait(). */
 int fp_watch_around(const char *group, const char *device, PyObject *wait);
 
-/* Seconds after which a collective over group, as fp_watched.group, fails on device ("cuda"). Infinite: there is no
- * such group, or its backend does not say. -1 with an exception: torch has no such device. */
+/* The time-out of collectives over group on device ("cuda"), in seconds. Infinite: there is no such group, or its backend
+ * tells no time-out. -1 with an exception: torch has no such device. */
 double fp_time_out(const char *group, const char *device);
 
-/* The host waits until the current stream of device ("cuda:1") has done all that it was given; Ctrl-C ends it. In a capture, and
- * for the host itself, nothing is waited for. */
+/* Block the host until the current stream of device ("cuda:1") has done all that was queued. Ctrl-C ends the wait: -1 with
+ * KeyboardInterrupt. It does nothing for the host's own device, and in the capture of a CUDA graph. */
 int fp_wait_device(const char *device);
 
 FP_END_C
