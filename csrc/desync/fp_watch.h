@@ -11,10 +11,9 @@ FP_BEGIN_C
 
 /* A group whose collectives a device waits for. All pointers are borrowed during fp_watch(). */
 typedef struct {
-    const char *group;  /* the name under which torch registered it */
-    const char *device; /* the type of the device: "cuda" */
-    const char *
-        prefix; /* of the keys in the group's store by which its ranks ask each other: flatparam/fsdp/desync/trace.py */
+    const char *group;    /* the name under which torch registered it */
+    const char *device;   /* the type of the device: "cuda" */
+    const char *prefix;   /* of the keys by which its ranks ask each other, in its store */
     const int64_t *ranks; /* [n] the world ranks of the group, in the group's order */
     Py_ssize_t n;
     double interval; /* seconds between two looks */

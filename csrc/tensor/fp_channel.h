@@ -1,25 +1,30 @@
-/* tensor/fp_channel.h -- ranks that share something: their collectives, who is told of those, and the sum of flags that
- * they agree by. Plain C, under the rules of fp_torch.h. */
+/* tensor/fp_channel.h -- a process group for the collectives of units: the watchers that are told of each collective, an
+ * all-gather by itself, and the sum of flags by which ranks agree. Plain C, under the rules of fp_torch.h. */
 #pragma once
 
 #include "tensor/fp_torch.h"
 
 FP_BEGIN_C
 
-/* Ranks that share something. Counted by nobody: whoever made it frees it. */
+/* A process group as the runtime uses it. It is not counted: its maker frees it, after all flat buffers and sums that borrow
+ * it. */
 typedef struct fp_group fp_group;
 
-/* The process group that torch registered as name; NULL: every collective goes through Python. group is the Python
- * object, kept. host_name: of a group of gloo's of the same ranks, which has the sums of flags; NULL: none. */
+/* group: the Python process group; a reference is kept.
+ * name: the name under which torch registered it, so that collectives are issued from C++; NULL: Python issues all of them.
+ * host_name: a group of gloo with the same ranks, for the sums of flags, so that no sum waits for a device; NULL: none.
+ * NULL with an exception: torch knows no group of that name. */
 fp_group *fp_group_new(PyObject *group, const char *name, const char *host_name);
 void fp_group_free(fp_group *group); /* NULL is allowed */
 
-/* What is told of a group's collectives: before each, which it is (see fp_event); that it has begun; that nobody knows
- * whether it has (launched); and a few times a second while one is waited for, if sliced. before and waiting are called
- * with the GIL held and give 0, or -1 with an exception: then the collective does not begin, or the wait ends. failed: one
- * has, with this message; -1 with an exception to raise instead. is_broken: 1 if those under way may never end. watcher is
- * kept; number: in the events.
- * A group has a first watcher, and may have another one, which is told before it. */
+/* The functions of a watcher. They are called with the GIL held, by the thread that issues or waits for the collective.
+ *
+ *   before     a collective, the event, is about to begin; -1 with an exception: it is not issued
+ *   begun      the announced collective was issued
+ *   launched   Ctrl-C has left the call that issues it: it may have begun or not
+ *   waiting    every 300 ms of a wait, if sliced; -1 with an exception: the wait ends, the collective goes on
+ *   failed     a collective has raised message; -1 with an exception: raise that one, which knows the cause
+ *   is_broken  1: pending collectives of the group may never end */
 typedef struct {
     int (*before)(PyObject *watcher, uint64_t event);
     void (*begun)(PyObject *watcher);
@@ -29,51 +34,62 @@ typedef struct {
     int (*is_broken)(PyObject *watcher);
 } fp_group_calls;
 enum { FP_WATCHERS = 2 };
+/* Set watcher number `which`, 0 or 1; a reference is kept. Of two watchers number 1 hears before() first. number: of the unit,
+ * in the events for this watcher. calls and sliced are the group's: the last call of this function sets them. sliced: waits
+ * are cut into slices (gloo), else the backend waits to the end (NCCL). */
 void fp_group_watch(fp_group *group, int which, PyObject *watcher, const fp_group_calls *calls, uint32_t number,
                     int sliced);
 
-/* The kinds of events, in Python _C.EVENT_GATHERS and so on. */
+/* The kinds of collectives in events; in Python _C.EVENT_GATHERS and so on. */
 enum {
     FP_EVENT_GATHERS = 0,
     FP_EVENT_REDUCES = 1,
-    FP_EVENT_GATHERS_OUTSIDE = 2,     /* of a step; begun by Python, as the next ones that show, clip or scale */
-    FP_EVENT_REDUCES_ACCUMULATED = 3, /* the gradients that no_sync has kept too */
-    FP_EVENT_AGREES = 4,              /* on what has changed */
+    FP_EVENT_GATHERS_OUTSIDE = 2,     /* outside of a step; issued by Python, as are 5, 6 and 7 */
+    FP_EVENT_REDUCES_ACCUMULATED = 3, /* with the gradients accumulated in no_sync */
+    FP_EVENT_AGREES = 4,              /* the consensus of a forward: stale units, errors */
     FP_EVENT_CLIPS = 5,
     FP_EVENT_SHOWS_GRADIENTS = 6,
     FP_EVENT_SCALES = 7,
     FP_EVENT_AGREES_ON_GRADIENTS = 8,
-    FP_EVENT_EXCHANGES = 9, /* of no unit: the number says what for */
+    FP_EVENT_EXCHANGES = 9, /* a setup collective, of no unit: number is its purpose */
     FP_EVENT_KINDS = 10
 };
 enum { FP_EVENT_TRAINED_BITS = 26 };
-/* trained: of a reduction, a hash of who requires grad; else 0. An event has 62 bits. */
+/* The event as one number of 62 bits: ranks that differ in any part differ in it. number: of the unit; trained: for a reduction
+ * a hash of which parameters require grad (FP_EVENT_TRAINED_BITS); else 0. */
 static inline uint64_t
 fp_event(uint32_t number, unsigned kind, uint32_t trained)
 {
     return ((uint64_t)trained << 32 | number) * FP_EVENT_KINDS + kind;
 }
 
-int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* of one process group */
-int fp_group_place(const fp_group *group, int *rank, int *size);        /* ours in it; -1 on failure */
-int fp_group_world_rank(const fp_group *group, int rank);               /* of one of it in the world; -1 on failure */
+int fp_group_is_same(const fp_group *a, const fp_group *b) FP_NOEXCEPT; /* 1: both have one Python process group */
+int fp_group_place(const fp_group *group, int *rank, int *size); /* this rank's number in it, and its size; 0; -1 */
+int fp_group_world_rank(const fp_group *group, int rank);        /* the world rank of the group's rank; -1 */
 
-/* The all-gathers of one unit over a group, one at a time, which nobody is told of. */
+/* All-gathers over a group, one at a time, that no watcher hears of: _C's gather, for Python. */
 typedef struct fp_gather fp_gather;
-/* group: C++ knows it under this name. sliced: its waits can be left and begun again. */
+/* group, name: as for fp_group_new(); name is needed. sliced: a wait returns after 300 ms. */
 fp_gather *fp_gather_new(PyObject *group, const char *name, int sliced);
-void fp_gather_free(fp_gather *gather); /* NULL is allowed; one under way goes on */
-/* Begin to gather the shard of every rank into output, in rank order. RuntimeError if one is under way. */
+void
+fp_gather_free(fp_gather *gather); /* NULL is allowed. A pending gather goes on, and keeps the memory of its tensors */
+/* Begin to gather the shard of every rank into output, in rank order. The memory of both is kept until it has ended, also if
+ * they get other data. RuntimeError if one is pending. */
 int fp_gather_begin(fp_gather *gather, PyObject *output, PyObject *shard);
-/* Until it has ended: 1; 0: sliced, and a moment is over; -1: it has failed, and is forgotten. */
+/* Wait for it, without the GIL. 1: it has ended, or none was begun; 0: sliced, and 300 ms are over; -1: it has failed, and the
+ * next one may begin. */
 int fp_gather_wait(fp_gather *gather);
-int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 0 also if it has ended and nobody has waited */
+int fp_gather_is_under_way(const fp_gather *gather) FP_NOEXCEPT; /* 1: it has not ended; no wait is needed for 0 */
 
-/* The sum of flags over the ranks of a group, on the host or on the device of like: started, and waited for when it is read. */
+/* A sum of flags over the ranks of a group: ranks agree by it. One is started early and read late, so that it costs no wait. */
 typedef struct fp_sum fp_sum;
+/* Start to add n flags over the group, on the host if it has a host group, else on the device of like. flags is copied.
+ * collectives: NULL, or the Python object that issues them; kind: of the event. The sum borrows group. RuntimeError in the
+ * capture of a CUDA graph: its replay would ask no rank. */
 fp_sum *fp_sum_start(fp_group *group, PyObject *like, const int32_t *flags, Py_ssize_t n, PyObject *collectives,
                      unsigned kind);
-int fp_sum_read(fp_sum *sum, int32_t *flags); /* all n of them */
-void fp_sum_free(fp_sum *sum);                /* NULL is allowed */
+int fp_sum_read(fp_sum *sum,
+                int32_t *flags); /* wait, and write the n sums; -1: a wait that was ended may be repeated */
+void fp_sum_free(fp_sum *sum);   /* NULL is allowed; without a wait */
 
 FP_END_C

@@ -1,5 +1,5 @@
-// tensor/fp_channel.hpp -- ranks that share something, for the C++ side: collectives over them, and waiting for
-// those.
+// tensor/fp_channel.hpp -- a process group for the C++ side: issue its collectives, and wait for them. The GIL is held, and
+// released during collectives and waits: threads of gloo need it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -13,60 +13,61 @@
 #include "tensor/fp_streams.hpp"
 
 struct fp_group {
-    c10::intrusive_ptr<c10d::ProcessGroup> native;  // or null: Python's way only
-    c10::intrusive_ptr<c10d::ProcessGroup> host;    // of the same ranks, for tensors on the host; or null
-    PyObject *object = nullptr;                     // owned
-    std::array<PyObject *, FP_WATCHERS> watchers{}; // owned, or null: nobody is told of its collectives
+    c10::intrusive_ptr<c10d::ProcessGroup> native;  // null: Python issues all collectives
+    c10::intrusive_ptr<c10d::ProcessGroup> host;    // the same ranks, for tensors on the host; may be null
+    PyObject *object = nullptr;                     // the Python process group, owned
+    std::array<PyObject *, FP_WATCHERS> watchers{}; // owned; null: there is none
     const fp_group_calls *calls = nullptr;
-    std::array<uint32_t, FP_WATCHERS> numbers{};
-    bool sliced = false;                       // waits are interrupted to tell the watcher
-    mutable std::optional<c10::Device> device; // of the last collective over it
-    bool registers = true;                     // memory; not any more where it could not
-    bool given_up = false; // what is under way may not end soon: nobody waits for it when a pass is forgotten
+    std::array<uint32_t, FP_WATCHERS> numbers{}; // of the unit, for each watcher
+    bool sliced = false;                         // waits are cut into slices of 300 ms, and watchers hear of each
+    mutable std::optional<c10::Device> device;   // of the last collective; none yet: there is no communicator
+    bool registers = true;                       // memory can be registered; false after a failure
+    bool given_up = false; // a give_up() has waited in vain since the last announce(): the next one does not wait
 };
 
 namespace fp {
 
-// Tell the watchers which collective is about to begin over group.
+// Tell the watchers which collective is about to begin over group. Throws what a watcher raises; then do not issue it.
 void announce(fp_group &group, unsigned kind, uint32_t trained = 0);
 
-// Whether the backend multiplies by a factor as it adds up tensors like this one. NCCL does. In bf16 torch 2.13 gives it
-// the upper half of a wide factor, so there it is not asked to.
+// Whether the backend can multiply tensors like this one by a factor as it adds them up. NCCL can, here in fp32 and fp64 only:
+// in bf16 torch 2.13 passes it the upper half of a wide factor.
 bool premultiplies(const fp_group &group, const at::Tensor &tensor);
 
-// Whether memory of device for group's collectives is to be registered with its backend: FLATPARAM_REGISTERED=1 asks for
-// that, and nothing is known to speak against it. Before a group's first collective it has no communicator to register
-// memory with, and a captured graph has memory of its own, which NCCL registers itself.
+// Whether to register memory of device for group's collectives with its backend: FLATPARAM_REGISTERED=1 asks for it, and it
+// has not failed yet. Not before the group's first collective, as there is no communicator; not in a capture, whose memory
+// NCCL registers itself.
 bool registers(const fp_group &group, const c10::Device &device);
 
-// A 1-D tensor in registered memory, so that collectives take no copy; undefined where registers() is false, or it cannot be:
-// a line says so once.
+// A 1-D tensor of numel elements in registered memory, so that collectives take no copy. Undefined where registers() is false,
+// or where the backend cannot register: a warning says so once.
 at::Tensor registered(fp_group *group, int64_t numel, const at::TensorOptions &options);
 
-// The same in the device's own memory otherwise.
+// The same; in the device's usual memory where registered() gives none.
 at::Tensor empty_for(fp_group *group, int64_t numel, const at::TensorOptions &options);
 
-// The collectives of the C++ group, started. factor: what is added up is multiplied by it before, if premultiplies().
+// Issue a collective from C++ and return its work; announce() it before. factor: each addend is multiplied by it; other
+// than 1.0 only if premultiplies().
 c10::intrusive_ptr<c10d::Work> all_gather(const fp_group &group, const at::Tensor &gathered, const at::Tensor &own);
 c10::intrusive_ptr<c10d::Work> reduce_scatter(const fp_group &group, const at::Tensor &reduced, const at::Tensor &whole,
                                               double factor = 1.0);
 c10::intrusive_ptr<c10d::Work> all_reduce(const fp_group &group, const at::Tensor &tensor, double factor = 1.0);
 
-// The same through Python: collectives.name(output, input, group).
+// Issue it from Python: collectives.name(output, input, group), which waits itself. announce() it before, too.
 void call_python(PyObject *collectives, const char *name, const at::Tensor &output, const at::Tensor &input,
                  const fp_group &group);
 
-// Wait for what was started over group. If its watcher ends the wait, the work stays: it goes on, its memory is written to,
-// and it can be waited for again. What has ended, or failed, is forgotten.
+// Wait for work over group; null: return at once. work is reset when it has ended or failed; a failure is thrown. If a watcher
+// ends the wait, its exception is thrown and work stays: the collective goes on, and can be waited for again.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group);
-// sliced: whether the waits of the backend that work is of are, where that is not the one of the units' device.
+// The same where the backend of work is not that of group's units (a sum on the host). sliced: whether its waits are cut.
 void wait_for(c10::intrusive_ptr<c10d::Work> &work, const fp_group *group, bool sliced);
 
-// Wait for work over group no longer than a moment, as others may never come to it; whether it has ended. Where waits are
-// not sliced, nobody waits.
+// Wait 300 ms at most for work whose pass is given up: other ranks may never come to it. Returns whether it has ended; true
+// without a wait where waits are not sliced. It does not throw what work raises.
 bool give_up(c10d::Work &work, fp_group &group);
 
-// Whether what is under way over group may never end.
+// Whether a watcher knows that pending collectives of group may never end.
 bool is_broken(const fp_group &group);
 
 } // namespace fp
