@@ -1,13 +1,13 @@
-/* tensor/fp_gradients.h -- gradients as attributes of parameters: what .grad shows of a shard's or a unit's gradient. Plain
- * C, under the rules of fp_torch.h. */
+/* tensor/fp_gradients.h -- .grad of parameters: show the reduced or the accumulated gradient there, and read back what users
+ * have done to it. Plain C, under the rules of fp_torch.h. */
 #pragma once
 
 #include "tensor/fp_graph.h"
 
 FP_BEGIN_C
 
-/* Parameters, their places in the whole, and what a shard has of each: numels[i] elements from starts[i] on; < 0: nothing.
- * All is borrowed. */
+/* n parameters, their places in the flat parameter (geometry), and their pieces of this rank's shard: numels[i] elements from
+ * element starts[i] of the shard on; numels[i] < 0: the shard has nothing of parameter i. All is borrowed. */
 typedef struct {
     PyObject *const *params;
     Py_ssize_t n;
@@ -15,20 +15,23 @@ typedef struct {
     const int64_t *starts, *numels;
 } fp_param_pieces;
 
-/* Those of params that do not require grad count as none. */
+/* Undefine the gradients of those params that do not require grad. */
 int fp_gradients_drop_frozen(fp_gradients *gradients, PyObject *const *params, Py_ssize_t n);
-/* tensor.grad = grad whatever the shape and dtype; NULL: None. */
+/* tensor.grad = grad, without torch's checks of shape, dtype and device; NULL or None: no gradient. */
 int fp_gradients_set(PyObject *tensor, PyObject *grad);
-/* The first parameter whose gradient has no memory, as a user has freed or resized its storage; of->n: none has. */
+/* The first parameter whose gradient's storage a user has freed or resized; of->n: there is none. */
 Py_ssize_t fp_gradients_find_freed(const fp_param_pieces *of) FP_NOEXCEPT;
-/* Add grad, the gradient of the shard, which may be changed, to params[i].grad where which[i], its pieces, in the shape that
- * params[i] has. Pieces that lie together in one gradient are added to in place. name, of the unit: as autograd does, call the hooks
- * of params[i] with its piece before, and those for after that; NULL: call none. */
+/* params[i].grad += its piece of grad, where which[i]; the piece has the shape of params[i]. grad is the gradient of the shard,
+ * and its memory may be changed. If all these .grad are pieces of one tensor, grad is added to that in one pass; else they
+ * become pieces of grad's memory.
+ * name: of the unit, in errors. As autograd does, hooks of register_hook() are called with the piece before, and hooks of
+ * register_post_accumulate_grad_hook() after; NULL: no hook is called. An exception may leave some .grad set. */
 int fp_gradients_add_pieces(const fp_param_pieces *of, const char *which, const fp_reduced *grad, const char *name);
-/* The gradient of the shard that params[i].grad make up, new reference: Py_None if no parameter has one; has[i]: which. */
+/* The gradient of the shard of which params[i].grad are the pieces, with zeros where there is none: a new reference, to a new
+ * tensor or to the one that all of them lie in. None: no parameter has a gradient. has[i] = 1: parameter i has one. */
 PyObject *fp_gradients_collect(const fp_param_pieces *of, PyObject *shard, char *has);
-/* Make params[i].grad its place in accumulated where which[i]: in the unsharded gradient if own < 0; else its piece of the shard,
- * which begins at own in accumulated (numels < 0: nothing). */
+/* params[i].grad = a view of accumulated, where which[i]. own < 0: accumulated is the unsharded gradient, and the view is the
+ * parameter's place in it. own >= 0: this rank's shard begins at element own of accumulated, and the view is the 1-D piece. */
 int fp_gradients_show_accumulated(const fp_param_pieces *of, const char *which, PyObject *accumulated, int64_t own);
 /* What users do to .grad between backwards, while it shows the gradient accumulated in no_sync. One rule for the runtime,
  * LayerZero's handle and the drop-in:
@@ -40,64 +43,72 @@ int fp_gradients_show_accumulated(const fp_param_pieces *of, const char *which, 
  *   changed in place    counts as changed (*)          refused, naming it: what is put aside is not changed with it (**)
  *   replaced            NO_SHARD: counts as given; else it is the reduced gradient, and the accumulated one is given up
  *
- * (*) nested LayerZero refuses it: there .grad is a piece of the accumulated gradient on several ranks. (**) the drop-in
- * changes the accumulated gradient alone, as torch does. In each row a parameter, with flat parameters a unit, is seen by itself.
+ * (*) nested LayerZero refuses it: there .grad is a piece of a gradient that several ranks have. (**) the drop-in changes the
+ * accumulated gradient alone, as torch does. Each row is about one parameter; with use_orig_params=False about one flat
+ * parameter.
  *
- * One rank's gradients of a micro-batch may be zeros. So zeros in place count: else a rank that has scaled its zeros would
- * drop them, and not come to the reduction that the others come to. Nor do zeros tell row three from row four. Where
- * something is put aside, the accumulated gradient is therefore shown with -0.0 for 0.0, which every sum and comparison takes
- * for the same: zero_(), fill_(0) and copy_() of zeros leave no sign, scaling leaves it. Adding 0.0 to zeros, or scaling them by a
- * negative number, counts as zeroing. */
-/* Make the zeros of accumulated, which is shown next, -0.0. */
+ * Why zeros in place count: the gradients of a micro-batch may be zeros on one rank. If zeros were dropped, a rank that scales
+ * its zeros would not come to the reduction that the others come to.
+ * How row three is told from row four: where something is put aside, the accumulated gradient is shown with -0.0 in place
+ * of 0.0, which sums and comparisons treat alike. zero_(), fill_(0) and copy_() of zeros leave no sign; scaling leaves it.
+ * Adding 0.0 to zeros, or scaling them by a negative number, therefore counts as zeroing. */
+/* Mark accumulated, which is shown next: replace its zeros by -0.0. */
 int fp_gradients_mark_zeros(PyObject *accumulated);
-/* Whether a gradient, which was changed in place since it was marked and shown, was set to zeros; -1: error. */
+/* Whether a marked gradient that was changed in place since was set to zeros. 1; 0; -1. */
 int fp_gradients_is_zeroed(PyObject *grad);
 
-/* The reduced gradient that was put aside: *tensor, or NULL; which parameters have one in it; and which
- * do not require grad any more and have something in the accumulated gradient. The functions below keep it up to date. */
+/* The deferred reduced gradient of a flat parameter, put aside while .grad shows the accumulated one. All is borrowed; the
+ * functions below update it.
+ *   *tensor          [shard_numel], owned by the caller; NULL: there is none
+ *   like             the shard
+ *   has[n]           1: parameter i has a part in *tensor
+ *   frozen_share[n]  1: parameter i does not require grad any more, and has a part in the accumulated gradient */
 typedef struct {
-    PyObject **tensor, *like; /* like: the shard */
+    PyObject **tensor, *like;
     char *has, *frozen_share;
 } fp_put_aside;
-/* Reconcile .grad of params with the accumulated gradient, by the table above.
+/* Reconcile accumulated, the unsharded gradient that .grad of params shows, with what users have done to .grad, by the table
+ * above:
  *
  *   .grad aliases its place in accumulated   nothing changes
- *   .grad is None                            the place is set to 0, the reduced gradient that was put aside is dropped
- *   .grad is zeros in place                  counts as zeros; drops_zeros: as None, as all ranks are at a call that refuses the
- *                                            accumulated gradient
- *   .grad is another tensor                  the place is set to 0; the given tensor is the reduced gradient from now on (where
- *                                            the shard is the whole parameter, it is copied into accumulated)
+ *   .grad is None                            the place is set to 0, and the reduced gradient that was put aside is dropped
+ *   .grad was set to zeros in place          it counts as zeros. drops_zeros: as None; only for a call that all ranks make and
+ *                                            that refuses an accumulated gradient
+ *   .grad is another tensor                  the place is set to 0, and the tensor is put aside as the reduced gradient;
+ *                                            NO_SHARD: it is copied into accumulated instead
  *
- * Returns the number of params of the first kind. -2 - i: the i-th was changed in place while a reduced gradient is put aside.
- * -1: error. */
+ * Returns how many params count in accumulated; 0: nothing is left of it. -2 - i: parameter i was changed in place while a
+ * reduced gradient is put aside. -1: an exception. After a negative result parameters before i may be reconciled already. */
 Py_ssize_t fp_gradients_check_accumulated(const fp_param_pieces *of, PyObject *accumulated, fp_put_aside aside,
                                           int drops_zeros);
-/* The same where accumulated is elements [first, first + its length) of the unsharded gradient, added over some of the ranks:
- * each parameter shows its piece of the shard. A parameter's gradient
- * can be cleared, on all ranks alike, but not edited: ValueError, which says it of name. Where the piece of a cleared one has
- * elements, so that others can count on its being cleared, cleared[i] becomes 1. */
+/* The same for nested strategies: accumulated is elements [first, first + its numel) of the unsharded gradient, added over
+ * some of the ranks, and .grad shows the piece of the shard, which begins at element own of it. A gradient may be cleared,
+ * on all ranks alike, but not edited: ValueError, which begins with name. cleared[i] = 1 where parameter i was cleared and
+ * its piece has elements: the other ranks that hold a part of it clear theirs by it. */
 Py_ssize_t fp_gradients_check_pieces(const fp_param_pieces *of, PyObject *accumulated, fp_put_aside aside,
                                      int64_t first, int64_t own, const char *name, char *cleared);
-/* Set what accumulated, elements [first, ...), has of the i-th parameter to 0. */
+/* Set to 0 the elements of parameter i in accumulated, which begins at element first of the unsharded gradient. */
 int fp_gradients_clear_accumulated(const fp_geometry *geometry, Py_ssize_t i, PyObject *accumulated, int64_t first);
 
-/* The norm of this order of the gradients of params, to the power of order unless that is infinite: a scalar on device,
- * computed in fp64 or fp32, new reference. No gradient: 0. */
+/* The order-norm of all gradients of params, to the power of order (so that ranks can add theirs); for infinity the
+ * maximum. A new 0-dim tensor on device, computed in fp64 or fp32. 0 if there is no gradient. */
 PyObject *fp_gradients_norm(PyObject *const *params, Py_ssize_t n, double order, int in_fp64, PyObject *device);
-/* Scale the gradients of params by max_norm / norm, where that is less than 1. The norm, sum to the power of root, in the
- * widest real dtype of the gradients, new reference. */
+/* Scale the gradients of params by max_norm / (norm + 1e-6), where that is less than 1; norm = sum to the power of
+ * root, which is 1 / order, or 1. Returns the norm in the widest real dtype of the gradients, a new reference. */
 PyObject *fp_gradients_clip(PyObject *const *params, Py_ssize_t n, PyObject *sum, double root, double max_norm);
 
-/* Whether somebody has let a view, one without a node, require grad: if so it does not any more, and owner (NULL: none)
- * does instead. 0: nobody has; 1: and it was not used since; 2: it was, so autograd has a gradient for it. */
+/* Whether a user has let view, a leaf without a node, require grad. If so, owner (NULL: none) requires grad from now on,
+ * and view does not: its gradient would be reduced by nobody. 0: no; 1: yes, and no graph has used it; 2: yes, and a
+ * graph has used it; its gradient is dropped; -1. */
 int fp_param_take_requires_grad(PyObject *view, PyObject *owner);
 
-/* Sum of the versions of tensors: it changes when one of them is changed in place. numels: not of those that have none, or NULL. */
+/* The sum of the tensors' version counters, which each in-place change increases. numels, or NULL: leave out the tensors with
+ * numels[i] <= 0. */
 int64_t fp_param_versions(PyObject *const *tensors, const int64_t *numels, Py_ssize_t n) FP_NOEXCEPT;
-/* The first parameter whose data are not its piece of shard, in one of the layouts that pieces have. -1: none. */
+/* The first parameter whose data are not its piece of shard, 1-D, in rows or in its own layout. -1: there is none. */
 Py_ssize_t fp_param_moved(const fp_param_pieces *of, PyObject *shard) FP_NOEXCEPT;
 int fp_param_requires_grad(PyObject *tensor) FP_NOEXCEPT;
-int fp_param_is_tensor(PyObject *object) FP_NOEXCEPT;
-int fp_param_is_low(PyObject *tensor) FP_NOEXCEPT; /* of a dtype that many gradients cannot be added in */
+int fp_param_is_tensor(PyObject *object) FP_NOEXCEPT; /* 1: a torch.Tensor, or of a subclass */
+int fp_param_is_low(PyObject *tensor) FP_NOEXCEPT;    /* 1: bf16 or fp16, too coarse to add many gradients in */
 
 FP_END_C

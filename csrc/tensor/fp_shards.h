@@ -1,16 +1,22 @@
-/* tensor/fp_shards.h -- this rank's pieces of parameters, told apart from whole parameters by what is done with them. */
+/* tensor/fp_shards.h -- show this rank's pieces as the parameters' data, so that an operation which needs a whole parameter
+ * raises an error that names the shard. Plain C, under the rules of fp_torch.h. */
 #pragma once
 
 #include "tensor/fp_gradients.h"
 
 FP_BEGIN_C
 
-/* Let params[i]'s data be its piece of the shard, or an empty tensor. marked: as shards, where torch knows their device:
- * operations that take whole parameters refuse them, and others that fail with them say why. Such a piece is 1-D, or
- * in_rows[i] whole rows of the parameter; any other has the shape that the geometry says. -1 with an exception. */
+/* params[i].data = its piece of the shard; an empty tensor if the shard has nothing of it.
+ *   marked = 1   the piece is 1-D, or with in_rows[i] whole rows of the parameter. It is marked as a shard: operations that
+ *   take
+ *                whole parameters (linear, conv) refuse it, and others that fail with it say why. Tensors of a device that
+ *                cannot take the mark stay unmarked
+ *   marked = 0   the piece is the whole parameter, in the shape of the geometry
+ * 0; -1 with ValueError for a piece outside of the shard: the pieces before it are set then. */
 int fp_torch_set_shards(const fp_param_pieces *of, PyObject *shard, const char *in_rows, int marked);
 
-/* explain(tensor): what to say of a shard, a str; or None if it is none any more. PendingCollectives. */
+/* Set the Python function explain(tensor): the text of the error (str), or None if tensor is no shard any more. A reference is
+ * kept until the next call. */
 void fp_torch_explain_shards(PyObject *explain);
 
 FP_END_C
